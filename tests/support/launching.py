@@ -7,14 +7,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tests.support.ports import free_port
+from tests.support.several_runs import Planned
 
 REPO = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 DEADLINE_S = 300
+SEVERAL = ("-m", "tests.support.several_runs")
 NUM_VAL_TARGETS = 999
 """Every validation token of `make_data_folder` but the first."""
 
@@ -101,30 +104,68 @@ def train(
 
 
 def train_several(
-    runs: Mapping[Path, Sequence[str]], config: Path, *, num_ranks: int
-) -> subprocess.CompletedProcess[str]:
-    """Train one run after the other on the same ranks, each with overrides of its own.
+    runs: Mapping[Path, Sequence[str]],
+    config: Path | Mapping[Path, Path],
+    *,
+    num_ranks: int,
+    env: Mapping[str, str] | None = None,
+    spoiled: Mapping[Path, tuple[int, str]] | None = None,
+    program: Sequence[str] = SEVERAL,
+) -> dict[Path, str]:
+    """Train one run after the other on the same ranks, each with its own overrides.
 
-    Most of the processor time of a short run is the start of its ranks.
+    Most of the processor time of a short run is the start of its ranks. Returns the output of each
+    run. `config` is one for all or one for each. Those of `spoiled` have to fail: see `Planned`.
+    `program` ends with `several_runs.main`.
     """
-    each = [
-        (free_port(), train_program(folder, config, *overrides)[2:])
+    configs = {folder: config if isinstance(config, Path) else config[folder] for folder in runs}
+    planned = [
+        Planned(
+            port=free_port(),
+            printed=str(_printed(folder)),
+            arguments=train_program(folder, configs[folder], *overrides)[2:],
+            spoiled=(spoiled or {}).get(folder),
+        )
         for folder, overrides in runs.items()
     ]
-    result = run(mpirun(num_ranks, "-c", _SEVERAL, json.dumps(each)))
-    assert result.returncode == 0, result.stderr + result.stdout
-    return result
+    _run_several(planned, num_ranks=num_ranks, env=env, program=program)
+    return {folder: _output(_printed(folder)) for folder in runs}
 
 
-_SEVERAL = """
-import json, os, sys
-from payload.train.__main__ import main
-for port, words in json.loads(sys.argv[1]):
-    os.environ["MASTER_PORT"] = str(port)
-    assert main(words, os.environ) == 0
-    from accelerate.state import AcceleratorState
-    AcceleratorState._reset_state(reset_partial_state=True)
-"""
+def evaluate_several(arguments: Mapping[Path, Sequence[str]], *, num_ranks: int) -> dict[Path, str]:
+    """Evaluate one checkpoint after the other on the same ranks; return what is printed of each.
+
+    A key is the path of the files with the output, less the rank.
+    """
+    planned = [
+        Planned(port=free_port(), printed=str(path), arguments=list(words), evaluates=True)
+        for path, words in arguments.items()
+    ]
+    _run_several(planned, num_ranks=num_ranks)
+    return {path: _output(path) for path in arguments}
+
+
+def _run_several(
+    planned: Sequence[Planned],
+    *,
+    num_ranks: int,
+    env: Mapping[str, str] | None = None,
+    program: Sequence[str] = SEVERAL,
+) -> None:
+    text = json.dumps([asdict(each) for each in planned])
+    result = run(mpirun(num_ranks, *program, text), env=env)
+    outputs = [_output(Path(each.printed)) for each in planned]
+    assert result.returncode == 0, "\n".join([result.stderr, result.stdout, *outputs])
+
+
+def _printed(folder: Path) -> Path:
+    """Return the path of the files with the output of a run, less the rank."""
+    return folder.with_name(f"{folder.name}.printed")
+
+
+def _output(printed: Path) -> str:
+    """Return what the ranks of a run have printed so far."""
+    return "".join(path.read_text() for path in sorted(printed.parent.glob(f"{printed.name}.*")))
 
 
 def train_program(run_dir: Path, config: Path, *overrides: str) -> list[str]:

@@ -1,11 +1,11 @@
-"""Runs of strategies for tests, and comparisons of two of them."""
+"""Trains the runs of `cases`, and compares two of them."""
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,93 +13,107 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.architecture_cases import CASES, make_folder
 from payload.results import RunPaths
 from tests.support.launching import (
     REPO,
     evaluations,
     losses,
     metrics,
-    mpirun,
     rank_env,
-    run,
     summary,
-    train_program,
     train_several,
 )
 from tests.train.alone import forget_accelerate, train_alone
+from tests.train.strategies.cases import RUNS, STEPS, ZERO3, Case, model_overrides
 from tests.train.strategies.deepspeed_folder import deepspeed_folder
 
 FILES = ("model.safetensors", "optimizer.safetensors")
-STEPS = ("schedule.warmup_steps=0", "train.steps=6", "train.checkpoint_every=3")
-SIZES = tuple(f"model.{name}=none" for name in ("n_layer", "n_head", "n_embd"))
-"""For weights of `model.init`, which have their own."""
-ZERO3 = "distributed.strategy=zero3"
-
-# A bit flips in what one rank holds, as broken RAM would do it.
-_SPOIL = """
-import os, sys
-import torch
-from payload.train import trainer
-from payload.train.__main__ import main
-
-step = trainer.Trainer._train_step
-
-def spoiled(self):
-    stopping = step(self)
-    if self._parts.world.rank == {rank} and self._step == 2:
-        with torch.no_grad():
-            self._parts.optimizers.trained()["{parameter}"].view(-1)[5] += 1e-6
-    return stopping
-
-trainer.Trainer._train_step = spoiled
-sys.exit(main(sys.argv[1:], os.environ))
-"""
 
 
-def train_ranks(folder: Path, config: Path, *overrides: str, num_ranks: int) -> str:
-    """Train through mpirun, under zero3 too, and return what was said.
+class Runs:
+    """The runs of `cases.RUNS`, each trained when it is first requested; not to be changed.
 
-    DeepSpeed is not in the environment of the tests.
+    With it all others are trained that can share the start of its ranks.
     """
-    env = rank_env()
-    if ZERO3 in overrides:
-        env["PYTHONPATH"] = os.pathsep.join((str(REPO), str(deepspeed_folder())))
-    result = run(mpirun(num_ranks, *train_program(folder, config, *overrides)), env=env)
-    assert result.returncode == 0, result.stderr + result.stdout
-    return result.stderr + result.stdout
 
+    def __init__(self, root: Path, config: Path) -> None:
+        self._root = root
+        self._config = config
+        self._models: dict[str, tuple[str, ...]] = {}
+        self._alone: dict[tuple[str, tuple[str, ...]], Path] = {}
+        self._outputs: dict[str, str] = {}
 
-def train_decoders(
-    root: Path,
-    config: Path,
-    way: str,
-    cases: Sequence[tuple[str, tuple[str, ...]]],
-    **sizes: int,
-) -> None:
-    """Train each case, a decoder's name and overrides, on one rank and on two, the way given.
+    def folder(self, name: str) -> Path:
+        """Return the folder of a run."""
+        self.output(name)
+        return self._folder(name)
 
-    The runs of case 0 are `root / "0" / "alone"` and `root / "0" / "two"`.
-    """
-    of_two: dict[Path, tuple[str, ...]] = {}
-    for place, (name, extra) in enumerate(cases):
-        folder = root / str(place)
-        make_folder({**CASES[name], **sizes}, folder / "base")
-        words = (*STEPS, *SIZES, f"model.init={folder / 'base'}", "optimizer.lr=1e-4", *extra)
-        train_alone(folder / "alone", config, *words)
+    def output(self, name: str) -> str:
+        """Return what the ranks of a run printed."""
+        if name not in self._outputs:
+            start = _start_of(_CASES[name])
+            self._train([each for each, case in _CASES.items() if _start_of(case) == start])
+        return self._outputs[name]
+
+    def alone(self, name: str) -> Path:
+        """Return the folder of one rank's run of the same model and settings."""
+        case = _CASES[name]
+        key = (case.model, case.settings)
+        if key not in self._alone:
+            folder = self._root / f"alone-{len(self._alone)}"
+            self.train_alone(folder, name)
+            self._alone[key] = folder
+        return self._alone[key]
+
+    def train_alone(self, folder: Path, name: str) -> None:
+        """Train a run, or what is left of it, on one rank, in this process."""
         forget_accelerate()
-        of_two[folder / "two"] = (way, *words)
-    train_several(of_two, config, num_ranks=2)
+        train_alone(folder, self._config, *self._settings(_CASES[name]))
+        forget_accelerate()
+
+    def resumed(self, name: str) -> Path:
+        """Return the folder of the run that a run continues."""
+        source = _CASES[name].resumes
+        return self.alone(name) if source == "alone" else self.folder(source)
+
+    def _train(self, names: Sequence[str]) -> None:
+        """Train runs that share the start of their ranks."""
+        folders = {name: self._folder(name) for name in names}
+        for name, folder in folders.items():
+            if _CASES[name].resumes:
+                first_half(self.resumed(name), folder)
+        ranks, zero3, _ = _start_of(_CASES[names[0]])
+        env = rank_env()
+        if zero3:  # DeepSpeed is not in the environment of the tests.
+            env["PYTHONPATH"] = os.pathsep.join((str(REPO), str(deepspeed_folder())))
+        outputs = train_several(
+            {folders[name]: self._overrides(name) for name in names},
+            self._config,
+            num_ranks=ranks,
+            env=env,
+            spoiled={folders[name]: spoiled for name in names if (spoiled := _CASES[name].spoiled)},
+        )
+        self._outputs |= {name: outputs[folder] for name, folder in folders.items()}
+
+    def _folder(self, name: str) -> Path:
+        return self._root / re.sub(r"\W+", "-", name)
+
+    def _overrides(self, name: str) -> tuple[str, ...]:
+        return (*_CASES[name].strategy, *self._settings(_CASES[name]))
+
+    def _settings(self, case: Case) -> tuple[str, ...]:
+        if case.model not in self._models:
+            folder = self._root / f"model-{len(self._models)}"
+            self._models[case.model] = model_overrides(case.model, folder)
+        return (*STEPS, *self._models[case.model], *case.settings)
 
 
-def require_same_decoder(folder: Path, extra: Sequence[str]) -> None:
-    """Require two ranks' run to be one rank's."""
-    two, alone = folder / "two", folder / "alone"
-    close = 1e-4 if "precision.dtype=bf16" in extra else 1e-6
-    assert losses(two) == pytest.approx(losses(alone), rel=close)
-    assert norms(two) == pytest.approx(norms(alone), rel=close * 300)
-    assert len(losses(two)) == 6
-    assert summary(two)["ranks_identical"] is True
+_CASES: Mapping[str, Case] = {name: case for table in RUNS for name, case in table.items()}
+
+
+def _start_of(case: Case) -> tuple[int, bool, bool]:
+    """Return what runs have to share for one start of ranks; resumed ones have other processes."""
+    return case.ranks, ZERO3 in case.strategy, case.resumes not in ("", "alone")
 
 
 def norms(run_dir: Path) -> list[float]:
@@ -140,31 +154,9 @@ def require_same_layout(ours: Path, theirs: Path) -> None:
     }
 
 
-def require_bitwise_resume(
-    whole: Path, folder: Path, config: Path, *overrides: str, num_ranks: int
-) -> None:
-    """Resume a copy of the run from step 3 in `folder`; require its losses and bits.
-
-    Each rank has to read its own part of the optimizer state.
-    """
-    half = first_half(whole, folder)
-    said = train_ranks(half, config, *overrides, num_ranks=num_ranks)
-    assert "each rank reads its own part of the state" in said
-    assert losses(half) == losses(whole)
-    ours, theirs = tensors(half, step=6), tensors(whole, step=6)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(each, theirs[name]) for name, each in ours.items())
-
-
-def error_of_spoiled(
-    folder: Path, config: Path, *overrides: str, num_ranks: int, rank: int, parameter: str
-) -> str:
-    """Train in `folder / "run"` with a bit flipped on one rank after step 2; return the error."""
-    program = folder / "spoil.py"
-    program.write_text(_SPOIL.format(rank=rank, parameter=parameter), encoding="utf-8")
-    words = train_program(folder / "run", config, *overrides)[2:]
-    result = run(mpirun(num_ranks, str(program), *words), env=rank_env())
-    assert result.returncode == 40, result.stderr
-    assert not (folder / "run" / "checkpoints").exists()
-    record = json.loads((folder / "run" / "exits" / "rank_0000.json").read_text())
-    return str(record["error"])
+def require_bitwise_equal(ours: Path, theirs: Path) -> None:
+    """Require the losses and the bits of another run."""
+    assert losses(ours) == losses(theirs)
+    found, wanted = tensors(ours, step=6), tensors(theirs, step=6)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(each, wanted[name]) for name, each in found.items())

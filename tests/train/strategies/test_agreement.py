@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 
+from payload.engines import require_means_here
 from payload.errors import ConfigError, RanksDifferError, TrainingError
 from payload.launch_sections import DistributedSection
-from payload.run_config import parse_run_config
+from payload.run_config import RunConfig, parse_run_config
+from payload.train.engine import require_strategy
 from payload.train.strategies.shard_snapshot import rows_of
 from payload.train.sync_check import RankState, require_one_model
+from tests.train.strategies.cases import SHARD, TENSOR, ZERO3
 
 
 def states(weights: str, optimizer: str) -> list[RankState]:
@@ -55,43 +60,60 @@ def test_a_group_that_does_not_divide_the_ranks_is_refused_with_those_that_do() 
     assert DistributedSection().shards(6) == 1
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (['optimizer.name="muon"'], "needs whole matrices"),
-        (["engine.compile=true"], "does not run with engine.compile = true"),
-        (['distributed.backend="ccl"'], "is for gloo alone"),
-        (['distributed.strategy="replicate"', "distributed.shard_size=2"], "leave shard_size out"),
-    ],
+_EVERYWHERE = (
+    ('optimizer.name="muon"', "needs whole matrices"),
+    ("engine.compile=true", "does not run with engine.compile = true"),
+    ('distributed.backend="ccl"', "is for gloo alone"),
 )
-def test_what_does_not_go_with_shards_is_one_line(settings: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        parse_run_config(
-            "", overrides=['distributed.strategy="shard"', *settings], where="run.toml"
-        )
+REFUSED: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    *(
+        (strategy, (each,), said)
+        for strategy in (SHARD, TENSOR, ZERO3)
+        for each, said in _EVERYWHERE
+    ),
+    (
+        SHARD,
+        ('distributed.strategy="replicate"', "distributed.shard_size=2"),
+        "leave shard_size out",
+    ),
+    (TENSOR, ('engine.kind="ipex"',), 'does not run on engine.kind = "ipex"'),
+    (
+        TENSOR,
+        ('adapter.kind="lora"', 'model.init="x"'),
+        "does not run with distributed.tensor_parallel",
+    ),
+    (TENSOR, ('task.kind="classify"',), "does not run with distributed.tensor_parallel = 2"),
+    (
+        TENSOR,
+        ('adapter.kind="lora"', 'model.init="x"', 'model.quantize="nf4"'),
+        "blocks of 4 bits cannot be split",
+    ),
+    (ZERO3, ("distributed.shard_size=2",), "leave shard_size out"),
+    (ZERO3, ('distributed.grad_dtype="bf16"',), "DeepSpeed would add gradients up in it"),
+    (
+        ZERO3,
+        ('model.quantize="nf4"', 'adapter.kind="lora"'),
+        'with distributed.strategy = "zero3"',
+    ),
+)
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (['optimizer.name="muon"'], "needs whole matrices"),
-        (["engine.compile=true"], "does not run with engine.compile = true"),
-        (['engine.kind="ipex"'], 'does not run on engine.kind = "ipex"'),
-        (['distributed.backend="ccl"'], "is for gloo alone"),
-        (
-            ['adapter.kind="lora"', 'model.init="x"'],
-            "does not run with distributed.tensor_parallel",
-        ),
-        (['task.kind="classify"'], "does not run with distributed.tensor_parallel = 2"),
-        (
-            ['adapter.kind="lora"', 'model.init="x"', 'model.quantize="nf4"'],
-            "blocks of 4 bits cannot be split",
-        ),
-    ],
-)
-def test_what_does_not_go_with_tensor_ranks_is_one_line(settings: list[str], said: str) -> None:
+@pytest.mark.parametrize(("strategy", "settings", "said"), REFUSED)
+def test_what_does_not_go_with_a_strategy_is_one_line(
+    strategy: str, settings: tuple[str, ...], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said) as refused:
-        parse_run_config(
-            "", overrides=["distributed.tensor_parallel=2", *settings], where="run.toml"
-        )
+        parse_run_config("", overrides=[strategy, *settings], where="run.toml")
     assert "\n" not in str(refused.value)
+
+
+def test_without_deepspeed_the_error_names_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    settings = DistributedSection(strategy="zero3")
+    with pytest.raises(ConfigError, match=r"no-build-isolation deepspeed==0\.19\.8") as refused:
+        require_strategy(settings)
+    assert refused.value.exit_code == 10
+    with pytest.raises(ConfigError, match="needs deepspeed"):
+        require_means_here(RunConfig(distributed=settings))

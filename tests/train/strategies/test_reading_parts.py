@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.architecture_cases import CASES, make_folder
 from benchmarks.loading import load_on_ranks, write_model, write_state
 from payload.errors import CheckpointError
 from payload.train.checkpoint import optimizer_tensors
@@ -19,19 +18,10 @@ from payload.train.lazy_tensors import LazyTensors, Part, files_identity
 from payload.train.models.split import Split, bounds
 from payload.train.strategies.mesh_loading import read_part
 from payload.train.strategies.zero3 import Zero3
-from payload.train.weights import save_hf
 from payload.train.world import World
-from tests.support.launching import losses, train, train_several
-from tests.train.alone import train_alone
-from tests.train.strategies.runs import SIZES, STEPS
-from tests.train.test_model import make_model
-
-FAMILIES = ("gpt2", "llama, untied, biases")
-MESHES = {
-    "pipeline-x-tensor": ("distributed.pipeline_parallel=2", "distributed.tensor_parallel=2"),
-    "pipeline-x-shard": ("distributed.pipeline_parallel=2", "distributed.strategy=shard"),
-    "tensor-x-shard": ("distributed.tensor_parallel=2", "distributed.strategy=shard"),
-}
+from tests.support.launching import losses
+from tests.train.strategies.cases import READS_PARTS
+from tests.train.strategies.runs import Runs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -112,60 +102,24 @@ def test_optimizer_state_that_is_not_there_says_what_to_do(tmp_path: Path) -> No
 
 
 @pytest.mark.ranks
-def test_a_sharded_run_reads_parts_and_trains_as_one_rank_does(
-    tmp_path: Path, tiny_config: Path
-) -> None:
-    (tmp_path / "base").mkdir()
-    save_hf(make_model(n_embd=32, n_head=2, n_layer=2, vocab_size=512), tmp_path / "base")
-    settings = (
-        *("schedule.warmup_steps=0", "train.steps=3", f"model.init={tmp_path / 'base'}"),
-        *(f"model.{name}=none" for name in ("n_layer", "n_head", "n_embd")),
-        "batch.global_batch_size=6",
-    )
-    train_alone(tmp_path / "alone", tiny_config, *settings)
-    shard = "distributed.strategy=shard"
-    said = train(tmp_path / "three", tiny_config, shard, *settings, num_ranks=3).stderr
-    assert "each rank reads its own part" in said
-    assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "alone"), rel=1e-6)
-
-
-def write_base(folder: Path, family: str) -> None:
-    if family == "gpt2":
-        folder.mkdir(parents=True)
-        save_hf(make_model(n_embd=32, n_head=2, n_layer=2, vocab_size=513), folder)
-    else:
-        config = {**CASES[family], "vocab_size": 601, "num_key_value_heads": 2}
-        make_folder(config, folder)
-
-
-@pytest.fixture(scope="module")
-def on_meshes(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Path:
-    """A folder with the run of each family on each mesh, and on one rank."""
-    root = tmp_path_factory.mktemp("meshes")
-    runs: dict[Path, tuple[str, ...]] = {}
-    for family in FAMILIES:
-        base = root / family / "base"
-        write_base(base, family)
-        settings = (
-            *(*STEPS, *SIZES, "train.steps=3"),
-            *(f"model.init={base}", "batch.micro_batch_size=1"),
-        )
-        train_alone(root / family / "alone", tiny_config, *settings)
-        runs |= {root / family / name: (*MESHES[name], *settings) for name in MESHES}
-    said = train_several(runs, tiny_config, num_ranks=4).stderr
-    assert said.count("each rank reads its own part") == len(runs)
-    return root
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mesh", MESHES)
-def test_ranks_of_a_mesh_read_parts_and_train_as_one_rank_does(
-    on_meshes: Path, mesh: str, family: str
-) -> None:
-    wanted = losses(on_meshes / family / "alone")
-    assert losses(on_meshes / family / mesh) == pytest.approx(wanted, rel=1e-6)
+@pytest.mark.parametrize("name", READS_PARTS)
+def test_ranks_read_parts_and_train_as_one_rank_does(name: str, runs: Runs) -> None:
+    assert "each rank reads its own part" in runs.output(name)
+    wanted = losses(runs.alone(name))
+    assert losses(runs.folder(name)) == pytest.approx(wanted, rel=1e-6)
     assert len(wanted) == 3
+
+
+def test_parts_of_sections_come_together_again() -> None:
+    whole = torch.arange(30.0).view(15, 2)
+    split = Split(0, sections=3)
+    parts = [split.part(whole, index=index, size=2) for index in range(2)]
+    assert parts[0][:, 0].tolist() == [0, 2, 4, 10, 12, 14, 20, 22, 24]
+    assert tuple(parts[1].shape) == split.part_shape((15, 2), index=1, size=2)
+    joined = torch.zeros_like(whole)
+    for index, part in enumerate(parts):
+        split.put(part, joined, index=index, size=2)
+    assert torch.equal(joined, whole)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,95 @@
+"""A program for ranks that trains several runs, or evaluates several, one after the other.
+
+Its argument is JSON, a list of `Planned`. Each rank writes the output of a run into a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from payload.errors import ExitCode, RanksDifferError
+from payload.evaluate.__main__ import main as evaluate
+from payload.train import __main__ as program
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One run."""
+
+    port: int
+    """MASTER_PORT."""
+    printed: str
+    """The file for the output of rank 0; those of the others end with their number."""
+    arguments: list[str]
+    """What follows `python -m payload.train`, or `payload.evaluate`."""
+    evaluates: bool = False
+    spoiled: tuple[int, str] | None = None
+    """A rank and the parameter that differs there from step 3 on; the run has to fail."""
+
+
+def main() -> None:
+    """Train the runs. Any error ends the process, as it ends a rank."""
+    rank = os.environ.get("PMI_RANK", "0")
+    for each in json.loads(sys.argv[1]):
+        planned = Planned(**each)
+        os.environ["MASTER_PORT"] = str(planned.port)
+        with Path(f"{planned.printed}.{rank}").open("wb") as file:
+            for stream in (1, 2):
+                os.dup2(file.fileno(), stream)
+        if planned.evaluates:
+            assert evaluate(planned.arguments, os.environ) == ExitCode.OK
+        elif planned.spoiled is None:
+            assert program.main(planned.arguments, os.environ) == ExitCode.OK
+        else:
+            _train_spoiled(planned.arguments, *planned.spoiled)
+        sys.stdout.flush()
+        _forget()
+
+
+def _forget() -> None:
+    """Let Accelerate and DeepSpeed take another precision and the next run's process group."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    if "deepspeed" in sys.modules:
+        sys.modules["deepspeed.utils.groups"]._release_process_group_references()
+        sys.modules["deepspeed.comm.comm"].cdb = None  # type: ignore[attr-defined]
+
+
+def _train_spoiled(arguments: list[str], rank: int, parameter: str) -> None:
+    """Flip a bit on one rank after step 2, as broken RAM would; require the exit code for that."""
+    import torch
+    from torch import distributed
+
+    from payload.train.trainer import Trainer
+
+    step = Trainer._train_step
+
+    def spoiled(trainer: Any) -> bool:
+        stopping = step(trainer)
+        if trainer._parts.world.rank == rank and trainer._step == 2:
+            with torch.no_grad():
+                trainer._parts.optimizers.trained()[parameter].view(-1)[5] += 1e-6
+        return stopping
+
+    with mock.patch.object(Trainer, "_train_step", spoiled):
+        try:
+            program.main(arguments, os.environ)
+        except RanksDifferError as error:
+            # It would end this process.
+            with mock.patch.object(program, "leave") as leave:
+                sys.excepthook(type(error), error, error.__traceback__)
+            leave.assert_called_once_with(ExitCode.TRAINING)
+        else:
+            raise AssertionError("the ranks differ, and the run did not fail")
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

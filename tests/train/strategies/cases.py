@@ -1,0 +1,196 @@
+"""The runs of the tests of strategies: each by its ranks, strategy, model and settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.architecture_cases import CASES, make_folder
+from payload.train.weights import save_hf
+from tests.train.test_model import make_model
+
+STEPS = ("schedule.warmup_steps=0", "train.steps=6", "train.checkpoint_every=3")
+SIZES = tuple(f"model.{name}=none" for name in ("n_layer", "n_head", "n_embd"))
+"""For weights of `model.init`, which have their own."""
+
+SHARD = "distributed.strategy=shard"
+TENSOR = "distributed.tensor_parallel=2"
+PIPELINE = "distributed.pipeline_parallel=2"
+ZERO3 = "distributed.strategy=zero3"
+GROUPS = (SHARD, "distributed.shard_size=2", "batch.micro_batch_size=1")
+STAGES = (SHARD, PIPELINE)
+BF16 = ("precision.dtype=bf16", "train.steps=3")
+
+TINY = "the config's own"
+ODD = "GPT-2, 513 tokens"
+"""Its vocabulary does not divide by two."""
+EVEN = "GPT-2, 512 tokens"
+DEEP = "three layers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One run."""
+
+    ranks: int
+    strategy: tuple[str, ...]
+    """Overrides that the run of one rank goes without."""
+    model: str = TINY
+    """One of those above, or the name of a decoder in `CASES`."""
+    settings: tuple[str, ...] = ()
+    """Overrides beside `STEPS`."""
+    resumes: str = ""
+    """The run that it continues from step 3; `alone` is the run of one rank."""
+    spoiled: tuple[int, str] | None = None
+    """A rank and the parameter that differs there from step 3 on."""
+
+
+STRATEGIES = {
+    "shard": Case(ranks=2, strategy=(SHARD,)),
+    "tensor": Case(ranks=2, strategy=(TENSOR,), model=ODD),
+    "pipeline": Case(ranks=2, strategy=(PIPELINE,), model=DEEP),
+    "zero3": Case(ranks=2, strategy=(ZERO3,)),
+    "pipeline x shard": Case(ranks=4, strategy=STAGES),
+}
+
+RESUMED = {f"{name}, resumed": replace(case, resumes=name) for name, case in STRATEGIES.items()}
+"""On the same ranks."""
+
+CONTINUED = {
+    "two groups of shards": Case(ranks=4, strategy=GROUPS, resumes="alone"),
+    "zero3 on four ranks": Case(ranks=4, strategy=(ZERO3,), resumes="alone"),
+    "two tensor pairs": Case(
+        ranks=4, strategy=(TENSOR, "batch.micro_batch_size=1"), model=ODD, resumes="alone"
+    ),
+    "two pipelines, GPipe": Case(
+        ranks=4,
+        strategy=(PIPELINE, "distributed.pipeline_schedule=gpipe", "batch.micro_batch_size=1"),
+        model=DEEP,
+        resumes="alone",
+    ),
+    "pipeline x tensor": Case(ranks=4, strategy=(PIPELINE, TENSOR), model=DEEP, resumes="alone"),
+    "three stages": Case(
+        ranks=3, strategy=("distributed.pipeline_parallel=3",), model=DEEP, resumes="alone"
+    ),
+    "shard to tensor x shard": Case(ranks=4, strategy=(SHARD, TENSOR), resumes="shard"),
+    "shard to groups of one shard": Case(
+        ranks=4, strategy=(*STAGES, "distributed.shard_size=1"), resumes="shard"
+    ),
+    "shard to zero3": Case(ranks=2, strategy=(ZERO3,), resumes="shard"),
+    "shard to tensor": Case(ranks=2, strategy=(TENSOR,), resumes="shard"),
+    "shard to pipeline": Case(ranks=2, strategy=(PIPELINE,), resumes="shard"),
+    "zero3 to shard": Case(ranks=2, strategy=(SHARD,), resumes="zero3"),
+}
+"""Under another strategy or on another number of ranks."""
+
+KERNELS = {
+    f"{name}, bf16": replace(STRATEGIES[name], settings=BF16)
+    for name in ("shard", "tensor", "pipeline")
+}
+
+WITHOUT_KERNELS = {
+    f"{name}, bf16 without kernels": replace(
+        STRATEGIES[name], settings=(*BF16, "engine.kernels=off")
+    )
+    for name in ("shard", "zero3")
+}
+
+_LORA = ("adapter.kind=lora", "adapter.rank=4", "batch.global_batch_size=6")
+ADAPTERS = {
+    f"{name}, adapter": replace(
+        STRATEGIES[name],
+        ranks=3,
+        model=EVEN,
+        settings=(*_LORA, "memory.activation_checkpointing=on"),
+    )
+    for name in ("shard", "zero3")
+}
+"""The base is in uneven parts."""
+
+_DECODERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
+    "tensor": (
+        ("llama, untied, biases", ("memory.activation_checkpointing=on",)),
+        ("qwen3", ("engine.kernels=off",)),
+        ("qwen3", ("precision.dtype=bf16",)),
+        ("gemma3_text", ()),
+    ),
+    "pipeline": (
+        ("llama, untied, biases", ("memory.activation_checkpointing=on",)),
+        ("gemma3_text", ("engine.kernels=off",)),
+        ("qwen3", ("precision.dtype=bf16",)),
+    ),
+}
+DECODERS = {
+    f"{name} of {model}, {' '.join(settings) or 'fp32'}": replace(
+        STRATEGIES[name], model=model, settings=("optimizer.lr=1e-4", *settings)
+    )
+    for name, cases in _DECODERS.items()
+    for model, settings in cases
+}
+
+DROPOUT = {
+    "tensor, dropout": Case(
+        ranks=2,
+        strategy=(TENSOR,),
+        settings=("model.dropout=0.2", "train.steps=3", "train.sync_check_every=1"),
+    )
+}
+
+READS_PARTS = {
+    "three shards": Case(
+        ranks=3,
+        strategy=(SHARD,),
+        model=EVEN,
+        settings=("train.steps=3", "batch.global_batch_size=6"),
+    ),
+    **{
+        f"{name} of {model}": Case(
+            ranks=4,
+            strategy=strategy,
+            model=model,
+            settings=("train.steps=3", "batch.micro_batch_size=1"),
+        )
+        for model in (ODD, "llama, untied, biases, 601 tokens")
+        for name, strategy in {
+            "pipeline x tensor": (PIPELINE, TENSOR),
+            "pipeline x shard": (PIPELINE, SHARD),
+            "tensor x shard": (TENSOR, SHARD),
+        }.items()
+    },
+}
+"""From `model.init`."""
+
+SPOILED = {
+    "shard, spoiled": Case(ranks=4, strategy=GROUPS, spoiled=(3, "h.0.mlp.c_fc.weight")),
+    "tensor, spoiled": Case(ranks=2, strategy=(TENSOR,), spoiled=(1, "h.0.ln_1.weight")),
+    "pipeline, spoiled": replace(STRATEGIES["pipeline"], spoiled=(1, "wte.weight")),
+    "tied head, spoiled": Case(ranks=4, strategy=STAGES, spoiled=(1, "wte.weight")),
+    "replica of a stage, spoiled": Case(
+        ranks=4,
+        strategy=(*STAGES, "distributed.shard_size=1"),
+        spoiled=(1, "h.0.mlp.c_fc.weight"),
+    ),
+}
+
+RUNS = (
+    *(STRATEGIES, RESUMED, CONTINUED, KERNELS, WITHOUT_KERNELS, ADAPTERS, DECODERS, DROPOUT),
+    *(READS_PARTS, SPOILED),
+)
+"""Every table; a name stands in one of them."""
+
+
+def model_overrides(model: str, folder: Path) -> tuple[str, ...]:
+    """Return the overrides for a model; what it needs is written to `folder`."""
+    if model == TINY:
+        return ()
+    if model == DEEP:
+        return ("model.n_layer=3",)
+    if model in (ODD, EVEN):
+        folder.mkdir()
+        size = 513 if model == ODD else 512
+        save_hf(make_model(n_embd=32, n_head=2, n_layer=2, vocab_size=size), folder)
+    else:
+        name = model.removesuffix(", 601 tokens")
+        size = 600 if name == model else 601
+        make_folder({**CASES[name], "vocab_size": size, "num_key_value_heads": 2}, folder)
+    return (*SIZES, f"model.init={folder}")
