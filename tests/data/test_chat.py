@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,7 @@ from payload.data.packed_blocks import PADDING, PackedBlocks, Split, open_packed
 from payload.data.packing import best_fit
 from payload.data.show import read_samples
 from payload.data_folder import load_meta
-from payload.errors import ConfigError, DataError, ExitCode
-from payload.start_checks import check_data
+from payload.errors import ConfigError, ExitCode
 from tests.support.chat_data import (
     END,
     MARKED_TEMPLATE,
@@ -31,6 +28,7 @@ from tests.support.chat_data import (
     conversations,
     make_tokenizer,
     prepare,
+    prepare_words,
     turn,
     write_rows,
 )
@@ -129,31 +127,30 @@ def test_a_system_message_and_alpacas_input_are_part_of_the_prompt(
     assert samples(out) == [expected(messages)] * 5
 
 
-def to_parquet(folder: Path) -> list[str]:
+def to_parquet(folder: Path) -> Path:
     pq.write_table(pa.Table.from_pylist(ROWS), folder / "in.parquet")
-    return ["--source", "parquet", "--input", str(folder / "in.parquet")]
+    return folder / "in.parquet"
 
 
-def to_csv(folder: Path) -> list[str]:
+def to_csv(folder: Path) -> Path:
     with (folder / "in.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["prompt", "completion"])
         writer.writerows([f'a "b", {n}\n', "c"] for n in range(9))
-    return ["--source", "csv", "--input", str(folder / "in.csv")]
+    return folder / "in.csv"
 
 
-def to_dataset(folder: Path) -> list[str]:
+def to_dataset(folder: Path) -> Path:
     (folder / "set").mkdir()
     write_rows(folder / "set" / "train.jsonl", ROWS)
-    return ["--source", "hf", "--input", str(folder / "set")]
+    return folder / "set"
 
 
 @pytest.mark.parametrize("write", [to_parquet, to_csv, to_dataset])
 def test_other_sources_have_the_same_conversations(
-    tokenizer: Path, source: Path, tmp_path: Path, write: Callable[[Path], list[str]]
+    tokenizer: Path, source: Path, tmp_path: Path, write: Callable[[Path], Path]
 ) -> None:
-    arguments = ["prepare", "--task", "chat", *write(tmp_path), "--tokenizer", str(tokenizer)]
-    assert main([*arguments, "--quiet", "--out", str(tmp_path / "out")]) == ExitCode.OK
+    prepare(tokenizer, write(tmp_path), tmp_path / "out")
     if write is to_csv:
         assert samples(tmp_path / "out")[0][0][0].startswith('<|im_start|>user\na "b", ')
         return
@@ -278,25 +275,11 @@ def test_a_long_conversation_is_cut_and_counted(tokenizer: Path, tmp_path: Path)
 def test_the_answer_to_the_same_command_is_that_nothing_is_to_be_done(
     tokenizer: Path, source: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    common = ["prepare", "--task", "chat", "--source", "jsonl", "--input", str(source), "--json"]
-    common += ["--tokenizer", str(tokenizer), "--out", str(folder), "--val-fraction", "0.2"]
+    common = prepare_words(tokenizer, source, folder, "--json", "--val-fraction", 0.2)
     assert main([*common, "--sequence-length", str(LENGTH)]) == ExitCode.OK
     assert json.loads(capsys.readouterr().out)["was_ready"]
     assert main([*common, "--sequence-length", "64"]) == ExitCode.CONFIG
     assert "made from another source or with other settings" in capsys.readouterr().err
-
-
-def test_a_dry_run_tells_the_size_and_writes_nothing(
-    tokenizer: Path, source: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    common = ["prepare", "--task", "chat", "--source", "jsonl", "--input", str(source), "--json"]
-    common += ["--tokenizer", str(tokenizer), "--out", str(tmp_path / "out"), "--dry-run"]
-    flags = ["--sequence-length", str(LENGTH), "--val-fraction", "0.2"]
-    assert main([*common, *flags]) == ExitCode.OK
-    found, meta = json.loads(capsys.readouterr().out), load_meta(folder)
-    assert found["tokens"] == meta.train_tokens + meta.val_tokens
-    assert found["need_bytes"] == sum(file.bytes for file in meta.files.values())
-    assert not (tmp_path / "out").exists()
 
 
 def test_text_in_the_place_of_conversations_leaves_no_marks_behind(
@@ -337,195 +320,11 @@ def test_best_fit_puts_every_document_into_one_block_and_wastes_little() -> None
     assert best_fit([5, 5], capacity=5) == [[0], [1]]
 
 
-def test_a_damaged_mark_is_found_when_it_is_read(
-    tokenizer: Path, source: Path, tmp_path: Path
-) -> None:
-    out = prepare(tokenizer, source, tmp_path / "out")
-    marks = bytearray((out / "train.marks.bin").read_bytes())
-    marks[5] ^= 1
-    (out / "train.marks.bin").write_bytes(marks)
-    blocks = opened(out)
-    with pytest.raises(DataError, match=r"train\.marks\.bin: bytes 0 to .* The file is damaged"):
-        blocks.gather(all_blocks(blocks))
-
-
 def test_another_length_than_the_blocks_have_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.sequence_length = 64, but .* blocks of 128"):
         open_packed(folder, split="train", sequence_length=64)
 
 
-def test_a_plan_refuses_data_of_another_task_or_length(folder: Path) -> None:
-    assert check_data(folder, sequence_length=LENGTH, task="chat") == load_meta(folder).vocab_size
-    with pytest.raises(ConfigError, match=r"task\.kind = 'text', but .* with --task chat"):
-        check_data(folder, sequence_length=LENGTH)
-    with pytest.raises(ConfigError, match="was packed into blocks of 128"):
-        check_data(folder, sequence_length=64, task="chat")
-
-
-def test_show_refuses_a_sample_that_is_not_there_and_text(
-    folder: Path, tiny_data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["show", str(folder), "--sample", "48"]) == ExitCode.CONFIG
-    assert "has 48 conversations in train. Use 0 to 47." in capsys.readouterr().err
+def test_show_refuses_text(tiny_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(tiny_data)]) == ExitCode.CONFIG
     assert "was prepared with --task text, and show is for --task chat" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"chat": None},
-        {"task": "text"},
-        {"task": "poem"},
-        {"chat": {"sequence_length": 1}},
-        {"files": {}},
-        {"train_tokens": 7},
-    ],
-)
-def test_a_meta_json_that_contradicts_itself_is_refused(
-    folder: Path, tmp_path: Path, change: dict[str, Any]
-) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
-    raw = json.loads((copy / "meta.json").read_text(encoding="utf-8"))
-    (copy / "meta.json").write_text(json.dumps(raw | change), encoding="utf-8")
-    with pytest.raises(DataError, match=r"meta\.json"):
-        load_meta(copy)
-
-
-BAD_ROWS: list[tuple[Any, str]] = [
-    ({"messages": [{"role": "user", "content": "a"}]}, "no message of the assistant"),
-    ({"messages": [{"role": "robot", "content": "a"}]}, r"messages\[0\]: unknown role 'robot'"),
-    ({"messages": []}, "not a list of messages"),
-    ({"messages": "hello"}, "messages is 'hello', not a list of messages"),
-    ({"messages": [{"role": "user"}]}, "A message has 'role' and 'content'"),
-    ({"messages": [{"role": "user", "content": None}]}, "content is None, not text"),
-    ({"conversations": [{"from": "pope", "value": "a"}]}, "unknown role 'pope'"),
-    ({"prompt": "a", "completion": 7}, "completion is 7, not a list of messages"),
-    ({"instruction": None, "output": "a"}, "instruction is None, not text"),
-    ({"text": "a"}, "no conversation among the columns 'text'. Known: messages"),
-    ({"messages": [{"role": "assistant", "content": "a"}]}, "the template"),
-]
-
-
-@pytest.mark.parametrize(("row", "complaint"), BAD_ROWS)
-def test_a_bad_conversation_is_one_line_or_a_counted_skip(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], row: Any, complaint: str
-) -> None:
-    strict = PLAIN_TEMPLATE.replace(
-        "{% for",
-        "{% if messages[0]['role'] == 'assistant' or not messages %}"
-        "{{ raise_exception('the template wants a user first') }}{% endif %}{% for",
-        1,
-    )
-    tokenizer = make_tokenizer(tmp_path / "tokenizer", template=strict)
-    rows: list[Any] = [{"messages": turn("a", "b")}] * 9
-    rows.insert(4, row)
-    source = write_rows(tmp_path / "in.jsonl", rows)
-    arguments = ["prepare", "--task", "chat", "--source", "jsonl", "--input", str(source)]
-    arguments += ["--tokenizer", str(tokenizer), "--out", str(tmp_path / "out"), "--quiet"]
-    assert main(arguments) == ExitCode.CONFIG
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.search(rf"^error: .*in\.jsonl line 5: .*{complaint}", line), line
-    assert not (tmp_path / "out").exists()
-    assert main([*arguments, "--skip-bad"]) == ExitCode.OK
-    meta = load_meta(tmp_path / "out")
-    assert meta.skipped_documents == 1 and "line 5" in meta.skipped_examples[0]
-
-
-def rewriting(folder: Path, rows: Path) -> list[str]:
-    """A template that leaves earlier answers out once there are others."""
-    text = PLAIN_TEMPLATE.replace(
-        "message['content']", "(message['content'] if loop.last else 'x')"
-    )
-    make_tokenizer(folder / "tokenizer", template=text)
-    return ["--source", "jsonl", "--input", str(rows)]
-
-
-def without_template(folder: Path, rows: Path) -> list[str]:
-    make_tokenizer(folder / "tokenizer", template=None)
-    return ["--source", "jsonl", "--input", str(rows)]
-
-
-def empty_answers(folder: Path, rows: Path) -> list[str]:
-    make_tokenizer(
-        folder / "tokenizer",
-        template=MARKED_TEMPLATE.replace("message['content'] + '<|im_end|>' + '\n'", "'' + ''", 1),
-    )
-    return ["--source", "jsonl", "--input", str(rows)]
-
-
-def broken_quotes(folder: Path, rows: Path) -> list[str]:
-    make_tokenizer(folder / "tokenizer")
-    (folder / "in.csv").write_text('prompt,completion\n"a,b\nc,d\n', encoding="utf-8")
-    return ["--source", "csv", "--input", str(folder / "in.csv")]
-
-
-def missing_field(folder: Path, rows: Path) -> list[str]:
-    make_tokenizer(folder / "tokenizer")
-    (folder / "in.csv").write_text("prompt,completion\na,b\nc\n", encoding="utf-8")
-    return ["--source", "csv", "--input", str(folder / "in.csv")]
-
-
-def one_row(folder: Path, rows: Path) -> list[str]:
-    make_tokenizer(folder / "tokenizer")
-    source = write_rows(folder / "one.jsonl", [{"messages": turn("a", "b")}])
-    return ["--source", "jsonl", "--input", str(source)]
-
-
-def no_template_file(folder: Path, rows: Path) -> list[str]:
-    make_tokenizer(folder / "tokenizer")
-    return ["--source", "jsonl", "--input", str(rows), "--chat-template", str(folder / "none")]
-
-
-def broken_template(folder: Path, rows: Path) -> list[str]:
-    make_tokenizer(folder / "tokenizer", template="{% for x in %}")
-    return ["--source", "jsonl", "--input", str(rows)]
-
-
-@pytest.mark.parametrize(
-    ("make", "complaint"),
-    [
-        (rewriting, "renders message 2 of 4 otherwise when others follow"),
-        (without_template, "the model has no chat template"),
-        (broken_template, "is no template"),
-        (no_template_file, "cannot be read"),
-        (empty_answers, "no conversation with a token to train on"),
-        (broken_quotes, "line 2: not CSV in UTF-8"),
-        (missing_field, r"line 3: 1 fields, but 2 columns \(prompt, completion\)"),
-        (one_row, "the source has 1 document; at least 2 are needed"),
-    ],
-)
-def test_a_bad_input_is_one_line(
-    source: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    make: Callable[[Path, Path], list[str]],
-    complaint: str,
-) -> None:
-    flags = [*make(tmp_path, source), "--tokenizer", str(tmp_path / "tokenizer")]
-    out = tmp_path / "out"
-    assert main(["prepare", "--task", "chat", *flags, "--out", str(out), "--quiet"]) == 10
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.search(complaint, line), line
-    assert not out.exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "complaint"),
-    [
-        (["--task", "text", "--packing", "none"], "--packing belongs to --task chat, not text"),
-        (["--task", "chat", "--text-column", "x"], "--text-column is for --task text"),
-        (["--task", "chat", "--tokenizer", "gpt2"], "GPT-2 has no chat template"),
-    ],
-)
-def test_a_flag_of_another_task_is_refused(
-    source: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    flags: list[str],
-    complaint: str,
-) -> None:
-    common = ["prepare", "--source", "jsonl", "--input", str(source), "--out", str(tmp_path / "o")]
-    assert main([*common, *flags]) in (ExitCode.USAGE, ExitCode.CONFIG)
-    assert complaint in capsys.readouterr().err

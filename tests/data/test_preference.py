@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import csv
-import json
-import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ from payload.data.blocks import IGNORED_TARGET
 from payload.data.pairs import Pairs, open_pairs
 from payload.data.show import read_samples
 from payload.data_folder import load_meta
-from payload.errors import ConfigError, DataError, ExitCode
-from payload.start_checks import check_data
+from payload.errors import ExitCode
+from tests.support import chat_data
 from tests.support.chat_data import MARKED_TEMPLATE, make_tokenizer, turn, write_rows
-from tests.support.preference_data import pairs, prepare
+from tests.support.preference_data import pairs
 
+prepare = partial(chat_data.prepare, task="preference")
 LENGTH = 64
 ROWS = pairs(40)
 
@@ -80,7 +80,7 @@ def test_every_format_gives_the_same_tokens(
 def test_other_sources_have_the_same_pairs(
     folder: Path, tokenizer: Path, tmp_path: Path, kind: str
 ) -> None:
-    source = tmp_path / f"in.{kind}"
+    source = tmp_path / ("in" if kind == "hf" else f"in.{kind}")
     if kind == "csv":
         with source.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, ["prompt", "chosen", "rejected"])
@@ -91,9 +91,7 @@ def test_other_sources_have_the_same_pairs(
     else:
         source.mkdir()
         write_rows(source / "train.jsonl", SHAPES["conversations"])
-    words = ["prepare", "--task", "preference", "--source", kind, "--input", str(source)]
-    words += ["--tokenizer", str(tokenizer), "--sequence-length", str(LENGTH)]
-    assert main([*words, "--out", str(tmp_path / "out"), "--quiet"]) == 0
+    prepare(tokenizer, source, tmp_path / "out", "--sequence-length", LENGTH)
     assert content(tmp_path / "out") == content(folder)
 
 
@@ -178,187 +176,3 @@ def test_show_prints_both_answers_in_colour(
     first, second = said.err.splitlines()
     assert first.startswith("pair 2 of 36 in train, chosen: ")
     assert second.startswith("pair 2 of 36 in train, rejected: ")
-    assert main(["show", str(folder), "--sample", "36"]) == ExitCode.CONFIG
-    assert "has 36 pairs in train. Use 0 to 35." in capsys.readouterr().err
-
-
-def test_a_dry_run_tells_the_size_and_writes_nothing(
-    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = write_rows(tmp_path / "in.jsonl", ROWS)
-    words = ["prepare", "--task", "preference", "--source", "jsonl", "--input", str(source)]
-    words += ["--tokenizer", str(tokenizer), "--out", str(tmp_path / "out"), "--dry-run", "--json"]
-    assert main(words) == 0
-    assert json.loads(capsys.readouterr().out)["documents"] == 40
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_plan_refuses_data_of_another_task_or_length(folder: Path) -> None:
-    assert check_data(folder, sequence_length=LENGTH, task="preference") == 300
-    with pytest.raises(ConfigError, match="with --task preference"):
-        check_data(folder, sequence_length=LENGTH, task="chat")
-    with pytest.raises(ConfigError, match="was prepared for conversations of 64"):
-        check_data(folder, sequence_length=32, task="preference")
-
-
-@pytest.mark.parametrize("name", ["train.marks.bin", "train.bin", "train.pairs.bin"])
-def test_damage_is_found_when_it_is_read(folder: Path, tmp_path: Path, name: str) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
-    damaged = bytearray((copy / name).read_bytes())
-    damaged[0] ^= 1
-    (copy / name).write_bytes(damaged)
-    with pytest.raises(DataError, match=name.replace(".", r"\.")):
-        opened(copy).gather(np.array([0], dtype=np.int64))
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"preference": None}, "preference contradict each other"),
-        ({"task": "chat"}, "files has not just"),
-    ],
-)
-def test_a_meta_json_that_contradicts_itself_is_refused(
-    folder: Path, tmp_path: Path, change: dict[str, Any], problem: str
-) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
-    raw = json.loads((copy / "meta.json").read_text())
-    (copy / "meta.json").write_text(json.dumps(raw | change), encoding="utf-8")
-    with pytest.raises(DataError, match=problem):
-        load_meta(copy)
-
-
-ANSWER = {"role": "assistant", "content": "red"}
-ASK = {"role": "user", "content": "add"}
-BAD_ROWS: list[tuple[dict[str, Any], str]] = [
-    ({"prompt": "a", "rejected": "b"}, "no chosen among the columns 'prompt', 'rejected'. Known:"),
-    ({"prompt": "a", "chosen": "b"}, "no rejected among the columns"),
-    ({"prompt": "a", "chosen": None, "rejected": "b"}, "no chosen among the columns"),
-    ({"question": "a", "good": "b"}, "no chosen and no rejected among the columns 'question'"),
-    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
-    ({"chosen": "b", "rejected": "c"}, "texts, and there is no prompt"),
-    ({"prompt": 7, "chosen": "b", "rejected": "c"}, "prompt is 7, not a list of messages"),
-    ({"prompt": "a", "chosen": [], "rejected": "c"}, "chosen is [], not a list of messages"),
-    (
-        {"chosen": [ASK, ANSWER], "rejected": [{**ASK, "content": "b"}, ANSWER]},
-        "do not begin with the same prompt",
-    ),
-    (
-        {"chosen": [ASK, ANSWER], "rejected": [ASK]},
-        "rejected has nothing behind the prompt. Add the assistant's answer",
-    ),
-    (
-        {"chosen": [ASK, ANSWER], "rejected": [ASK, ASK]},
-        "rejected has a message of role 'user' behind the prompt",
-    ),
-    (
-        {"prompt": "a", "chosen": [ASK, ANSWER], "rejected": "c"},
-        "chosen begins with a message of role 'user' that is not the prompt's",
-    ),
-    (
-        {"prompt": "a", "chosen": [{"role": "robot", "content": "b"}], "rejected": "c"},
-        "chosen[0]: unknown role 'robot'",
-    ),
-    (
-        {"prompt": "add " * 200, "chosen": "b", "rejected": "c"},
-        "which leaves none of --sequence-length 64 for the answer",
-    ),
-    (
-        {"prompt": "a", "chosen": "red " * 80 + "a", "rejected": "red " * 80 + "b"},
-        "chosen and rejected have the same first 64 tokens",
-    ),
-]
-
-
-@pytest.mark.parametrize(("row", "complaint"), BAD_ROWS)
-def test_a_bad_pair_is_one_line_or_a_counted_skip(
-    tokenizer: Path,
-    tmp_path: Path,
-    row: dict[str, Any],
-    complaint: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    source = write_rows(tmp_path / "in.jsonl", [*ROWS, row])
-    words = ["prepare", "--task", "preference", "--source", "jsonl", "--input", str(source)]
-    words += ["--tokenizer", str(tokenizer), "--out", str(tmp_path / "out"), "--quiet"]
-    words += ["--sequence-length", str(LENGTH)]
-    assert main(words) == ExitCode.CONFIG
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {source} line 41: ") and complaint in line
-    assert "or leave such rows out with --skip-bad." in line
-    assert not (tmp_path / "out").exists()
-    assert main([*words, "--skip-bad"]) == 0
-    meta = load_meta(tmp_path / "out")
-    assert meta.skipped_documents == 1 and complaint in meta.skipped_examples[0]
-
-
-NO_MARKS = (
-    "{% for m in messages %}{% if false %}{% generation %}{% endgeneration %}{% endif %}"
-    "{{ m['content'] }}{% endfor %}"
-)
-
-
-@pytest.mark.parametrize(
-    ("template", "flags", "complaint"),
-    [
-        (None, (), "the model has no chat template"),
-        (NO_MARKS, (), "all tokens are masked"),
-        ("{{ messages", (), "is no template"),
-        (None, ("--text-column", "prompt"), "--text-column is for --task text and classify"),
-        (None, ("--packing", "none"), "--packing belongs to --task chat, not preference"),
-        (None, ("--label-column", "x"), "--label-column belongs to --task classify"),
-    ],
-)
-def test_a_command_that_cannot_be_is_one_line(
-    tmp_path: Path,
-    template: str | None,
-    flags: tuple[str, ...],
-    complaint: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    folder = make_tokenizer(tmp_path / "tokenizer", template=template)
-    source = write_rows(tmp_path / "in.jsonl", ROWS)
-    words = ["prepare", "--task", "preference", "--source", "jsonl", "--input", str(source)]
-    words += ["--tokenizer", str(folder), "--out", str(tmp_path / "out"), "--quiet", *flags]
-    code = main(words)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert complaint in line and code == (ExitCode.USAGE if flags else ExitCode.CONFIG)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_single_pair_cannot_be_divided(
-    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = write_rows(tmp_path / "in.jsonl", ROWS[:1])
-    words = ["prepare", "--task", "preference", "--source", "jsonl", "--input", str(source)]
-    words += ["--tokenizer", str(tokenizer), "--out", str(tmp_path / "out"), "--quiet"]
-    assert main(words) == ExitCode.CONFIG
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "--val-fraction" in line or "2" in line
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ('prompt,chosen,rejected\n"a,b,c\n', "line 2: not CSV in UTF-8"),
-        ("prompt,chosen,rejected\na,b,c\na,b\n", "line 3: 2 fields, but 3 columns"),
-        ("prompt,chosen\na,b\n", "line 2: no rejected among the columns 'prompt', 'chosen'"),
-    ],
-)
-def test_a_broken_csv_is_one_line(
-    tokenizer: Path,
-    tmp_path: Path,
-    text: str,
-    complaint: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    source = tmp_path / "in.csv"
-    source.write_text(text, encoding="utf-8")
-    words = ["prepare", "--task", "preference", "--source", "csv", "--input", str(source)]
-    words += ["--tokenizer", str(tokenizer), "--out", str(tmp_path / "out"), "--quiet"]
-    assert main(words) == ExitCode.CONFIG
-    (line,) = capsys.readouterr().err.splitlines()
-    assert complaint in line and not (tmp_path / "out").exists()

@@ -94,9 +94,16 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     return path
 
 
-def prepare(tokenizer: Path, source: Path, out: Path, *flags: object) -> Path:
-    """Make the data folder of a jsonl file and expect success."""
-    arguments = ["prepare", "--task", "chat", "--source", "jsonl", "--input", str(source)]
-    arguments += ["--quiet", "--tokenizer", str(tokenizer), "--out", str(out), *map(str, flags)]
-    assert data(arguments) == ExitCode.OK
+def prepare_words(
+    tokenizer: Path, source: Path, out: Path, *flags: object, task: str = "chat"
+) -> list[str]:
+    """Return the arguments that prepare a file, or a folder of one, by its ending."""
+    kind = source.suffix.removeprefix(".") or "hf"
+    words = ["prepare", "--task", task, "--source", kind, "--input", source, "--quiet"]
+    return [str(each) for each in (*words, "--tokenizer", tokenizer, "--out", out, *flags)]
+
+
+def prepare(tokenizer: Path, source: Path, out: Path, *flags: object, task: str = "chat") -> Path:
+    """Make the data folder of a file and expect success."""
+    assert data(prepare_words(tokenizer, source, out, *flags, task=task)) == ExitCode.OK
     return out

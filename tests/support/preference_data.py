@@ -1,12 +1,9 @@
-"""Small preference pairs, and their data folders."""
+"""Small preference pairs."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from payload.data.__main__ import main as data
-from payload.errors import ExitCode
 from tests.support.chat_data import conversations
 
 
@@ -24,11 +21,3 @@ def pairs(count: int, *, seed: int = 0) -> list[dict[str, Any]]:
             }
         )
     return made
-
-
-def prepare(tokenizer: Path, source: Path, out: Path, *flags: object) -> Path:
-    """Make the data folder of a jsonl file and expect success."""
-    arguments = ["prepare", "--task", "preference", "--source", "jsonl", "--input", str(source)]
-    arguments += ["--quiet", "--tokenizer", str(tokenizer), "--out", str(out), *map(str, flags)]
-    assert data(arguments) == ExitCode.OK
-    return out
