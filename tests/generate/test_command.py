@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def make_run(root: Path, *, steps: tuple[int, ...]) -> RunPaths:
+def run_with_weights(root: Path, *, steps: tuple[int, ...]) -> RunPaths:
     """A run folder with a checkpoint after each of `steps`, every one with other weights."""
     paths = RunPaths(root)
     paths.checkpoints.mkdir(parents=True)
@@ -166,7 +166,7 @@ def test_a_prompt_that_outgrows_the_context_is_said_to_be_cut(
 def test_a_run_stands_for_its_newest_sound_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    paths = make_run(tmp_path / "run", steps=(1, 2, 3))
+    paths = run_with_weights(tmp_path / "run", steps=(1, 2, 3))
     (paths.checkpoint(3) / "model.safetensors").write_bytes(b"torn")
     assert generate("--json", source=paths.root) == ExitCode.OK
     assert json.loads(capsys.readouterr().out)["checkpoint"] == str(paths.checkpoint(2))
@@ -175,7 +175,7 @@ def test_a_run_stands_for_its_newest_sound_checkpoint(
 def test_one_checkpoint_of_a_run_can_be_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    paths = make_run(tmp_path / "run", steps=(1, 2))
+    paths = run_with_weights(tmp_path / "run", steps=(1, 2))
     assert generate("--json", source=paths.checkpoint(1)) == ExitCode.OK
     assert json.loads(capsys.readouterr().out)["checkpoint"] == str(paths.checkpoint(1))
 
@@ -253,7 +253,7 @@ def test_a_folder_that_is_not_there_ends_in_one_line(
 def test_a_run_without_a_checkpoint_says_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    paths = make_run(tmp_path / "run", steps=())
+    paths = run_with_weights(tmp_path / "run", steps=())
     assert generate(source=paths.root) == ExitCode.CONFIG
     assert "no sound checkpoint" in capsys.readouterr().err
 
@@ -261,7 +261,7 @@ def test_a_run_without_a_checkpoint_says_what_to_do(
 def test_a_checkpoint_that_differs_from_its_manifest_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    paths = make_run(tmp_path / "run", steps=(1,))
+    paths = run_with_weights(tmp_path / "run", steps=(1,))
     save_hf(make_model(seed=9), paths.checkpoint(1))
     assert generate(source=paths.checkpoint(1)) == ExitCode.CONFIG
     assert "manifest" in capsys.readouterr().err

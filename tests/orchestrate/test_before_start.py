@@ -28,6 +28,7 @@ from tests.supervise.planned import (
     wait_for_steps,
     wait_until_gone,
 )
+from tests.support.run_folders import make_run
 
 GPT2_CONFIG = {
     "model_type": "gpt2",
@@ -58,8 +59,9 @@ def make_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def make_run(workplace: Workplace, run_id: str) -> RunPaths:
-    paths = plan_stand_in(workplace.runs / run_id)
+def latest_run(workplace: Workplace, run_id: str) -> RunPaths:
+    """Make the latest run, with two sound checkpoints."""
+    paths = make_run(workplace.runs / run_id)
     for step in (5, 10):
         make_checkpoint(paths.checkpoint(step))
     (workplace.runs / "latest").symlink_to(run_id)
@@ -70,7 +72,7 @@ def make_run(workplace: Workplace, run_id: str) -> RunPaths:
 def test_a_run_that_is_being_started_is_not_started_or_removed_by_another_command(
     workplace: Workplace, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    paths = make_run(workplace, "one")
+    paths = latest_run(workplace, "one")
     os.utime(paths.root, times=(1.0, 1.0))
     words = [*words, "--runs-dir", str(workplace.runs)]
     if words[0] == "run":
@@ -115,7 +117,7 @@ def test_links_that_lead_to_each_other_are_no_runs_folder(
 def test_a_run_starts_from_the_latest_run_and_records_the_very_checkpoint(
     workplace: Workplace,
 ) -> None:
-    before = make_run(workplace, "before")
+    before = latest_run(workplace, "before")
     for init in (f"{workplace.runs}/latest", f"{workplace.runs}/latest/checkpoints/step_00000010"):
         run_id = f"after-{len(init)}"
         (workplace.runs / "latest").unlink()
@@ -135,7 +137,7 @@ def settings(*extra: str) -> RunConfig:
 def test_a_damaged_checkpoint_of_the_initial_run_is_passed_over_and_named(
     workplace: Workplace,
 ) -> None:
-    run = make_run(workplace, "before")
+    run = latest_run(workplace, "before")
     (run.checkpoint(10) / "model.safetensors").write_bytes(b"Weights")
     said: list[str] = []
     config = settings(f"model.init={run.root}")
@@ -154,7 +156,7 @@ def test_a_damaged_checkpoint_of_the_initial_run_is_passed_over_and_named(
 def test_a_run_that_fails_before_its_first_step_does_not_become_the_latest(
     workplace: Workplace,
 ) -> None:
-    make_run(workplace, "before")
+    latest_run(workplace, "before")
     run = workplace.start(("--loads",), "run", "--run-id", "never")
     paths = workplace.run_paths("never")
     wait_for(lambda: paths.rank_progress(0).exists(), "the ranks to load")
@@ -188,7 +190,7 @@ def test_what_can_be_known_before_the_start_starts_nothing(
 ) -> None:
     # Nothing answers there: the hub is out of reach at once.
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    before = make_run(workplace, "before")
+    before = latest_run(workplace, "before")
     if "positions" in message:
         config = GPT2_CONFIG | {"n_positions": 8}
         for path in (before.checkpoint(5), before.checkpoint(10)):

@@ -13,13 +13,14 @@ from payload.errors import ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.run.mirror import Mirrored, write_mirrored
 from payload.orchestrate.run.store import all_runs
-from payload.results import RunPaths, RunState, Summary, point_latest_at, write_json
+from payload.results import RunPaths, Summary, point_latest_at, write_json
 from payload.run_lock import RunLock
 from payload.run_repair import known_dtype
 from tests.orchestrate.sshd import make_cluster
 from tests.orchestrate.test_commands import Workplace
 from tests.orchestrate.test_findings import make_node
 from tests.supervise.planned import plan_stand_in
+from tests.support.run_folders import make_run
 
 
 @pytest.fixture
@@ -27,19 +28,17 @@ def workplace(tmp_path: Path) -> Workplace:
     return Workplace(tmp_path)
 
 
-def make_run(runs: Path, name: str, *, age_s: float, settings: tuple[str, ...] = ()) -> RunPaths:
-    paths = plan_stand_in(runs / name, settings=settings)
+def finished_run(root: Path, *, age_s: float, settings: tuple[str, ...] = ()) -> RunPaths:
+    paths = make_run(
+        root,
+        settings=settings,
+        steps=(5,),
+        status="finished",
+        exit_class="ok",
+        started_unix=1.0,
+        updated_unix=2.0,
+    )
     os.utime(paths.plan, times=(time.time() - age_s,) * 2)
-    checkpoint = paths.checkpoint(5)
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "manifest.json").write_text("{}")
-    write_json(
-        paths.state,
-        RunState(
-            run_id=name, status="finished", exit_class="ok", supervisor_pid=1, node="a",
-            started_unix=1.0, updated_unix=2.0,
-        ),
-    )  # fmt: skip
     return paths
 
 
@@ -50,7 +49,7 @@ def names(runs: Path) -> list[str]:
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     for age_s, name in enumerate("dcba", 1):
-        point_latest_at(make_run(tmp_path / "runs", name, age_s=100 * age_s))
+        point_latest_at(finished_run(tmp_path / "runs" / name, age_s=100 * age_s))
     return tmp_path / "runs"
 
 
@@ -92,7 +91,7 @@ def test_a_running_run_is_never_removed(runs: Path, capsys: pytest.CaptureFixtur
 
 def test_a_run_that_another_one_starts_from_is_not_removed_meanwhile(runs: Path) -> None:
     init = f"model.init={runs / 'a' / 'checkpoints' / 'step_00000005'}"
-    other = make_run(runs, "other", age_s=1, settings=(init,))
+    other = finished_run(runs / "other", age_s=1, settings=(init,))
     with RunLock(other):
         assert remove(runs, "a") == ExitCode.USAGE
     assert remove(runs, "a") == 0

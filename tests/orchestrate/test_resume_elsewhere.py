@@ -25,16 +25,16 @@ from payload.results import RunPaths
 from payload.run_config import RunConfig, load_run_config, parse_run_config
 from payload.run_lock import RunLock, starting
 from tests.launch.inventories import make_inventory
-from tests.supervise.planned import plan_stand_in
+from tests.support.run_folders import make_run
 
 
 def cluster(name: str) -> ClusterInventory:
     return replace(make_inventory(num_nodes=2), cluster=name, access=Access(kind="direct"))
 
 
-def make_run(tmp_path: Path, *, store: bool = True) -> RunPaths:
+def stored_run(tmp_path: Path, *, store: bool = True) -> RunPaths:
     results = tmp_path / "results" if store else "none"
-    return plan_stand_in(tmp_path / "runs" / "one", settings=[f"storage.results={results}"])
+    return make_run(tmp_path / "runs" / "one", settings=[f"storage.results={results}"])
 
 
 def make_copy(paths: RunPaths, *, alive: bool) -> None:
@@ -64,7 +64,7 @@ def hold(paths: RunPaths, *, name: str | None) -> None:
 
 
 def test_a_run_that_goes_on_here_is_not_resumed_on_a_cluster(tmp_path: Path) -> None:
-    paths = make_run(tmp_path)
+    paths = stored_run(tmp_path)
     with RunLock(paths), pytest.raises(ConfigError, match="run one is running"):
         hold(paths, name="first")
     with starting(paths), pytest.raises(UsageError, match="just being started"):
@@ -73,7 +73,7 @@ def test_a_run_that_goes_on_here_is_not_resumed_on_a_cluster(tmp_path: Path) -> 
 
 
 def test_a_run_that_goes_on_on_a_cluster_is_resumed_nowhere_else(tmp_path: Path) -> None:
-    paths = make_run(tmp_path)
+    paths = stored_run(tmp_path)
     make_copy(paths, alive=True)
     for name in ("second", None):
         with pytest.raises(ConfigError, match=r"went on on its cluster when .* remove .*mirror"):
@@ -87,14 +87,14 @@ def test_a_run_that_goes_on_on_a_cluster_is_resumed_nowhere_else(tmp_path: Path)
 def test_a_run_of_a_cluster_that_has_ended_goes_on_anywhere_if_it_has_a_store(
     tmp_path: Path,
 ) -> None:
-    paths = make_run(tmp_path)
+    paths = stored_run(tmp_path)
     make_copy(paths, alive=False)
     for name in ("first", "second", None):
         hold(paths, name=name)
 
 
 def test_without_a_store_a_run_stays_where_it_was(tmp_path: Path) -> None:
-    paths = make_run(tmp_path, store=False)
+    paths = stored_run(tmp_path, store=False)
     make_copy(paths, alive=False)
     hold(paths, name="first")
     with pytest.raises(ConfigError, match="its checkpoints are not on second"):
@@ -108,7 +108,7 @@ def test_a_site_that_plans_an_order_tells_the_run_if_it_is_resumed(
     tmp_path: Path, resumes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("payload.orchestrate.sites.local.has_bf16", lambda: True)
-    paths = make_run(tmp_path)
+    paths = stored_run(tmp_path)
     if resumes:
         for step, dtype in ((1, "bf16"), (2, "fp32")):
             write_trainer_state(paths.checkpoint(step), dtype=dtype)
@@ -145,7 +145,7 @@ def test_a_device_is_looked_for_on_the_nodes_not_here(tmp_path: Path) -> None:
 def test_an_ended_run_whose_copy_is_damaged_is_still_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    paths = make_run(tmp_path, store=False)
+    paths = stored_run(tmp_path, store=False)
     make_copy(paths, alive=False)
     paths.inventory.write_text("{", encoding="utf-8")
     paths.rank_log(0).parent.mkdir(exist_ok=True)

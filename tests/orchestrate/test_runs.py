@@ -26,7 +26,6 @@ from payload.results import (
     RankProgress,
     RunPaths,
     RunState,
-    RunStatus,
     StopRequest,
     new_run_id,
     point_latest_at,
@@ -40,19 +39,7 @@ from tests.launch.inventories import make_inventory
 from tests.orchestrate.run_copies import state_text
 from tests.supervise.planned import plan_stand_in
 from tests.support.data_folders import make_data_folder
-
-
-def make_state(paths: RunPaths, status: RunStatus = "running") -> None:
-    now = time.time()
-    state = RunState(
-        run_id=paths.run_id,
-        status=status,
-        supervisor_pid=1,
-        node="a",
-        started_unix=now,
-        updated_unix=now,
-    )
-    write_json(paths.state, state)
+from tests.support.run_folders import make_run
 
 
 @pytest.mark.parametrize(
@@ -113,8 +100,7 @@ def test_a_lock_lives_as_long_as_its_holder(tmp_path: Path) -> None:
 
 
 def test_a_running_state_without_a_supervisor_is_a_failure(tmp_path: Path) -> None:
-    paths = plan_stand_in(tmp_path / "run")
-    make_state(paths)
+    paths = make_run(tmp_path / "run", status="running")
     view = view_run(paths, now_unix=time.time())
     assert (view.status, view.exit_class) == ("failed", "rank_lost")
     assert "the supervisor is gone" in str(view.error)
@@ -129,8 +115,7 @@ def test_a_run_that_never_began_is_starting_and_then_a_failure(tmp_path: Path) -
 
 
 def test_an_ended_run_says_what_it_said(tmp_path: Path) -> None:
-    paths = plan_stand_in(tmp_path / "run")
-    make_state(paths, "stopped")
+    paths = make_run(tmp_path / "run", status="stopped")
     assert view_run(paths, now_unix=time.time()).status == "stopped"
 
 

@@ -17,13 +17,14 @@ from payload.orchestrate.sites import allocation
 from payload.orchestrate.sites.allocation import SlurmAccess, ask
 from payload.orchestrate.sites.choose import find_site
 from payload.orchestrate.sites.slurm import SlurmRun
-from payload.results import RunJob, RunPaths, RunState, RunStatus, StopRequest, write_json
+from payload.results import RunJob, RunPaths, RunStatus, StopRequest, write_json
 from payload.run_config import parse_run_config
 from payload.run_lock import RunLock, starting
 from tests.orchestrate.operator import SETTINGS
 from tests.orchestrate.test_commands import Workplace
 from tests.supervise.planned import state_of
 from tests.support.data_folders import make_data_folder
+from tests.support.run_folders import write_state
 
 NO_CONTROLLER = "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
 FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
@@ -50,16 +51,7 @@ def run_in_job(
     paths.root.mkdir(parents=True)
     write_json(paths.job, RunJob(site="slurm", job_id="12", pid=pid))
     if pid is not None:
-        state = RunState(
-            run_id="one",
-            status=status,
-            exit_class=exit_class,
-            supervisor_pid=pid,
-            node="node-1",
-            started_unix=time.time(),
-            updated_unix=time.time(),
-        )
-        write_json(paths.state, state)
+        write_state(paths, status=status, exit_class=exit_class, supervisor_pid=pid, node="node-1")
     return paths
 
 

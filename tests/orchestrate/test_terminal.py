@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +15,6 @@ import pytest
 from payload.errors import INTERRUPTED
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.run import console
-from payload.results import RunState, write_json
 from tests.orchestrate.test_commands import Workplace
 from tests.supervise.planned import (
     DEADLINE_S,
@@ -26,6 +24,7 @@ from tests.supervise.planned import (
     wait_for_steps,
     wait_until_gone,
 )
+from tests.support.run_folders import make_run
 from tests.support.terminal import Terminal
 
 WIDTHS = (40, 80, 200)
@@ -90,13 +89,9 @@ def test_escape_sequences_and_markup_of_a_rank_reach_no_terminal(
 def test_a_damaged_runs_words_reach_no_terminal_raw(
     workplace: Workplace, open_terminal: OpenTerminal, command: str
 ) -> None:
-    paths = plan_stand_in(workplace.runs / "one")
-    now = time.time()
-    state = RunState(
-        run_id="one", status="failed", exit_class="training", error=f"a {HOSTILE}",
-        supervisor_pid=1, node="a", started_unix=now, updated_unix=now,
-    )  # fmt: skip
-    write_json(paths.state, state)
+    paths = make_run(
+        workplace.runs / "one", status="failed", exit_class="training", error=f"a {HOSTILE}"
+    )
     paths.logs.mkdir()
     paths.rank_log(0).write_text(f"b {HOSTILE}\n")
     terminal = open_terminal(command)

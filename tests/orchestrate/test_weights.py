@@ -94,7 +94,7 @@ def break_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("{}")
 
 
-def make_run(folder: Path) -> None:
+def name_a_run_without_checkpoints(folder: Path) -> None:
     (folder / "checkpoints").mkdir()
 
 
@@ -105,7 +105,7 @@ def make_run(folder: Path) -> None:
         (empty, "No such file"),
         (point_outside, "does not name a safetensors file of its folder"),
         (break_index, "weight_map is missing"),
-        (make_run, "no sound checkpoint"),
+        (name_a_run_without_checkpoints, "no sound checkpoint"),
     ],
 )
 def test_weights_that_cannot_be_used_are_refused_before_anything_starts(

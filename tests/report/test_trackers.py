@@ -28,7 +28,8 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 TIMEOUT_S = 200
 
 
-def make_run(runs: Path, target: Path, *trackers: str) -> RunPaths:
+def tracked_copy(runs: Path, target: Path, *trackers: str) -> RunPaths:
+    """Copy the stopped run, with these trackers in its config."""
     shutil.copytree(runs / "stopped", target)
     paths = RunPaths(target)
     text = paths.config.read_text(encoding="utf-8")
@@ -60,7 +61,7 @@ def losses(paths: RunPaths, key: str) -> list[list[float]]:
 def test_a_tracker_keeps_offline_what_the_files_say_and_no_key(
     tracker: str, runs: Path, tmp_path: Path
 ) -> None:
-    paths = make_run(runs, tmp_path / "runs" / "one", tracker)
+    paths = tracked_copy(runs, tmp_path / "runs" / "one", tracker)
     env = environment(
         tracker, TRACKIO_DIR=str(tmp_path / "trackio"), WANDB_API_KEY=KEY, HF_TOKEN=KEY
     )
@@ -88,7 +89,7 @@ def test_a_tracker_keeps_offline_what_the_files_say_and_no_key(
 
 @pytest.mark.ranks
 def test_csv_needs_no_package_and_follows_a_resumed_run(runs: Path, tmp_path: Path) -> None:
-    paths = make_run(runs, tmp_path / "runs" / "one", "csv")
+    paths = tracked_copy(runs, tmp_path / "runs" / "one", "csv")
     assert hand_over(paths, dict(os.environ)) == ""
     with (paths.track / "csv" / "metrics.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -104,7 +105,7 @@ def test_csv_needs_no_package_and_follows_a_resumed_run(runs: Path, tmp_path: Pa
 
 @pytest.mark.ranks
 def test_a_tracker_that_fails_is_one_note_and_the_others_go_on(runs: Path, tmp_path: Path) -> None:
-    paths = make_run(runs, tmp_path / "runs" / "one", "wandb", "csv", "mlflow")
+    paths = tracked_copy(runs, tmp_path / "runs" / "one", "wandb", "csv", "mlflow")
     broken = tmp_path / "broken" / "wandb"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise RuntimeError('no\\nsuch \\x1b[31mthing')\n")

@@ -23,7 +23,7 @@ from payload.metrics_log import EvalMetrics, RankTimes, StepMetrics, to_json_lin
 from payload.monitor import exporter
 from payload.monitor.exporter import serving
 from payload.monitor.run_metrics import METRICS, PHASES, RunMetrics
-from payload.results import RankProgress, RunPaths, RunState, write_json
+from payload.results import RankProgress, RunPaths, write_json
 from payload.store_state import StoreState
 from tests.supervise.planned import (
     REPO,
@@ -34,6 +34,7 @@ from tests.supervise.planned import (
     wait_for_steps,
 )
 from tests.support.ports import free_port
+from tests.support.run_folders import make_run
 
 HERE = os.uname().nodename
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -76,15 +77,20 @@ def row(step: int, *, work_s: tuple[float, ...] = (0.2, 0.2)) -> StepMetrics:
     )
 
 
-def make_run(root: Path, rows: list[StepMetrics | EvalMetrics], *, attempt: int = 4) -> RunPaths:
-    """Write the records of a run with two ranks, as they lie there while it goes on."""
-    paths = plan_stand_in(
-        root, settings=("train.steps=100", "train.checkpoint_every=10", "limits.max_hours=2")
+def monitored_run(root: Path, rows: list[StepMetrics | EvalMetrics]) -> RunPaths:
+    """Write the records of a run with two ranks, as they are while it trains."""
+    paths = make_run(
+        root,
+        settings=("train.steps=100", "train.checkpoint_every=10", "limits.max_hours=2"),
+        steps=(30,),
+        started_unix=1_000_000.0,
+        updated_unix=1_000_040.0,
+        attempt=4,
+        resumes=1,
+        spent_s=600.0,
+        cost_usd=1.25,
     )
     paths.metrics.write_text("".join(map(to_json_line, rows)), encoding="utf-8")
-    checkpoint = paths.checkpoint(30)
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "manifest.json").write_text("{}", encoding="utf-8")
     paths.rank_progress(0).parent.mkdir()
     for rank in (0, 1):
         beat = RankProgress(
@@ -97,17 +103,6 @@ def make_run(root: Path, rows: list[StepMetrics | EvalMetrics], *, attempt: int 
             rss_bytes=(rank + 1) * 10**9,
         )
         write_json(paths.rank_progress(rank), beat)
-    state = RunState(
-        run_id=paths.run_id,
-        status="running",
-        started_unix=1_000_000.0,
-        updated_unix=1_000_040.0,
-        attempt=attempt,
-        resumes=1,
-        spent_s=600.0,
-        cost_usd=1.25,
-    )
-    write_json(paths.state, state)
     store = StoreState(
         address="/results/run",
         checkpoint="step_00000020",
@@ -121,7 +116,7 @@ def make_run(root: Path, rows: list[StepMetrics | EvalMetrics], *, attempt: int 
 def test_the_scrape_has_every_metric_with_its_labels(tmp_path: Path) -> None:
     rows: list[StepMetrics | EvalMetrics] = [*map(row, range(1, 41))]
     rows.append(EvalMetrics(step=40, val_loss=4.7, val_tokens=1000))
-    paths = make_run(tmp_path / "run", rows)
+    paths = monitored_run(tmp_path / "run", rows)
     with serving(paths, port=0) as port:
         found = scrape(port)
     wanted = {metric.name: metric.labels for metric in METRICS}
@@ -154,7 +149,7 @@ def test_a_slow_rank_s_ratio_is_that_of_the_run_s_own_words(tmp_path: Path) -> N
     rows: list[StepMetrics | EvalMetrics] = [
         row(step, work_s=(0.2, 0.4 if step > 10 else 0.2)) for step in range(1, 31)
     ]
-    samples = RunMetrics(make_run(tmp_path / "run", rows)).samples()
+    samples = RunMetrics(monitored_run(tmp_path / "run", rows)).samples()
     ratios = {
         each.labels["rank"]: each.value
         for each in samples
@@ -172,7 +167,7 @@ def test_a_run_without_any_record_yet_is_served_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damaged", ["metrics.jsonl", "state.json", "progress/rank_0001.json"])
 def test_a_damaged_record_leaves_its_own_metrics_out(tmp_path: Path, damaged: str) -> None:
-    paths = make_run(tmp_path / "run", [row(1)])
+    paths = monitored_run(tmp_path / "run", [row(1)])
     (paths.root / damaged).write_bytes(b"\xff{\n")
     with serving(paths, port=0) as port:
         found = scrape(port)
@@ -182,7 +177,7 @@ def test_a_damaged_record_leaves_its_own_metrics_out(tmp_path: Path, damaged: st
 def test_a_rank_that_tells_a_step_beyond_all_numbers_leaves_the_others_alone(
     tmp_path: Path,
 ) -> None:
-    paths = make_run(tmp_path / "run", [row(1)])
+    paths = monitored_run(tmp_path / "run", [row(1)])
     path = paths.rank_progress(1)
     text = path.read_text(encoding="utf-8").replace('"step": 40', f'"step": {10**400}')
     path.write_text(text, encoding="utf-8")
@@ -194,7 +189,7 @@ def test_a_rank_that_tells_a_step_beyond_all_numbers_leaves_the_others_alone(
 
 
 def test_new_rows_count_and_a_resumed_run_s_file_is_read_again(tmp_path: Path) -> None:
-    paths = make_run(tmp_path / "run", [row(1), row(2)])
+    paths = monitored_run(tmp_path / "run", [row(1), row(2)])
     metrics = RunMetrics(paths)
 
     def step() -> float:
@@ -212,7 +207,7 @@ def test_new_rows_count_and_a_resumed_run_s_file_is_read_again(tmp_path: Path) -
 
 
 def test_history_tells_each_row_with_its_time(tmp_path: Path) -> None:
-    paths = make_run(tmp_path / "run", [row(step) for step in range(1, 6)])
+    paths = monitored_run(tmp_path / "run", [row(step) for step in range(1, 6)])
     losses = [each for each in RunMetrics(paths).history() if each.name == "tileforge_loss"]
     assert [each.time_unix for each in losses] == [1_000_000.0 + step for step in range(1, 6)]
     assert losses[0].value == pytest.approx(4.99)
@@ -237,7 +232,7 @@ def test_by_default_a_run_is_served_where_the_node_was_set_up_for_it(
 
 
 def test_the_server_listens_on_loopback_alone_and_ends(tmp_path: Path) -> None:
-    paths = make_run(tmp_path / "run", [row(1)])
+    paths = monitored_run(tmp_path / "run", [row(1)])
     with serving(paths, port=0) as port:
         listed = Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()
         local = [line.split()[1] for line in listed[1:] if line.split()[3] == "0A"]
@@ -295,7 +290,7 @@ def test_a_port_that_is_taken_ends_no_run(tmp_path: Path) -> None:
 
 
 def test_the_program_ends_with_its_input(tmp_path: Path) -> None:
-    paths = make_run(tmp_path / "run", [row(1)])
+    paths = monitored_run(tmp_path / "run", [row(1)])
     words = [sys.executable, "-m", "payload.monitor.exporter", "--run-dir", str(paths.root)]
     program = subprocess.Popen(
         words, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -309,7 +304,7 @@ def test_the_program_ends_with_its_input(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_ends_the_program_without_a_traceback(tmp_path: Path) -> None:
-    paths = make_run(tmp_path / "run", [row(1)])
+    paths = monitored_run(tmp_path / "run", [row(1)])
     words = [sys.executable, "-m", "payload.monitor.exporter", "--run-dir", str(paths.root)]
     program = subprocess.Popen(
         words, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -324,6 +319,6 @@ def test_an_interrupt_ends_the_program_without_a_traceback(tmp_path: Path) -> No
 def test_what_is_served_is_no_more_than_the_records_say(tmp_path: Path) -> None:
     """A row's MFU may be none: then there is no number in its place."""
     unknown = json.loads(to_json_line(row(1))) | {"mfu": None}
-    paths = make_run(tmp_path / "run", [row(1)])
+    paths = monitored_run(tmp_path / "run", [row(1)])
     paths.metrics.write_text(json.dumps(unknown) + "\n", encoding="utf-8")
     assert "tileforge_mfu_ratio" not in {each.name for each in RunMetrics(paths).samples()}

@@ -17,7 +17,7 @@ from payload.orchestrate.ssh.keys import make_operator_key, operator_key_path
 from payload.results import RunPaths
 from tests.launch.inventories import make_inventory
 from tests.orchestrate.cloud.conftest import KEY, Site
-from tests.supervise.planned import plan_stand_in
+from tests.support.run_folders import make_run
 
 Capture = pytest.CaptureFixture[str]
 
@@ -64,7 +64,7 @@ def head_says(monkeypatch: pytest.MonkeyPatch, **said: Any) -> None:
     monkeypatch.setattr(down, "ask_head", lambda *_, **__: Head(**said))
 
 
-def make_run(
+def copy_of_run(
     site: Site,
     name: str,
     *,
@@ -73,7 +73,7 @@ def make_run(
     instance_id: str | None = None,
 ) -> RunPaths:
     """A local copy of a run on the cluster; nobody answers at its node's address."""
-    paths = plan_stand_in(site.folder / "runs" / name)
+    paths = make_run(site.folder / "runs" / name)
     (node,) = make_inventory().nodes
     keys = (f"ssh-ed25519 {KEY}",)
     node = replace(node, ssh_port=9, host_keys=keys, instance_id=instance_id)

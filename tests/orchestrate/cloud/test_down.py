@@ -12,7 +12,7 @@ from payload.orchestrate.__main__ import main
 from payload.orchestrate.ssh.files import RunThere
 from payload.orchestrate.ssh.keys import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
-from tests.orchestrate.cloud.stacks import Capture, destroys, head_says, make_run, stay, words
+from tests.orchestrate.cloud.stacks import Capture, copy_of_run, destroys, head_says, stay, words
 from tests.orchestrate.cloud.standin import PROJECT
 
 
@@ -76,7 +76,7 @@ def test_results_that_cannot_be_brought_home_stop_the_destroy(
     make_operator_key(site.folder / "key")
     site.build()
     destroys(site)
-    make_run(site, "one", alive=True)
+    copy_of_run(site, "one", alive=True)
     head_says(monkeypatch)
     assert main(["down", "--yes"], site.env) == ExitCode.SSH_UNREACHABLE
     err = capsys.readouterr().err
@@ -93,7 +93,7 @@ def test_nothing_is_destroyed_while_the_head_cannot_be_asked(
 ) -> None:
     site.build()
     destroys(site)
-    make_run(site, "one", alive=False, collected="")
+    copy_of_run(site, "one", alive=False, collected="")
     if has_key:  # of no machine's: nobody answers
         make_operator_key(site.folder / "key")
     assert main(["down", "--yes"], site.env) == ExitCode.CONFIG
@@ -112,7 +112,7 @@ def test_a_damaged_copy_keeps_down_from_what_the_head_has_of_it_and_from_nothing
 ) -> None:
     site.build()
     destroys(site)
-    paths = make_run(site, "one", alive=False)
+    paths = copy_of_run(site, "one", alive=False)
     (paths.root / name).write_text("[[[")
     there = RunThere(run_id="one", checkpoint="step_00000005", state="0" * 64)
     head_says(monkeypatch, runs=[there])
@@ -141,7 +141,7 @@ def test_runs_of_other_clusters_and_collected_ones_are_left_alone(
     head_says(monkeypatch)
     destroys(site)
     # One that failed before its first checkpoint: its files alone never show that it is all here.
-    make_run(site, "one", alive=collected is None, collected=collected)
+    copy_of_run(site, "one", alive=collected is None, collected=collected)
     assert main(["down", "--yes"], site.env) == ExitCode.OK
     assert "1/3 collect: nothing is missing here" in capsys.readouterr().err
 
@@ -152,7 +152,7 @@ def test_results_that_went_with_their_machine_do_not_keep_down_from_the_rest(
 ) -> None:
     site.build()
     destroys(site)
-    make_run(site, "one", alive=True, instance_id="77")
+    copy_of_run(site, "one", alive=True, instance_id="77")
     if replaced:
         head_says(monkeypatch, machine="78")
     else:
@@ -173,7 +173,7 @@ def test_a_stack_that_never_came_up_whole_can_be_taken_down(site: Site, capsys: 
     destroys(site, leaves=("mine-0",))
     stay(site, "mine-0")
     # Of an earlier cluster of that name.
-    make_run(site, "one", alive=True, instance_id="77")
+    copy_of_run(site, "one", alive=True, instance_id="77")
     assert main(["down", "--yes"], site.env) == ExitCode.TEARDOWN
     err = capsys.readouterr().err
     assert "run one: the machine that had its results is gone" in err

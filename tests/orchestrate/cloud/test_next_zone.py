@@ -13,7 +13,7 @@ from payload.orchestrate.cloud import down
 from payload.orchestrate.cloud.down import Head
 from payload.orchestrate.ssh.keys import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
-from tests.orchestrate.cloud.stacks import Answers, Capture, make_run, own_key, words
+from tests.orchestrate.cloud.stacks import Answers, Capture, copy_of_run, own_key, words
 from tests.orchestrate.cloud.test_failures import DETAILS, PLAIN
 
 
@@ -64,7 +64,7 @@ def test_next_zone_does_not_leave_results_behind_in_the_old_one(
     site.pulumi.machines("mine-0", "mine-1")
     site.pulumi.on("preview", out="+ 1 to create\n")
     site.pulumi.on("up", out=DETAILS, status=255)
-    make_run(site, "one", alive=True)
+    copy_of_run(site, "one", alive=True)
     assert main(["up", "--yes", "--next-zone"], site.env) == ExitCode.CONFIG
     err = capsys.readouterr().err
     assert "this ends 2 machine(s), with all that is on them: mine-0, mine-1" in err

@@ -20,9 +20,9 @@ from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.fake_pulumi import step
 from tests.orchestrate.cloud.stacks import (
     Capture,
+    copy_of_run,
     destroys,
     head_says,
-    make_run,
     own_key,
     stay,
     words,
@@ -226,7 +226,7 @@ def test_up_that_would_end_machines_saves_what_is_on_them(
     site.build()
     site.pulumi.on("preview", out="+- 1 to replace\n")
     site.pulumi.on("up")
-    make_run(site, "one", alive=True)
+    copy_of_run(site, "one", alive=True)
     site.pulumi.machines("mine-0", "mine-1", going=["mine-1"])
     assert main(["up", "--yes"], site.env) == ExitCode.CONFIG
     assert "is not known whether a run is going on, so nothing was" in capsys.readouterr().err
