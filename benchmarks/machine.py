@@ -9,10 +9,11 @@ from pathlib import Path
 
 def describe_machine() -> str:
     """Architecture, cores, and the processor's name where the system tells it."""
-    return f"{platform.machine()}, {os.cpu_count()} cores, {_cpu_name()}"
+    return f"{platform.machine()}, {os.cpu_count()} cores, {cpu_name()}"
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Return the processor's name, or an empty string where it is not known."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

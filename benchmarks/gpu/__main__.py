@@ -1,0 +1,124 @@
+"""Compare training on one GPU with the CPU and measure its speed, in one visit of ten minutes.
+
+    python -m benchmarks.gpu --page benchmarks/results/DATE_gpu_NAME.md
+    python -m benchmarks.gpu --rehearse --page FILE
+
+The page is written after each stage, so a visit that is cut short leaves what was measured. Stages
+are ordered by worth. One that does not fit in what is left of `--budget-s` is skipped. One that
+hangs is killed at three times its estimate (in a rehearsal ten times) or at the end of the budget.
+One that fails gives its cause, and the next one starts; the log of the program that failed is kept
+in a folder beside the page. Each run of the trainer is a process of its own on generated data.
+Nothing is downloaded.
+
+No lock file is needed: torch 2.11 or newer, accelerate, numpy, psutil and safetensors are enough.
+bitsandbytes (nf4) and torchao (fp8) are used where they are installed. `--rehearse` makes the same
+runs on the CPU with small sizes, to try the program; its speeds mean nothing.
+
+A table goes to stderr and one JSON object to stdout. The exit status is 1 where a stage failed, and
+10 where a package is missing or torch sees no CUDA device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.gpu.facts import commit_of_checkout, missing_packages
+from payload.errors import ExitCode
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.visit import Stage
+
+_BUDGET_S = 540.0
+
+
+def main(argv: Sequence[str], *, stages: Sequence[Stage] | None = None) -> int:
+    """Make the visit; return the exit status. `stages` replace the visit's own, for tests."""
+    arguments = parser().parse_args(argv)
+    if missing := missing_packages():
+        names = " ".join(missing)
+        return _refuse(f"not installed: {names}. Install with: pip install {names}")
+    # These import numpy.
+    from benchmarks.gpu.stages import STAGES
+    from benchmarks.gpu.visit import NoGpuError
+
+    command = shlex.join(["python", "-m", "benchmarks.gpu", *argv])
+    try:
+        return _visit(STAGES if stages is None else stages, arguments, command=command)
+    except NoGpuError as error:
+        return _refuse(
+            f"{error}. Run this on a machine with an NVIDIA GPU and torch's CUDA build, or try the "
+            "program with --rehearse."
+        )
+
+
+def _visit(stages: Sequence[Stage], arguments: argparse.Namespace, *, command: str) -> int:
+    from benchmarks.gpu.programs import Programs
+    from benchmarks.gpu.report import Report
+    from benchmarks.gpu.runs import Runs
+    from benchmarks.gpu.visit import run_stages
+
+    began_s, page = time.monotonic(), arguments.page
+    report = Report(
+        page,
+        stages=[stage.name for stage in stages],
+        budget_s=arguments.budget_s,
+        facts={
+            "Date": f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d %H:%M} UTC",
+            "Commit": arguments.commit or commit_of_checkout(),
+            "Command": f"`{command}`",
+        },
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        programs = Programs(page.with_suffix(".logs") if page else Path(folder, "logs"))
+        programs.remove_logs()
+        runs = Runs(Path(folder), programs, rehearsal=arguments.rehearse)
+        for result in run_stages(stages, runs, ends_s=began_s + arguments.budget_s):
+            report.add(result, device=runs.facts, used_s=time.monotonic() - began_s)
+    print(report.to_json())
+    return int(report.has_failures())
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument(
+        "--page",
+        type=Path,
+        metavar="FILE",
+        help="write the results as Markdown, and the logs of failures in a folder beside it",
+    )
+    made.add_argument("--rehearse", action="store_true", help="run on the CPU, with small sizes")
+    made.add_argument(
+        "--budget-s",
+        type=float,
+        default=_BUDGET_S,
+        metavar="SECONDS",
+        help="time of the whole visit (default: %(default)g)",
+    )
+    made.add_argument(
+        "--commit",
+        metavar="SHA",
+        help="commit to name on the page where the files are not a git checkout",
+    )
+    return made
+
+
+def _refuse(problem: str) -> int:
+    print(f"error: {problem}", file=sys.stderr)
+    return ExitCode.CONFIG
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

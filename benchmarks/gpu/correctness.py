@@ -1,0 +1,171 @@
+"""Stages that compare runs on the device with runs on the CPU, or with other runs on the device."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+from benchmarks.gpu.compare import has_same_checkpoint, largest_difference, started_from_scratch
+from benchmarks.gpu.runs import ON_CPU, Runs, Settings
+from benchmarks.gpu.visit import Found, NoGpuError, require_package
+
+FP32_ERROR = 1e-5
+FP32_LOSS = 1e-4
+FP32_NORM = 1e-4
+ADAPTER_LOSS = 1e-3
+"""An adapter learns at a higher rate: rounding alone moved losses by 4.5e-4 at 1e-2."""
+BF16_LOSS = 5e-3
+BF16_NORM = 1e-2
+FP8_LOSS = 1e-2
+SHARD_LOSS = 1e-5
+
+_GPT2: Settings = {
+    "model.n_layer": 4,
+    "model.n_head": 4,
+    "model.n_embd": 256,
+    # At 1e-3, rounding alone moves the gradient norms of 20 steps by 5e-4.
+    "optimizer.lr": 3e-4,
+    "optimizer.min_lr": 3e-5,
+}
+_RESUME_STEPS, _RESUME_FROM = 6, 3
+
+
+def device(runs: Runs) -> Found:
+    """Read the device's facts and the error of an fp32 matmul."""
+    path = runs.folder / "facts.json"
+    runs.programs.run("device", "benchmarks.gpu.probe", runs.device, str(path))
+    facts = runs.facts = json.loads(path.read_text(encoding="utf-8"))
+    if "device" not in facts:
+        raise NoGpuError(f"torch {facts['torch']} sees no CUDA device")
+    error = facts["fp32_error"]
+    return Found(text=f"{error:.1e}", passed=error <= FP32_ERROR)
+
+
+def fp32(runs: Runs) -> Found:
+    """Compare fp32 losses and the first gradient norm with the CPU's."""
+    return _against_cpu(runs, "fp32", loss_bound=FP32_LOSS, norm_bound=FP32_NORM)
+
+
+def bf16(runs: Runs) -> Found:
+    """Compare the same in bf16 on both devices."""
+    return _against_cpu(runs, "bf16", loss_bound=BF16_LOSS, norm_bound=BF16_NORM)
+
+
+def deterministic_resume(runs: Runs) -> Found:
+    """Compare a resumed run with the uninterrupted one, bit by bit."""
+    whole, half = _resume(runs, "deterministic", {"engine.deterministic": "true"})
+    loss = _apart(runs, half, whole)
+    same = has_same_checkpoint(runs.paths(half), runs.paths(whole), step=_RESUME_STEPS)
+    found = "bitwise" if same and loss == 0 else f"losses {loss:.1e}, other bits"
+    return Found(text=found, passed=same and loss == 0)
+
+
+def plain_resume(runs: Runs) -> Found:
+    """Compare their losses without `engine.deterministic`."""
+    whole, half = _resume(runs, "plain", {})
+    loss = _apart(runs, half, whole)
+    return Found(text=f"losses {loss:.1e}", passed=loss <= FP32_LOSS)
+
+
+def resume_on_cpu(runs: Runs) -> Found:
+    """Compare their losses where the CPU resumes the device's run."""
+    whole, half = _resume(runs, "plain", {}, suffix="cpu", resumed=ON_CPU)
+    loss = _apart(runs, half, whole)
+    return Found(text=f"losses {loss:.1e}", passed=loss <= FP32_LOSS)
+
+
+def lora(runs: Runs) -> Found:
+    """Train an adapter beside a small Llama."""
+    return _adapter(runs, "lora", {})
+
+
+def nf4(runs: Runs) -> Found:
+    """Train an adapter beside the same model in 4 bits."""
+    require_package("bitsandbytes", setting="model.quantize")
+    return _adapter(runs, "nf4", {"model.quantize": "nf4"})
+
+
+def fp8(runs: Runs) -> Found:
+    """Train a small Llama whose linears multiply in 8-bit floats."""
+    require_package("torchao", setting="precision.fp8")
+    settings: Settings = {
+        "model.init": runs.llama(),
+        "precision.dtype": "bf16",
+        "optimizer.lr": 1e-3,
+        "optimizer.min_lr": 1e-4,
+    }
+    on, emulated = ({**settings, "precision.fp8": kind} for kind in (runs.fp8(), "emulated"))
+    runs.train({"fp8": on, "fp8-off": settings, "fp8-emulated": emulated})
+    off = _apart(runs, "fp8", "fp8-off")
+    emulation = _apart(runs, "fp8", "fp8-emulated")
+    text = f"losses {off:.1e} from bf16, {emulation:.1e} from the emulation"
+    return Found(text=text, passed=max(off, emulation) <= FP8_LOSS)
+
+
+def shard(runs: Runs) -> Found:
+    """Train with FSDP2 on one rank."""
+    plain = {**_GPT2, "precision.dtype": "fp32"}
+    runs.train({"fp32": plain})
+    sharded = {**plain, "distributed.strategy": "shard"}
+    runs.train({"shard": sharded}, module="benchmarks.gpu.one_rank_shard")
+    loss = _apart(runs, "shard", "fp32")
+    return Found(text=f"losses {loss:.1e}", passed=loss <= SHARD_LOSS)
+
+
+def _against_cpu(runs: Runs, dtype: str, *, loss_bound: float, norm_bound: float) -> Found:
+    cpu, settings = f"{dtype}-cpu", {**_GPT2, "precision.dtype": dtype}
+    runs.train({dtype: settings, cpu: {**settings, **ON_CPU}})
+    loss = _apart(runs, dtype, cpu)
+    # No update has changed the first one.
+    norm = largest_difference(runs.rows(dtype)[:1], runs.rows(cpu)[:1], "grad_norm")
+    text = f"losses {loss:.1e}, first gradient norm {norm:.1e}"
+    return Found(text=text, passed=loss <= loss_bound and norm <= norm_bound)
+
+
+def _resume(
+    runs: Runs,
+    name: str,
+    settings: Settings,
+    *,
+    suffix: str = "resumed",
+    resumed: Settings | None = None,
+) -> tuple[str, str]:
+    """Train, then resume a copy from the middle checkpoint; return both runs' names."""
+    every: Settings = {
+        **_GPT2,
+        **settings,
+        "train.steps": _RESUME_STEPS,
+        "train.checkpoint_every": _RESUME_FROM,
+    }
+    runs.train({name: every})
+    copy = runs.paths(f"{name}-{suffix}")
+    shutil.copytree(runs.paths(name).root, copy.root, symlinks=True)
+    shutil.rmtree(copy.checkpoint(_RESUME_STEPS))
+    runs.train({copy.run_id: {**every, **(resumed or {})}})
+    rows = runs.rows(copy.run_id)
+    if started_from_scratch(rows, runs.rows(name)[:_RESUME_FROM]):
+        raise RuntimeError(f"{copy.run_id} started at step 1, not after step {_RESUME_FROM}")
+    return name, copy.run_id
+
+
+def _adapter(runs: Runs, name: str, settings: Settings) -> Found:
+    every: Settings = {
+        "model.init": runs.llama(),
+        "adapter.kind": "lora",
+        "optimizer.lr": 3e-3,
+        "optimizer.min_lr": 3e-4,
+        **settings,
+    }
+    in_bf16 = {**every, "precision.dtype": "bf16"}
+    runs.train({name: every, f"{name}-cpu": {**every, **ON_CPU}, f"{name}-bf16": in_bf16})
+    loss = _apart(runs, name, f"{name}-cpu")
+    rounded = _apart(runs, f"{name}-bf16", name)
+    first, last = (runs.rows(name)[index]["loss"] for index in (0, -1))
+    text = f"fp32 losses {loss:.1e}, bf16 {rounded:.1e} from fp32, {first:.3f} to {last:.3f}"
+    passed = loss <= ADAPTER_LOSS and rounded <= BF16_LOSS and last < first
+    return Found(text=text, passed=passed)
+
+
+def _apart(runs: Runs, ours: str, reference: str) -> float:
+    """Return the largest relative difference of the losses."""
+    return largest_difference(runs.rows(ours), runs.rows(reference), "loss")

@@ -1,0 +1,125 @@
+"""Runs the stages of a visit in order, each within the time left."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from benchmarks.gpu.programs import ProgramError
+from benchmarks.gpu.runs import Runs
+from payload.results import write_whole
+
+_LIMIT_FACTOR = 3.0
+"""A stage that takes longer than this multiple of its estimate is taken to hang."""
+_REHEARSAL_LIMIT_FACTOR = 10.0
+"""The same in a rehearsal: the estimates are not for its machine."""
+
+Outcome = Literal["passed", "failed", "skipped", "not tried here"]
+
+
+class NoGpuError(Exception):
+    """There is no GPU: no other stage can run."""
+
+
+class NotTriedError(Exception):
+    """The stage cannot run on this machine; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The result of a stage that ran to its end."""
+
+    text: str
+    passed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One comparison or measurement; a row of the page."""
+
+    name: str
+    compared: str
+    wanted: str
+    estimate_s: float
+    """Its time on a machine with an H100; with less than that left it is skipped."""
+    run: Callable[[Runs], Found]
+    """May raise NoGpuError, NotTriedError and ProgramError."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageResult:
+    """A stage with its result."""
+
+    name: str
+    compared: str
+    wanted: str
+    found: str
+    outcome: Outcome
+    took_s: float = 0.0
+    cause: str | None = None
+    """Why it failed; None for any other outcome."""
+    log: str | None = None
+    """The failing program's log, relative to the page's folder."""
+
+
+def require_package(name: str, *, setting: str) -> None:
+    """Raise NotTriedError where the package that a setting needs is not installed."""
+    if importlib.util.find_spec(name) is None:
+        raise NotTriedError(f"{setting} needs {name}, which is not installed")
+
+
+def run_stages(stages: Sequence[Stage], runs: Runs, *, ends_s: float) -> Iterator[StageResult]:
+    """Yield each stage's result as soon as it is known; `ends_s` is on the monotonic clock.
+
+    Raises NoGpuError.
+    """
+    for stage in stages:
+        started_s = time.monotonic()
+        left_s = ends_s - started_s
+        if stage.estimate_s > left_s:
+            text = f"skipped: needs about {stage.estimate_s:.0f} s, {max(0.0, left_s):.0f} s left"
+            yield _result(stage, text, "skipped")
+            continue
+        factor = _REHEARSAL_LIMIT_FACTOR if runs.rehearsal else _LIMIT_FACTOR
+        runs.programs.limit(min(left_s, factor * stage.estimate_s))
+        result = _run(stage, runs)
+        yield replace(result, took_s=time.monotonic() - started_s)
+
+
+def _run(stage: Stage, runs: Runs) -> StageResult:
+    try:
+        found = stage.run(runs)
+    except NoGpuError:
+        raise
+    except NotTriedError as reason:
+        return _result(stage, str(reason), "not tried here")
+    except ProgramError as error:
+        return _failed(stage, str(error), error.log)
+    except Exception as error:
+        # A stage that breaks must not take the others' time on a lent machine.
+        log = runs.programs.logs / f"{stage.name.replace(' ', '-')}.log"
+        write_whole(log, traceback.format_exc())
+        return _failed(stage, f"{type(error).__name__}: {error}", log)
+    finally:
+        runs.programs.stop()
+    return _result(stage, found.text, "passed" if found.passed else "failed")
+
+
+def _result(stage: Stage, found: str, outcome: Outcome) -> StageResult:
+    return StageResult(
+        name=stage.name,
+        compared=stage.compared,
+        wanted=stage.wanted,
+        found=found,
+        outcome=outcome,
+    )
+
+
+def _failed(stage: Stage, cause: str, log: Path) -> StageResult:
+    failed = _result(stage, "", "failed")
+    return replace(failed, cause=" ".join(cause.split()), log=f"{log.parent.name}/{log.name}")
