@@ -76,13 +76,13 @@ class Clock:
     now_s: float = 50.0
 
     def monotonic(self) -> float:
-        """As `time.monotonic`."""
+        """Return the clock's time."""
         return self.now_s
 
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Stands still, however long a busy machine takes between two lines of a test."""
+    """A clock that stands still, however long a busy machine takes between two lines."""
     clock = Clock()
     monkeypatch.setattr(time_left, "time", clock)
     return clock

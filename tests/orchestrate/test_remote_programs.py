@@ -111,7 +111,7 @@ def test_a_shared_folder_answers_is_read_only_or_silent(tmp_path: Path) -> None:
             return probe(tmp_path, state=None, route_to=None, shared_folder=str(folder)).shared
 
         def answer() -> SharedFolder:
-            """Of the first probe in time: on a busy machine one may be given up, too."""
+            """Return the first answer in time: on a busy machine a probe may be given up."""
             found: list[SharedFolder] = []
 
             def has_answered() -> bool:
@@ -209,7 +209,7 @@ def test_nodes_that_reach_each_other_say_so() -> None:
 
 
 def run_mesh_here(members: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The same in this process: no member's time is over before another one has started."""
+    """Run the members in this process, so that they start at the same time."""
     with ThreadPoolExecutor(len(members)) as pool:
         answers = pool.map(lambda arguments: Mesh(arguments).run(), members.values())
         return dict(zip(members, answers, strict=True))

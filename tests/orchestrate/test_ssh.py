@@ -119,7 +119,7 @@ def test_a_failing_command_is_named_with_its_last_words(node: Sshd, login: Login
 
 
 def has_sleeping(sshd: Sshd) -> bool:
-    """Whether a command of the test sleeps on the node, however far its shells have come."""
+    """Return whether a command of the test sleeps on the node, or its shells are about to."""
     return any("sleep 300" in command_line(pid) for pid in sshd.processes())
 
 

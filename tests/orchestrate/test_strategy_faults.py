@@ -24,7 +24,7 @@ pytestmark = pytest.mark.ranks
 SHARD = ("distributed.strategy=shard",)
 PIPELINE = ("distributed.pipeline_parallel=2", "model.n_layer=2")
 _HALF = "step_00000004.partial"
-# In the ranks, once: the writer stops after the tensors, before the file that says what they are.
+# Loaded by every rank: the first write of this checkpoint stops before its trainer.json.
 _STOP_WHILE_WRITING = f"""
 import os, sys, time
 

@@ -33,7 +33,7 @@ from tests.storage.server import BUCKET, KINDS, Faults, FaultyProxy
 RUN = f"gs://{BUCKET}/runs/a-run"
 
 
-def store_of(address: str = RUN, *, retry_s: float = 0.4, timeout_s: float = 3.0) -> ObjectStore:
+def store_of(address: str = RUN, *, retry_s: float = 0.4, timeout_s: float = 60.0) -> ObjectStore:
     return open_store(parse_store_address(address), retry_s=retry_s, timeout_s=timeout_s)
 
 

@@ -47,10 +47,10 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has n
     def remove_node(self, node: Any) -> str | None:
         """Return the test that a worker crashed in; the tests after it go back to the queue."""
         groups = self.assigned_work.pop(node)
-        left = [test for group in groups.values() for test, done in group.items() if not done]
-        if not left:
+        tests = [each for group in groups.values() for each in group.items()]
+        crashed: str | None = next((test for test, done in tests if not done), None)
+        if crashed is None:
             return None
-        crashed, *_ = left
         for name, group in groups.items():
             rest = {test: done for test, done in group.items() if not done and test != crashed}
             if rest:

@@ -25,7 +25,7 @@ FREE_BYTES = 10**10
 
 @pytest.fixture
 def known_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is free stays the same, whatever others write meanwhile."""
+    """A disk whose free space stays the same, whatever other programs write."""
     monkeypatch.setattr(checkpoint_files, "free_bytes", lambda _: FREE_BYTES)
 
 

@@ -75,7 +75,7 @@ def start_leftover(trained: Trained, paths: RunPaths) -> None:
 
 
 def has_process(trained: Trained, i: int, words: str) -> bool:
-    """Whether a command line on a node begins with these words.
+    """Return whether a command line on a node begins with these words.
 
     The shells that start it contain them too, and have not set the run's variable. Programs of the
     operator's connections may still be ending.
