@@ -56,6 +56,7 @@ def test_every_package_has_a_row_in_the_table() -> None:
     assert set(RULES) > PACKAGES
 
 
+@pytest.mark.processes
 def test_the_contracts_import_without_any_installed_package() -> None:
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
     program += "".join(f"import payload.{name}\n" for name in CONTRACTS if name != "__init__")
@@ -179,6 +180,7 @@ def test_the_search_for_families_lets_pass(path: str, source: str) -> None:
     assert family_names(PurePosixPath(path), source) == []
 
 
+@pytest.mark.processes
 def test_nothing_in_the_tree_unpickles() -> None:
     found = [
         line
@@ -262,6 +264,7 @@ _MACHINE_PATH = re.compile(
 _SECRET = re.compile("(AKI" + "A[0-9A-Z]{16}|AIza[0-9A-Za-z_-]{35}|ghp_[0-9A-Za-z]{36})")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "pattern", [_PRIVATE_KEY, _MACHINE_PATH, _SECRET], ids=["private key", "machine path", "token"]
 )

@@ -126,6 +126,7 @@ def test_a_size_that_a_plan_chose_is_open_again_and_a_given_one_is_not() -> None
     assert left_open(chosen, auto_size=12) == chosen
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("ranks", "kept"), [(2, True), (4, False)])
 def test_other_ranks_keep_the_size_they_can_share_and_else_get_another(
     tmp_path: Path, ranks: int, kept: bool
@@ -139,6 +140,7 @@ def test_other_ranks_keep_the_size_they_can_share_and_else_get_another(
     assert planned.plan.auto_batch_size == planned.config.batch.micro_batch_size
 
 
+@pytest.mark.processes
 def test_a_size_that_was_given_and_does_not_divide_is_refused(tmp_path: Path) -> None:
     sizes = ("batch.global_batch_size=24", "batch.micro_batch_size=24")
     first = plan_stand_in(tmp_path / "one", ranks=1, settings=sizes)

@@ -50,6 +50,7 @@ def test_fp8_is_refused_on_gpus_that_lack_it() -> None:
         require_fp8_on(PrecisionSection(fp8="on"), [L4, A100])
 
 
+@pytest.mark.processes
 def test_a_plan_of_gpu_nodes_counts_no_copies_and_says_that_its_share_of_the_peak_is_a_guess(
     tmp_path: Path,
 ) -> None:

@@ -13,6 +13,8 @@ import pytest
 from payload.hints import command, run_command
 from payload.results import RunPaths
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parents[1]
 _ASK = "import sys; from payload.hints import command; print(command(*sys.argv[1:]))"
 

@@ -19,6 +19,8 @@ import pytest
 from bootstrap.make_lock import read_lock
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "bootstrap" / "install-payload.sh"
 CLOSED = "http://127.0.0.1:9"

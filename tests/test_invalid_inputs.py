@@ -357,6 +357,7 @@ def require_refused_run(done: subprocess.CompletedProcess[str], sentence: str) -
     assert done.stderr.splitlines()[-1] == f"error: {sentence}"
 
 
+@pytest.mark.processes
 def test_a_resume_beside_another_base(place: Path, adapted: Path, tmp_path: Path) -> None:
     copy, other = tmp_path / "copy", tmp_path / "other"
     shutil.copytree(adapted, copy)
@@ -371,6 +372,7 @@ def test_a_resume_beside_another_base(place: Path, adapted: Path, tmp_path: Path
     assert _files(copy / "run" / "checkpoints") == before
 
 
+@pytest.mark.processes
 def test_a_resume_beside_another_config_json(place: Path, adapted: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(adapted, copy)
@@ -386,6 +388,7 @@ def test_a_resume_beside_another_config_json(place: Path, adapted: Path, tmp_pat
     assert _files(copy / "run" / "checkpoints") == before
 
 
+@pytest.mark.processes
 def test_a_resume_with_another_rank(place: Path, adapted: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(adapted, copy)
@@ -398,6 +401,7 @@ def test_a_resume_with_another_rank(place: Path, adapted: Path, tmp_path: Path) 
     assert _files(copy / "run" / "checkpoints") == before
 
 
+@pytest.mark.processes
 def test_an_adapter_is_no_base_for_another_adapter(
     place: Path, adapted: Path, tmp_path: Path
 ) -> None:
@@ -410,6 +414,7 @@ def test_an_adapter_is_no_base_for_another_adapter(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.processes
 def test_a_place_where_an_export_may_not_write(
     adapted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,6 +30,8 @@ from payload.untrusted import build
 from tests.support.nvidia_smi import A100, L4, make_nvidia_smi, make_torch
 from tests.test_architecture import ROOT
 
+pytestmark = pytest.mark.processes
+
 NODE = Node(
     name="a", address="10.0.0.2", physical_cores=4, memory_gib=16.0, gpus=2, gpu_memory_gib=22.49
 )

@@ -94,6 +94,7 @@ def _problem_with_module(words: list[str]) -> str | None:
     return f"{module} has no option {unknown[0]}" if unknown else None
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("page", "command"),
     [

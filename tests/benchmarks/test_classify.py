@@ -137,6 +137,7 @@ def test_the_set_of_docstrings_shows_its_examples_and_refuses_an_empty_choice(
     assert "error: --every 0: must be 1 or more" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_both_learn_and_the_margin_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

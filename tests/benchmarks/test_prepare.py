@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.prepare import prepare_in_a_process
 from payload.data_folder import load_meta
+
+pytestmark = pytest.mark.processes
 
 
 def test_a_round_is_the_command_in_a_process_that_has_loaded_nothing_before(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from benchmarks.__main__ import short_set
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 
 

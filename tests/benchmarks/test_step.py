@@ -12,6 +12,8 @@ import pytest
 
 from benchmarks.contenders import REPO
 
+pytestmark = pytest.mark.processes
+
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 32,

@@ -18,6 +18,8 @@ from payload.hints import CONSOLE
 from tests.support.launching import REPO
 from tests.support.terminal import Terminal
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def bin_folder(tmp_path: Path) -> Path:

@@ -153,6 +153,7 @@ FATAL = [
 HOSTILE_NAME = "a\nb\x1b]52;c;eA==\x07" + "x" * 20_000
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "make",
     [
@@ -173,6 +174,7 @@ def test_names_of_20_000_characters_in_a_source_are_quoted_in_short_on_one_line(
     assert len(complaint.replace(str(tmp_path), "")) < 700
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("make", "message"), SKIPPABLE)
 def test_bad_document_stops_with_its_place_or_is_counted(
     make: Callable[[Path], list[str]],
@@ -198,6 +200,7 @@ def test_bad_document_stops_with_its_place_or_is_counted(
     assert meta.train_documents + meta.val_documents >= len(GOOD) - 1
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("make", "message"), FATAL)
 def test_input_without_documents_stops_even_with_skip_bad(
     make: Callable[[Path], list[str]],
@@ -225,6 +228,7 @@ def test_when_all_are_bad_the_number_is_said(
     assert "all 5 were bad" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_a_bad_file_whose_name_is_not_utf8_is_shown(tmp_path: Path) -> None:
     from tests.data.running import run_data
 

@@ -19,6 +19,8 @@ from payload.tokenizer_identity import GPT2_SHA256, folder_identity, require_sam
 from tests.data.running import contents, run_data, stdlib_texts
 from tests.support.smollm2 import smollm2_folder
 
+pytestmark = pytest.mark.processes
+
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -19,6 +19,8 @@ from payload.data_folder import load_meta
 from tests.data.fake_hub import COMMIT, fake_hub
 from tests.data.running import read_bin, reference_tokens, run_data
 
+pytestmark = pytest.mark.processes
+
 TEXTS = [f"Document {i}: caf\u00e9 {'word ' * (i % 40)}" for i in range(3000)]
 
 

@@ -12,6 +12,8 @@ from payload.data.__main__ import main
 from payload.data.sources.parquet import DamagedFileError, LostRows, ParquetReader
 from payload.errors import DataError, ExitCode
 
+pytestmark = pytest.mark.processes
+
 TEXTS = [f"document {i} hello" for i in range(50)]
 
 

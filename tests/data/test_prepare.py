@@ -27,6 +27,8 @@ from tests.data.running import (
     write_jsonl,
 )
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:

@@ -34,6 +34,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_jsonl(path, stdlib_texts(min_bytes=7_500_000))
 
 
+@pytest.mark.processes
 def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
     big = tmp_path / "big.jsonl"
     big.write_bytes(corpus.read_bytes() * 6)
@@ -143,6 +144,7 @@ def test_an_unfinished_run_of_another_source_is_not_overwritten(
     assert main([*args, "--force"]) == 0
 
 
+@pytest.mark.processes
 def test_a_lost_partial_file_is_named(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,6 +189,7 @@ def test_a_train_bin_that_someone_else_made_is_not_overwritten(
     assert (out / "train.bin").read_bytes() == b"precious"
 
 
+@pytest.mark.processes
 def test_two_at_once_in_one_folder_are_refused(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
@@ -204,6 +207,7 @@ def open_files(pid: int) -> list[str]:
     return [each.path for each in psutil.Process(pid).open_files()]
 
 
+@pytest.mark.processes
 def test_one_that_waits_begins_when_the_other_has_ended(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
@@ -218,6 +222,7 @@ def test_one_that_waits_begins_when_the_other_has_ended(corpus: Path, tmp_path: 
     assert (out / "meta.json").exists()
 
 
+@pytest.mark.processes
 def test_a_full_disk_is_one_line_and_the_run_can_go_on(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

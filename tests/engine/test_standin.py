@@ -206,6 +206,7 @@ def test_the_group_engine_says_what_it_lacks(tmp_path: Path) -> None:
     assert missing(env) == ""
 
 
+@pytest.mark.processes
 def test_the_operators_commands_reach_the_stand_in_from_the_engines_folder(
     cloud: CloudStandIn, tmp_path: Path
 ) -> None:

@@ -60,6 +60,7 @@ def environment() -> dict[str, str]:
     return {key: value for key, value in rank_env().items() if not key.startswith("MASTER_")}
 
 
+@pytest.mark.processes
 def test_a_dry_run_prints_everything_and_writes_nothing(place: Path, tmp_path: Path) -> None:
     done = finetune(place, "--data", place / "chats.jsonl", "--dry-run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -70,6 +71,7 @@ def test_a_dry_run_prints_everything_and_writes_nothing(place: Path, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.processes
 def test_where_nothing_fits_the_smallest_method_is_named_and_in_fp32_the_smaller_dtype(
     place: Path, tmp_path: Path
 ) -> None:
@@ -167,6 +169,7 @@ def test_a_signal_reaches_the_run_and_its_exit_code_is_the_command_s(
     assert it.returncode == 130, err
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("words", "problem"),
     [

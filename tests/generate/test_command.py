@@ -67,6 +67,7 @@ def generate(*arguments: str, source: Path) -> int:
     return main(["--checkpoint", str(source), "--max-new-tokens", "8", *arguments])
 
 
+@pytest.mark.processes
 def test_text_goes_to_stdout_and_talk_to_stderr(folder: Path) -> None:
     command = [sys.executable, "-m", "payload.generate", "--checkpoint", str(folder)]
     command += ["--prompt", "def ", "--num-samples", "2", "--max-new-tokens", "8"]
@@ -92,6 +93,7 @@ def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
         process.communicate()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("samples", [1, 3])
 def test_text_is_printed_as_it_is_made_and_ctrl_c_keeps_it(folder: Path, samples: int) -> None:
     with started(folder, "--num-samples", str(samples)) as process:
@@ -111,6 +113,7 @@ def test_text_is_printed_as_it_is_made_and_ctrl_c_keeps_it(folder: Path, samples
     assert all(len(text) > 20 for text in texts)
 
 
+@pytest.mark.processes
 def test_ctrl_c_leaves_whole_json_of_what_was_made(folder: Path) -> None:
     with started(folder, "--json") as process:
         assert process.stderr is not None
@@ -121,6 +124,7 @@ def test_ctrl_c_leaves_whole_json_of_what_was_made(folder: Path) -> None:
     assert len(json.loads(out)["samples"]) == 3
 
 
+@pytest.mark.processes
 def test_a_reader_that_leaves_ends_the_command_without_a_traceback(folder: Path) -> None:
     with started(folder) as process:
         assert process.stdout is not None and process.stderr is not None

@@ -16,6 +16,8 @@ from tests.hostile.cloud_formats import cloud_formats
 from tests.hostile.formats import Format, input_formats, run_formats, text_formats
 from tests.hostile.values import HOSTILE, mutated, paths_of, replaced, without
 
+pytestmark = pytest.mark.processes
+
 _SEED = 20261122
 _LONGEST_MESSAGE = 2_000
 _MORE_MEMORY_BYTES = 4 * 2**30

@@ -122,6 +122,7 @@ def test_a_value_that_cannot_be_used_is_refused(change: dict[str, Any], message:
         render_user_data(replace(NODE, **change), FILES)
 
 
+@pytest.mark.processes
 def test_a_setting_survives_the_shell() -> None:
     node = replace(NODE, torch_index="https://x.org/$(reboot);`id`&a")
     conf = written_files(render_user_data(node, FILES))["/etc/tileforge/bootstrap.conf"]

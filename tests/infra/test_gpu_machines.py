@@ -44,6 +44,7 @@ def test_machines_without_gpus_need_no_quota_of_them() -> None:
     assert not [each for each in wanted if "GPU" in each[1][0]]
 
 
+@pytest.mark.processes
 def test_a_gpu_s_driver_is_installed_for_the_running_kernel_once_and_held(tmp_path: Path) -> None:
     first, said = install_driver(tmp_path)
     assert first == [
@@ -58,10 +59,12 @@ def test_a_gpu_s_driver_is_installed_for_the_running_kernel_once_and_held(tmp_pa
     assert again == first[1:]
 
 
+@pytest.mark.processes
 def test_a_machine_without_a_gpu_gets_no_driver(tmp_path: Path) -> None:
     assert install_driver(tmp_path, branch="") == ([], "")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("failing", "reason"),
     [

@@ -86,6 +86,7 @@ def test_sixty_four_nodes_fit_into_user_data(tmp_path: Path) -> None:
     assert "node-63=10.60.0.73" in user_data(settings, tmp_path)
 
 
+@pytest.mark.processes
 def test_prometheus_gets_every_node_by_its_name_and_address() -> None:
     found = json.loads(in_script(f'NODES="{NODES}"; targets 39100'))
     assert found == [
@@ -94,6 +95,7 @@ def test_prometheus_gets_every_node_by_its_name_and_address() -> None:
     ]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("here", "own"),
     [("10.60.0.11 172.17.0.1", "10.60.0.11"), ("10.60.0.10", "10.60.0.10"), ("10.60.0.1", "error")],
@@ -103,6 +105,7 @@ def test_a_node_knows_its_own_address(here: str, own: str) -> None:
     assert own in said and ("is in NODES" in said) == (own == "error")
 
 
+@pytest.mark.processes
 def test_a_node_that_is_not_in_the_list_fails_with_the_reason() -> None:
     said = in_script(
         f'step=t; MONITORING=prometheus; NODES="{NODES}"; '
@@ -111,6 +114,7 @@ def test_a_node_that_is_not_in_the_list_fails_with_the_reason() -> None:
     assert "error: none of this node's addresses ( 10.60.0.1  ) is in NODES." in said
 
 
+@pytest.mark.processes
 def test_the_head_gets_prometheus_and_grafana_and_a_worker_its_exporter_alone() -> None:
     steps = (
         "say() { :; }; pause_apt_jobs() { :; }; resume_apt_jobs() { :; }; update_lists() { :; }\n"

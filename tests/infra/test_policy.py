@@ -20,6 +20,8 @@ from tests.infra.stacks import CASES, ROOT, Plain
 from tests.infra.test_graph import deployed
 from tests.infra.test_security import MUTATIONS, Change, clean
 
+pytestmark = pytest.mark.processes
+
 LIMITS = {"maximum-nodes", "maximum-price"}
 
 

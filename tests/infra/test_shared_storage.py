@@ -117,6 +117,7 @@ SHARED_DIR=/srv/tileforge/shared; SHARED_CLIENTS=10.60.0.0/24
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "address", "does"),
     [
@@ -141,6 +142,7 @@ def test_a_node_exports_or_mounts_by_its_place(kind: str, address: str, does: li
     assert found.splitlines() == does
 
 
+@pytest.mark.processes
 def test_the_export_is_for_one_range_and_roots_of_others_are_nobody(tmp_path: Path) -> None:
     called = tmp_path / "called"
     systemctl = tmp_path / "bin" / "systemctl"

@@ -508,6 +508,7 @@ def test_training_refuses_it_in_one_line_and_writes_nothing(
     assert below(tmp_path) == before
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.is_known_before])
 def test_a_plan_and_a_run_refuse_it_in_one_line_and_write_nothing(
@@ -567,6 +568,7 @@ def test_a_run_without_a_network_is_refused_in_one_line_and_writes_nothing(
     assert below(tmp_path) == before
 
 
+@pytest.mark.processes
 def test_nothing_is_refused_that_can_be_trained(
     whole: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -578,6 +580,7 @@ def test_nothing_is_refused_that_can_be_trained(
     assert (tmp_path / "run" / "run.toml").exists()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["pickle", "another tokenizer"])
 def test_a_process_of_its_own_says_it_in_one_line_too(
     name: str, folder: Path, tiny_config: Path, tiny_data: Path, tmp_path: Path
@@ -591,6 +594,7 @@ def test_a_process_of_its_own_says_it_in_one_line_too(
     assert found == f"error: {wanted}\n"
 
 
+@pytest.mark.processes
 def test_transformers_table_of_missing_weights_does_not_come_before_the_line(
     folder: Path, tiny_config: Path, tiny_data: Path, tmp_path: Path
 ) -> None:

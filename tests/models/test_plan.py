@@ -19,6 +19,8 @@ from payload.models.source import spec_on_hub
 from tests.models.fake_model_hub import FIRST, NAME, model_hub, use_hub
 from tests.support.launching import REPO
 
+pytestmark = pytest.mark.processes
+
 PARAMETERS = {
     "gpt2": 124_439_808,
     "Llama-2-7B": 6_738_415_616,

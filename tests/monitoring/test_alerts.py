@@ -17,6 +17,7 @@ from tests.supervise.planned import wait_for
 CASES = Path(__file__).with_name("alerts_test.yml")
 
 
+@pytest.mark.processes
 def test_each_alert_fires_by_its_cause_and_not_without(promtool: str) -> None:
     done = subprocess.run(
         [promtool, "test", "rules", str(CASES)], capture_output=True, text=True, check=False

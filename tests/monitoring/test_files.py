@@ -25,6 +25,7 @@ _UNITS = {"none", "s", "bytes", "decmbytes", "Bps", "percent", "percentunit", "c
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("what", ["config", "rules"])
 def test_promtool_finds_no_fault(promtool: str, what: str, tmp_path: Path) -> None:
     name = "prometheus.yml" if what == "config" else "alerts.yml"

@@ -68,6 +68,7 @@ def latest_run(workplace: Workplace, run_id: str) -> RunPaths:
     return paths
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("words", [["run", "--resume", "one"], ["remove", "one", "--force"]])
 def test_a_run_that_is_being_started_is_not_started_or_removed_by_another_command(
     workplace: Workplace, words: list[str], capsys: pytest.CaptureFixture[str]
@@ -134,6 +135,7 @@ def settings(*extra: str) -> RunConfig:
     return parse_run_config("", overrides=sets, where="test")
 
 
+@pytest.mark.processes
 def test_a_damaged_checkpoint_of_the_initial_run_is_passed_over_and_named(
     workplace: Workplace,
 ) -> None:
@@ -153,6 +155,7 @@ def test_a_damaged_checkpoint_of_the_initial_run_is_passed_over_and_named(
         )
 
 
+@pytest.mark.processes
 def test_a_run_that_fails_before_its_first_step_does_not_become_the_latest(
     workplace: Workplace,
 ) -> None:
@@ -167,6 +170,7 @@ def test_a_run_that_fails_before_its_first_step_does_not_become_the_latest(
     wait_until_gone(paths)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("setting", "message"),
     [

@@ -9,6 +9,8 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from infra import cloud_init
 from payload.orchestrate.node.look import act, running
 from payload.orchestrate.sites.cluster import VENV
@@ -33,6 +35,7 @@ def finish(home: Path, digest: str, files: dict[str, str]) -> list[str]:
     return wrong
 
 
+@pytest.mark.processes
 def test_only_what_changed_is_missing_the_second_time(tmp_path: Path) -> None:
     first = {"payload/a.py": sha256("a"), "payload/b.py": sha256("b")}
     assert look(tmp_path, "one", first) == ["payload/a.py", "payload/b.py"]

@@ -86,6 +86,7 @@ def workplace(tmp_path: Path) -> Workplace:
     return Workplace(tmp_path)
 
 
+@pytest.mark.processes
 def test_plan_shows_everything_and_starts_nothing(workplace: Workplace) -> None:
     status, out, err = workplace.call("plan")
     assert status == 0
@@ -96,6 +97,7 @@ def test_plan_shows_everything_and_starts_nothing(workplace: Workplace) -> None:
     assert not workplace.runs.exists()
 
 
+@pytest.mark.processes
 def test_a_rate_from_scratch_for_weights_that_are_trained_is_said(workplace: Workplace) -> None:
     settings = ("model.init=gpt2", "optimizer.lr=2e-3")
     words = [word for setting in settings for word in ("--set", setting)]
@@ -108,6 +110,7 @@ def test_a_rate_from_scratch_for_weights_that_are_trained_is_said(workplace: Wor
     assert rate_warning(with_adapter) is None
 
 
+@pytest.mark.processes
 def test_plan_as_json_is_what_run_would_write(workplace: Workplace) -> None:
     status, out, _ = workplace.call("plan", "--json")
     assert status == 0
@@ -117,6 +120,7 @@ def test_plan_as_json_is_what_run_would_write(workplace: Workplace) -> None:
     assert plan["plan"]["arithmetic"]["grad_accum_steps"] == 4
 
 
+@pytest.mark.processes
 def test_plan_settles_a_micro_batch_of_auto_and_says_why(workplace: Workplace) -> None:
     status, out, err = workplace.call("plan", "--json", "--set", "batch.micro_batch_size=auto")
     assert status == 0
@@ -429,6 +433,7 @@ def test_mistakes_are_one_line_and_an_exit_code(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.processes
 def test_batches_that_do_not_divide_are_refused_before_a_folder_is_made(
     workplace: Workplace,
 ) -> None:

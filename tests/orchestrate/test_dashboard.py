@@ -28,6 +28,8 @@ from tests.orchestrate.conftest import PATIENT, StartSshd
 from tests.orchestrate.sshd import make_cluster
 from tests.supervise.planned import REPO, plan_stand_in, wait_for
 
+pytestmark = pytest.mark.processes
+
 BIG = b"x" * 3_000_000
 
 

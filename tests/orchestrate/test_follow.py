@@ -116,6 +116,7 @@ os.replace(target, metrics)
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("how", ["cut in place", "replaced"])
 def test_a_run_that_restarted_while_nobody_read_is_followed_on(tmp_path: Path, how: str) -> None:
     paths = RunPaths(tmp_path)
@@ -140,6 +141,7 @@ def test_a_run_that_restarted_while_nobody_read_is_followed_on(tmp_path: Path, h
     assert "step 31/31" in out.getvalue()
 
 
+@pytest.mark.processes
 def test_trackers_are_started_once_and_end_before_ctrl_c_ends_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -221,6 +221,7 @@ def test_what_ranks_say_in_a_trial_is_held_to_its_form() -> None:
                 assert all(rank.bf16 > 0 and rank.fp32 > 0 for rank in result.ranks)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("run_dir", [*STRINGS, "/home/trainer/tileforge/runs/another"])
 def test_where_a_run_lies_on_the_nodes_is_held_to_its_form(tmp_path: Path, run_dir: str) -> None:
     from tests.supervise.planned import plan_stand_in

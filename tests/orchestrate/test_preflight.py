@@ -395,6 +395,7 @@ def test_this_machine_is_checked_and_measured_without_ssh(
     assert len(printed["notes"]) == 1
 
 
+@pytest.mark.processes
 def test_quick_starts_and_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["preflight", "--inventory", "local", "--quick", "--json"], os.environ) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -402,6 +403,7 @@ def test_quick_starts_and_measures_nothing(capsys: pytest.CaptureFixture[str]) -
     assert printed["measured"] is None and node["checks"]["speed"] == "-"
 
 
+@pytest.mark.processes
 def test_a_config_that_run_would_refuse_is_refused_before_any_node_is_asked(
     login: Login, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -417,6 +419,7 @@ def test_a_config_that_run_would_refuse_is_refused_before_any_node_is_asked(
     assert not (tmp_path / ".cluster").exists()
 
 
+@pytest.mark.processes
 def test_this_machine_is_checked_against_the_inventory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,6 +35,8 @@ from tests.support.ports import free_port
 from tests.support.sshfs_mount import sshfs_mount, stopped
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.processes
+
 FOLDER = Path(__file__).parents[2] / "payload" / "orchestrate" / "node"
 
 

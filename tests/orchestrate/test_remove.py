@@ -22,6 +22,8 @@ from tests.orchestrate.test_findings import make_node
 from tests.supervise.planned import plan_stand_in
 from tests.support.run_folders import make_run
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Workplace:

@@ -27,6 +27,8 @@ from payload.run_lock import RunLock, starting
 from tests.launch.inventories import make_inventory
 from tests.support.run_folders import make_run
 
+pytestmark = pytest.mark.processes
+
 
 def cluster(name: str) -> ClusterInventory:
     return replace(make_inventory(num_nodes=2), cluster=name, access=Access(kind="direct"))

@@ -62,6 +62,7 @@ def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
         create_run(tmp_path, "a")
 
 
+@pytest.mark.processes
 def test_latest_leads_to_the_run_that_was_planned_last(tmp_path: Path) -> None:
     old, new = (plan_stand_in(tmp_path / name) for name in ("old", "new"))
     os.utime(old.plan, times=(time.time() - 100,) * 2)
@@ -75,6 +76,7 @@ def test_latest_leads_to_the_run_that_was_planned_last(tmp_path: Path) -> None:
     assert (tmp_path / "latest").readlink() == Path("new")
 
 
+@pytest.mark.processes
 def test_the_newest_run_is_the_default(tmp_path: Path) -> None:
     for age_s, name in ((100, "old"), (50, "new")):
         paths = plan_stand_in(tmp_path / name)
@@ -99,6 +101,7 @@ def test_a_lock_lives_as_long_as_its_holder(tmp_path: Path) -> None:
     assert not is_supervised(paths)
 
 
+@pytest.mark.processes
 def test_a_running_state_without_a_supervisor_is_a_failure(tmp_path: Path) -> None:
     paths = make_run(tmp_path / "run", status="running")
     view = view_run(paths, now_unix=time.time())
@@ -108,12 +111,14 @@ def test_a_running_state_without_a_supervisor_is_a_failure(tmp_path: Path) -> No
         assert view_run(paths, now_unix=time.time()).status == "running"
 
 
+@pytest.mark.processes
 def test_a_run_that_never_began_is_starting_and_then_a_failure(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "run")
     assert view_run(paths, now_unix=time.time()).status == "starting"
     assert view_run(paths, now_unix=time.time() + 60).status == "failed"
 
 
+@pytest.mark.processes
 def test_an_ended_run_says_what_it_said(tmp_path: Path) -> None:
     paths = make_run(tmp_path / "run", status="stopped")
     assert view_run(paths, now_unix=time.time()).status == "stopped"
@@ -281,6 +286,7 @@ def test_a_plan_that_needs_more_memory_than_is_free_is_warned_of() -> None:
     assert memory_warning(numbers, placement, free_bytes=None) is None
 
 
+@pytest.mark.processes
 def test_who_asked_for_a_stop_waits_as_long_as_a_checkpoint_gets_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,6 +300,7 @@ def test_who_asked_for_a_stop_waits_as_long_as_a_checkpoint_gets_on(
     assert not follow.StopWait(paths, StopRequest()).is_over()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("results", "is_over"), [("none", True), ("/store", False)])
 def test_who_asked_for_a_stop_waits_for_the_store_of_a_run_that_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, results: str, is_over: bool

@@ -168,6 +168,7 @@ def test_mpirun_is_refused_in_a_job_of_several_nodes_with_the_reason() -> None:
         require_launcher(parse_run_config("", overrides=wanted, where="test"), in_job)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("granted", ["SLURM_GPUS_ON_NODE=1", "SLURM_STEP_GPUS=0"])
 def test_in_a_job_srun_reaches_the_nodes_and_a_failing_nvidia_smi_is_a_note(
     granted: str, tmp_path: Path
@@ -219,6 +220,7 @@ def test_in_a_job_srun_reaches_the_nodes_and_a_failing_nvidia_smi_is_a_note(
         assert {note, other} & set(planned.plan.notes) == noted
 
 
+@pytest.mark.processes
 def test_a_job_s_node_that_is_not_this_machine_is_reached_by_srun_too(tmp_path: Path) -> None:
     """salloc's shell stays on the login node: no rank may start there."""
     (tmp_path / "srun").write_text("#!/bin/sh\necho slurm 22.05\n", encoding="ascii")

@@ -26,6 +26,8 @@ from tests.supervise.planned import state_of
 from tests.support.data_folders import make_data_folder
 from tests.support.run_folders import write_state
 
+pytestmark = pytest.mark.processes
+
 NO_CONTROLLER = "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
 FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 NO_PARTITION = (

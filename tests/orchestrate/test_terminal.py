@@ -85,6 +85,7 @@ def test_escape_sequences_and_markup_of_a_rank_reach_no_terminal(
     assert SHOWN in logs.raw() and is_harmless(logs.raw())
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("command", ["status", "list", "logs"])
 def test_a_damaged_runs_words_reach_no_terminal_raw(
     workplace: Workplace, open_terminal: OpenTerminal, command: str
@@ -100,6 +101,7 @@ def test_a_damaged_runs_words_reach_no_terminal_raw(
     assert SHOWN in terminal.raw() or command == "list"
 
 
+@pytest.mark.processes
 def test_an_error_that_quotes_hostile_text_is_printed_harmless(open_terminal: OpenTerminal) -> None:
     terminal = open_terminal("run", "--set", f"train.{HOSTILE}=1", columns=200)
     assert terminal.wait() == 10
@@ -143,6 +145,7 @@ def test_following_a_log_ends_when_its_reader_has_gone(workplace: Workplace) -> 
     wait_until_gone(paths)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("run_id", ["../../evil", "/tmp/evil", "a b/c", "..", "", "a\nb", "latest"])
 @pytest.mark.parametrize("command", ["run", "plan"])
 def test_a_run_id_that_leads_elsewhere_is_refused_and_nothing_is_written(
@@ -155,6 +158,7 @@ def test_a_run_id_that_leads_elsewhere_is_refused_and_nothing_is_written(
     assert sorted(workplace.data.parent.rglob("*")) == before
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("command", ["status", "logs", "stop", "attach", "collect"])
 def test_every_command_that_takes_a_run_refuses_what_is_no_name(
     workplace: Workplace, command: str
@@ -171,6 +175,7 @@ def test_every_command_that_takes_a_run_refuses_what_is_no_name(
     assert status == 2 and "no run has such a name" in err
 
 
+@pytest.mark.processes
 def test_the_trainer_refuses_a_run_folder_that_no_command_would_find_again(tmp_path: Path) -> None:
     for name in ("a b", "-x", "\u00fc"):
         command = [sys.executable, "-m", "payload.train", f"--run-dir={tmp_path / name}"]
@@ -203,6 +208,7 @@ def test_the_live_line_and_the_end_table_fit_the_terminal(
     assert all(len(line) <= columns for line in table if line.startswith(("status", "steps")))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_list_and_status_show_everything_at_every_width(
     workplace: Workplace, open_terminal: OpenTerminal, columns: int

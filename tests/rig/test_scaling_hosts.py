@@ -8,7 +8,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from tests.rig.host import pids_in_network, wait_until
+
+pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).resolve().parents[2]
 NETWORKS = Path("/run/netns")

@@ -122,6 +122,7 @@ def test_a_run_that_has_ended_in_the_store_takes_the_place_of_one_that_goes_on(
     assert json.loads(stored.paths.state.read_text()) == ended
 
 
+@pytest.mark.processes
 def test_two_first_collects_at_once_bring_one_whole_run(stored: Stored) -> None:
     stored.put({f"logs/rank_{rank:04d}.log": rows(200) for rank in range(60)})
     runs = stored.paths.root.parent

@@ -30,6 +30,8 @@ from payload.store_state import StoreState
 from tests.storage.folders import content_of, write_checkpoint
 from tests.storage.server import BUCKET, KINDS, Faults, FaultyProxy
 
+pytestmark = pytest.mark.processes
+
 RUN = f"gs://{BUCKET}/runs/a-run"
 
 

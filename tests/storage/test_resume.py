@@ -231,6 +231,7 @@ def test_a_store_that_fails_takes_nothing_from_a_run_but_the_final_wait(
     assert said.count("warning: results are not in") == 1
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("results", ["gs://no-such-bucket/x", "results", "s3://b/x"])
 def test_a_store_that_cannot_be_used_is_refused_before_anything_is_written(
     tmp_path: Path, data: Path, proxy: FaultyProxy, results: str
@@ -242,6 +243,7 @@ def test_a_store_that_cannot_be_used_is_refused_before_anything_is_written(
     assert not (place.runs / "never").exists()
 
 
+@pytest.mark.processes
 def test_a_run_that_no_store_has_is_refused(tmp_path: Path, data: Path, proxy: FaultyProxy) -> None:
     place = Place(tmp_path / "here", data, proxy.url)
     code, _, talk = place.run("--resume", f"{RESULTS}/no-such-run")

@@ -32,6 +32,8 @@ from tests.storage.server import BUCKET, Faults, FaultyProxy
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import REPO
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def proxy() -> Iterator[FaultyProxy]:

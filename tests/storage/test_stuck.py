@@ -26,6 +26,8 @@ from tests.storage.server import BUCKET, GcsServer
 from tests.support.launching import REPO
 from tests.support.sshfs_mount import sshfs_mount, stopped
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def stuck(tmp_path: Path) -> Iterator[StoreAddress]:

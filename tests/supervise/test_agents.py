@@ -21,6 +21,8 @@ from payload.supervise.processes import kill_until_none, processes_of
 from tests.support.launching import REPO
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Iterator[Path]:

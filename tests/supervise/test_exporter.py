@@ -36,6 +36,8 @@ from tests.supervise.planned import (
 from tests.support.ports import free_port
 from tests.support.run_folders import make_run
 
+pytestmark = pytest.mark.processes
+
 HERE = os.uname().nodename
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

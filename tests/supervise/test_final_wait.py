@@ -50,6 +50,7 @@ def test_how_a_run_ended_is_written_before_the_store_is_waited_for(tmp_path: Pat
     assert [event.kind for event in state.events].count("finished") == 1
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("most_s", "waits"), [(None, True), (0.0, False)])
 def test_a_job_that_ends_soon_does_not_wait_for_the_store(
     tmp_path: Path, most_s: float | None, waits: bool

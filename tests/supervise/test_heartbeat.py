@@ -18,6 +18,8 @@ from payload.results import RankExit, RankProgress, RunPaths, write_json
 from payload.supervise.heartbeat import EVERY_S
 from tests.supervise.planned import DEADLINE_S, REPO
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from payload.launch.environment import RUN_DIR
 from payload.supervise.processes import (
     kill_until_none,
@@ -17,6 +19,8 @@ from payload.supervise.processes import (
     wait_until_none,
 )
 from tests.supervise.planned import wait_for
+
+pytestmark = pytest.mark.processes
 
 SLEEP = "import time; time.sleep(600)"
 # A child that has dropped the mark from its environment.

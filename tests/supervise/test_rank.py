@@ -64,6 +64,7 @@ def test_cores_that_this_machine_lacks_are_named() -> None:
         bind_to_cores(make_rank(cores=(100_000,)))
 
 
+@pytest.mark.processes
 def test_a_program_that_cannot_start_leaves_a_record(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "run", ranks=1)
     text = paths.plan.read_text().replace('"program": [\n    "', '"program": [\n    "/nowhere')

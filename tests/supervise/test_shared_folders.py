@@ -63,6 +63,7 @@ def test_data_first_weights_and_the_cluster_s_folder_are_watched() -> None:
     assert folders_of(config, work_dir="/srv/work") == [shared, cache]
 
 
+@pytest.mark.processes
 def test_a_watch_without_a_process_knows_nothing_and_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

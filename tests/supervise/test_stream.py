@@ -64,6 +64,7 @@ def connected(folder: Path, ssh: str, *, nodes: int, count: int) -> Iterator[lis
             close_all(streams)
 
 
+@pytest.mark.processes
 def test_all_connections_are_closed_at_the_same_time(tmp_path: Path) -> None:
     with connected(tmp_path, SSH, nodes=3, count=3) as streams:
         wait_for(lambda: len(list(tmp_path.glob("begun.*"))) == 3, "three connections")
@@ -71,6 +72,7 @@ def test_all_connections_are_closed_at_the_same_time(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("left.*"))) == 3
 
 
+@pytest.mark.processes
 def test_a_connection_whose_line_never_ends_is_given_up_and_retried(tmp_path: Path) -> None:
     with connected(tmp_path, ENDLESS_SSH, nodes=1, count=MAX_FILE_BYTES + 1) as (stream,):
         wait_for(lambda: len(list(tmp_path.glob("begun.*"))) == 2, "a second connection")

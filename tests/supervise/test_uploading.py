@@ -28,6 +28,8 @@ from tests.storage.folders import write_checkpoint
 from tests.storage.server import BUCKET, Faults, FaultyProxy
 from tests.supervise.planned import DEADLINE_S, plan_stand_in, state_of, supervise
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def resumed(tmp_path: Path) -> RunPaths:

@@ -30,6 +30,7 @@ def test_a_run_of_two_nodes_is_this_file(engine: Engine) -> None:
     assert_golden(f"export.{engine.name}.{suffix}", engine.render(job_for(engine)))
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("has_image", [True, False])
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
@@ -51,6 +52,7 @@ def test_the_engine_s_own_parser_takes_the_file(
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "old", "new"),
@@ -73,6 +75,7 @@ def test_a_wrong_key_is_refused_by_that_parser(
     assert parse(name, file, home=tmp_path).returncode != 0
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 def test_hostile_text_in_the_config_arrives_as_it_is(engine: Engine, tmp_path: Path) -> None:
     job = job_for(engine, name=HOSTILE)
@@ -238,6 +241,7 @@ def test_storage_that_the_engine_has_is_taken(engine: str, storage: str) -> None
     assert storage in ENGINES[engine].render(job)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("storage", ["shared/x", None])
 def test_a_folder_that_nodes_share_may_be_relative_to_the_submitting_one(
     storage: str | None, tmp_path: Path

@@ -10,6 +10,8 @@ from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Answers, Capture, destroys, head_says, words
 from tests.orchestrate.cloud.standin import PROJECT, Fault
 
+pytestmark = pytest.mark.processes
+
 KEPT = {"tileforge-cluster": "mine", "tileforge-kept": "true"}
 OLD = "mine-results-1a2b3c4"
 DOWN = ("down", "--yes", "--delete-bucket")

@@ -16,6 +16,8 @@ from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, Fault
 from tests.support.nvidia_smi import L4, make_nvidia_smi
 
+pytestmark = pytest.mark.processes
+
 Capture = pytest.CaptureFixture[str]
 PLENTY = {"C3_CPUS": 100.0, "SSD_TOTAL_GB": 500.0, "IN_USE_ADDRESSES": 8.0, "INSTANCES": 24.0}
 

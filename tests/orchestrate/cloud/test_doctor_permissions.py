@@ -13,6 +13,8 @@ from tests.orchestrate.cloud.standin import NUMBER, PROJECT, ZONE
 from tests.orchestrate.cloud.test_doctor import configure, doctor
 from tests.orchestrate.cloud.test_doctor import project as project  # a fixture
 
+pytestmark = pytest.mark.processes
+
 Capture = pytest.CaptureFixture[str]
 HEAD = f"projects/{PROJECT}/zones/{ZONE}/instances/mine-node-0"
 KEY = f"projects/{PROJECT}/locations/us-central1/keyRings/ring/cryptoKeys/key"

@@ -15,6 +15,8 @@ from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Capture, copy_of_run, destroys, head_says, stay, words
 from tests.orchestrate.cloud.standin import PROJECT
 
+pytestmark = pytest.mark.processes
+
 
 def test_down_destroys_and_shows_that_nothing_is_left(
     site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch

@@ -23,6 +23,8 @@ from tests.orchestrate.cloud.fake_pulumi import ENGINE
 from tests.orchestrate.cloud.stacks import Capture, head_says, own_key, words
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE
 
+pytestmark = pytest.mark.processes
+
 NODES = ("dev-node-0", "dev-node-1")
 LABELS = {"tileforge-cluster": "dev", "tileforge-expires": "1795408579"}
 NETWORK = f"https://www.googleapis.com/compute/v1/projects/{PROJECT}/global/networks/dev-network"

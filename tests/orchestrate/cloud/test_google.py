@@ -132,6 +132,7 @@ def test_an_endpoint_has_a_place_for_the_service() -> None:
     assert Endpoints.from_env({"TILEFORGE_API_ENDPOINT": "http://[::1]:8080"}).is_loopback()
 
 
+@pytest.mark.processes
 def test_without_credentials_it_says_how_to_log_in(site: Site) -> None:
     program = (
         "from payload.orchestrate.__main__ import main; import os, sys; "
@@ -152,6 +153,7 @@ def test_without_credentials_it_says_how_to_log_in(site: Site) -> None:
     assert "Warning" not in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.processes
 def test_commands_without_the_cloud_do_not_import_googles_libraries() -> None:
     program = (
         "import sys; from payload.orchestrate.__main__ import main; main(['list'], {}); "

@@ -51,6 +51,8 @@ from tests.orchestrate.cloud.test_failures import failed
 from tests.orchestrate.cloud.test_prices import sku
 from tests.orchestrate.test_inventory_fuzz import HOSTILE
 
+pytestmark = pytest.mark.processes
+
 CRYPTO_KEY = f"projects/{PROJECT}/locations/{REGION}/keyRings/r/cryptoKeys/k"
 LABELS = {"tileforge-cluster": "mine", "tileforge-expires": "1700000000"}
 NEED = Need(

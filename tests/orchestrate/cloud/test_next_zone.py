@@ -16,6 +16,8 @@ from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Answers, Capture, copy_of_run, own_key, words
 from tests.orchestrate.cloud.test_failures import DETAILS, PLAIN
 
+pytestmark = pytest.mark.processes
+
 
 def test_next_zone_moves_on_through_the_configs_zones(site: Site, capsys: Capture) -> None:
     zones = ["us-central1-f", "us-central1-c", "us-central1-b"]

@@ -24,6 +24,8 @@ from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Capture
 from tests.orchestrate.cloud.standin import REGION, ZONE, Fault
 
+pytestmark = pytest.mark.processes
+
 CONFIG = ClusterConfig(cluster="dev", project="my-project")
 
 

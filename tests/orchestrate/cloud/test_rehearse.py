@@ -84,6 +84,7 @@ def test_what_cannot_be_rehearsed_is_refused_before_anything_is_asked(
     assert words(rehearsal) == []
 
 
+@pytest.mark.processes
 def test_a_stack_of_that_name_is_left_alone(rehearsal: Site, capsys: Capture) -> None:
     taken = "error: stack 'rehearsal' already exists\n"
     rehearsal.pulumi.on("stack", "init", err=taken, status=255)
@@ -92,6 +93,7 @@ def test_a_stack_of_that_name_is_left_alone(rehearsal: Site, capsys: Capture) ->
     assert words(rehearsal) == ["rehearsal stack init rehearsal"]
 
 
+@pytest.mark.processes
 def test_what_google_refused_is_on_the_page_and_everything_is_taken_down(
     rehearsal: Site, capsys: Capture
 ) -> None:
@@ -124,6 +126,7 @@ def test_what_google_refused_is_on_the_page_and_everything_is_taken_down(
     assert "rehearsal config set maxLifetime 120m" in told
 
 
+@pytest.mark.processes
 def test_a_cluster_that_costs_too_much_is_taken_down_and_what_stays_is_exit_60(
     rehearsal: Site, capsys: Capture
 ) -> None:
@@ -145,6 +148,7 @@ def test_a_cluster_that_costs_too_much_is_taken_down_and_what_stays_is_exit_60(
     assert words(rehearsal)[-1] != "rehearsal stack rm --yes"
 
 
+@pytest.mark.processes
 def test_ctrl_c_takes_everything_down(rehearsal: Site) -> None:
     rehearsal.pulumi.on("preview", takes_s=60)
     process = subprocess.Popen(

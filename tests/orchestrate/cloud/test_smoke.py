@@ -19,6 +19,8 @@ from tests.orchestrate.cloud.test_failures import DETAILS
 from tests.support.data_folders import make_data_folder
 from tests.test_architecture import ROOT
 
+pytestmark = pytest.mark.processes
+
 Capture = pytest.CaptureFixture[str]
 
 

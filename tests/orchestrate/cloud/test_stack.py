@@ -15,6 +15,8 @@ from payload.orchestrate.sites.choose import load_cluster
 from tests.orchestrate.cloud.conftest import KEY, Site, inventory_output, read_json
 from tests.orchestrate.cloud.standin import PROJECT, REGION, Fault
 
+pytestmark = pytest.mark.processes
+
 ATTRIBUTES = "getGuestAttributes"
 
 

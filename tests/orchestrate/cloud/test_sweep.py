@@ -37,6 +37,7 @@ def test_nothing_left_is_said_and_is_exit_0(site: Site, capsys: Capture) -> None
     )
 
 
+@pytest.mark.processes
 def test_everything_left_is_listed_with_what_removes_it(site: Site, capsys: Capture) -> None:
     site.build()
     remember(read_outputs(Pulumi(site.env, folder=site.folder)), folder=site.folder)

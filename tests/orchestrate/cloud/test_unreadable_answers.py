@@ -15,6 +15,8 @@ from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Capture, destroys, head_says, own_key
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, Fault
 
+pytestmark = pytest.mark.processes
+
 NULL_IN_A_LIST = '{"labels": null, "items": [null, {"name": null}], "quotas": [null]}'
 CREATED = re.compile(r'"(creationTimestamp|timeCreated)": "[^"]*"')
 BREAKS: dict[str, Callable[[str], str]] = {

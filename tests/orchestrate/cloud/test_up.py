@@ -32,6 +32,8 @@ from tests.orchestrate.cloud.test_failures import DETAILS, LOCKED
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.test_architecture import ROOT
 
+pytestmark = pytest.mark.processes
+
 
 def test_up_shows_the_preview_builds_and_says_what_is_next(site: Site, capsys: Capture) -> None:
     site.build()
