@@ -11,11 +11,15 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+from payload.errors import RankLostError
+from payload.inventory import Node
+from payload.orchestrate.run import there
 from payload.orchestrate.run.mirror import note_collected, read_mirrored
 from payload.orchestrate.run.there import RemoteRun
 from payload.orchestrate.ssh.connection import Cluster
-from payload.orchestrate.ssh.streams import Login
+from payload.orchestrate.ssh.streams import Left, Login
 from payload.results import RunPaths
+from tests.orchestrate.conftest import PATIENT
 from tests.orchestrate.run_copies import write_ranks
 from tests.orchestrate.sshd import Sshd, make_cluster
 
@@ -49,7 +53,7 @@ def test_a_checkpoint_and_metrics_come_once_however_many_ask(
             inventory,
             run_dir=PurePosixPath(run_dir),
             key=login.key,
-            connect=lambda: Cluster(inventory, login=login, env=os.environ),
+            connect=lambda: Cluster(inventory, login=login, env=os.environ, deadlines=PATIENT),
         )
         try:
             run.refresh()
@@ -73,3 +77,34 @@ def test_a_checkpoint_and_metrics_come_once_however_many_ask(
         note_collected(paths, found[0])
     mirrored = read_mirrored(paths)
     assert mirrored is not None and mirrored.alive and mirrored.collected is None
+
+
+def test_a_killed_rank_is_waited_for_and_what_it_forked_meanwhile_is_killed(
+    run: RemoteRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([(7,), (7,), (7, 8), (8,), ()])
+    kills: list[bool] = []
+
+    def act(
+        self: RemoteRun, node: Node, answer: type[object], *, kill: bool, **arguments: object
+    ) -> Left:
+        """Answer as a head whose rank frees its memory."""
+        kills.append(kill)
+        return Left(pids=next(answers))
+
+    monkeypatch.setattr(RemoteRun, "_act", act)
+    monkeypatch.setattr(RemoteRun, "is_alive", lambda self: False)
+    monkeypatch.setattr(there, "_LEAVE_S", 0.0)
+    run.end_leftovers(at_once=True)
+    assert kills == [False, True, True, True, True]
+
+
+def test_a_process_that_cannot_be_killed_is_named(
+    run: RemoteRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RemoteRun, "_act", lambda *_, **arguments: Left(pids=(7,)))
+    monkeypatch.setattr(RemoteRun, "is_alive", lambda self: False)
+    monkeypatch.setattr(there, "_LEAVE_S", 0.0)
+    monkeypatch.setattr(there, "_KILL_S", 0.0)
+    with pytest.raises(RankLostError, match=r"run one do not end: node-0: \[7\]"):
+        run.end_leftovers(at_once=True)

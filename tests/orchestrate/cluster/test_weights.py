@@ -16,6 +16,7 @@ from payload.orchestrate.ssh.files import this_code
 from payload.orchestrate.ssh.streams import Login
 from payload.run_config import load_run_config
 from tests.orchestrate.cluster.conftest import STEPS, Trained
+from tests.orchestrate.conftest import PATIENT
 from tests.support.launching import losses
 
 pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
@@ -46,7 +47,7 @@ def test_a_checkpoint_here_is_brought_to_the_head_once_and_trained_on(trained: T
     inventory = ClusterInventory.load(operator.inventory)
     login = Login(user=inventory.ssh_user, key=nodes.key)
     heard = io.StringIO()
-    with Cluster(inventory, login=login, env=os.environ) as cluster:
+    with Cluster(inventory, login=login, env=os.environ, deadlines=PATIENT) as cluster:
         code_here = this_code()
         answers = ask_nodes(
             inventory,
