@@ -12,9 +12,11 @@ from safetensors.torch import load_file
 from payload.models.adapter import AdaptedSpec
 from payload.train.models.registry import load
 from payload.train.weights import save_hf
-from tests.support.launching import losses, mpirun, rank_env, run, summary, train_program
-from tests.train.alone import train_alone
+from tests.support.launching import losses, summary, train_several
+from tests.train.alone import forget_accelerate, train_alone
 from tests.train.test_model import make_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = 4
 SETTINGS = (
@@ -23,25 +25,32 @@ SETTINGS = (
 )
 CHECKPOINT = f"checkpoints/step_{STEPS:08d}/adapter_model.safetensors"
 
-# A rank of the trainer that counts the bytes of all-reduces that go on while it computes: those of
+# Ranks of the trainer that count the bytes of all-reduces that go on while they compute: those of
 # the gradients, and a few numbers of each step.
 _COUNTING = """
-import json, os, sys
+import json, os
 from pathlib import Path
 import torch.distributed as dist
-from payload.train.__main__ import main
+from tests.support import several_runs
 
-sent, all_reduce = [], dist.all_reduce
+sent, all_reduce, train = [], dist.all_reduce, several_runs.program.main
 
 def counted(tensor, *more, async_op=False, **settings):
     if async_op:
         sent.append(tensor.nbytes)
-        Path(f"{os.environ['SENT']}.{dist.get_rank()}").write_text(json.dumps(sum(sent)))
     return all_reduce(tensor, *more, async_op=async_op, **settings)
 
-dist.all_reduce = counted
-sys.exit(main(sys.argv[1:], os.environ))
+def train_counted(arguments, env):
+    sent.clear()
+    code = train(arguments, env)
+    folder = arguments[arguments.index("--run-dir") + 1]
+    Path(f"{folder}.sent.{env['PMI_RANK']}").write_text(json.dumps(sum(sent)))
+    return code
+
+dist.all_reduce, several_runs.program.main = counted, train_counted
+several_runs.main()
 """
+CASES = {"fp32": ("fp32", False), "bf16": ("bf16", False), "dora": ("fp32", True)}
 
 
 @pytest.fixture(scope="module")
@@ -51,36 +60,48 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize(("dtype", "dora"), [("fp32", False), ("bf16", False), ("fp32", True)])
-def test_one_two_and_four_ranks_are_equal_and_exchange_the_adapter_alone(
-    base: Path, tmp_path: Path, tiny_config: Path, dtype: str, dora: bool
-) -> None:
-    program = tmp_path / "counting.py"
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path, base: Path) -> Path:
+    """A folder with the runs of each case: `NAME-1` and `NAME-2`, of fp32 `fp32-4` too."""
+    root = tmp_path_factory.mktemp("trained")
+    program = root / "counting.py"
     program.write_text(_COUNTING, encoding="utf-8")
-    settings = (
-        f"model.init={base}",
-        *SETTINGS,
-        f"precision.dtype={dtype}",
-        f"adapter.dora={dora}".lower(),
-    )
-    train_alone(tmp_path / "1", tiny_config, *settings)
-    alone = load_file(tmp_path / "1" / CHECKPOINT)
+    settings = {
+        name: (
+            *(f"model.init={base}", *SETTINGS, "schedule.warmup_steps=0"),
+            *(f"precision.dtype={dtype}", f"adapter.dora={dora}".lower()),
+        )
+        for name, (dtype, dora) in CASES.items()
+    }
+    for name, words in settings.items():
+        train_alone(root / f"{name}-1", tiny_config, *words)
+        forget_accelerate()
+    for ranks in (2, 4):
+        names = CASES if ranks == 2 else ["fp32"]
+        runs = {root / f"{name}-{ranks}": settings[name] for name in names}
+        train_several(runs, tiny_config, num_ranks=ranks, program=[str(program)])
+    return root
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", CASES)
+def test_one_two_and_four_ranks_are_equal_and_exchange_the_adapter_alone(
+    base: Path, trained: Path, name: str
+) -> None:
+    dtype, dora = CASES[name]
+    alone = load_file(trained / f"{name}-1" / CHECKPOINT)
     spec = AdaptedSpec.of(load(base).spec, rank=4, target="all-linear", is_dora=dora)
-    trained = spec.num_trainable_params()
-    assert trained == sum(value.numel() for value in alone.values())
-    for ranks in (2, 4) if dtype == "fp32" and not dora else (2,):
-        folder, sent = tmp_path / str(ranks), tmp_path / f"sent{ranks}"
-        words = train_program(folder, tiny_config, "schedule.warmup_steps=0", *settings)[2:]
-        done = run(mpirun(ranks, str(program), *words), env=rank_env(SENT=str(sent)))
-        assert done.returncode == 0, done.stderr
+    parameters = spec.num_trainable_params()
+    assert parameters == sum(value.numel() for value in alone.values())
+    for ranks in (2, 4) if name == "fp32" else (2,):
+        folder = trained / f"{name}-{ranks}"
         # In bf16 a pass of one rank adds up in another order.
         bound = 1e-5 if dtype == "fp32" else 1e-3
-        assert losses(folder) == pytest.approx(losses(tmp_path / "1"), rel=bound)
+        assert losses(folder) == pytest.approx(losses(trained / f"{name}-1"), rel=bound)
         assert summary(folder)["ranks_identical"] is True
         for rank in range(ranks):
-            besides = json.loads(Path(f"{sent}.{rank}").read_text()) - STEPS * trained * 4
-            assert 0 <= besides <= STEPS * 64
+            sent = json.loads(Path(f"{folder}.sent.{rank}").read_text())
+            assert 0 <= sent - STEPS * parameters * 4 <= STEPS * 64
         if dtype == "fp32":
-            for name, value in load_file(folder / CHECKPOINT).items():
-                torch.testing.assert_close(value, alone[name], rtol=1e-3, atol=1e-5)
+            for key, value in load_file(folder / CHECKPOINT).items():
+                torch.testing.assert_close(value, alone[key], rtol=1e-3, atol=1e-5)

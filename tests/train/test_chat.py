@@ -1,9 +1,9 @@
-"""Training on conversations: TRL's losses, one result on any number of ranks, exact resume."""
+"""Training on conversations: TRL's losses, exact resume, and what is refused."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,42 +20,13 @@ from payload.errors import ConfigError, ExitCode
 from payload.evaluate.__main__ import main as evaluate
 from payload.results import RunPaths
 from payload.train.models.registry import load
-from tests.support.chat_data import MARKED_TEMPLATE, conversations, make_model, prepare, write_rows
-from tests.support.launching import losses, metrics, train
+from tests.support.chat_data import MARKED_TEMPLATE, conversations, make_model, prepare
+from tests.support.launching import losses
 from tests.train.alone import train_alone
+from tests.train.task_runs import BATCH, CHAT_LENGTH, CHAT_STEPS, LR, SEED, chat_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LENGTH, SEED, STEPS, BATCH, LR = 128, 5, 50, 4, 1e-3
-CONFIG = f"""
-[run]
-seed = {SEED}
-[data]
-dir = "{{data}}"
-sequence_length = {LENGTH}
-[task]
-kind = "chat"
-[model]
-init = "{{init}}"
-[batch]
-global_batch_size = {BATCH}
-micro_batch_size = 2
-[optimizer]
-lr = {LR}
-min_lr = {LR}
-weight_decay = 0.0
-beta2 = 0.999
-grad_clip = 0.0
-[schedule]
-kind = "constant"
-warmup_steps = 0
-[train]
-steps = {STEPS}
-eval_every = 0
-checkpoint_every = 25
-[precision]
-dtype = "fp32"
-"""
 Messages = list[dict[str, str]]
 
 
@@ -64,21 +35,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), template=MARKED_TEMPLATE)
 
 
-def make_config(
-    folder: Path, model: Path, rows: Sequence[Mapping[str, Any]], *flags: object
-) -> Path:
-    source = write_rows(folder / "in.jsonl", rows)
-    out = prepare(model, source, folder / "data", "--sequence-length", LENGTH, *flags)
-    config = folder / "config.toml"
-    config.write_text(CONFIG.format(data=out, init=model), encoding="utf-8")
-    return config
-
-
 @pytest.fixture(scope="module")
 def packed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on packed conversations of one turn and of two."""
     rows = [{"messages": each} for turns in (1, 2) for each in conversations(40, turns=turns)]
-    return make_config(tmp_path_factory.mktemp("packed"), model, rows, "--val-fraction", 0.2)
+    return chat_config(tmp_path_factory.mktemp("packed"), model, rows, "--val-fraction", 0.2)
 
 
 def trl_losses(model: Path, rows: Sequence[Messages], folder: Path) -> list[float]:
@@ -90,8 +51,8 @@ def trl_losses(model: Path, rows: Sequence[Messages], folder: Path) -> list[floa
     settings = SFTConfig(
         output_dir=str(folder),
         per_device_train_batch_size=BATCH,
-        max_steps=STEPS,
-        max_length=LENGTH,
+        max_steps=CHAT_STEPS,
+        max_length=CHAT_LENGTH,
         assistant_only_loss=True,
         train_sampling_strategy="sequential",
         learning_rate=LR,
@@ -121,7 +82,7 @@ def visited(folder: Path, rows: Sequence[Messages]) -> list[Messages]:
     order = np.random.default_rng(meta.split.seed).permutation(len(rows))
     held_out = set(order[: meta.val_documents].tolist())
     kept = [row for number, row in enumerate(rows) if number not in held_out]
-    blocks = BlockOrder(num_blocks=len(kept), seed=SEED).blocks(np.arange(STEPS * BATCH))
+    blocks = BlockOrder(num_blocks=len(kept), seed=SEED).blocks(np.arange(CHAT_STEPS * BATCH))
     return [kept[block] for block in blocks.tolist()]
 
 
@@ -142,13 +103,13 @@ def test_fifty_losses_are_those_of_trl(
     model: Path, tmp_path: Path, rows: list[Messages], truncated: int
 ) -> None:
     given = [{"messages": messages} for messages in rows]
-    config = make_config(tmp_path, model, given, "--packing", "none")
+    config = chat_config(tmp_path, model, given, "--packing", "none")
     chat = load_meta(tmp_path / "data").chat
     assert chat is not None and chat.dropped_conversations == 0
     assert chat.truncated_conversations >= truncated
     train_alone(tmp_path / "run", config)
     wanted = trl_losses(model, visited(tmp_path / "data", rows), tmp_path / "trl")
-    assert len(wanted) == STEPS and wanted[-1] < wanted[0] - 0.3
+    assert len(wanted) == CHAT_STEPS and wanted[-1] < wanted[0] - 0.3
     assert losses(tmp_path / "run") == pytest.approx(wanted, abs=1e-5)
 
 
@@ -159,12 +120,12 @@ def test_packed_and_unpacked_data_have_the_same_loss_of_every_token(
         model,
         packed.with_name("in.jsonl"),
         tmp_path / "alone",
-        *("--sequence-length", LENGTH, "--val-fraction", 0.2, "--packing", "none"),
+        *("--sequence-length", CHAT_LENGTH, "--val-fraction", 0.2, "--packing", "none"),
     )
     module = load(model)
     found = []
     for folder in (packed.with_name("data"), alone):
-        blocks = open_packed(folder, split="train", sequence_length=LENGTH)
+        blocks = open_packed(folder, split="train", sequence_length=CHAT_LENGTH)
         batch = blocks.gather(np.arange(blocks.num_blocks(), dtype=np.int64))
         with torch.inference_mode():
             token_losses = module.token_losses(*batch)
@@ -182,39 +143,16 @@ def test_a_resumed_run_is_bitwise_the_unbroken_one(packed: Path, tmp_path: Path)
     assert losses(whole.root)[-1] < losses(whole.root)[0] - 0.5
 
 
-@pytest.mark.ranks
-def test_losses_do_not_depend_on_ranks_or_micro_batches(packed: Path, tmp_path: Path) -> None:
-    """Their batches have unequal numbers of trained tokens."""
-    short = ("train.steps=8", "batch.global_batch_size=6", "batch.micro_batch_size=1")
-    runs = {
-        "alone": (1, (*short, "batch.micro_batch_size=6")),
-        "six-passes": (1, short),
-        "three-ranks": (3, short),
-    }
-    found = {}
-    for name, (ranks, overrides) in runs.items():
-        train(tmp_path / name, packed, *overrides, num_ranks=ranks)
-        rows = metrics(tmp_path / name)
-        last = [row for row in rows if "val_loss" in row][-1]
-        found[name] = (losses(tmp_path / name), last["val_loss"], last["val_tokens"])
-    chat = load_meta(packed.with_name("data")).chat
-    assert chat is not None
-    for of_run in found.values():
-        assert of_run[0] == pytest.approx(found["alone"][0], rel=2e-6)
-        assert of_run[1] == pytest.approx(found["alone"][1], rel=2e-6)
-        assert of_run[2] == chat.val_trained_tokens
-
-
 def test_evaluate_gives_the_loss_of_the_trained_tokens(
     model: Path, packed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = packed.with_name("data")
     assert evaluate(["--checkpoint", str(model), "--data", str(folder), "--json"], {}) == 0
     row = json.loads(capsys.readouterr().out)
-    blocks = open_packed(folder, split="val", sequence_length=LENGTH)
+    blocks = open_packed(folder, split="val", sequence_length=CHAT_LENGTH)
     tokens, targets, starts = blocks.gather(np.arange(blocks.num_blocks(), dtype=np.int64))
     reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    places = torch.arange(LENGTH) - starts
+    places = torch.arange(CHAT_LENGTH) - starts
     with torch.inference_mode():
         logits = reference(input_ids=tokens, position_ids=places, use_cache=False).logits.double()
     wanted = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -1,10 +1,9 @@
-"""A run that learns to classify: its reports, on any number of ranks, and its checkpoints."""
+"""A run that learns to classify: its reports and its checkpoints."""
 
 from __future__ import annotations
 
 import json
 import logging
-import random
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from transformers import AutoTokenizer, pipeline
 
 from payload.classification import accuracy, f1_scores, macro_f1
-from payload.data.__main__ import main as data_main
 from payload.errors import CheckpointError, ConfigError
 from payload.evaluate.__main__ import main as evaluate_main
 from payload.generate.__main__ import main as generate_main
@@ -25,62 +23,28 @@ from payload.train.models.classifier import Classifier
 from payload.train.models.registry import load
 from payload.train.tasks.classify import Classify
 from payload.train.tasks.registry import open_task
-from payload.train.weights import save_hf
-from tests.support.launching import losses, metrics, mpirun, run, summary, train
+from tests.support.launching import losses, metrics, summary
 from tests.train.alone import train_alone
-from tests.train.test_model import make_model
+from tests.train.task_runs import (
+    CLASSIFY,
+    LORA,
+    classify_base,
+    classify_data,
+    classify_texts,
+    evaluations,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-WORDS = {
-    "animal": ["dog", "cat", "horse", "cow", "sheep"],
-    "city": ["Paris", "London", "Rome", "Tokyo", "Cairo"],
-    "food": ["bread", "apple", "soup", "rice", "cake"],
-}
-LEARNS = (
-    "task.kind=classify",
-    "model.n_layer=none",
-    "model.n_head=none",
-    "model.n_embd=none",
-    "data.sequence_length=16",
-    "optimizer.lr=3e-3",
-    "batch.global_batch_size=12",
-    "batch.micro_batch_size=2",
-    "train.steps=12",
-    "train.checkpoint_every=6",
-)
-LORA = ("adapter.kind=lora", "adapter.rank=4")
-
-
-def texts(count: int = 120, seed: int = 1) -> list[tuple[str, str]]:
-    """Lists of words of one kind."""
-    chosen = random.Random(seed)
-    kinds = [chosen.choice(list(WORDS)) for _ in range(count)]
-    return [
-        (" ".join(chosen.choices(WORDS[kind], k=chosen.randint(2, 20))), kind) for kind in kinds
-    ]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data folder of 89 texts for training and 31 for validation."""
-    folder = tmp_path_factory.mktemp("texts")
-    rows = [json.dumps({"text": text, "label": kind}) for text, kind in texts()]
-    (folder / "rows.jsonl").write_text("\n".join(rows))
-    words = ["--task", "classify", "--source", "jsonl", "--input", str(folder / "rows.jsonl")]
-    out = folder / "data"
-    assert (
-        data_main(["prepare", *words, "--val-fraction", "0.25", "--out", str(out), "--quiet"]) == 0
-    )
-    return out
+    return classify_data(tmp_path_factory.mktemp("texts"))
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a small GPT-2."""
-    folder = tmp_path_factory.mktemp("base")
-    save_hf(make_model(n_embd=32, n_head=2, n_layer=2, vocab_size=50_257), folder)
-    return folder
+    return classify_base(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +53,8 @@ def trained(
 ) -> Path:
     """A run that learned the kinds."""
     folder = tmp_path_factory.mktemp("run") / "classifier"
-    train_alone(folder, tiny_config, *LEARNS, f"data.dir={data}", f"model.init={base}")
+    train_alone(folder, tiny_config, *CLASSIFY, f"data.dir={data}", f"model.init={base}")
     return folder
-
-
-def evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    rows = [row for row in metrics(run_dir) if "val_loss" in row]
-    return [{key: row[key] for key in row if key != "time_unix"} for row in rows]
 
 
 def test_a_run_reports_accuracy_f1_and_confusion_over_all_validation_texts(trained: Path) -> None:
@@ -117,47 +76,6 @@ def test_scores_are_those_of_the_textbook() -> None:
     assert macro_f1(confusion) == (6 / 9 + 4 / 7) / 3
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize(("adapter", "ranks"), [((), 3), (LORA, 2)])
-def test_any_number_of_ranks_learns_and_reports_the_same(
-    tmp_path: Path,
-    tiny_config: Path,
-    data: Path,
-    base: Path,
-    adapter: tuple[str, ...],
-    ranks: int,
-) -> None:
-    settings = (*LEARNS, *adapter, f"data.dir={data}", f"model.init={base}")
-    weighted = (
-        *settings,
-        "task.class_weights=balanced",
-        "train.steps=4",
-        "schedule.warmup_steps=0",
-    )
-    train(tmp_path / "several", tiny_config, *weighted, num_ranks=ranks)
-    train_alone(tmp_path / "one", tiny_config, *weighted)
-    wanted, found = evaluations(tmp_path / "one"), evaluations(tmp_path / "several")
-    assert found[0] == wanted[0]
-    assert found[-1]["val_confusion"] == wanted[-1]["val_confusion"]
-    assert losses(tmp_path / "several") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-
-
-@pytest.mark.ranks
-def test_evaluate_gives_equal_numbers_on_one_two_and_three_ranks(
-    trained: Path, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("--checkpoint", str(trained), "--data", str(data), "--json")
-    assert evaluate_main(words, {}) == 0
-    found = [json.loads(capsys.readouterr().out.splitlines()[-1])]
-    for ranks in (2, 3):
-        done = run(mpirun(ranks, "-m", "payload.evaluate", *words))
-        assert done.returncode == 0, done.stderr
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-    assert [row.pop("world_size") for row in found] == [1, 2, 3]
-    assert found[0] == found[1] == found[2]
-    assert found[0]["labels"] == sorted(WORDS) and found[0]["val_texts"] == 31
-
-
 def test_a_resumed_run_is_the_unbroken_one(
     tmp_path: Path,
     tiny_config: Path,
@@ -166,7 +84,7 @@ def test_a_resumed_run_is_the_unbroken_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    settings = (*LEARNS, f"data.dir={data}", f"model.init={base}", "train.checkpoint_every=2")
+    settings = (*CLASSIFY, f"data.dir={data}", f"model.init={base}", "train.checkpoint_every=2")
     for adapter in ((), LORA):
         whole, parts = (tmp_path / f"{name}{len(adapter)}" for name in ("whole", "parts"))
         steady = (*settings, *adapter, "schedule.kind=constant")
@@ -187,7 +105,7 @@ def test_a_resumed_run_is_the_unbroken_one(
 def test_transformers_gives_the_checkpoints_labels_from_its_folder_alone(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = [text for text, _ in texts(12, seed=5)]
+    asked = [text for text, _ in classify_texts(12, seed=5)]
     (tmp_path / "in.txt").write_text("\n".join(asked) + "\n")
     words = ["--classify", "--checkpoint", str(trained), "--input", str(tmp_path / "in.txt")]
     assert generate_main([*words, "--json"]) == 0
@@ -209,7 +127,7 @@ def test_an_adapters_checkpoint_gives_labels_too(
     base: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    settings = (*LEARNS, *LORA, f"data.dir={data}", f"model.init={base}", "optimizer.lr=0.02")
+    settings = (*CLASSIFY, *LORA, f"data.dir={data}", f"model.init={base}", "optimizer.lr=0.02")
     train_alone(tmp_path, tiny_config, *settings, "train.steps=20")
     last = evaluations(tmp_path)[-1]
     capsys.readouterr()
@@ -228,7 +146,7 @@ def test_an_adapters_checkpoint_gives_labels_too(
 
 
 def test_texts_of_a_step_are_together_with_those_of_their_length(data: Path) -> None:
-    config = parse_run_config("", overrides=[f"data.dir={data}", *LEARNS], where="test")
+    config = parse_run_config("", overrides=[f"data.dir={data}", *CLASSIFY], where="test")
     train_texts = open_task(config).train
     chosen = np.random.default_rng(0).permutation(train_texts.num_samples())[:12]
     arranged = train_texts.arranged(chosen)
@@ -254,7 +172,9 @@ def test_texts_of_a_step_are_together_with_those_of_their_length(data: Path) -> 
 def test_a_config_that_does_not_suit_the_data_is_refused(
     data: Path, overrides: tuple[str, ...], problem: str
 ) -> None:
-    config = parse_run_config("", overrides=[f"data.dir={data}", *LEARNS, *overrides], where="test")
+    config = parse_run_config(
+        "", overrides=[f"data.dir={data}", *CLASSIFY, *overrides], where="test"
+    )
     with pytest.raises(ConfigError, match=problem):
         open_task(config)
 
@@ -262,7 +182,7 @@ def test_a_config_that_does_not_suit_the_data_is_refused(
 def test_a_classifier_of_other_labels_is_refused(
     trained: Path, data: Path, tiny_config: Path, tmp_path: Path
 ) -> None:
-    config = parse_run_config("", overrides=[f"data.dir={data}", *LEARNS], where="test")
+    config = parse_run_config("", overrides=[f"data.dir={data}", *CLASSIFY], where="test")
     task = open_task(config)
     assert isinstance(task, Classify)
     model = load(trained / "checkpoints" / "step_00000012")

@@ -1,10 +1,9 @@
-"""Training on preference pairs: TRL's loss and gradients, any number of ranks, exact resume."""
+"""Training on preference pairs: TRL's loss and gradients, exact resume, the reference."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,45 +30,24 @@ from payload.train.models.registry import load
 from payload.train.reference.__main__ import main as reference
 from payload.train.tasks.preference import Preference, reference_model
 from payload.train.tasks.registry import open_task
-from tests.support.chat_data import PLAIN_TEMPLATE, make_model, write_rows
-from tests.support.launching import losses, metrics, mpirun, run, train
-from tests.support.preference_data import pairs, prepare
+from tests.support.chat_data import PLAIN_TEMPLATE, make_model, prepare, write_rows
+from tests.support.launching import losses, metrics
+from tests.support.preference_data import pairs
 from tests.train.alone import ALONE, train_alone
+from tests.train.task_runs import (
+    BATCH,
+    BETA,
+    LORA,
+    PAIR_LENGTH,
+    PAIR_STEPS,
+    SEED,
+    evaluations,
+    preference_config,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LENGTH, SEED, BATCH, BATCHES, BETA = 64, 5, 4, 20, 0.1
-CONFIG = f"""
-[run]
-seed = {SEED}
-[data]
-dir = "{{data}}"
-sequence_length = {LENGTH}
-[task]
-kind = "preference"
-beta = {BETA}
-[model]
-init = "{{init}}"
-[batch]
-global_batch_size = {BATCH}
-micro_batch_size = 2
-[optimizer]
-lr = 1e-3
-min_lr = 1e-3
-weight_decay = 0.0
-beta2 = 0.999
-grad_clip = 0.0
-[schedule]
-kind = "constant"
-warmup_steps = 0
-[train]
-steps = {BATCHES}
-eval_every = 0
-checkpoint_every = 10
-[precision]
-dtype = "fp32"
-"""
-LORA = ("adapter.kind=lora", "adapter.rank=4", "optimizer.lr=0.01", "optimizer.min_lr=0.01")
+FAST_LORA = (*LORA, "optimizer.lr=0.01", "optimizer.min_lr=0.01")
 ROWS = pairs(60)
 
 
@@ -78,19 +56,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), template=PLAIN_TEMPLATE)
 
 
-def make_config(folder: Path, model: Path, rows: Sequence[Any] = ROWS) -> Path:
-    source = write_rows(folder / "in.jsonl", rows)
-    flags = ("--sequence-length", LENGTH, "--val-fraction", 0.2)
-    out = prepare(model, source, folder / "data", *flags)
-    config = folder / "config.toml"
-    config.write_text(CONFIG.format(data=out, init=model), encoding="utf-8")
-    return config
-
-
 @pytest.fixture
 def config(model: Path, tmp_path: Path) -> Path:
     """A run on pairs, whose reference is not computed yet."""
-    return make_config(tmp_path, model)
+    return preference_config(tmp_path, model, ROWS)
 
 
 def eval_pass(size: int = BATCH) -> EvalPass:
@@ -119,7 +88,7 @@ def visited(config: Path) -> list[list[dict[str, Any]]]:
     order = np.random.default_rng(meta.split.seed).permutation(len(ROWS))
     held_out = set(order[: meta.val_documents].tolist())
     kept = [row for number, row in enumerate(ROWS) if number not in held_out]
-    order = BlockOrder(num_blocks=len(kept), seed=SEED).blocks(np.arange(BATCHES * BATCH))
+    order = BlockOrder(num_blocks=len(kept), seed=SEED).blocks(np.arange(PAIR_STEPS * BATCH))
     return [[kept[place] for place in some] for some in order.reshape(-1, BATCH)]
 
 
@@ -143,8 +112,8 @@ def trl_trainer(model: Path, rows: list[dict[str, Any]], folder: Path) -> Any:
     settings = DPOConfig(
         output_dir=str(folder),
         per_device_train_batch_size=BATCH,
-        max_steps=BATCHES,
-        max_length=LENGTH,
+        max_steps=PAIR_STEPS,
+        max_length=PAIR_LENGTH,
         beta=BETA,
         precompute_ref_log_probs=True,
         train_sampling_strategy="sequential",
@@ -176,7 +145,7 @@ def test_twenty_losses_are_those_of_trl(model: Path, config: Path, tmp_path: Pat
     trainer.train()
     logged = [row for row in trainer.state.log_history if "loss" in row]
     found = [row for row in metrics(tmp_path / "run") if "loss" in row]
-    assert len(found) == BATCHES and found[0]["loss"] == pytest.approx(np.log(2), abs=1e-5)
+    assert len(found) == PAIR_STEPS and found[0]["loss"] == pytest.approx(np.log(2), abs=1e-5)
     assert found[-1]["loss"] < 0.65
     for ours, theirs in (
         ("loss", "loss"),
@@ -193,7 +162,7 @@ def test_twenty_losses_are_those_of_trl(model: Path, config: Path, tmp_path: Pat
 def test_loss_and_gradients_of_twenty_batches_are_those_of_trl(tmp_path: Path, case: str) -> None:
     """With weights that have left the reference, in every family, with and without kernels."""
     base = make_model(tmp_path / "base", case, template=PLAIN_TEMPLATE)
-    config = make_config(tmp_path, base)
+    config = preference_config(tmp_path, base, ROWS)
     batches = visited(config)
     trainer = trl_trainer(base, [row for batch in batches for row in batch], tmp_path / "trl")
     moved(trainer.model).save_pretrained(tmp_path / "moved")
@@ -203,7 +172,7 @@ def test_loss_and_gradients_of_twenty_batches_are_those_of_trl(tmp_path: Path, c
     fast.kernels = find_kernels()
     task = begun(config, base)
     order = BlockOrder(num_blocks=task.train.num_samples(), seed=SEED)
-    chosen = order.blocks(np.arange(BATCHES * BATCH)).reshape(-1, BATCH)
+    chosen = order.blocks(np.arange(PAIR_STEPS * BATCH)).reshape(-1, BATCH)
     furthest = 0.0
     for some, inputs in zip(chosen, trainer.get_train_dataloader(), strict=True):
         trainer.model.zero_grad()
@@ -241,11 +210,6 @@ def moved(module: Any) -> Any:
     return module
 
 
-def evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    rows = [row for row in metrics(run_dir) if "val_loss" in row]
-    return [{key: row[key] for key in row if key != "time_unix"} for row in rows]
-
-
 def own_copy(config: Path, folder: Path) -> str:
     """Return the override that has a run use a copy of the data, without a reference."""
     out = folder / "own"
@@ -253,7 +217,7 @@ def own_copy(config: Path, folder: Path) -> str:
     return f"data.dir={out}"
 
 
-@pytest.mark.parametrize("adapter", [(), LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("adapter", [(), FAST_LORA], ids=["full", "lora"])
 def test_a_resumed_run_is_bitwise_the_unbroken_one(
     config: Path, tmp_path: Path, adapter: tuple[str, ...]
 ) -> None:
@@ -265,65 +229,10 @@ def test_a_resumed_run_is_bitwise_the_unbroken_one(
     assert losses(whole.root)[0] == pytest.approx(np.log(2), abs=1e-5)
     assert losses(whole.root)[-1] < 0.66
     name = "adapter_model.safetensors" if adapter else "model.safetensors"
-    found, wanted = ((each.checkpoint(BATCHES) / name).read_bytes() for each in (parts, whole))
+    found, wanted = ((each.checkpoint(PAIR_STEPS) / name).read_bytes() for each in (parts, whole))
     assert found == wanted
     last = evaluations(whole.root)[-1]
     assert last["val_pairs"] == 12 and last["val_accuracy"] > 0.5 and last["val_margin"] > 0
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("more", "ranks"),
-    [((), 4), (LORA, 2), (("distributed.strategy=shard",), 2)],
-    ids=["four", "lora", "shard"],
-)
-def test_any_number_of_ranks_learns_and_reports_the_same(
-    config: Path, tmp_path: Path, more: tuple[str, ...], ranks: int
-) -> None:
-    """Each run computes its own reference, by all its ranks."""
-    short = ("train.steps=6", "batch.micro_batch_size=1", "train.checkpoint_every=0", *more)
-    own = own_copy(config, tmp_path)
-    train(tmp_path / "several", config, *short, own, num_ranks=ranks)
-    train_alone(tmp_path / "one", config, *short[:-1] if "shard" in str(more) else short)
-    wanted, found = evaluations(tmp_path / "one"), evaluations(tmp_path / "several")
-    assert found[0] == wanted[0]
-    assert losses(tmp_path / "several") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
-    for key in ("reward_margin", "val_margin", "val_loss"):
-        of_runs = [
-            [row[key] for row in metrics(tmp_path / name) if key in row]
-            for name in ("several", "one")
-        ]
-        assert of_runs[0] == pytest.approx(of_runs[1], abs=1e-5) and len(of_runs[0]) >= 2
-    stored = [
-        (folder / "reference.fp32.bin").read_bytes()
-        for folder in (config.with_name("data"), tmp_path / "own")
-    ]
-    assert stored[0] == stored[1]
-
-
-@pytest.mark.ranks
-def test_evaluate_gives_equal_numbers_on_one_two_and_three_ranks(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train_alone(tmp_path / "run", config, "task.beta=0.3")
-    words = ("--checkpoint", str(tmp_path / "run"), "--data", str(config.with_name("data")))
-    capsys.readouterr()
-    assert evaluate([*words, "--json"], {}) == 0
-    row = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert evaluate(words, {}) == 0
-    said = capsys.readouterr().out
-    found = [row]
-    for ranks in (2, 3):
-        done = run(mpirun(ranks, "-m", "payload.evaluate", *words, "--json"))
-        assert done.returncode == 0, done.stderr
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-    assert [each.pop("world_size") for each in found] == [1, 2, 3]
-    assert found[0] == found[1] == found[2]
-    last = evaluations(tmp_path / "run")[-1]
-    assert row["beta"] == 0.3 and row["val_pairs"] == 12
-    for key in ("val_loss", "accuracy", "margin", "chosen_reward", "rejected_reward"):
-        assert row[key] == pytest.approx(last["val_" + key.removeprefix("val_")], abs=1e-5)
-    assert "of the better answers have the higher reward" in said
 
 
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
@@ -334,7 +243,7 @@ def test_the_command_stores_what_a_run_computes_itself(
     words = ["--model", str(model), "--data", own, "--dtype", "fp32", "--quantize", quantize]
     assert reference(words, {}) == 0
     assert f"the reference of 60 pairs is {model} in fp32" in capsys.readouterr().out
-    train_alone(tmp_path / "run", config, "train.steps=1", *LORA, f"model.quantize={quantize}")
+    train_alone(tmp_path / "run", config, "train.steps=1", *FAST_LORA, f"model.quantize={quantize}")
     values = [
         np.frombuffer((folder / "reference.fp32.bin").read_bytes())
         for folder in (Path(own), config.with_name("data"))
@@ -413,7 +322,17 @@ def test_a_reference_of_data_that_was_prepared_again_is_computed_again(
     data = config.with_name("data")
     train_alone(tmp_path / "run", config, "train.steps=1")
     source = write_rows(tmp_path / "other.jsonl", pairs(40, seed=9))
-    prepare(model, source, data, "--sequence-length", LENGTH, "--val-fraction", 0.2, "--force")
+    prepare(
+        model,
+        source,
+        data,
+        "--sequence-length",
+        PAIR_LENGTH,
+        "--val-fraction",
+        0.2,
+        "--force",
+        task="preference",
+    )
     assert read_reference(data, load_meta(data)) is None
     train_alone(tmp_path / "again", config, "train.steps=1")
     assert losses(tmp_path / "again")[0] == pytest.approx(np.log(2), abs=1e-5)

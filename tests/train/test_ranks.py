@@ -30,6 +30,7 @@ from tests.support.launching import (
     torchrun,
     train,
     train_program,
+    train_several,
 )
 from tests.support.waiting import wait_until
 
@@ -38,16 +39,32 @@ pytestmark = pytest.mark.ranks
 
 Trained = Callable[..., Path]
 
+DROPOUT = {dtype: (f"precision.dtype={dtype}", "model.dropout=0.1") for dtype in ("fp32", "bf16")}
+MICRO_BATCH_4 = ("batch.micro_batch_size=4",)
+BF16_GRADIENTS = ("distributed.grad_dtype=bf16",)
+ON_TWO = (*DROPOUT.values(), MICRO_BATCH_4, BF16_GRADIENTS)
+"""The settings of runs on two ranks that share one start."""
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Trained:
     """`trained(num_ranks, *overrides)`: the folder of 20 steps, run once and not to be changed.
 
-    `stderr` beside it says what the ranks imported.
+    `stderr` beside it says what the ranks imported; not for those of `ON_TWO`.
     """
 
     @functools.cache
+    def on_two() -> dict[tuple[str, ...], Path]:
+        root = tmp_path_factory.mktemp("on_two")
+        folders = {overrides: root / str(number) for number, overrides in enumerate(ON_TWO)}
+        runs = {folder: overrides for overrides, folder in folders.items()}
+        train_several(runs, tiny_config, num_ranks=2)
+        return folders
+
+    @functools.cache
     def folder_of(num_ranks: int, *overrides: str) -> Path:
+        if num_ranks == 2 and overrides in ON_TWO:
+            return on_two()[overrides]
         folder = tmp_path_factory.mktemp("trained") / "run"
         program = train_program(folder, tiny_config, *overrides)
         result = run(mpirun(num_ranks, *program), env=rank_env(PYTHONPROFILEIMPORTTIME="1"))
@@ -107,8 +124,11 @@ def test_a_rank_that_compiles_nothing_does_not_load_the_compiler(trained: Traine
 
 def test_a_compiled_model_trains_as_the_plain_one_does(tmp_path: Path, tiny_config: Path) -> None:
     settings = ("train.steps=5", "model.n_layer=1")
-    train(tmp_path / "plain", tiny_config, *settings)
-    train(tmp_path / "compiled", tiny_config, *settings, "engine.compile=true")
+    runs = {
+        tmp_path / "plain": settings,
+        tmp_path / "compiled": (*settings, "engine.compile=true"),
+    }
+    train_several(runs, tiny_config, num_ranks=1)
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
 
 
@@ -121,15 +141,27 @@ def test_torchrun_and_one_process_alone_give_what_mpirun_gives(
     assert losses(trained(1)) == pytest.approx(losses(trained(2)), rel=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.fixture(scope="module")
+def resumed(
+    tmp_path_factory: pytest.TempPathFactory, tiny_config: Path, killed: Trained
+) -> dict[str, Path]:
+    """The killed runs of each dtype, resumed on as many ranks."""
+    root = tmp_path_factory.mktemp("resumed")
+    folders = {dtype: root / dtype for dtype in DROPOUT}
+    for dtype, folder in folders.items():
+        shutil.copytree(killed(*DROPOUT[dtype]), folder)
+    runs = {folder: DROPOUT[dtype] for dtype, folder in folders.items()}
+    train_several(runs, tiny_config, num_ranks=2)
+    return folders
+
+
+@pytest.mark.parametrize("dtype", DROPOUT)
 def test_ten_steps_killed_and_resumed_end_bitwise_where_twenty_in_one_go_do(
-    tmp_path: Path, tiny_config: Path, trained: Trained, killed: Trained, dtype: str
+    trained: Trained, resumed: dict[str, Path], dtype: str
 ) -> None:
-    settings = (f"precision.dtype={dtype}", "model.dropout=0.1")
-    broken = shutil.copytree(killed(*settings), tmp_path / "broken")
-    train(broken, tiny_config, *settings, num_ranks=2)
-    assert losses(broken) == losses(trained(2, *settings))
-    _assert_same_checkpoint(broken, trained(2, *settings))
+    whole = trained(2, *DROPOUT[dtype])
+    assert losses(resumed[dtype]) == losses(whole)
+    _assert_same_checkpoint(resumed[dtype], whole)
 
 
 def test_a_micro_batch_of_auto_is_one_number_on_every_rank_and_at_a_resume(
@@ -141,14 +173,14 @@ def test_a_micro_batch_of_auto_is_one_number_on_every_rank_and_at_a_resume(
     assert load_run_config(tmp_path / "auto" / "run.toml").batch.micro_batch_size == 4
     again = train(tmp_path / "auto", tiny_config, *settings, num_ranks=2)
     assert "of a rank's" not in again.stderr, "the run goes on with what it has settled on"
-    assert losses(tmp_path / "auto") == losses(trained(2, "batch.micro_batch_size=4"))
-    _assert_same_checkpoint(tmp_path / "auto", trained(2, "batch.micro_batch_size=4"))
+    assert losses(tmp_path / "auto") == losses(trained(2, *MICRO_BATCH_4))
+    _assert_same_checkpoint(tmp_path / "auto", trained(2, *MICRO_BATCH_4))
 
 
 def test_a_resume_on_another_number_of_ranks_goes_on_with_the_same_losses(
     tmp_path: Path, tiny_config: Path, trained: Trained, killed: Trained
 ) -> None:
-    settings = ("precision.dtype=fp32", "model.dropout=0.1")
+    settings = DROPOUT["fp32"]
     broken = shutil.copytree(killed(*settings), tmp_path / "broken")
     train(broken, tiny_config, *settings, num_ranks=4)
     assert losses(broken) == pytest.approx(losses(trained(2, *settings)), rel=1e-5)
@@ -177,7 +209,7 @@ def test_from_the_middle_a_run_ends_bitwise_as_it_did(
 def test_gradients_that_travel_as_bf16_give_nearly_the_same_losses_and_one_model(
     trained: Trained,
 ) -> None:
-    with_bf16 = trained(2, "distributed.grad_dtype=bf16")
+    with_bf16 = trained(2, *BF16_GRADIENTS)
     assert losses(with_bf16) != losses(trained(2))
     assert losses(with_bf16) == pytest.approx(losses(trained(2)), rel=1e-2)
     assert summary(with_bf16)["ranks_identical"] is True

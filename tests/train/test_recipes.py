@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from payload.data.__main__ import main as data
-from payload.errors import ExitCode
 from payload.run_config import load_run_config
 from tests.support.chat_data import conversations, make_model, prepare, write_rows
-from tests.support.launching import REPO, losses, metrics, train
+from tests.support.launching import REPO, losses, metrics, train_several
 
 CONFIGS = REPO / "payload/configs"
 LENGTH = 64
@@ -35,10 +34,7 @@ def labelled(model: Path, folder: Path) -> Path:
         for each in conversations(80)
     ]
     source = write_rows(folder / "labelled.jsonl", rows)
-    words = ["prepare", "--task", "classify", "--source", "jsonl", "--input", str(source)]
-    words += ["--quiet", "--tokenizer", str(model), "--out", str(folder / "data")]
-    assert data(words) == ExitCode.OK
-    return folder / "data"
+    return prepare(model, source, folder / "data", task="classify")
 
 
 def chats(model: Path, folder: Path) -> Path:
@@ -59,10 +55,8 @@ def pairs(model: Path, folder: Path) -> Path:
         for each in conversations(80)
     ]
     source = write_rows(folder / "pairs.jsonl", rows)
-    words = ["prepare", "--task", "preference", "--source", "jsonl", "--input", str(source)]
-    words += ["--quiet", "--tokenizer", str(model), "--out", str(folder / "data")]
-    assert data([*words, "--sequence-length", str(LENGTH)]) == ExitCode.OK
-    return folder / "data"
+    flags = ("--sequence-length", LENGTH)
+    return prepare(model, source, folder / "data", *flags, task="preference")
 
 
 MAKERS = {"chat": chats, "classify": labelled, "preference": pairs}
@@ -76,19 +70,36 @@ def test_every_recipe_for_fine_tuning_is_tried_here() -> None:
     assert {name for name, task in tasks.items() if task in MAKERS} == set(ARCHITECTURES)
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of each recipe, such as `NAME/run`."""
+    root = tmp_path_factory.mktemp("recipes")
+    runs: dict[int, dict[Path, list[str]]] = {1: {}, 2: {}}
+    configs = {}
+    for name, architecture in ARCHITECTURES.items():
+        config = load_run_config(CONFIGS / f"{name}.toml")
+        if config.model.quantize != "none" and find_spec("bitsandbytes") is None:
+            continue
+        model = make_model(root / name / "model", architecture)
+        folder = MAKERS[config.task.kind](model, root / name)
+        settings = [f"model.init={model}", f"data.dir={folder}", f"data.sequence_length={LENGTH}"]
+        settings += ["train.steps=4", "train.eval_every=0", "schedule.warmup_steps=1"]
+        run = root / name / "run"
+        runs[2 if name.startswith("llama70b") else 1][run] = settings
+        configs[run] = CONFIGS / f"{name}.toml"
+    for ranks, of_ranks in runs.items():
+        if of_ranks:
+            train_several(of_ranks, configs, num_ranks=ranks)
+    return root
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_recipe_trains_a_small_model(tmp_path: Path, name: str) -> None:
+def test_a_recipe_trains_a_small_model(trained: Path, name: str) -> None:
     config = load_run_config(CONFIGS / f"{name}.toml")
     if config.model.quantize != "none":
         pytest.importorskip("bitsandbytes")
-    model = make_model(tmp_path / "model", ARCHITECTURES[name])
-    folder = MAKERS[config.task.kind](model, tmp_path)
-    settings = [f"model.init={model}", f"data.dir={folder}", f"data.sequence_length={LENGTH}"]
-    settings += ["train.steps=4", "train.eval_every=0", "schedule.warmup_steps=1"]
-    ranks = 2 if name.startswith("llama70b") else 1
-    run = tmp_path / "run"
-    train(run, CONFIGS / f"{name}.toml", *settings, num_ranks=ranks)
+    run = trained / name / "run"
     assert len(losses(run)) == 4
     assert "val_loss" in metrics(run)[-1]
     found = json.loads((run / "summary.json").read_text())

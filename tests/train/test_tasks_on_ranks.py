@@ -1,0 +1,210 @@
+"""Every task learns and reports the same on any number of ranks."""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from payload.data_folder import load_meta
+from payload.evaluate.__main__ import main as evaluate
+from tests.support.chat_data import MARKED_TEMPLATE, PLAIN_TEMPLATE, conversations, make_model
+from tests.support.launching import evaluate_several, losses, metrics, train_several
+from tests.support.preference_data import pairs
+from tests.train.alone import forget_accelerate, train_alone
+from tests.train.task_runs import (
+    CLASSIFY,
+    LORA,
+    WORDS,
+    chat_config,
+    classify_base,
+    classify_data,
+    evaluations,
+    json_of,
+    preference_config,
+)
+
+pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("one_thread")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A run on several ranks; that of one rank has the same config."""
+
+    config: str
+    """The task."""
+    ranks: int
+    overrides: tuple[str, ...]
+    strategy: tuple[str, ...] = ()
+    """Overrides that the run of one rank goes without."""
+
+
+_CHAT = ("train.steps=8", "batch.global_batch_size=6", "batch.micro_batch_size=1")
+_PAIRS = ("train.steps=6", "batch.micro_batch_size=1", "train.checkpoint_every=0")
+_FAST = ("optimizer.lr=0.01", "optimizer.min_lr=0.01")
+_TEXTS = ("task.class_weights=balanced", "train.steps=4", "schedule.warmup_steps=0")
+CHAT = {"chat": Case(config="chat", ranks=3, overrides=_CHAT)}
+PREFERENCE = {
+    "preference": Case(config="preference", ranks=4, overrides=_PAIRS),
+    "preference-lora": Case(config="preference", ranks=2, overrides=(*_PAIRS, *LORA, *_FAST)),
+    "preference-shard": Case(
+        config="preference", ranks=2, overrides=_PAIRS, strategy=("distributed.strategy=shard",)
+    ),
+}
+CLASSIFIERS = {
+    "classify": Case(config="classify", ranks=3, overrides=(*CLASSIFY, *_TEXTS)),
+    "classify-lora": Case(config="classify", ranks=2, overrides=(*CLASSIFY, *LORA, *_TEXTS)),
+}
+CASES = CHAT | PREFERENCE | CLASSIFIERS
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A config, and the overrides that name its data and weights."""
+
+    config: Path
+    data: Path
+    overrides: tuple[str, ...] = ()
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Mapping[str, Task]:
+    """Each task's config and data; of conversations, batches have unequal trained tokens."""
+    chat, preference, texts = (tmp_path_factory.mktemp(name) for name in ("chat", "pairs", "texts"))
+    model = make_model(chat / "model", template=MARKED_TEMPLATE)
+    rows = [{"messages": each} for turns in (1, 2) for each in conversations(40, turns=turns)]
+    other = make_model(preference / "model", template=PLAIN_TEMPLATE)
+    base = classify_base(tmp_path_factory.mktemp("base"))
+    data = classify_data(texts)
+    return {
+        "chat": Task(chat_config(chat, model, rows, "--val-fraction", 0.2), chat / "data"),
+        "preference": Task(preference_config(preference, other, pairs(60)), preference / "data"),
+        "classify": Task(tiny_config, data, (f"data.dir={data}", f"model.init={base}")),
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tasks: Mapping[str, Task]) -> Path:
+    """A folder with the runs of every case: `NAME/several` and `NAME/one`.
+
+    Each has its own copy of the data, as a run on pairs stores its reference there.
+    """
+    root = tmp_path_factory.mktemp("trained")
+    together: dict[int, dict[Path, tuple[str, ...]]] = defaultdict(dict)
+    configs: dict[Path, Path] = {}
+    for name, case in CASES.items():
+        task = tasks[case.config]
+        for kind, strategy in (("several", case.strategy), ("one", ())):
+            folder = root / name / kind
+            data = shutil.copytree(task.data, root / name / f"{kind}-data")
+            words = (*task.overrides, *case.overrides, *strategy, f"data.dir={data}")
+            if kind == "several":
+                together[case.ranks][folder] = words
+                configs[folder] = task.config
+            else:
+                forget_accelerate()
+                train_alone(folder, task.config, *words)
+    for ranks, runs in together.items():
+        train_several(runs, configs, num_ranks=ranks)
+    return root
+
+
+def test_conversations_have_the_losses_of_one_rank_and_of_other_micro_batches(
+    trained: Path, tasks: Mapping[str, Task], tmp_path: Path
+) -> None:
+    train_alone(tmp_path / "large", tasks["chat"].config, *_CHAT, "batch.micro_batch_size=6")
+    found = {}
+    for folder in (tmp_path / "large", trained / "chat" / "one", trained / "chat" / "several"):
+        last = evaluations(folder)[-1]
+        found[folder.name] = (losses(folder), last["val_loss"], last["val_tokens"])
+    chat = load_meta(tasks["chat"].data).chat
+    assert chat is not None
+    for of_run in found.values():
+        assert of_run[0] == pytest.approx(found["large"][0], rel=2e-6)
+        assert of_run[1] == pytest.approx(found["large"][1], rel=2e-6)
+        assert of_run[2] == chat.val_trained_tokens
+
+
+@pytest.mark.parametrize("name", PREFERENCE)
+def test_pairs_have_the_losses_rewards_and_reference_of_one_rank(name: str, trained: Path) -> None:
+    several, one = (trained / name / kind for kind in ("several", "one"))
+    assert evaluations(several)[0] == evaluations(one)[0]
+    assert losses(several) == pytest.approx(losses(one), abs=1e-5)
+    for key in ("reward_margin", "val_margin", "val_loss"):
+        of_runs = [[row[key] for row in metrics(run) if key in row] for run in (several, one)]
+        assert of_runs[0] == pytest.approx(of_runs[1], abs=1e-5) and len(of_runs[0]) >= 2
+    stored = [
+        (trained / name / f"{kind}-data" / "reference.fp32.bin").read_bytes()
+        for kind in ("several", "one")
+    ]
+    assert stored[0] == stored[1]
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_a_classifier_has_the_losses_and_confusion_of_one_rank(name: str, trained: Path) -> None:
+    several, one = (trained / name / kind for kind in ("several", "one"))
+    assert evaluations(several)[0] == evaluations(one)[0]
+    assert evaluations(several)[-1]["val_confusion"] == evaluations(one)[-1]["val_confusion"]
+    assert losses(several) == pytest.approx(losses(one), rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def evaluated(
+    tmp_path_factory: pytest.TempPathFactory, tasks: Mapping[str, Task]
+) -> Mapping[str, Path]:
+    """The run of one rank to evaluate, of pairs and of texts."""
+    root = tmp_path_factory.mktemp("evaluated")
+    for name, overrides in (("preference", ("task.beta=0.3",)), ("classify", CLASSIFY)):
+        task = tasks[name]
+        forget_accelerate()
+        train_alone(root / name, task.config, *task.overrides, *overrides)
+    return {name: root / name for name in ("preference", "classify")}
+
+
+@pytest.fixture(scope="module")
+def on_ranks(
+    tmp_path_factory: pytest.TempPathFactory,
+    tasks: Mapping[str, Task],
+    evaluated: Mapping[str, Path],
+) -> Mapping[str, list[dict[str, Any]]]:
+    """What `evaluate --json` prints on two ranks and on three."""
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for ranks in (2, 3):
+        root = tmp_path_factory.mktemp("printed")
+        commands = {root / name: words(name, evaluated, tasks) for name in evaluated}
+        for path, printed in evaluate_several(commands, num_ranks=ranks).items():
+            found[path.name].append(json_of(printed))
+    return found
+
+
+def words(name: str, evaluated: Mapping[str, Path], tasks: Mapping[str, Task]) -> list[str]:
+    return ["--checkpoint", str(evaluated[name]), "--data", str(tasks[name].data), "--json"]
+
+
+@pytest.mark.parametrize("name", ["preference", "classify"])
+def test_evaluate_gives_equal_numbers_on_one_two_and_three_ranks(
+    name: str,
+    tasks: Mapping[str, Task],
+    evaluated: Mapping[str, Path],
+    on_ranks: Mapping[str, list[dict[str, Any]]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert evaluate(words(name, evaluated, tasks), {}) == 0
+    row = json_of(capsys.readouterr().out)
+    found = [dict(each) for each in (row, *on_ranks[name])]
+    assert [each.pop("world_size") for each in found] == [1, 2, 3]
+    assert found[0] == found[1] == found[2]
+    last = evaluations(evaluated[name])[-1]
+    if name == "classify":
+        assert row["labels"] == sorted(WORDS) and row["val_texts"] == 31
+    else:
+        assert row["beta"] == 0.3 and row["val_pairs"] == 12
+        for key in ("val_loss", "accuracy", "margin", "chosen_reward", "rejected_reward"):
+            assert row[key] == pytest.approx(last["val_" + key.removeprefix("val_")], abs=1e-5)
+        assert evaluate(words(name, evaluated, tasks)[:-1], {}) == 0
+        assert "of the better answers have the higher reward" in capsys.readouterr().out
