@@ -146,7 +146,9 @@ def to_dataset(folder: Path) -> Path:
     return folder / "set"
 
 
-@pytest.mark.parametrize("write", [to_parquet, to_csv, to_dataset])
+@pytest.mark.parametrize(
+    "write", [pytest.param(to_parquet, marks=pytest.mark.processes), to_csv, to_dataset]
+)
 def test_other_sources_have_the_same_conversations(
     tokenizer: Path, source: Path, tmp_path: Path, write: Callable[[Path], Path]
 ) -> None:

@@ -101,7 +101,9 @@ def decoded(folder: Path) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize(
+    "kind", ["csv", "jsonl", pytest.param("parquet", marks=pytest.mark.processes)]
+)
 def test_every_text_is_there_once_with_its_label(tmp_path: Path, kind: str) -> None:
     path = write_rows(tmp_path, kind)
     assert prepare(path, tmp_path / "data", "--val-fraction", "0.2") == 0

@@ -76,7 +76,9 @@ def test_every_format_gives_the_same_tokens(
     assert content(out) == content(folder)
 
 
-@pytest.mark.parametrize("kind", ["csv", "parquet", "hf"])
+@pytest.mark.parametrize(
+    "kind", ["csv", pytest.param("parquet", marks=pytest.mark.processes), "hf"]
+)
 def test_other_sources_have_the_same_pairs(
     folder: Path, tokenizer: Path, tmp_path: Path, kind: str
 ) -> None:

@@ -16,6 +16,8 @@ from tests.support.launching import losses, summary, train_several
 from tests.train.alone import forget_accelerate, train_alone
 from tests.train.test_model import make_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 4
 SETTINGS = (
     *("adapter.kind=lora", "adapter.rank=4", "optimizer.lr=0.01", f"train.steps={STEPS}"),
