@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import shlex
 import sys
 import tempfile
 import time
@@ -49,9 +48,8 @@ def main(argv: Sequence[str], *, stages: Sequence[Stage] | None = None) -> int:
     from benchmarks.gpu.stages import STAGES
     from benchmarks.gpu.visit import NoGpuError
 
-    command = shlex.join(["python", "-m", "benchmarks.gpu", *argv])
     try:
-        return _visit(STAGES if stages is None else stages, arguments, command=command)
+        return _visit(STAGES if stages is None else stages, arguments)
     except NoGpuError as error:
         return _refuse(
             f"{error}. Run this on a machine with an NVIDIA GPU and torch's CUDA build, or try the "
@@ -59,13 +57,14 @@ def main(argv: Sequence[str], *, stages: Sequence[Stage] | None = None) -> int:
         )
 
 
-def _visit(stages: Sequence[Stage], arguments: argparse.Namespace, *, command: str) -> int:
+def _visit(stages: Sequence[Stage], arguments: argparse.Namespace) -> int:
     from benchmarks.gpu.programs import Programs
     from benchmarks.gpu.report import Report
     from benchmarks.gpu.runs import Runs
     from benchmarks.gpu.visit import run_stages
 
     began_s, page = time.monotonic(), arguments.page
+    options = " --rehearse" if arguments.rehearse else ""
     report = Report(
         page,
         stages=[stage.name for stage in stages],
@@ -73,7 +72,7 @@ def _visit(stages: Sequence[Stage], arguments: argparse.Namespace, *, command: s
         facts={
             "Date": f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d %H:%M} UTC",
             "Commit": arguments.commit or commit_of_checkout(),
-            "Command": f"`{command}`",
+            "Command": f"`python -m benchmarks.gpu{options} --page FILE`",
         },
     )
     with tempfile.TemporaryDirectory() as folder:

@@ -12,8 +12,6 @@ from benchmarks.gpu.visit import Found, NoGpuError, require_package
 FP32_ERROR = 1e-5
 FP32_LOSS = 1e-4
 FP32_NORM = 1e-4
-ADAPTER_LOSS = 1e-3
-"""An adapter learns at a higher rate: rounding alone moved losses by 4.5e-4 at 1e-2."""
 BF16_LOSS = 5e-3
 BF16_NORM = 1e-2
 FP8_LOSS = 1e-2
@@ -152,6 +150,7 @@ def _adapter(runs: Runs, name: str, settings: Settings) -> Found:
     every: Settings = {
         "model.init": runs.llama(),
         "adapter.kind": "lora",
+        # At 1e-2, rounding alone moves the losses of 20 steps by 4.5e-4.
         "optimizer.lr": 3e-3,
         "optimizer.min_lr": 3e-4,
         **settings,
@@ -162,7 +161,7 @@ def _adapter(runs: Runs, name: str, settings: Settings) -> Found:
     rounded = _apart(runs, f"{name}-bf16", name)
     first, last = (runs.rows(name)[index]["loss"] for index in (0, -1))
     text = f"fp32 losses {loss:.1e}, bf16 {rounded:.1e} from fp32, {first:.3f} to {last:.3f}"
-    passed = loss <= ADAPTER_LOSS and rounded <= BF16_LOSS and last < first
+    passed = loss <= FP32_LOSS and rounded <= BF16_LOSS and last < first
     return Found(text=text, passed=passed)
 
 
