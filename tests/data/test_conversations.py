@@ -39,11 +39,11 @@ class Task:
     rows: list[dict[str, Any]]
     length: int
     samples: str
-    """What `show` calls them."""
+    """The word of `show` for them."""
     other: TaskKind
     """A task that its data does not suit."""
     wrong_length: str
-    """What is said of data that is to be read at another length."""
+    """The error for data that is read at another length."""
 
     def opened(self, folder: Path) -> PackedBlocks | Pairs:
         """Open the training data."""

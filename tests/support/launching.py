@@ -133,9 +133,9 @@ def train_several(
 
 
 def evaluate_several(arguments: Mapping[Path, Sequence[str]], *, num_ranks: int) -> dict[Path, str]:
-    """Evaluate one checkpoint after the other on the same ranks; return what is printed of each.
+    """Evaluate one checkpoint after the other on the same ranks; return the output for each.
 
-    A key is the path of the files with the output, less the rank.
+    A key is the path of the files with the output, without the ending that names the rank.
     """
     planned = [
         Planned(port=free_port(), printed=str(path), arguments=list(words), evaluates=True)
@@ -159,12 +159,12 @@ def _run_several(
 
 
 def _printed(folder: Path) -> Path:
-    """Return the path of the files with the output of a run, less the rank."""
+    """Return `Planned.printed` of a run."""
     return folder.with_name(f"{folder.name}.printed")
 
 
 def _output(printed: Path) -> str:
-    """Return what the ranks of a run have printed so far."""
+    """Return the output of all ranks so far."""
     return "".join(path.read_text() for path in sorted(printed.parent.glob(f"{printed.name}.*")))
 
 

@@ -25,16 +25,16 @@ class Planned:
     port: int
     """MASTER_PORT."""
     printed: str
-    """The file for the output of rank 0; those of the others end with their number."""
+    """The path of the files with the output, without the ending that names the rank."""
     arguments: list[str]
-    """What follows `python -m payload.train`, or `payload.evaluate`."""
+    """The command line after `python -m payload.train`, or `payload.evaluate`."""
     evaluates: bool = False
     spoiled: tuple[int, str] | None = None
     """A rank and the parameter that differs there from step 3 on; the run has to fail."""
 
 
 def main() -> None:
-    """Train the runs. Any error ends the process, as it ends a rank."""
+    """Train or evaluate each. An error ends the process, as it ends a rank."""
     rank = os.environ.get("PMI_RANK", "0")
     for each in json.loads(sys.argv[1]):
         planned = Planned(**each)

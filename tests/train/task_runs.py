@@ -139,6 +139,7 @@ def evaluations(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def json_of(printed: str) -> dict[str, Any]:
-    """Return the JSON object in the last line that a command printed."""
-    loaded: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    """Return the last JSON object among the lines that a command printed."""
+    lines = [line for line in printed.splitlines() if line.startswith("{")]
+    loaded: dict[str, Any] = json.loads(lines[-1])
     return loaded

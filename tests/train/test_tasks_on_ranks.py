@@ -172,7 +172,7 @@ def on_ranks(
     tasks: Mapping[str, Task],
     evaluated: Mapping[str, Path],
 ) -> Mapping[str, list[dict[str, Any]]]:
-    """What `evaluate --json` prints on two ranks and on three."""
+    """The JSON of `evaluate` on two ranks and on three."""
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for ranks in (2, 3):
         root = tmp_path_factory.mktemp("printed")
