@@ -12,8 +12,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 # These share machines, or run long: the longest first, so that no worker is left with one alone.
 _FIRST = (
-    *("tests/rig/", "tests/orchestrate/cluster/", "tests/train/test_ranks.py"),
-    *("tests/real/test_chat.py", "tests/amx/", "tests/train/strategies/"),
+    *("tests/rig/", "tests/orchestrate/cluster/", "tests/nfs/", "tests/train/strategies/"),
+    *("tests/train/test_ranks.py", "tests/real/test_chat.py", "tests/amx/"),
 )
 _FEW_TESTS = 2
 """A worker begins a test once it knows the next one, so it gets more before it has only one."""

@@ -6,6 +6,7 @@ A pytest plugin; tests/conftest.py registers it. Each round starts with fresh fi
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Generator
@@ -37,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     wanted = config.getoption("stress")
     if not wanted:
         return
-    config.args = list(wanted)
+    config.args = [each.partition("[")[0] for each in wanted]
     config.option.markexpr = ""
     # pytest-xdist's workers have the same options; one load is enough.
     if not hasattr(config, "workerinput"):
@@ -72,4 +73,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.config.getoption("stress"):
         rounds = range(1, metafunc.config.getoption("stress_rounds") + 1)
         metafunc.fixturenames.append("stress_round")
-        metafunc.parametrize("stress_round", rounds, indirect=True)
+        ids = [f"round{number}" for number in rounds]
+        metafunc.parametrize("stress_round", rounds, indirect=True, ids=ids)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the named parameters of a test alone, where one is named as PATH::TEST[PARAMETER]."""
+    named = {each for each in config.getoption("stress") or () if each.endswith("]")}
+    tests = {each.partition("[")[0] for each in named}
+
+    def is_wanted(item: pytest.Item) -> bool:
+        nodeid = re.sub(r"-round\d+|round\d+-", "", item.nodeid)
+        return nodeid in named or nodeid.partition("[")[0] not in tests
+
+    items[:] = [item for item in items if is_wanted(item)]

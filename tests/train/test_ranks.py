@@ -122,6 +122,7 @@ def test_a_rank_that_compiles_nothing_does_not_load_the_compiler(trained: Traine
     assert not {"torch._dynamo", "sympy", "transformers"} & imported
 
 
+@pytest.mark.slow
 def test_a_compiled_model_trains_as_the_plain_one_does(tmp_path: Path, tiny_config: Path) -> None:
     settings = ("train.steps=5", "model.n_layer=1")
     runs = {

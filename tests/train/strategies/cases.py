@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from benchmarks.architecture_cases import CASES, make_folder
 from payload.train.weights import save_hf
@@ -177,6 +181,19 @@ RUNS = (
     *(READS_PARTS, SPOILED),
 )
 """Every table; a name stands in one of them."""
+
+
+def is_slow(case: Case) -> bool:
+    """Return True for a run of three or more ranks, or of DeepSpeed, which is built once."""
+    return case.ranks > 2 or ZERO3 in case.strategy or case.resumes == "zero3"
+
+
+def names(cases: Mapping[str, Case]) -> list[Any]:
+    """Return the parameters of a test over these runs; `make test-all` has the slow ones."""
+    return [
+        pytest.param(name, marks=pytest.mark.slow) if is_slow(case) else name
+        for name, case in cases.items()
+    ]
 
 
 def model_overrides(model: str, folder: Path) -> tuple[str, ...]:

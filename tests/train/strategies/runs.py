@@ -24,7 +24,7 @@ from tests.support.launching import (
     train_several,
 )
 from tests.train.alone import forget_accelerate, train_alone
-from tests.train.strategies.cases import RUNS, STEPS, ZERO3, Case, model_overrides
+from tests.train.strategies.cases import RUNS, STEPS, ZERO3, Case, is_slow, model_overrides
 from tests.train.strategies.deepspeed_folder import deepspeed_folder
 
 FILES = ("model.safetensors", "optimizer.safetensors")
@@ -82,7 +82,7 @@ class Runs:
         for name, folder in folders.items():
             if _CASES[name].resumes:
                 first_half(self.resumed(name), folder)
-        ranks, zero3, _ = _start_of(_CASES[names[0]])
+        ranks, zero3, *_ = _start_of(_CASES[names[0]])
         env = rank_env()
         if zero3:  # DeepSpeed is not in the environment of the tests.
             env["PYTHONPATH"] = os.pathsep.join((str(REPO), str(deepspeed_folder())))
@@ -111,9 +111,9 @@ class Runs:
 _CASES: Mapping[str, Case] = {name: case for table in RUNS for name, case in table.items()}
 
 
-def _start_of(case: Case) -> tuple[int, bool, bool]:
+def _start_of(case: Case) -> tuple[int, bool, bool, bool]:
     """Return what runs have to share for one start of ranks; resumed ones have other processes."""
-    return case.ranks, ZERO3 in case.strategy, case.resumes not in ("", "alone")
+    return case.ranks, ZERO3 in case.strategy, case.resumes not in ("", "alone"), is_slow(case)
 
 
 def norms(run_dir: Path) -> list[float]:

@@ -20,7 +20,7 @@ from payload.train.strategies.mesh_loading import read_part
 from payload.train.strategies.zero3 import Zero3
 from payload.train.world import World
 from tests.support.launching import losses
-from tests.train.strategies.cases import READS_PARTS
+from tests.train.strategies.cases import READS_PARTS, names
 from tests.train.strategies.runs import Runs
 
 
@@ -102,7 +102,7 @@ def test_optimizer_state_that_is_not_there_says_what_to_do(tmp_path: Path) -> No
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", READS_PARTS)
+@pytest.mark.parametrize("name", names(READS_PARTS))
 def test_ranks_read_parts_and_train_as_one_rank_does(name: str, runs: Runs) -> None:
     assert "each rank reads its own part" in runs.output(name)
     wanted = losses(runs.alone(name))
@@ -131,6 +131,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     return folder, size
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("mesh", ["pipeline2+tensor2", "pipeline2+shard", "tensor2+shard"])
 def test_no_rank_of_a_mesh_has_the_whole_model_or_its_optimizer_state_in_memory(
@@ -144,6 +145,7 @@ def test_no_rank_of_a_mesh_has_the_whole_model_or_its_optimizer_state_in_memory(
     assert all(each["state_peak_bytes"] - each["before_bytes"] < 1.5 * size for each in ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_no_rank_has_the_whole_model_in_memory(tmp_path: Path) -> None:
     size = 4 * write_model(tmp_path, params=60e6)

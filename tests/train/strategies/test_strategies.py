@@ -21,6 +21,7 @@ from tests.train.strategies.cases import (
     RESUMED,
     SPOILED,
     STRATEGIES,
+    names,
 )
 from tests.train.strategies.runs import (
     Runs,
@@ -35,12 +36,12 @@ from tests.train.strategies.runs import (
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", names(STRATEGIES))
 def test_a_strategy_trains_and_evaluates_as_one_rank_does(name: str, runs: Runs) -> None:
     require_equal_runs(runs.folder(name), runs.alone(name))
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", names(STRATEGIES))
 def test_its_checkpoint_has_the_layout_and_nearly_the_numbers_of_one_ranks(
     name: str, runs: Runs
 ) -> None:
@@ -55,7 +56,7 @@ def test_its_checkpoint_has_the_layout_and_nearly_the_numbers_of_one_ranks(
                 assert_close(each, wanted[key], rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", names(RESUMED))
 def test_a_resume_on_the_same_ranks_is_bitwise_and_each_rank_reads_its_own_state(
     name: str, runs: Runs
 ) -> None:
@@ -63,14 +64,14 @@ def test_a_resume_on_the_same_ranks_is_bitwise_and_each_rank_reads_its_own_state
     assert "each rank reads its own part of the state" in runs.output(name)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", names(STRATEGIES))
 def test_one_rank_continues_from_its_checkpoint(name: str, tmp_path: Path, runs: Runs) -> None:
     half = first_half(runs.folder(name), tmp_path / "half")
     runs.train_alone(half, name)
     assert losses(half) == pytest.approx(losses(runs.folder(name)), rel=1e-6)
 
 
-@pytest.mark.parametrize("name", CONTINUED)
+@pytest.mark.parametrize("name", names(CONTINUED))
 def test_other_strategies_and_numbers_of_ranks_continue_from_a_checkpoint(
     name: str, runs: Runs
 ) -> None:
@@ -78,6 +79,7 @@ def test_other_strategies_and_numbers_of_ranks_continue_from_a_checkpoint(
     require_same_layout(runs.folder(name), runs.resumed(name))
 
 
+@pytest.mark.slow
 def test_transformers_reads_the_checkpoint_of_sharded_stages(runs: Runs) -> None:
     folder = runs.folder("pipeline x shard")
     model = AutoModelForCausalLM.from_pretrained(RunPaths(folder).checkpoint(3))
@@ -88,13 +90,13 @@ def test_transformers_reads_the_checkpoint_of_sharded_stages(runs: Runs) -> None
     )
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", names(KERNELS))
 def test_the_kernels_run_the_layers(name: str, runs: Runs) -> None:
     assert losses(runs.folder(name)) == pytest.approx(losses(runs.alone(name)), rel=1e-4)
     assert "without kernels" not in runs.output(name)
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", names(ADAPTERS))
 def test_an_adapter_is_trained_beside_a_base_in_uneven_parts(name: str, runs: Runs) -> None:
     several, alone = runs.folder(name), runs.alone(name)
     assert losses(several) == pytest.approx(losses(alone), rel=1e-6)
@@ -107,7 +109,7 @@ def test_an_adapter_is_trained_beside_a_base_in_uneven_parts(name: str, runs: Ru
     assert all(torch.allclose(ours[key], theirs[key], atol=2e-5) for key in ours)
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", names(DECODERS))
 def test_a_decoder_trains_as_on_one_rank(name: str, runs: Runs) -> None:
     two, alone = runs.folder(name), runs.alone(name)
     close = 1e-4 if "precision.dtype=bf16" in DECODERS[name].settings else 1e-6
@@ -121,6 +123,7 @@ def test_dropout_masks_the_residual_stream_alike_on_both_tensor_ranks(runs: Runs
     assert summary(runs.folder("tensor, dropout"))["ranks_identical"] is True
 
 
+@pytest.mark.slow
 def test_deepspeed_has_stage_3_and_warns_of_nothing(runs: Runs) -> None:
     stage = json.loads((runs.folder("zero3") / "deepspeed.json").read_text())
     assert stage["zero_optimization"]["stage"] == 3
@@ -128,6 +131,7 @@ def test_deepspeed_has_stage_3_and_warns_of_nothing(runs: Runs) -> None:
     assert "Warning" not in runs.output("zero3") and "WARNING" not in runs.output("zero3")
 
 
+@pytest.mark.slow
 @pytest.mark.bf16
 def test_deepspeeds_bf16_has_the_losses_of_shards_without_kernels(runs: Runs) -> None:
     shard, zero3 = (
@@ -136,7 +140,7 @@ def test_deepspeeds_bf16_has_the_losses_of_shards_without_kernels(runs: Runs) ->
     assert zero3 == pytest.approx(shard, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", SPOILED)
+@pytest.mark.parametrize("name", names(SPOILED))
 def test_a_bit_that_flips_on_one_rank_stops_the_run(name: str, runs: Runs) -> None:
     folder = runs.folder(name)
     record = json.loads((folder / "exits" / "rank_0000.json").read_text())
