@@ -7,12 +7,12 @@ from xdist.scheduler import LoadScopeScheduling
 # These share machines, or run long: the longest first, so that no worker is left with one alone.
 _FIRST = (
     *("tests/rig/", "tests/orchestrate/cluster/", "tests/train/test_ranks.py"),
-    *("tests/real/test_chat.py", "tests/amx/"),
+    *("tests/real/test_chat.py", "tests/amx/", "tests/formats/"),
 )
 
 
 def group_of(nodeid: str) -> str:
-    """A file's tests stay together, as they share what is started; so do those of three folders."""
+    """A file's tests stay together, as they share what is started; so do those of four folders."""
     file = nodeid.partition("::")[0]
     return next((name for name in _FIRST if file.startswith(name)), file)
 
