@@ -13,7 +13,7 @@ from xdist.scheduler import LoadScopeScheduling
 # These share machines, or run long: the longest first, so that no worker is left with one alone.
 _FIRST = (
     *("tests/rig/", "tests/orchestrate/cluster/", "tests/nfs/", "tests/train/strategies/"),
-    *("tests/train/test_ranks.py", "tests/real/test_chat.py", "tests/amx/"),
+    *("tests/train/test_ranks.py", "tests/real/test_chat.py", "tests/amx/", "tests/formats/"),
 )
 _FEW_TESTS = 2
 """A worker begins a test once it knows the next one, so it gets more before it has only one."""
@@ -22,7 +22,7 @@ _crashed = pytest.StashKey[bool]()
 
 
 def group_of(nodeid: str) -> str:
-    """A file's tests stay together, as they share what is started; so do those of four folders."""
+    """A file's tests stay together, as they share what is started; so do those of some folders."""
     file = nodeid.partition("::")[0]
     return next((name for name in _FIRST if file.startswith(name)), file)
 

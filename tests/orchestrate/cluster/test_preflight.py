@@ -19,6 +19,7 @@ from payload.orchestrate.preflight.findings import PROBED, TRIED
 from payload.orchestrate.preflight.trial_findings import record_path
 from payload.orchestrate.sites.cluster import VENV
 from tests.orchestrate.cluster.separate import SeparateNodes
+from tests.support.formats import assert_format, keys_of
 from tests.support.launching import REPO
 
 pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
@@ -128,6 +129,9 @@ def test_mpirun_and_gloo_are_tried_and_measured_and_plan_uses_the_figures(
     assert plan["plan"]["interfaces"] == dict.fromkeys(measured["nodes"], "ens4")
     assert plan["hosts"].split() == [node.address for node in nodes.inventory.nodes]
     assert plan["plan"]["argv"][:3] == [f"{VENV}/bin/mpirun", "-f", f"{plan_dir(plan)}/hosts"]
+    maps = ("nodes", "nodes{}.checks", "measured.nodes")
+    unknown = {path: "null" for path in keys_of([report], maps=maps) if ".facts." in path}
+    assert_format("output.preflight", [report], maps=maps, also=unknown)
     assert [rank["node"] for rank in plan["ranks"]] == list(measured["nodes"])
 
 

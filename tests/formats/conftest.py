@@ -1,0 +1,54 @@
+"""Commands, a copy of the fixtures for each test, and runs that are resumed once for all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.formats.recorded import Recorded, expected
+from tests.formats.zygote import Commands
+
+
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    """`tileforge`, with the recorded cache of the hub and without a network."""
+    hub = Recorded.copied_to(tmp_path_factory.mktemp("hub") / "ada").root / "hub"
+    scratch = tmp_path_factory.mktemp("output")
+    with Commands(scratch, env={"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1"}) as commands:
+        yield commands
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Recorded:
+    """The fixtures, for one test."""
+    return Recorded.copied_to(tmp_path / "ada")
+
+
+@pytest.fixture(scope="session")
+def continued(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """Fixtures whose runs with an adapter this code has trained on, each to its last step."""
+    copy = Recorded.copied_to(tmp_path_factory.mktemp("continued") / "ada")
+    for name in ("lora", "labels", "pairs"):
+        settings = [f"train.steps={expected()[name]['last_step']}"]
+        if name == "pairs":  # whose base was a folder
+            settings.append("model.init=models/base")
+        sets = [word for setting in settings for word in ("--set", setting)]
+        commands.do("train", "--run-dir", f"runs/{name}", *sets, folder=copy.project)
+    return copy
+
+
+@pytest.fixture(scope="session")
+def supervised(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """Fixtures whose run `full` this code has resumed on two ranks, now with a store."""
+    copy = Recorded.copied_to(tmp_path_factory.mktemp("supervised") / "ada")
+    settings = (
+        f"train.steps={expected()['full']['last_step']}",
+        "train.profile_step=10",
+        f"storage.results={copy.store}",
+    )
+    sets = [word for setting in settings for word in ("--set", setting)]
+    words = ("run", "--resume", "full", "--inventory", "local", *sets)
+    commands.do(*words, folder=copy.project)
+    return copy

@@ -1,0 +1,80 @@
+"""The fixtures of 9e71e47, copied to where a test may change them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "9e71e47"
+CLOSE = 1e-4
+"""Largest relative difference of a loss from the recorded one, on any CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """An operator's files of that release."""
+
+    root: Path
+    copied_ns: int
+    """When it was copied here: what commands have written since is newer."""
+
+    @classmethod
+    def copied_to(cls, root: Path) -> Recorded:
+        """Copy all of it to `root`, a new folder."""
+        shutil.copytree(FIXTURES, root, symlinks=True)
+        mark = root / "expected.json"
+        mark.touch()
+        return cls(root, mark.stat().st_mtime_ns)
+
+    def is_new(self, path: Path) -> bool:
+        """Say whether a command has written the file since it was copied."""
+        return path.lstat().st_mtime_ns > self.copied_ns
+
+    def new_json(self, path: Path) -> Any:
+        """Return the document in a file that a command has written since."""
+        assert self.is_new(path), f"{path} is not written any more: this is the fixture's"
+        return read_json(path)
+
+    @property
+    def project(self) -> Path:
+        """Return the folder where the operator typed commands: data, runs, inventories."""
+        return self.root / "project"
+
+    @property
+    def store(self) -> Path:
+        """Return the folder that a run's results were copied to."""
+        return self.root / "results"
+
+    @property
+    def cloud(self) -> Path:
+        """Return the folder of a Pulumi stack."""
+        return self.root / "cloud"
+
+    def run_dir(self, name: str) -> Path:
+        """Return a run's folder."""
+        return self.project / "runs" / name
+
+    def stored_checkpoint(self, name: str) -> Path:
+        """Return the newest checkpoint that a run had."""
+        return sorted(self.run_dir(name).glob("checkpoints/step_*"))[-1]
+
+
+def expected() -> Mapping[str, Any]:
+    """Return what 9e71e47 made of the fixtures."""
+    loaded: dict[str, Any] = json.loads((FIXTURES / "expected.json").read_text(encoding="utf-8"))
+    return loaded
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run's metrics.jsonl."""
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def read_json(path: Path) -> Any:
+    """Return the document in a file."""
+    return json.loads(path.read_text(encoding="utf-8"))

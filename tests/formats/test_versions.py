@@ -1,0 +1,235 @@
+"""Readers and what they do not know: a key, a tensor, another version.
+
+docs/formats.md states each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.formats.recorded import Recorded, expected, read_json
+from tests.formats.test_fixtures import require_continued
+from tests.formats.zygote import Commands
+from tests.support.formats import GOLDEN, read_format
+
+UNKNOWN = {"a_later_key": {"of": [1, "a later release"]}}
+FORMATS = {
+    "plan.json": "plan",
+    "ranks.json": "ranks",
+    "state.json": "state",
+    "summary.json": "summary",
+    "storage.json": "storage",
+    "mirror.json": "mirror",
+    "samples.json": "samples",
+    "operators.json": "operators",
+    "manifest.json": "manifest",
+    "trainer.json": "trainer",
+    "rank_0000.json": "heartbeat",
+    "rank_0001.json": "heartbeat",
+    "meta.json": "meta",
+    "reference.json": "reference",
+    "trial.json": "trial",
+    "owner.json": "owner",
+}
+"""Format by the name of its file, of all files whose readers ignore unknown keys."""
+
+
+def change(path: Path, edit: Callable[[Any], Any]) -> None:
+    """Replace the document in a file."""
+    path.write_text(json.dumps(edit(read_json(path)), indent=2), encoding="utf-8")
+    record_in_manifest(path)
+
+
+def record_in_manifest(path: Path) -> None:
+    """Let the manifest of a changed file's checkpoint have its size and hash."""
+    manifest = path.with_name("manifest.json")
+    if path == manifest or not manifest.exists():
+        return
+    content, known = path.read_bytes(), read_json(manifest)
+    known["files"][path.name] = {
+        "bytes": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+    manifest.write_text(json.dumps(known), encoding="utf-8")
+
+
+def with_unknown_keys(document: Any, *, maps: frozenset[str], path: str = "") -> Any:
+    """Return the document with an unknown key in each of its objects, but for `maps`."""
+    if isinstance(document, dict):
+        inner = {
+            key: with_unknown_keys(
+                value,
+                maps=maps,
+                path=f"{path}{{}}" if path in maps else f"{path}.{key}".lstrip("."),
+            )
+            for key, value in document.items()
+        }
+        return inner if path in maps else inner | UNKNOWN
+    if isinstance(document, list):
+        return [with_unknown_keys(each, maps=maps, path=f"{path}[]") for each in document]
+    return document
+
+
+def maps_of(name: str) -> frozenset[str]:
+    """Return the paths of a format's objects whose keys are data."""
+    keys = read_format(GOLDEN / f"{name}.json").keys
+    return frozenset(path.partition("{}")[0] for path in keys if "{}" in path)
+
+
+@pytest.fixture
+def later(recorded: Recorded) -> Recorded:
+    """The fixtures with unknown keys in every object of every record."""
+    for path in sorted(recorded.root.rglob("*.json")):
+        if path.name in FORMATS and path.parent.name != "csv":
+            maps = maps_of(FORMATS[path.name])
+            change(path, partial(with_unknown_keys, maps=maps))
+    for path in recorded.root.rglob("metrics.jsonl"):
+        lines = [json.loads(line) | UNKNOWN for line in path.read_text("utf-8").splitlines()]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return recorded
+
+
+def test_unknown_keys_change_nothing(commands: Commands, later: Recorded) -> None:
+    listed = json.loads(commands.do("list", "--json", folder=later.project).out)
+    assert len(listed) == 6 and not any(each["damaged"] for each in listed)
+    assert json.loads(commands.do("status", "kept", "--json", folder=later.project).out)["store"]
+    for name, more in (("lora", ()), ("pairs", ("--set", "model.init=models/base"))):
+        words = ("--run-dir", f"runs/{name}", "--set", "train.steps=8", *more)
+        done = commands.do("train", *words, folder=later.project)
+        assert "computing the log-probabilities" not in done.err  # they are in reference.json
+        require_continued(later.run_dir(name), name)
+    commands.do("report", "runs/full", "runs/lora", folder=later.project)
+    page = (later.project / "report.html").read_text(encoding="utf-8")
+    assert read_json(later.run_dir("lora") / "samples.json")["samples"][0]["after"] in page
+    words = ("plan", "text.toml", "--inventory", "rack.json")
+    assert "those of the trial" in commands.do(*words, folder=later.project).err
+    assert commands.do("storage", "list", later.store, folder=later.root).out == "kept\n"
+
+
+def test_unknown_keys_of_settings_and_inventories_are_refused(
+    commands: Commands, recorded: Recorded
+) -> None:
+    change(recorded.project / "rack.json", lambda document: document | UNKNOWN)
+    words = ("plan", "text.toml", "--inventory", "rack.json")
+    done = commands.run(*words, folder=recorded.project)
+    assert done.status == 10 and "unknown key 'a_later_key'" in done.err
+    config = recorded.run_dir("lora") / "run.toml"
+    config.write_text(config.read_text("utf-8") + "a_later_key = 1\n", encoding="utf-8")
+    done = commands.run("train", "--run-dir", "runs/lora", folder=recorded.project)
+    assert done.status == 10 and "unknown key in [slurm]: 'a_later_key'" in done.err
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("full", "model.safetensors"),
+        ("full", "optimizer.safetensors"),
+        ("lora", "adapter_model.safetensors"),
+    ],
+)
+def test_an_unknown_tensor_is_refused(
+    commands: Commands, recorded: Recorded, name: str, file: str
+) -> None:
+    path = recorded.stored_checkpoint(name) / file
+    tensors = load_file(path) | {"a.later.tensor": np.zeros(3, np.float32)}
+    save_file(tensors, path, metadata={"format": "pt"})
+    record_in_manifest(path)
+    last = expected()[name]["last_step"]
+    words = ("train", "--run-dir", f"runs/{name}", "--set", f"train.steps={last}")
+    done = commands.run(*words, folder=recorded.project)
+    assert done.status == 10 and "a.later.tensor" in done.err
+
+
+def next_version(document: Any) -> Any:
+    """Return the document as a later release's."""
+    return document | {"schema_version": 2}
+
+
+OF_TWO = "schema_version is 2, this release reads 1"
+
+
+@pytest.mark.parametrize("name", ["plan", "ranks", "state", "summary", "inventory"])
+def test_another_version_of_a_run_s_record_is_named_and_the_run_resumes_without_it(
+    commands: Commands, recorded: Recorded, name: str
+) -> None:
+    change(recorded.run_dir("lora") / f"{name}.json", next_version)
+    shown = json.loads(commands.do("status", "lora", "--json", folder=recorded.project).out)
+    (problem,) = shown["damaged"]
+    assert f"{name}.json: {OF_TWO}" in problem
+    words = ("train", "--run-dir", "runs/lora", "--set", "train.steps=8")
+    commands.do(*words, folder=recorded.project)
+    require_continued(recorded.run_dir("lora"), "lora")
+
+
+def test_a_checkpoint_of_another_version_is_passed_over(
+    commands: Commands, recorded: Recorded
+) -> None:
+    words = ("train", "--run-dir", "runs/lora", "--set", "train.steps=8")
+    newest = recorded.stored_checkpoint("lora")
+    change(newest / "manifest.json", next_version)
+    done = commands.do(*words, folder=recorded.project)
+    assert f"{newest.name} is passed over" in done.err and OF_TWO in done.err
+    assert "resuming after step 3" in done.err
+    require_continued(recorded.run_dir("lora"), "lora")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "trainer.json"])
+def test_a_run_whose_checkpoints_are_all_of_another_version_does_not_begin_again(
+    commands: Commands, recorded: Recorded, name: str
+) -> None:
+    run_dir = recorded.run_dir("lora")
+    for path in run_dir.glob(f"checkpoints/step_*/{name}"):
+        change(path, next_version)
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    words = ("train", "--run-dir", "runs/lora", "--set", "train.steps=8")
+    done = commands.run(*words, folder=recorded.project)
+    assert done.status == 10 and OF_TWO in done.err
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+REFUSED = {
+    "data/text/meta.json": ("data", "verify", "data/text"),
+    "rack.json": ("plan", "text.toml", "--inventory", "rack.json"),
+    "runs/far/mirror.json": ("status", "far"),
+    "data/preference/reference.json": (
+        *("train", "--run-dir", "runs/pairs", "--set", "train.steps=8"),
+        *("--set", "model.init=models/base"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "words"), REFUSED.items())
+def test_another_version_is_refused(
+    commands: Commands, recorded: Recorded, name: str, words: tuple[str, ...]
+) -> None:
+    change(recorded.project / name, next_version)
+    done = commands.run(*words, folder=recorded.project)
+    assert done.status == 10
+    assert f"{name}: {OF_TWO}." in done.err
+
+
+def test_another_version_of_what_can_be_made_again_is_left_out(
+    commands: Commands, recorded: Recorded
+) -> None:
+    for path in ("runs/lora/samples.json", "runs/full/profile/operators.json"):
+        change(recorded.project / path, next_version)
+    change(recorded.project / ".cluster" / "rack" / "trial.json", next_version)
+    change(recorded.run_dir("kept") / "storage.json", next_version)
+    commands.do("report", "runs/lora", folder=recorded.project)
+    page = (recorded.run_dir("lora") / "report.html").read_text(encoding="utf-8")
+    assert read_json(recorded.run_dir("lora") / "samples.json")["samples"][0]["after"] not in page
+    commands.do("report", "runs/full", folder=recorded.project)
+    page = (recorded.run_dir("full") / "report.html").read_text(encoding="utf-8")
+    assert "c10d::allreduce_" not in page
+    words = ("plan", "text.toml", "--inventory", "rack.json")
+    assert "the trial" not in commands.do(*words, folder=recorded.project).err
+    assert commands.do("status", "kept", folder=recorded.project).out
