@@ -14,6 +14,8 @@ from tests.formats.making.recipe import PROMPTS
 from tests.formats.recorded import CLOSE, Recorded, expected, read_json, rows
 from tests.formats.zygote import Commands
 
+pytestmark = pytest.mark.processes
+
 ADAPTERS = ("lora", "labels", "pairs")
 RUNS = ("far", "full", "kept", *ADAPTERS)
 

@@ -21,6 +21,8 @@ from tests.formats.recorded import Recorded, read_json, rows
 from tests.formats.zygote import Commands
 from tests.support.formats import assert_format, assert_keys, names_in, tensors_in
 
+pytestmark = pytest.mark.processes
+
 TASKS = ("text", "chat", "classify", "preference")
 VARIABLES = ("launcher_environment", "environment", "interfaces")
 """Objects of a plan whose keys are data."""

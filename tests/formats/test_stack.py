@@ -19,6 +19,8 @@ from tests.orchestrate.cloud.test_prices import CATALOG
 from tests.support.formats import assert_format, assert_keys, keys_of
 from tests.support.golden_files import GOLDEN
 
+pytestmark = pytest.mark.processes
+
 ELSEWHERE = {
     **{"inventory.nodes[].external_address": "str", "inventory.nodes[].gpu_capability": "str"},
     "inventory.nodes[].gpu_memory_gib": "float",

@@ -15,6 +15,8 @@ from tests.formats.zygote import Commands
 from tests.storage.server import BUCKET, GcsServer
 from tests.support.formats import assert_keys, tensors_in
 
+pytestmark = pytest.mark.processes
+
 
 def test_a_store_lists_its_runs_and_their_checkpoints(
     commands: Commands, recorded: Recorded

@@ -21,6 +21,8 @@ from tests.formats.test_fixtures import require_continued
 from tests.formats.zygote import Commands
 from tests.support.formats import GOLDEN, read_format
 
+pytestmark = pytest.mark.processes
+
 UNKNOWN = {"a_later_key": {"of": [1, "a later release"]}}
 FORMATS = {
     "plan.json": "plan",
