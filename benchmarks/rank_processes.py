@@ -38,10 +38,11 @@ class RankProcesses:
         """
         self._outputs: list[IO[bytes]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        env = _environment(ranks, code=code, deepspeed=deepspeed)
+        env, port = _environment(code, deepspeed=deepspeed), free_port()
         try:
             for rank in range(ranks):
-                self._start(rank, program, code=code, env=env)
+                own = _rank_variables(rank, ranks=ranks, port=port) if ranks > 1 else {}
+                self._start(program, code=code, env=env | own)
         except BaseException:
             self.kill()
             raise
@@ -91,15 +92,13 @@ class RankProcesses:
     ) -> None:
         self.kill()
 
-    def _start(
-        self, rank: int, program: tuple[str, ...], *, code: Path, env: dict[str, str]
-    ) -> None:
+    def _start(self, program: tuple[str, ...], *, code: Path, env: dict[str, str]) -> None:
         output = tempfile.TemporaryFile()  # noqa: SIM115 - `kill` closes it
         self._outputs.append(output)
         process = subprocess.Popen(
             [sys.executable, *program],
             cwd=code,
-            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=env,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -116,21 +115,26 @@ class RankProcesses:
         return output.read().decode(errors="replace")[-_SHOWN:]
 
 
-def _environment(ranks: int, *, code: Path, deepspeed: bool) -> dict[str, str]:
+def _environment(code: Path, *, deepspeed: bool) -> dict[str, str]:
     """Return what the environments of all ranks have in common."""
     paths = [str(code)]
     if deepspeed and not importlib.util.find_spec("deepspeed"):
         from tests.train.strategies.deepspeed_folder import deepspeed_folder
 
         paths.append(str(deepspeed_folder()))
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-    }
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     # Without compiled modules, each rank would compile the payload for itself.
     env.pop("PYTHONDONTWRITEBYTECODE", None)
     return env
+
+
+def _rank_variables(rank: int, *, ranks: int, port: int) -> dict[str, str]:
+    """Return the variables by which torch's launcher tells a process its rank."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
