@@ -26,7 +26,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -35,16 +34,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.equality import (
-    MODELS,
-    case,
-    finish_ranks,
-    is_trained,
-    overrides_of,
-    prepare,
-    start_ranks,
-)
+from benchmarks.equality import MODELS, case, is_trained, overrides_of, prepare
 from benchmarks.machine import describe_machine
+from benchmarks.rank_processes import RankProcesses
 from benchmarks.tables import Table
 from payload.metrics_log import read_metrics
 from payload.results import RunPaths, write_whole
@@ -174,21 +166,13 @@ def _kills(model: str, layouts: Sequence[tuple[int, str]], root: Path) -> Iterat
 
 def _start_and_kill(task: Task, root: Path) -> None:
     """Start the run, and kill all of its processes some time after its first checkpoint."""
-    import psutil
-
-    process = _started([task], root)
-    try:
+    with _started([task], root) as processes:
         ends_s = time.monotonic() + _WAIT_S
         while not any(RunPaths(task.folder(root)).checkpoints.glob("step_*/manifest.json")):
-            if process.poll() is not None or time.monotonic() > ends_s:
+            if not processes.is_running() or time.monotonic() > ends_s:
                 raise SystemExit(f"error: {task} made no checkpoint.")
             time.sleep(0.01)
         time.sleep(random.uniform(0, _KILL_WITHIN_S))
-    finally:
-        pids = [each.pid for each in psutil.Process(process.pid).children(recursive=True)]
-        for pid in (process.pid, *pids):
-            os.kill(pid, signal.SIGKILL)
-        process.communicate()
 
 
 def _train(tasks: Sequence[Task], root: Path) -> None:
@@ -204,15 +188,16 @@ def _train(tasks: Sequence[Task], root: Path) -> None:
         groups.setdefault((task.ranks, task.mesh == "zero3"), []).append(task)
     for (ranks, _), group in groups.items():
         print(f"{ranks} rank(s): {len(group)} runs", file=sys.stderr, flush=True)
-        finish_ranks(_started(group, root), ranks=ranks, within_s=_WAIT_S)
+        with _started(group, root) as processes:
+            processes.wait(within_s=_WAIT_S)
 
 
-def _started(tasks: Sequence[Task], root: Path) -> Any:
+def _started(tasks: Sequence[Task], root: Path) -> RankProcesses:
     path = root / "tasks.json"
     write_whole(path, json.dumps([asdict(each) for each in tasks]))
-    words = ("benchmarks.cross_reading", "--rank", str(root), "--tasks", str(path))
+    words = ("-m", "benchmarks.cross_reading", "--rank", str(root), "--tasks", str(path))
     is_zero3 = any(each.mesh == "zero3" for each in tasks)
-    return start_ranks(tasks[0].ranks, *words, deepspeed=is_zero3)
+    return RankProcesses(tasks[0].ranks, *words, deepspeed=is_zero3)
 
 
 def _train_all(root: Path, tasks: Sequence[Mapping[str, Any]]) -> None:

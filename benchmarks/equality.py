@@ -16,11 +16,9 @@ JSON object to stdout.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,9 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import REPO
 from benchmarks.machine import describe_machine
 from benchmarks.meshes import mesh_settings
+from benchmarks.rank_processes import RankProcesses
 from benchmarks.tables import Table
 from payload.metrics_log import read_metrics
 from payload.results import RunPaths
@@ -175,45 +173,11 @@ def _groups(wanted: Sequence[tuple[int, str]]) -> list[tuple[int, list[Job]]]:
 def _start(ranks: int, jobs: Sequence[Job], root: Path) -> None:
     """Train the jobs in turn on so many ranks."""
     words = [[each.model, each.optimizer, each.mesh] for each in jobs]
-    program = ["benchmarks.equality", "--rank", str(root), "--jobs", json.dumps(words)]
+    program = ["-m", "benchmarks.equality", "--rank", str(root), "--jobs", json.dumps(words)]
     print(f"{ranks} rank(s): {len(jobs)} runs", file=sys.stderr, flush=True)
-    process = start_ranks(ranks, *program, deepspeed=any(each.mesh == "zero3" for each in jobs))
-    finish_ranks(process, ranks=ranks, within_s=_WAIT_S)
-
-
-def start_ranks(ranks: int, *program: str, deepspeed: bool) -> subprocess.Popen[str]:
-    """Start a module of ours and its arguments on so many ranks of one thread each."""
-    words = ["-m", *program]
-    if ranks > 1:
-        starts = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        words = [*starts, *words]
-    paths = [str(REPO)]
-    if deepspeed and not importlib.util.find_spec("deepspeed"):
-        from tests.train.strategies.deepspeed_folder import deepspeed_folder
-
-        paths.append(str(deepspeed_folder()))
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.Popen(
-        [sys.executable, *words],
-        cwd=REPO,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish_ranks(process: subprocess.Popen[str], *, ranks: int, within_s: float) -> None:
-    """Wait for the ranks' end. Raises SystemExit where they fail, or do not end in time."""
-    try:
-        said, _ = process.communicate(timeout=within_s)
-    except subprocess.TimeoutExpired:
-        # torchrun ends its ranks.
-        process.terminate()
-        process.communicate()
-        raise SystemExit(f"error: {ranks} ranks did not end within {within_s} s.") from None
-    if process.returncode:
-        raise SystemExit(f"error: {ranks} ranks failed:\n{said[-3000:]}")
+    is_zero3 = any(each.mesh == "zero3" for each in jobs)
+    with RankProcesses(ranks, *program, deepspeed=is_zero3) as processes:
+        processes.wait(within_s=_WAIT_S)
 
 
 def _train_all(root: Path, jobs: Sequence[tuple[str, str, str]]) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.architecture_cases import CASES, make_folder
 from payload.data.__main__ import main as data
 from payload.errors import ExitCode
 
@@ -61,6 +60,8 @@ def make_tokenizer(folder: Path, *, template: str | None = PLAIN_TEMPLATE) -> Pa
 
 def make_model(folder: Path, case: str = "llama", **template: Any) -> Path:
     """Write a small model with random weights whose vocabulary the tokenizer fits."""
+    from benchmarks.architecture_cases import CASES, make_folder  # imports torch
+
     raw = {**CASES[case], "vocab_size": 304, "pad_token_id": None}
     make_folder(raw, folder)
     return make_tokenizer(folder, **template)

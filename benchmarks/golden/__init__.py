@@ -1,0 +1,1 @@
+"""Losses of short runs, compared between two commits or with stored values."""

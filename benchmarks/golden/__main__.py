@@ -1,0 +1,156 @@
+"""Losses of short runs of every strategy and task, compared with those of another commit.
+
+    python -m benchmarks.golden --against COMMIT
+    python -m benchmarks.golden --against main --only 2-shard-text-llama-resume
+    python -m benchmarks.golden
+
+With `--against`, this working tree and a commit train each case for 30 steps on this machine, with
+the same data and initial weights. The commit's files are in a git worktree, which is removed at the
+end. Losses, gradient norms, validation losses and the weights of both checkpoints have to be equal,
+bit for bit. For a change that alters arithmetic on purpose, `--tolerance 1e-5` is the largest
+relative difference of a number, and weights may differ.
+
+Without it, the numbers are compared with `tests/golden/losses.json` within 1e-4, which every CPU
+keeps to. Cases in bf16 or with dropout are left out there: they depend on the CPU. `--write` stores
+new values.
+
+Each column is the largest relative difference over all steps. A table goes to stderr, one JSON
+object to stdout. The exit status is 1 when a difference is above the tolerance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from benchmarks.contenders import REPO
+from benchmarks.golden.cases import CASES, Case
+from benchmarks.golden.compare import Comparison, compare
+from benchmarks.golden.inputs import make_inputs
+from benchmarks.golden.runs import SERIES, Run, train_cases
+from benchmarks.golden.stored import PATH, TOLERANCE, Stored
+from benchmarks.golden.worktree import resolve, worktree
+from benchmarks.machine import describe_machine
+from benchmarks.tables import Table
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train, compare and print."""
+    arguments = _parser().parse_args(argv)
+    if arguments.list:
+        print("\n".join(CASES))
+        return 0
+    cases = _chosen(arguments.only, portable=arguments.against is None)
+    repo: Path = arguments.repo
+    commit = arguments.against and resolve(arguments.against, repo=repo)
+    stored = Stored() if commit else Stored.read()
+    began_s = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        root, inputs = Path(folder), Path(folder, "inputs")
+        hashes = make_inputs(inputs, (name for case in cases for name in case.inputs()))
+        if commit is None and not arguments.write:
+            stored.require(cases, inputs=hashes)
+        changed = [replace(case, changed=tuple(arguments.set)) for case in cases]
+        runs = train_cases(
+            changed, code=arguments.repo, inputs=inputs, root=root / "tree", label="this tree"
+        )
+        if arguments.write:
+            stored.replace(runs, inputs=hashes)
+            stored.write()
+            return 0
+        others: Mapping[str, Run] = stored.runs
+        if commit is not None:
+            with worktree(commit, repo=repo) as code:
+                others = train_cases(
+                    cases, code=code, inputs=inputs, root=root / "commit", label=commit[:12]
+                )
+    rows = [compare(case.name, runs[case.name], others[case.name]) for case in cases]
+    tolerance = arguments.tolerance
+    if tolerance is None:
+        tolerance = TOLERANCE if commit is None else 0.0
+    _print(rows, tolerance=tolerance)
+    found = {
+        "benchmark": "golden",
+        "against": commit or str(PATH.relative_to(REPO)),
+        "tolerance": tolerance,
+        "wall_s": round(time.perf_counter() - began_s),
+        "machine": describe_machine(),
+        "rows": [asdict(row) | {"holds": row.holds(tolerance)} for row in rows],
+    }
+    print(json.dumps(found))
+    return 0 if all(row.holds(tolerance) for row in rows) else 1
+
+
+def _chosen(names: Sequence[str] | None, *, portable: bool) -> list[Case]:
+    """Return the cases to train; with `portable`, those that stored values are for."""
+    cases = [Case.parse(name) for name in names or CASES]
+    if not portable:
+        return cases
+    for case in cases:
+        if names and not case.is_portable():
+            raise SystemExit(
+                f"error: --only {case.name}: its losses depend on the CPU. Use --against."
+            )
+    return [each for each in cases if each.is_portable()]
+
+
+def _print(rows: Sequence[Comparison], *, tolerance: float) -> None:
+    names = [row.name for row in rows]
+    heads = ("steps", "loss", "grad norm", "val loss", "first step", "weights equal", "holds")
+    table = Table(*heads, labels=names)
+    equal = {True: "yes", False: "NO", None: "-"}
+    for row in rows:
+        differences = [f"{row.largest[key]:.1e}" if row.largest[key] else "0" for key in SERIES]
+        first = "-" if row.first_step is None else str(row.first_step)
+        cells = (str(row.steps), *differences, first, equal[row.weights_equal])
+        table.row(row.name, *cells, equal[row.holds(tolerance)])
+    differing = sum(not row.holds(tolerance) for row in rows)
+    table.note(f"{differing} of {len(rows)} cases differ by more than {tolerance:g}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.golden",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--against", metavar="COMMIT", help="compare with a commit's runs")
+    mode.add_argument("--write", action="store_true", help="store this tree's values")
+    mode.add_argument("--list", action="store_true", help="print the names of all cases")
+    parser.add_argument("--only", nargs="+", choices=CASES, metavar="CASE", help="train these")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="RATIO",
+        help="largest relative difference (default: 0 with --against, else 1e-4)",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override a setting in this tree's runs alone, to see what it changes",
+    )
+    # The working tree that is compared: tests have one of their own.
+    parser.add_argument("--repo", type=Path, default=REPO, help=argparse.SUPPRESS)
+    return parser
+
+
+def _stop(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
