@@ -126,6 +126,7 @@ def golden(repo: Path, *words: str, capsys: pytest.CaptureFixture[str]) -> tuple
     return exit_code, json.loads(out)
 
 
+@pytest.mark.processes
 def test_the_same_code_has_no_difference(repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
     exit_code, found = golden(repo, capsys=capsys)
     assert exit_code == 0
@@ -136,6 +137,7 @@ def test_the_same_code_has_no_difference(repo: Path, capsys: pytest.CaptureFixtu
         assert row["largest"] == dict.fromkeys(SERIES, 0) and row["first_step"] is None
 
 
+@pytest.mark.processes
 def test_a_change_is_found_unless_it_is_within_the_tolerance(
     repo: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,6 +151,7 @@ def test_a_change_is_found_unless_it_is_within_the_tolerance(
     assert golden(repo, "--tolerance", "1e-5", capsys=capsys)[0] == 0
 
 
+@pytest.mark.processes
 def test_a_setting_changes_the_working_trees_runs_alone(
     repo: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,6 +160,7 @@ def test_a_setting_changes_the_working_trees_runs_alone(
     assert {row["largest"]["val_loss"] for row in found["rows"]} == {0.5}
 
 
+@pytest.mark.processes
 def test_a_trainer_without_its_function_is_started_as_a_command(
     repo: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,6 +169,7 @@ def test_a_trainer_without_its_function_is_started_as_a_command(
     assert exit_code == 0 and all(row["weights_equal"] for row in found["rows"])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("trainer", "said"),
     [
@@ -186,6 +191,7 @@ def test_a_commit_that_does_not_train_to_the_end_is_an_error(
     assert worktrees(repo) == [str(repo)]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_removes_the_worktree_and_kills_the_ranks(
     repo: Path, tmp_path: Path, number: signal.Signals
@@ -215,6 +221,7 @@ def test_an_interrupt_removes_the_worktree_and_kills_the_ranks(
             os.kill(int(path.name), 0)
 
 
+@pytest.mark.processes
 def test_a_commit_that_does_not_exist_is_named(repo: Path) -> None:
     with pytest.raises(SystemExit, match="--against nowhere: no such commit"):
         main(["--repo", str(repo), "--against", "nowhere", *ONLY])

@@ -55,6 +55,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.processes
 def test_a_visit_that_is_killed_leaves_a_page_with_the_finished_stages(tmp_path: Path) -> None:
     page, pids = tmp_path / "page.md", tmp_path / "pids"
     words = [sys.executable, "-m", "tests.benchmarks.hanging_visit", str(page), str(pids)]
@@ -72,6 +73,7 @@ def test_a_visit_that_is_killed_leaves_a_page_with_the_finished_stages(tmp_path:
         os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.processes
 def test_a_stage_that_hangs_is_killed_with_its_children_and_the_next_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,6 +108,7 @@ def test_a_stage_has_a_multiple_of_its_estimate_within_the_budget(
     assert 900 < float(long.found) <= 1000
 
 
+@pytest.mark.processes
 def test_a_stage_that_fails_gives_its_cause_and_keeps_its_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +132,7 @@ def test_a_stage_that_fails_gives_its_cause_and_keeps_its_log(
     assert "1 / 0" in (tmp_path / second["log"]).read_text()
 
 
+@pytest.mark.processes
 def test_a_stage_that_does_not_fit_in_the_budget_is_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +143,7 @@ def test_a_stage_that_does_not_fit_in_the_budget_is_skipped(
     assert skipped["found"] in (tmp_path / "page.md").read_text()
 
 
+@pytest.mark.processes
 def test_a_stage_without_its_package_is_not_tried(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,6 +167,7 @@ def test_a_missing_package_is_named_in_one_line(
     ]
 
 
+@pytest.mark.processes
 def test_without_a_cuda_device_the_command_says_so_and_writes_no_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,6 +63,7 @@ def differing(cases: Sequence[Case], found: Mapping[str, Run], stored: Stored) -
     return [row for row in rows if not row.holds(TOLERANCE)]
 
 
+@pytest.mark.processes
 def test_one_rank_has_the_stored_losses_and_no_others(
     tmp_path: Path, inputs: Path, stored: Stored
 ) -> None:
