@@ -28,11 +28,11 @@ def recorded(tmp_path: Path) -> Recorded:
 
 @pytest.fixture(scope="session")
 def continued(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """Fixtures whose runs with an adapter this code has trained on, each to its last step."""
+    """A copy in which the present code has resumed the runs with an adapter."""
     copy = Recorded.copied_to(tmp_path_factory.mktemp("continued") / "ada")
     for name in ("lora", "labels", "pairs"):
         settings = [f"train.steps={expected()[name]['last_step']}"]
-        if name == "pairs":  # whose base was a folder
+        if name == "pairs":  # its base was a folder, which has moved
             settings.append("model.init=models/base")
         sets = [word for setting in settings for word in ("--set", setting)]
         commands.do("train", "--run-dir", f"runs/{name}", *sets, folder=copy.project)
@@ -41,7 +41,7 @@ def continued(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> R
 
 @pytest.fixture(scope="session")
 def supervised(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """Fixtures whose run `full` this code has resumed on two ranks, now with a store."""
+    """A copy in which the present code has resumed run `full` on two ranks, with a store."""
     copy = Recorded.copied_to(tmp_path_factory.mktemp("supervised") / "ada")
     settings = (
         f"train.steps={expected()['full']['last_step']}",

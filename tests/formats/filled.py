@@ -1,12 +1,11 @@
 """Records with every optional value, as their own writers write them.
 
-A short run that goes well leaves these null or empty: an error, a cost, a slow rank.
+A short run without failures leaves these null or empty: an error, a cost, a slow rank.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +89,7 @@ _HEARTBEAT = RankProgress(
 _EXIT = RankExit(rank=0, node="node-0", exit_code=137, signal=9, error="was killed", time_unix=1.0)
 _RECORDS: dict[str, Record] = {
     "state": _STATE,
-    "summary": replace(_SUMMARY),
+    "summary": _SUMMARY,
     "storage": _STORE,
     "heartbeat": _HEARTBEAT,
     "exit": _EXIT,
@@ -105,7 +104,7 @@ def filled(name: str) -> Any:
 
 
 def filled_samples(folder: Path) -> Any:
-    """Return the document that a script's samples become."""
+    """Return the document of samples that a script has written."""
     path = folder / "samples.json"
     write_samples(path, [Sample(prompt="a", before="b", after="c")])
     return read_json(path)

@@ -1,4 +1,4 @@
-"""The fixtures of 9e71e47, copied to where a test may change them."""
+"""Copies of the fixtures of 9e71e47, and its recorded results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Recorded:
 
     root: Path
     copied_ns: int
-    """When it was copied here: what commands have written since is newer."""
+    """Time of the copy; files that commands write later are newer."""
 
     @classmethod
     def copied_to(cls, root: Path) -> Recorded:
@@ -31,12 +31,12 @@ class Recorded:
         return cls(root, mark.stat().st_mtime_ns)
 
     def is_new(self, path: Path) -> bool:
-        """Say whether a command has written the file since it was copied."""
+        """Return True if a command has written the file after the copy."""
         return path.lstat().st_mtime_ns > self.copied_ns
 
     def new_json(self, path: Path) -> Any:
-        """Return the document in a file that a command has written since."""
-        assert self.is_new(path), f"{path} is not written any more: this is the fixture's"
+        """Return the JSON document of a new file; fails if the file is the fixture's own."""
+        assert self.is_new(path), f"{path}: no command wrote it, it is the fixture's"
         return read_json(path)
 
     @property
@@ -59,12 +59,12 @@ class Recorded:
         return self.project / "runs" / name
 
     def stored_checkpoint(self, name: str) -> Path:
-        """Return the newest checkpoint that a run had."""
+        """Return the newest checkpoint of a run."""
         return sorted(self.run_dir(name).glob("checkpoints/step_*"))[-1]
 
 
 def expected() -> Mapping[str, Any]:
-    """Return what 9e71e47 made of the fixtures."""
+    """Return the results that 9e71e47 had with the fixtures."""
     loaded: dict[str, Any] = json.loads((FIXTURES / "expected.json").read_text(encoding="utf-8"))
     return loaded
 

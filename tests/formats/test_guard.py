@@ -1,7 +1,7 @@
 """No format of a run, a checkpoint, a data folder or a store changes without its version.
 
-The files are those that the present code writes while it resumes the fixtures and prepares data.
-The formats of clusters and of stacks are compared in the tests of those.
+The present code writes the files here: it resumes the fixtures and prepares data. Other tests
+compare the formats of clusters (tests/orchestrate/cluster) and of stacks (test_stack.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.processes
 
 TASKS = ("text", "chat", "classify", "preference")
 VARIABLES = ("launcher_environment", "environment", "interfaces")
-"""Objects of a plan whose keys are data."""
+"""Objects of a plan with names of variables or nodes as keys."""
 
 
 IAP = {"kind": "iap", "project": "acme-lab"}
@@ -37,7 +37,7 @@ AFTER_FAILURES = {
     **{"error": "str", "failed_rank": "int", "note": "str", "store.problem": "str"},
     "store.failing_since_unix": "float",
 }
-"""Types of a run's view that a run without failures has not."""
+"""Types that the view of a run has only after failures."""
 
 
 def sets(*settings: str) -> list[str]:
@@ -172,7 +172,7 @@ def test_the_records_of_a_checkpoint(checkpoints: dict[str, Path]) -> None:
 
 @pytest.mark.ranks
 def test_the_configs_in_a_checkpoint_for_other_libraries(checkpoints: dict[str, Path]) -> None:
-    """transformers and PEFT read these: a key that they know keeps its name."""
+    """transformers and PEFT read these files."""
     own = {name: checkpoints[name] for name in ("adapter", "classifier")}
     assert_format("adapter_config", documents(own, "adapter_config.json"))
     full = {"all weights": checkpoints["all weights"]}

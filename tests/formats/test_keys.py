@@ -12,7 +12,7 @@ from tests.support import formats
 from tests.support.formats import assert_format, read_format
 
 KNOWN = {"schema_version": 1, "name": "a", "cost": None, "nodes": [{"cores": 2}], "env": {"A": ""}}
-STRICT = "strict"
+STRICT, SETTINGS = "strict", "settings"
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
 
 
 def compare(name: str, document: dict[str, Any]) -> None:
-    assert_format(name, [document], maps=("env",), refuses_unknown_keys=name == STRICT)
+    assert_format(name, [document], maps=("env",), refuses_unknown_keys=name in (STRICT, SETTINGS))
 
 
 @pytest.mark.usefixtures("store")
@@ -86,6 +86,15 @@ def test_a_new_key_needs_a_version_where_readers_refuse_it(store: Callable[..., 
     for act in (compare, store):
         with pytest.raises(AssertionError, match=r"older releases refuse unknown keys. Raise its"):
             act(STRICT, more)
+
+
+def test_settings_without_a_version_get_new_keys_all_the_same(store: Callable[..., None]) -> None:
+    store(SETTINGS, {"train": {"steps": 1}})
+    more = {"train": {"steps": 1, "later": True}}
+    with pytest.raises(AssertionError, match=r"later \(bool\) is new, and older releases refuse"):
+        compare(SETTINGS, more)
+    store(SETTINGS, more)
+    compare(SETTINGS, more)
 
 
 def test_a_key_that_was_always_null_may_get_a_value(store: Callable[..., None]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -52,7 +53,7 @@ def change(path: Path, edit: Callable[[Any], Any]) -> None:
 
 
 def record_in_manifest(path: Path) -> None:
-    """Let the manifest of a changed file's checkpoint have its size and hash."""
+    """Write the size and hash of a changed file to its checkpoint's manifest."""
     manifest = path.with_name("manifest.json")
     if path == manifest or not manifest.exists():
         return
@@ -106,14 +107,14 @@ def test_unknown_keys_change_nothing(commands: Commands, later: Recorded) -> Non
     assert json.loads(commands.do("status", "kept", "--json", folder=later.project).out)["store"]
     for name, more in (("lora", ()), ("pairs", ("--set", "model.init=models/base"))):
         words = ("--run-dir", f"runs/{name}", "--set", "train.steps=8", *more)
-        done = commands.do("train", *words, folder=later.project)
-        assert "computing the log-probabilities" not in done.err  # they are in reference.json
+        commands.do("train", *words, folder=later.project)
         require_continued(later.run_dir(name), name)
+    # The stored log-probabilities of the pairs were used.
+    assert "a_later_key" in read_json(later.project / "data" / "preference" / "reference.json")
     commands.do("report", "runs/full", "runs/lora", folder=later.project)
     page = (later.project / "report.html").read_text(encoding="utf-8")
     assert read_json(later.run_dir("lora") / "samples.json")["samples"][0]["after"] in page
-    words = ("plan", "text.toml", "--inventory", "rack.json")
-    assert "those of the trial" in commands.do(*words, folder=later.project).err
+    assert has_trial(commands, later.project)
     assert commands.do("storage", "list", later.store, folder=later.root).out == "kept\n"
 
 
@@ -123,11 +124,11 @@ def test_unknown_keys_of_settings_and_inventories_are_refused(
     change(recorded.project / "rack.json", lambda document: document | UNKNOWN)
     words = ("plan", "text.toml", "--inventory", "rack.json")
     done = commands.run(*words, folder=recorded.project)
-    assert done.status == 10 and "unknown key 'a_later_key'" in done.err
+    assert done.status == 10 and "a_later_key" in done.err
     config = recorded.run_dir("lora") / "run.toml"
     config.write_text(config.read_text("utf-8") + "a_later_key = 1\n", encoding="utf-8")
     done = commands.run("train", "--run-dir", "runs/lora", folder=recorded.project)
-    assert done.status == 10 and "unknown key in [slurm]: 'a_later_key'" in done.err
+    assert done.status == 10 and "a_later_key" in done.err
 
 
 @pytest.mark.parametrize(
@@ -152,11 +153,20 @@ def test_an_unknown_tensor_is_refused(
 
 
 def next_version(document: Any) -> Any:
-    """Return the document as a later release's."""
+    """Return the document with the version of a later release."""
     return document | {"schema_version": 2}
 
 
-OF_TWO = "schema_version is 2, this release reads 1"
+def names_version(text: str, name: str) -> bool:
+    """Return True if a message names the file and its version."""
+    return re.search(rf"{re.escape(name)}.*schema_version\D+2\b", text) is not None
+
+
+def has_trial(commands: Commands, project: Path) -> bool:
+    """Return True if a plan for the recorded cluster uses its trial."""
+    words = ("plan", "text.toml", "--inventory", "rack.json", "--json")
+    plan = json.loads(commands.do(*words, folder=project).out)["plan"]
+    return plan["arithmetic"]["compute_s"] is not None
 
 
 @pytest.mark.parametrize("name", ["plan", "ranks", "state", "summary", "inventory"])
@@ -166,26 +176,25 @@ def test_another_version_of_a_run_s_record_is_named_and_the_run_resumes_without_
     change(recorded.run_dir("lora") / f"{name}.json", next_version)
     shown = json.loads(commands.do("status", "lora", "--json", folder=recorded.project).out)
     (problem,) = shown["damaged"]
-    assert f"{name}.json: {OF_TWO}" in problem
+    assert names_version(problem, f"{name}.json")
     words = ("train", "--run-dir", "runs/lora", "--set", "train.steps=8")
     commands.do(*words, folder=recorded.project)
     require_continued(recorded.run_dir("lora"), "lora")
 
 
-def test_a_checkpoint_of_another_version_is_passed_over(
+def test_a_resume_skips_a_checkpoint_of_another_version(
     commands: Commands, recorded: Recorded
 ) -> None:
     words = ("train", "--run-dir", "runs/lora", "--set", "train.steps=8")
     newest = recorded.stored_checkpoint("lora")
     change(newest / "manifest.json", next_version)
     done = commands.do(*words, folder=recorded.project)
-    assert f"{newest.name} is passed over" in done.err and OF_TWO in done.err
-    assert "resuming after step 3" in done.err
+    assert names_version(done.err, newest.name)
     require_continued(recorded.run_dir("lora"), "lora")
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "trainer.json"])
-def test_a_run_whose_checkpoints_are_all_of_another_version_does_not_begin_again(
+def test_a_run_with_checkpoints_of_another_version_alone_is_refused(
     commands: Commands, recorded: Recorded, name: str
 ) -> None:
     run_dir = recorded.run_dir("lora")
@@ -194,7 +203,7 @@ def test_a_run_whose_checkpoints_are_all_of_another_version_does_not_begin_again
     before = (run_dir / "metrics.jsonl").read_bytes()
     words = ("train", "--run-dir", "runs/lora", "--set", "train.steps=8")
     done = commands.run(*words, folder=recorded.project)
-    assert done.status == 10 and OF_TWO in done.err
+    assert done.status == 10 and names_version(done.err, name)
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
@@ -215,11 +224,10 @@ def test_another_version_is_refused(
 ) -> None:
     change(recorded.project / name, next_version)
     done = commands.run(*words, folder=recorded.project)
-    assert done.status == 10
-    assert f"{name}: {OF_TWO}." in done.err
+    assert done.status == 10 and names_version(done.err, name)
 
 
-def test_another_version_of_what_can_be_made_again_is_left_out(
+def test_another_version_of_an_optional_file_is_ignored(
     commands: Commands, recorded: Recorded
 ) -> None:
     for path in ("runs/lora/samples.json", "runs/full/profile/operators.json"):
@@ -232,6 +240,5 @@ def test_another_version_of_what_can_be_made_again_is_left_out(
     commands.do("report", "runs/full", folder=recorded.project)
     page = (recorded.run_dir("full") / "report.html").read_text(encoding="utf-8")
     assert "c10d::allreduce_" not in page
-    words = ("plan", "text.toml", "--inventory", "rack.json")
-    assert "the trial" not in commands.do(*words, folder=recorded.project).err
+    assert not has_trial(commands, recorded.project)
     assert commands.do("status", "kept", folder=recorded.project).out

@@ -116,7 +116,7 @@ def _modules() -> Iterator[str]:
 
 
 def _carry_out(request: Mapping[str, Any]) -> NoReturn:
-    """Become the command."""
+    """Run the command in this fork and end the process."""
     for descriptor, path in ((0, os.devnull), (1, request["out"]), (2, request["err"])):
         flags = os.O_RDONLY if descriptor == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         os.dup2(os.open(path, flags), descriptor)

@@ -1,4 +1,4 @@
-"""The keys of each file format against tests/golden/formats, so that none changes unnoticed.
+"""Compares the keys of each file format with tests/golden/formats.
 
 `assert_format` takes files that the present code wrote. It fails for a key that is missing, new or
 of another type. TILEFORGE_WRITE_GOLDEN=1 rewrites the golden file, but refuses a change that breaks
@@ -111,11 +111,12 @@ def differences(name: str, known: Format, found: Format) -> list[str]:
         return [f"{name}: refuses_unknown_keys is not what is stored. Check {_PAGE}, and {_WRITE}."]
     new = sorted(found.keys.keys() - known.keys.keys())
     new += [path for path in _gains_value(known, found) if path not in new]
+    effect = "refuse" if known.refuses_unknown_keys else "ignore"
     more = [
-        f"{name}: {path} ({found.keys[path]}) is new, and older releases ignore it. Check that a "
+        f"{name}: {path} ({found.keys[path]}) is new, and older releases {effect} it. Check that a "
         f"file without it still loads, and {_WRITE}."
         for path in new
-        if not known.refuses_unknown_keys
+        if path in known.keys or not _needs_version_to_grow(known)
     ]
     return [*breaking(name, known, found), *more]
 
@@ -126,7 +127,7 @@ _RAISED = (
 
 
 def breaking(name: str, known: Format, found: Format) -> list[str]:
-    """Return a sentence for each difference that a reader of the same version trips over."""
+    """Return a sentence for each difference that breaks a reader of the same version."""
     fix = (
         f"Raise its {VERSION_KEY} and keep reading version {known.version}"
         if known.version is not None
@@ -140,7 +141,7 @@ def breaking(name: str, known: Format, found: Format) -> list[str]:
     gains = set(_gains_value(known, found))
     for path, kinds in sorted(found.keys.items()):
         before = known.keys.get(path)
-        if before is None and known.refuses_unknown_keys:
+        if before is None and _needs_version_to_grow(known):
             problems.append(
                 f"{name}: {path} ({kinds}) is new, and older releases refuse unknown keys. {fix}. "
                 f"See {_PAGE}."
@@ -197,6 +198,11 @@ def _version_of(document: Any) -> int | None:
     found = document.get(VERSION_KEY) if isinstance(document, dict) else None
     assert found is None or type(found) is int, found
     return found
+
+
+def _needs_version_to_grow(known: Format) -> bool:
+    """Say whether a new key needs a version: older readers refuse it, and the format has one."""
+    return known.refuses_unknown_keys and known.version is not None
 
 
 def _is_raised(known: Format, found: Format) -> bool:

@@ -2,9 +2,9 @@
 
     python -m tests.formats.making
 
-Made once: later commits must read the files as they are. Needs root on Linux, an SSH server, and an
-environment with the packages of that commit. The commands of recipe.py run in namespaces of their
-own, as user ada on a machine named laptop, so no file names the machine that made it.
+The files were made once, and later commits must read them unchanged. Needs root on Linux, an SSH
+server, and an environment with the packages of that commit. The commands of recipe.py run in
+namespaces of their own, as user ada on a machine named laptop, so no file names this machine.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _check_out(folder: Path) -> None:
 
 
 def _add_recipe(checkout: Path) -> None:
-    """Put this package into the old checkout, which has none of that name."""
+    """Copy this package into the old checkout, which has no such package."""
     place = Path("tests", "formats", "making")
     shutil.copytree(ROOT / place, checkout / place, ignore=shutil.ignore_patterns("__pycache__"))
     (checkout / place.parent / "__init__.py").touch()
@@ -85,7 +85,7 @@ def _store(home: Path, out: Path) -> None:
     left_out = shutil.ignore_patterns(*LEFT_OUT)
     for name in STORED:
         shutil.copytree(home / name, out / name, symlinks=True, ignore=left_out)
-    # As on a machine whose disk was lost: the store has them.
+    # The store has them, as after the loss of a disk.
     shutil.rmtree(out / "project" / "runs" / "kept" / "checkpoints")
 
 

@@ -1,6 +1,6 @@
-"""The commands that write the fixtures, in their order; run with the code of the recorded commit.
+"""The commands that write the fixtures, in order; they run with the code of the recorded commit.
 
-It imports nothing but the files beside it: everything else here is another commit's.
+This module imports only the files beside it: all other code is the recorded commit's.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RUNS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 """Config and settings of each run on one machine."""
 LAST_STEPS = {"full": 12, "kept": 12, "lora": 8, "labels": 8, "pairs": 8}
-"""The end of the learning rate's decay; the stored runs end before it."""
+"""Step at which the learning rate's decay ends; the stored runs end earlier."""
 
 
 def main() -> None:
@@ -88,7 +88,7 @@ def run(name: str, *more: str, runs_dir: Path) -> None:
 
 
 def expectations() -> dict[str, Any]:
-    """Return what the recorded commit makes of the fixtures."""
+    """Return the recorded commit's results with the fixtures."""
     expected: dict[str, Any] = {name: _rest_of(name) for name in RUNS}
     data = {"full": "text", "lora": "chat", "labels": "classify", "far": "text"}
     for name, folder in data.items():
