@@ -303,7 +303,7 @@ def test_new_values_replace_those_of_their_cases_alone(tmp_path: Path) -> None:
     before.replace({name: run_of({1: 0.1, 2: 1e-17})}, inputs={"text": "1"})
     before.write(tmp_path / "losses.json")
     after = Stored.read(tmp_path / "losses.json")
-    assert after.runs[name].series == dict.fromkeys(SERIES, {1: 0.1, 2: 1e-17})
+    assert after.runs[name].series == {key: {1: 0.1, 2: 1e-17} for key in SERIES}
     assert after.runs[other] == Stored.read().runs[other]
     assert set(after.runs) == set(Stored.read().runs)
     assert after.inputs == Stored.read().inputs | {"text": "1"}
