@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.formats.fork_server import Commands
 from tests.formats.recorded import Recorded, expected
-from tests.formats.zygote import Commands
 
 
 @pytest.fixture(scope="session")

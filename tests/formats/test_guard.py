@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from tests.formats.filled import filled, filled_samples
+from tests.formats.fork_server import Commands
 from tests.formats.making.inputs import write_texts
 from tests.formats.making.recipe import PROMPTS
 from tests.formats.recorded import Recorded, read_json, rows
-from tests.formats.zygote import Commands
 from tests.support.formats import assert_format, assert_keys, names_in, tensors_in
 
 pytestmark = pytest.mark.processes

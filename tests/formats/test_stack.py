@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.formats.fork_server import Commands, Done
 from tests.formats.recorded import Recorded, read_json
-from tests.formats.zygote import Commands, Done
 from tests.orchestrate.cloud.fake_pulumi import FakePulumi
 from tests.orchestrate.cloud.standin import CloudStandIn
 from tests.orchestrate.cloud.test_failures import DETAILS

@@ -9,9 +9,9 @@ from urllib.parse import quote
 
 import pytest
 
+from tests.formats.fork_server import Commands
 from tests.formats.recorded import Recorded, read_json
 from tests.formats.test_fixtures import require_continued
-from tests.formats.zygote import Commands
 from tests.storage.server import BUCKET, GcsServer
 from tests.support.formats import assert_keys, tensors_in
 

@@ -51,7 +51,7 @@ class Commands:
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.formats.zygote"],
+            [sys.executable, "-m", "tests.formats.fork_server"],
             cwd=REPO,
             env=self._env,
             stdin=subprocess.PIPE,
