@@ -33,12 +33,11 @@ ONLY = ("--only", "1-replicate-text-scratch", "2-replicate-text-scratch-muon-res
 TRAINER = """
 import json
 import os
+import struct
 import sys
 from pathlib import Path
 
-import numpy as np
-from safetensors.numpy import save_file
-
+HEADER = b'{"weight": {"dtype": "F64", "shape": [1], "data_offsets": [0, 8]}}'
 FACTOR = 1.0
 
 
@@ -55,7 +54,8 @@ def main(argv, env):
         for step in (15, 30):
             checkpoint = folder / f"checkpoints/step_{step:08}"
             checkpoint.mkdir(parents=True, exist_ok=True)
-            save_file({"weight": np.array([losses[step]])}, checkpoint / "model.safetensors")
+            content = struct.pack("<Q", len(HEADER)) + HEADER + struct.pack("<d", losses[step])
+            (checkpoint / "model.safetensors").write_bytes(content)
     return 0
 
 
@@ -174,7 +174,6 @@ def test_a_trainer_without_its_function_is_started_as_a_command(
     ("trainer", "said"),
     [
         (FAILS, "the trainer's own error"),
-        (TRAINER.replace("return 0", "return 3"), "the trainer returned 3"),
         (TRAINER.replace("main(", "run(").replace("return 0", "return 3"), "exit status 3"),
         (TRAINER.replace("range(1, 31)", "range(1, 30)"), "has loss of steps"),
         (TRAINER.replace("model.safetensors", "optimizer.safetensors"), "has no weights"),

@@ -155,7 +155,8 @@ def _run_several(
     text = json.dumps([asdict(each) for each in planned])
     result = run(mpirun(num_ranks, *program, text), env=env)
     outputs = [_output(Path(each.printed)) for each in planned]
-    assert result.returncode == 0, "\n".join([result.stderr, result.stdout, *outputs])
+    said = "\n".join([result.stderr, result.stdout, *outputs])
+    assert result.returncode == 0, f"exit code {result.returncode}\n{said}"
 
 
 def _printed(folder: Path) -> Path:
