@@ -11,7 +11,7 @@ from benchmarks.golden.runs import SERIES, Run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One case's run beside another one of the same case."""
+    """The differences between two runs of one case."""
 
     name: str
     steps: int
@@ -20,17 +20,17 @@ class Comparison:
     first_step: int | None
     """The first step with any difference; None where all numbers are equal."""
     weights_equal: bool | None
-    """Whether all checkpoints have equal weights, bit for bit; None without weights to compare."""
+    """Whether the weights of all checkpoints are equal bit for bit; None if only one run has them."""
 
     def holds(self, tolerance: float) -> bool:
-        """Return whether no difference is above `tolerance`; 0 asks for equal weights as well."""
+        """Return whether no difference is above `tolerance`; 0 requires equal weights as well."""
         if tolerance == 0 and self.weights_equal is False:
             return False
         return max(self.largest.values()) <= tolerance
 
 
 def compare(name: str, run: Run, other: Run) -> Comparison:
-    """Compare a run with another one, the reference; `weights` may be empty in that."""
+    """Compare a run with a reference, which may have no weights."""
     differences = {key: _differences(run.series[key], other.series[key]) for key in SERIES}
     differing = [step for each in differences.values() for step, found in each.items() if found]
     return Comparison(

@@ -13,13 +13,13 @@ from benchmarks.golden.runs import SERIES, Run
 
 PATH = REPO / "tests" / "golden" / "losses.json"
 TOLERANCE = 1e-4
-"""Largest relative difference from the stored values; CPUs and our kernels round differently."""
+"""Largest relative difference from the stored values. CPUs round differently, and so do kernels."""
 _SCHEMA_VERSION = 1
 
 
 @dataclass(slots=True, kw_only=True)
 class Stored:
-    """Losses, gradient norms and validation losses of cases, and the inputs that they are of."""
+    """Stored losses, gradient norms and validation losses, and the checksums of their inputs."""
 
     inputs: dict[str, str] = field(default_factory=dict)
     """The sha256 of each model and data folder."""
@@ -27,7 +27,7 @@ class Stored:
 
     @classmethod
     def read(cls, path: Path = PATH) -> Stored:
-        """Read the file; none has been written where there is no file."""
+        """Read the file; without one, there are no stored values."""
         if not path.exists():
             return cls()
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -52,7 +52,7 @@ class Stored:
         )
 
     def replace(self, runs: Mapping[str, Run], *, inputs: Mapping[str, str]) -> None:
-        """Take new values for these cases; drop those of cases that no longer have any."""
+        """Replace the values of these cases, and drop those of cases that are no longer stored."""
         known = {name for name in CASES if Case.parse(name).is_portable()}
         found = self.runs | dict(runs)
         self.runs = {name: run for name, run in found.items() if name in known}
