@@ -83,7 +83,8 @@ FEATURES: Mapping[str, Mapping[str, object]] = {
 }
 """The settings of a feature. `resume` stops the run after `HALF` steps and starts it again."""
 _PER_MACHINE = ("bf16", "bf16grad", "muon", "dropout")
-"""Features whose losses depend on the CPU, so they are only compared between commits on one machine.
+"""Features whose losses depend on the CPU: only commits on one machine are compared.
+
 CPUs round bf16 matmuls differently, and Muon's updates are bf16 matmuls too. PyTorch draws dropout
 masks with MKL on Intel CPUs, and with its own generator on others."""
 

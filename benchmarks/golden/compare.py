@@ -20,7 +20,7 @@ class Comparison:
     first_step: int | None
     """The first step with any difference; None where all numbers are equal."""
     weights_equal: bool | None
-    """Whether the weights of all checkpoints are equal bit for bit; None if only one run has them."""
+    """True if the weights of all checkpoints are equal bit for bit; None if one run has none."""
 
     def holds(self, tolerance: float) -> bool:
         """Return whether no difference is above `tolerance`; 0 requires equal weights as well."""
