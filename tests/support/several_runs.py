@@ -44,20 +44,12 @@ def main() -> None:
                 os.dup2(file.fileno(), stream)
         if planned.evaluates:
             assert evaluate(planned.arguments, os.environ) == ExitCode.OK
-        else:
-            _train(planned)
-        sys.stdout.flush()
-        _forget()
-
-
-def _train(planned: Planned) -> None:
-    from tests.support.calibrated_once import calibrated_once  # imports torch
-
-    with calibrated_once():
-        if planned.spoiled is None:
+        elif planned.spoiled is None:
             assert program.main(planned.arguments, os.environ) == ExitCode.OK
         else:
             _train_spoiled(planned.arguments, *planned.spoiled)
+        sys.stdout.flush()
+        _forget()
 
 
 def _forget() -> None:

@@ -11,7 +11,6 @@ from payload.train.session import train
 from payload.train.start_clock import StartClock
 from payload.train.trainer import Outcome
 from payload.train.world import World
-from tests.support.calibrated_once import calibrated_once
 
 ALONE = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node="here")
 
@@ -25,11 +24,10 @@ def forget_accelerate() -> None:
 
 def train_alone(folder: Path, config: Path, *overrides: str, stops: bool = False) -> Outcome:
     """`folder` is the run's; `stops` asks it to stop from the beginning."""
-    with calibrated_once():
-        return train(
-            load_run_config(config, overrides=["schedule.warmup_steps=0", *overrides]),
-            paths=RunPaths(folder),
-            world=ALONE,
-            stop_requested=lambda: stops,
-            clock=StartClock(),
-        )
+    return train(
+        load_run_config(config, overrides=["schedule.warmup_steps=0", *overrides]),
+        paths=RunPaths(folder),
+        world=ALONE,
+        stop_requested=lambda: stops,
+        clock=StartClock(),
+    )
