@@ -18,6 +18,8 @@ from payload.train.world import World
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import rank_env, run, train_program
 
+pytestmark = pytest.mark.processes
+
 Spoil = Callable[[Path], list[str]]
 
 

@@ -14,6 +14,8 @@ from payload.results import RankExit, RunPaths, read_json, write_json
 from payload.train.metrics import MetricsFile
 from tests.support.small_disk import SmallDisk
 
+pytestmark = pytest.mark.processes
+
 RECORD = RankExit(rank=0, node="a", exit_code=40, error="the loss is nan", time_unix=1.0)
 
 

@@ -93,6 +93,7 @@ print(json.dumps([kilobytes("VmHWM") - before, sum(p.nbytes for p in model.param
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "olmo2"])
 def test_loading_peaks_below_a_fifth_above_the_weights(kind: str, tmp_path: Path) -> None:
     """Files are bf16, loaded as fp32; half of the weights are one embedding, as in small models."""
@@ -104,6 +105,7 @@ def test_loading_peaks_below_a_fifth_above_the_weights(kind: str, tmp_path: Path
     assert peak_bytes < 1.2 * weights_bytes
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["llama", "olmo2"])
 def test_loading_in_4_bits_peaks_below_three_tenths_above_what_is_left(
     kind: str, tmp_path: Path

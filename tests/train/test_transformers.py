@@ -82,6 +82,7 @@ def read_offline(folder: Path, texts: list[str]) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.processes
 def test_auto_tokenizer_and_pipeline_take_a_checkpoint_offline_with_tiktokens_ids(
     checkpoint: Path,
 ) -> None:
