@@ -133,6 +133,7 @@ def test_labelled_texts_and_plain_text_are_trained_on_as_well(
     assert not list(tmp_path.glob(f"runs/*/{SAMPLES_NAME}")) and "no samples" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_the_report_shows_what_the_model_wrote_before_and_after(
     place: Path, tmp_path: Path

@@ -27,6 +27,7 @@ accelerator.end_training()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_accelerate_launch_starts_all_ranks_from_the_heads_config(tmp_path: Path) -> None:
     paths: RunPaths = plan_stand_in(tmp_path / "run", ranks=2)

@@ -47,6 +47,7 @@ def trained(
     return losses(folder)
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_commit_it_began_with_on_every_rank_and_without_the_hub(
     model: Path, settings: list[str], tiny_config: Path, tmp_path: Path
 ) -> None:
@@ -74,6 +75,7 @@ def test_a_run_keeps_the_commit_it_began_with_on_every_rank_and_without_the_hub(
     assert load_run_config(tmp_path / "again" / "run.toml").model.init == f"{NAME}@{FIRST}"
 
 
+@pytest.mark.slow
 def test_a_gguf_file_is_a_model_to_start_from_and_a_resume_does_not_need_it(
     model: Path,
     settings: list[str],

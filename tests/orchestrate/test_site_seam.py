@@ -46,6 +46,7 @@ def test_sites_are_the_files_that_there_are() -> None:
         find_site("choose")
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_new_site_is_one_file_and_trains_what_this_machine_trains(tmp_path: Path) -> None:
     assert len(Path(toy_site.__file__).read_text(encoding="utf-8").splitlines()) <= 60

@@ -132,6 +132,7 @@ def limited(process: int, *, share: float) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_a_rank_with_half_its_core_is_named_within_20_steps(tmp_path: Path) -> None:
     data = make_data_folder(tmp_path / "data", vocab_size=512)
     paths = RunPaths(tmp_path / "runs" / "one")

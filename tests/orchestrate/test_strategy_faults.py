@@ -39,6 +39,7 @@ sys.addaudithook(stop)
 ENDLESS = ("train.steps=100000", "train.checkpoint_every=0", "limits.max_restarts=0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "code", "said"),
     [
@@ -61,6 +62,7 @@ def test_a_rank_that_is_killed_or_stopped_is_named(
     assert not processes_of(paths.root)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [SHARD, PIPELINE], ids=["shard", "pipeline"])
 def test_ranks_that_die_while_they_write_a_checkpoint_go_on_bitwise_from_the_one_before(
     tmp_path: Path, settings: tuple[str, ...]

@@ -103,6 +103,7 @@ def losses_so_far(paths: RunPaths) -> int:
     return len(steps)
 
 
+@pytest.mark.slow
 def test_a_step_of_many_passes_is_left_when_the_run_is_stopped(tmp_path: Path) -> None:
     """One step here takes hours; a stop must not wait for its end."""
     process = start(tmp_path, "batch.global_batch_size=2000000", "train.checkpoint_every=1")
@@ -150,6 +151,7 @@ def test_a_killed_rank_is_named_and_the_last_checkpoint_is_offered(tmp_path: Pat
     assert not processes_of(paths.root)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_sent_sigterm_is_lost_and_the_run_goes_on_from_what_it_saved(
     tmp_path: Path,
 ) -> None:
@@ -195,6 +197,7 @@ def test_a_resume_on_a_full_disk_is_refused_in_one_line(
     assert last.startswith("error: ") and "Free " in last, last
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_a_hang_and_the_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     settings = ("train.steps=150", "train.checkpoint_every=10", "limits.hang_timeout_s=3")
     process = start(tmp_path, *settings)

@@ -156,6 +156,7 @@ def of_transformers(folder: Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_loss_is_that_of_transformers(
     model: Path, data: Path, capsys: pytest.CaptureFixture[str]

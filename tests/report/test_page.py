@@ -36,6 +36,7 @@ def require_quiet(browser: Browser, page: Path) -> None:
     assert asked == [page.resolve().as_uri()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "sentence", "status"),
     [
@@ -204,6 +205,7 @@ def test_hostile_text_in_every_file_is_text_on_the_page(
     assert all(each in text for each in HOSTILE)
 
 
+@pytest.mark.slow
 def test_a_run_of_100_000_steps_has_a_small_page_with_few_elements(
     runs: Path, browser: Browser, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,6 +56,7 @@ def losses(paths: RunPaths, key: str) -> list[list[float]]:
     return [[row["step"], row[key]] for row in read_metrics(paths.metrics) if key in row]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("tracker", PACKAGES)
 def test_a_tracker_keeps_offline_what_the_files_say_and_no_key(

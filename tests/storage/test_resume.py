@@ -146,6 +146,7 @@ def assert_same_end(one: RunPaths, other: RunPaths) -> None:
         assert (last[0] / name).read_bytes() == (last[1] / name).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_run_whose_machine_is_gone_goes_on_from_the_bucket_and_ends_bitwise_equal(
@@ -185,6 +186,7 @@ def test_a_run_whose_machine_is_gone_goes_on_from_the_bucket_and_ends_bitwise_eq
     assert read_json(Summary, third.summary) == summary
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_the_machine_that_started_a_run_on_a_cluster_that_is_gone_takes_it_from_the_store(
     tmp_path: Path, data: Path

@@ -83,6 +83,7 @@ def test_what_another_node_says_of_its_folders_is_one_short_line() -> None:
     assert "\n" not in words and "\x1b" not in words and len(words) < 300
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_silent_shared_folder_is_named_and_the_run_goes_on_once_it_answers(
     tmp_path: Path,

@@ -83,6 +83,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path, base: P
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", CASES)
 def test_one_two_and_four_ranks_are_equal_and_exchange_the_adapter_alone(

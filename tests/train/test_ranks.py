@@ -187,6 +187,7 @@ def test_a_resume_on_another_number_of_ranks_goes_on_with_the_same_losses(
     assert losses(broken) == pytest.approx(losses(trained(2, *settings)), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "settings"),
     [

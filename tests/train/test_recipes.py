@@ -93,6 +93,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_recipe_trains_a_small_model(trained: Path, name: str) -> None:

@@ -126,6 +126,7 @@ def test_what_google_refused_is_on_the_page_and_everything_is_taken_down(
     assert "rehearsal config set maxLifetime 120m" in told
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_cluster_that_costs_too_much_is_taken_down_and_what_stays_is_exit_60(
     rehearsal: Site, capsys: Capture
@@ -148,6 +149,7 @@ def test_a_cluster_that_costs_too_much_is_taken_down_and_what_stays_is_exit_60(
     assert words(rehearsal)[-1] != "rehearsal stack rm --yes"
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_ctrl_c_takes_everything_down(rehearsal: Site) -> None:
     rehearsal.pulumi.on("preview", takes_s=60)

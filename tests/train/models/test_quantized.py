@@ -275,6 +275,7 @@ def exported_weights_compute_as_the_run_did(checkpoint: Path, base: Path, out: P
         assert not torch.equal(plain.hidden(text), model.hidden(text))
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_two_ranks_have_one_quantised_base(

@@ -160,6 +160,7 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory, config_of: Prepared) -> P
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", FAMILIES)
 def test_losses_do_not_depend_on_how_many_ranks_train_a_family(
