@@ -1,4 +1,4 @@
-"""How far two runs of one case differ, step by step."""
+"""Compares two runs of one case, step by step."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _LIBRARIES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """How a command ended."""
+    """The exit status and the output of a command."""
 
     status: int
     out: str
