@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def resolve(commit: str, *, repo: Path) -> str:
-    """Return the full hash of a commit, branch or tag. Raises SystemExit when there is none."""
+    """Return the full hash of a commit, branch or tag. Raises SystemExit for an unknown one."""
     found = _git(repo, "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}")
     if found.returncode:
         raise SystemExit(f"error: --against {commit}: no such commit. Name one that `git log` has.")

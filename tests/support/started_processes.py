@@ -1,4 +1,4 @@
-"""Fails a test that starts a process and carries no marker that says so.
+"""Fails a test that starts a process without a marker for it.
 
 A pytest plugin; tests/conftest.py registers it. Fixtures count for every test that requests them.
 """

@@ -32,9 +32,16 @@ class GroupTime:
         self.begin, self.end = min(self.begin, report.start), max(self.end, report.stop)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Record the group of a test; a report's keywords have the names of folders, too."""
+    markers = {mark.name for mark in item.iter_markers()}
+    name = next((each for each in GROUPS if each in markers), "in one process")
+    item.user_properties.append(("group", name))
+
+
 def group_name(report: pytest.TestReport) -> str:
     """Return the group of a test."""
-    return next((name for name in GROUPS if name in report.keywords), "in one process")
+    return str(dict(report.user_properties)["group"])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -43,7 +50,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     tests: dict[str, float] = defaultdict(float)
     reports = [each for outcome in terminalreporter.stats.values() for each in outcome]
     for report in reports:
-        if isinstance(report, pytest.TestReport):
+        if isinstance(report, pytest.TestReport) and ("group" in dict(report.user_properties)):
             groups[group_name(report)].add(report)
             tests[report.nodeid] += report.duration
     if not groups:
