@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.formats.fork_server import Commands
+from tests.formats.commands import Commands
 from tests.formats.recorded import Recorded, expected
 
 
 @pytest.fixture(scope="session")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Commands:
     """`tileforge`, with the recorded cache of the hub and without a network."""
     hub = Recorded.copied_to(tmp_path_factory.mktemp("hub") / "ada").root / "hub"
-    scratch = tmp_path_factory.mktemp("output")
-    with Commands(scratch, env={"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1"}) as commands:
-        yield commands
+    return Commands(env={"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1"})
 
 
 @pytest.fixture

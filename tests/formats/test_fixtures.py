@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.formats.fork_server import Commands
+from tests.formats.commands import Commands
 from tests.formats.making.recipe import PROMPTS
 from tests.formats.recorded import CLOSE, FIXTURES, Recorded, expected, read_json, rows
 

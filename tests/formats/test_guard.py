@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.formats.commands import Commands
 from tests.formats.filled import filled, filled_samples
-from tests.formats.fork_server import Commands
 from tests.formats.making.inputs import write_texts
 from tests.formats.making.recipe import PROMPTS
 from tests.formats.recorded import Recorded, read_json, rows

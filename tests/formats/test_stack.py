@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.formats.fork_server import Commands, Done
+from tests.formats.commands import Commands, Done
 from tests.formats.recorded import Recorded, read_json
 from tests.orchestrate.cloud.fake_pulumi import FakePulumi
 from tests.orchestrate.cloud.standin import CloudStandIn

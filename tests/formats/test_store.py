@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import pytest
 
-from tests.formats.fork_server import Commands
+from tests.formats.commands import Commands
 from tests.formats.recorded import Recorded, read_json
 from tests.formats.test_fixtures import require_continued
 from tests.storage.server import BUCKET, GcsServer

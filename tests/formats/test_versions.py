@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.formats.fork_server import Commands
+from tests.formats.commands import Commands
 from tests.formats.recorded import Recorded, expected, read_json
 from tests.formats.test_fixtures import require_continued
 from tests.support.formats import GOLDEN, read_format

@@ -11,12 +11,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tests.support import fork_server, forked
 from tests.support.ports import free_port
 from tests.support.several_runs import Planned
 
 REPO = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 DEADLINE_S = 300
+PYTHON = (sys.executable, "-I", "-S", forked.__file__)
+"""Runs `-m MODULE` or a file as Python does, in a fork that has imported torch."""
 SEVERAL = ("-m", "tests.support.several_runs")
 NUM_VAL_TARGETS = 999
 """Every validation token of `make_data_folder` but the first."""
@@ -50,15 +53,16 @@ dtype = "fp32"
 
 def rank_env(**extra: str) -> dict[str, str]:
     """The environment of a rank on this machine: one thread, the loopback interface."""
+    every = {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     return {
         **os.environ,
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(REPO),
-        "OMP_NUM_THREADS": "1",
+        **every,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "GLOO_SOCKET_IFNAME": "lo",
         "I_MPI_HYDRA_IFACE": "lo",
+        forked.VARIABLE: fork_server.server_name(**every),
         **extra,
     }
 
@@ -66,8 +70,8 @@ def rank_env(**extra: str) -> dict[str, str]:
 def mpirun(num_ranks: int, *program: str) -> list[str]:
     """The command that starts `num_ranks` ranks of a Python program."""
     if num_ranks == 1:
-        return [sys.executable, *program]
-    return ["mpirun", "-n", str(num_ranks), sys.executable, *program]
+        return [*PYTHON, *program]
+    return ["mpirun", "-n", str(num_ranks), *PYTHON, *program]
 
 
 def torchrun(num_ranks: int, *program: str) -> list[str]:

@@ -1,0 +1,229 @@
+"""A process that has imported torch and the payload, and runs programs in its forks.
+
+`server_name` starts it once for a session. tests.support.forked asks it for forks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import resource
+import runpy
+import secrets
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import payload
+from tests.support.forked import read_at_start
+
+_LIBRARIES = (
+    *("torch", "safetensors.torch", "tokenizers", "accelerate", "transformers", "rich.table"),
+    *("paramiko", "google.cloud.compute_v1", "google.cloud.storage"),
+)
+_LIMITS = ("RLIMIT_AS", "RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_MEMLOCK", "RLIMIT_NOFILE")
+
+
+@functools.cache
+def server_name(**environment: str) -> str:
+    """Start a server, which ends with this process, and return its name.
+
+    `environment` is in addition to this process's.
+    """
+    name = f"tileforge-tests-{os.getpid()}-{secrets.token_hex(8)}"
+    command = [sys.executable, "-m", "tests.support.fork_server", name]
+    repo = Path(__file__).parents[2]
+    started = subprocess.Popen(
+        command,
+        cwd=repo,
+        env={**os.environ, **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert started.stdin is not None and started.stdout is not None
+    assert started.stdout.readline() == b"listening\n"
+    atexit.register(_end, started)
+    return name
+
+
+def _end(started: subprocess.Popen[bytes]) -> None:
+    """End the server, and wait for it."""
+    with started:
+        pass
+
+
+def main(name: str) -> None:
+    """Fork for each connection until stdin ends."""
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(f"\0{name}")
+    listening.listen(64)
+    sys.stdout.write("listening\n")  # the imports need not be over
+    sys.stdout.flush()
+    with warnings.catch_warnings(action="ignore"):
+        for each in (*_LIBRARIES, *_modules()):
+            importlib.import_module(each)
+    gc.freeze()  # a collection in a fork would copy every page of what was imported
+    forks: dict[int, _Fork] = {}
+    while True:
+        watched = [descriptor for each in forks.values() for descriptor in each.watched]
+        ready, _, _ = select.select([0, listening, *watched], [], [])
+        if 0 in ready:
+            os._exit(0)  # taking all of it down in order takes seconds
+        if listening in ready:
+            with contextlib.suppress(OSError):  # the other side is gone
+                _Fork.of(listening.accept()[0], forks)
+        for number, each in list(forks.items()):
+            if each.ended in ready:
+                each.report()
+                del forks[number]
+            elif each.connection in ready:
+                each.pass_on()
+
+
+@dataclass(slots=True)
+class _Fork:
+    """A running program."""
+
+    process: int
+    ended: int
+    """Its pidfd, ready once it has ended."""
+    connection: socket.socket
+    killed: bool = False
+
+    @classmethod
+    def of(cls, connection: socket.socket, forks: dict[int, _Fork]) -> None:
+        """Run what the other side asks for in a fork and add it to `forks`."""
+        connection.sendall(f"{json.dumps(read_at_start(os.environ))}\n".encode())
+        text, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 3)
+        try:
+            while text and not text.endswith(b"\n"):
+                more = connection.recv(1 << 16)
+                text = text + more if more else b""
+            if not text:
+                connection.close()
+                return
+            process = os.fork()
+            if process == 0:
+                _become(json.loads(text), descriptors, _peer(connection))
+        finally:
+            for each in descriptors:
+                os.close(each)
+        forks[process] = cls(process, os.pidfd_open(process), connection)
+
+    @property
+    def watched(self) -> list[int | socket.socket]:
+        """What select waits for."""
+        return [self.ended] if self.killed else [self.ended, self.connection]
+
+    def pass_on(self) -> None:
+        """Send the program what the other side got; where that has ended, kill it."""
+        try:
+            numbers = self.connection.recv(64)
+        except OSError:
+            numbers = b""
+        self.killed = not numbers
+        for number in numbers or [signal.SIGKILL]:
+            signal.pidfd_send_signal(self.ended, number)
+
+    def report(self) -> None:
+        """Tell the other side how the program ended."""
+        _, status = os.waitpid(self.process, 0)
+        os.close(self.ended)
+        with contextlib.suppress(OSError):
+            self.connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+        self.connection.close()
+
+
+def _modules() -> Iterator[str]:
+    """Yield the names of the payload's modules; those that are programs run in the forks."""
+    for found in pkgutil.walk_packages(payload.__path__, "payload."):
+        if not found.name.endswith(".__main__"):
+            yield found.name
+
+
+def _peer(connection: socket.socket) -> int:
+    """Return the process id of the other side."""
+    size = struct.calcsize("3i")
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    return int(struct.unpack("3i", credentials)[0])
+
+
+def _become(request: Mapping[str, Any], descriptors: list[int], peer: int) -> NoReturn:
+    """Run the program in this process as Python runs it."""
+    for place, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, place)
+    os.closerange(3, 256)
+    _open_streams()
+    os.sched_setaffinity(0, os.sched_getaffinity(peer))
+    for name in _LIMITS:
+        limit = getattr(resource, name)
+        resource.setrlimit(limit, resource.prlimit(peer, limit))
+    os.umask(request["umask"])
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    status = _run(request["words"])
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
+
+
+def _open_streams() -> None:
+    """Open the standard streams as Python does; the server's know whether its own can be sought."""
+    for number, name, mode, buffering in (
+        (0, "stdin", "r", -1),
+        (1, "stdout", "w", -1),
+        (2, "stderr", "w", 1),
+    ):
+        old = getattr(sys, name)
+        new = os.fdopen(number, mode, buffering, old.encoding, old.errors, closefd=False)
+        setattr(sys, name, new)
+        setattr(sys, f"__{name}__", new)
+
+
+def _run(words: list[str]) -> int:
+    """Run `-m MODULE` or a file and return the exit status."""
+    try:
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            sys.path[0] = str(Path.cwd())
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            sys.path[0] = str(Path(words[0]).resolve().parent)
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 0xFF
+        sys.stderr.write(f"{end.code}\n")
+        return 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

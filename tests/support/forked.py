@@ -1,0 +1,76 @@
+"""Runs a Python program in a fork of tests.support.fork_server: forked.py -m MODULE | FILE WORDS.
+
+The import of torch takes 1.5 s of processor time, most of a short run. This process stands for
+the fork: it passes signals on and ends as the fork ends, and the fork ends with it. Without a
+server, or where a variable that is read at the start of a program differs, it becomes Python.
+
+`python -I -S` starts it in milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+
+VARIABLE = "TILEFORGE_TESTS_FORK_SERVER"
+"""The server's name in the abstract namespace of Unix sockets."""
+_READ_AT_START = (
+    *("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_"),
+    *("TORCH_", "HF_", "TRANSFORMERS_", "HOME", "XDG_", "LANG", "LC_"),
+)
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that the interpreter or a library reads when it is loaded."""
+    return {name: text for name, text in environment.items() if name.startswith(_READ_AT_START)}
+
+
+def main() -> None:
+    """Run the program and end as it does."""
+    environment = dict(os.environ)
+    name = environment.pop(VARIABLE, None)
+    server = _connected(name, environment) if name else None
+    if server is None:
+        os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+    mask = os.umask(0)
+    os.umask(mask)
+    request = {"words": sys.argv[1:], "env": environment, "folder": os.getcwd(), "umask": mask}  # noqa: PTH109
+    line = f"{json.dumps(request)}\n".encode()
+    sent = socket.send_fds(server, [line], [0, 1, 2])
+    server.sendall(line[sent:])
+
+    def pass_on(number: int, _: object) -> None:
+        with contextlib.suppress(OSError):  # the fork has ended
+            server.sendall(bytes([number]))
+
+    for each in _PASSED_ON:
+        if signal.getsignal(each) != signal.SIG_IGN:
+            signal.signal(each, pass_on)
+    answer = server.makefile().readline()
+    status = int(answer) if answer else -signal.SIGKILL
+    if status < 0:
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def _connected(name: str, environment: Mapping[str, str]) -> socket.socket | None:
+    """Connect to the server where a fork of it has the variables that are read at a start."""
+    server = socket.socket(socket.AF_UNIX)
+    try:
+        server.connect(f"\0{name}")
+    except OSError:
+        return None
+    of_server = json.loads(server.makefile().readline())
+    return server if of_server == read_at_start(environment) else None
+
+
+if __name__ == "__main__":
+    main()
