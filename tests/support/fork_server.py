@@ -34,20 +34,24 @@ import payload
 from tests.support.forked import read_at_start
 
 _LIBRARIES = (
-    *("torch", "safetensors.torch", "tokenizers", "accelerate", "transformers", "rich.table"),
-    *("paramiko", "google.cloud.compute_v1", "google.cloud.storage"),
+    "torch",
+    "safetensors.torch",
+    "tokenizers",
+    "accelerate",
+    "transformers",
+    "rich.table",
 )
 _LIMITS = ("RLIMIT_AS", "RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_MEMLOCK", "RLIMIT_NOFILE")
 
 
 @functools.cache
-def server_name(**environment: str) -> str:
+def server_name(*libraries: str, **environment: str) -> str:
     """Start a server, which ends with this process, and return its name.
 
-    `environment` is in addition to this process's.
+    Both arguments are additions: to what it imports, and to this process's variables.
     """
     name = f"tileforge-tests-{os.getpid()}-{secrets.token_hex(8)}"
-    command = [sys.executable, "-m", "tests.support.fork_server", name]
+    command = [sys.executable, "-m", "tests.support.fork_server", name, *libraries]
     repo = Path(__file__).parents[2]
     started = subprocess.Popen(
         command,
@@ -68,7 +72,7 @@ def _end(started: subprocess.Popen[bytes]) -> None:
         pass
 
 
-def main(name: str) -> None:
+def main(name: str, *libraries: str) -> None:
     """Fork for each connection until stdin ends."""
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(f"\0{name}")
@@ -76,24 +80,24 @@ def main(name: str) -> None:
     sys.stdout.write("listening\n")  # the imports need not be over
     sys.stdout.flush()
     with warnings.catch_warnings(action="ignore"):
-        for each in (*_LIBRARIES, *_modules()):
+        for each in (*_LIBRARIES, *libraries, *_modules()):
             importlib.import_module(each)
     gc.freeze()  # a collection in a fork would copy every page of what was imported
     forks: dict[int, _Fork] = {}
     while True:
-        watched = [descriptor for each in forks.values() for descriptor in each.watched]
+        watched = [descriptor for fork in forks.values() for descriptor in fork.watched]
         ready, _, _ = select.select([0, listening, *watched], [], [])
         if 0 in ready:
             os._exit(0)  # taking all of it down in order takes seconds
         if listening in ready:
             with contextlib.suppress(OSError):  # the other side is gone
                 _Fork.of(listening.accept()[0], forks)
-        for number, each in list(forks.items()):
-            if each.ended in ready:
-                each.report()
+        for number, fork in list(forks.items()):
+            if fork.ended in ready:
+                fork.report()
                 del forks[number]
-            elif each.connection in ready:
-                each.pass_on()
+            elif fork.connection in ready:
+                fork.pass_on()
 
 
 @dataclass(slots=True)
@@ -220,10 +224,10 @@ def _run(words: list[str]) -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         return 1
     return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from payload.train.setup import find_start
 from payload.train.tasks.registry import open_task
 from payload.train.world import World
 from tests.support.data_folders import make_data_folder
-from tests.support.launching import rank_env, run, train_program
+from tests.support.launching import PYTHON, rank_env, run, train_program
 
 pytestmark = pytest.mark.processes
 
@@ -108,7 +107,7 @@ def test_one_line_and_the_designed_exit_code(
     overrides = spoil(tmp_path)
     # The hub is switched off: a name that is no folder must not wait for a network.
     result = run(
-        [sys.executable, *train_program(tmp_path / "run", config, *overrides)],
+        [*PYTHON, *train_program(tmp_path / "run", config, *overrides)],
         env=rank_env(HF_HUB_OFFLINE="1"),
     )
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
@@ -119,10 +118,10 @@ def test_one_line_and_the_designed_exit_code(
 
 
 def test_a_missing_config_and_a_missing_run_folder_say_what_to_name(tmp_path: Path) -> None:
-    neither = run([sys.executable, "-m", "payload.train"])
+    neither = run([*PYTHON, "-m", "payload.train"])
     assert neither.returncode == 2
     assert "--config FILE" in neither.stderr
-    absent = run([sys.executable, "-m", "payload.train", "--run-dir", str(tmp_path / "x")])
+    absent = run([*PYTHON, "-m", "payload.train", "--run-dir", str(tmp_path / "x")])
     assert absent.returncode == 10
     assert "No such file or directory" in absent.stderr
 
@@ -132,7 +131,7 @@ def test_backends_that_are_not_here_are_refused_before_training(
     tmp_path: Path, tiny_config: Path, backend: str
 ) -> None:
     words = train_program(tmp_path / "run", tiny_config, f"distributed.backend={backend}")
-    result = run([sys.executable, *words])
+    result = run([*PYTHON, *words])
     assert result.returncode == 10
     assert f"distributed.backend = '{backend}'" in result.stderr
     assert "gloo" in result.stderr
@@ -142,7 +141,7 @@ def test_compiling_without_a_compiler_is_refused_before_training(
     tmp_path: Path, tiny_config: Path
 ) -> None:
     words = train_program(tmp_path / "run", tiny_config, "engine.compile=true")
-    result = run([sys.executable, *words], env={**rank_env(), "PATH": str(tmp_path)})
+    result = run([*PYTHON, *words], env={**rank_env(), "PATH": str(tmp_path)})
     assert result.returncode == 10
     assert "apt-get install g++" in result.stderr
 
@@ -160,7 +159,7 @@ def test_a_resume_that_would_be_another_run_is_refused(
     trained_run: Path, tiny_config: Path, change: str, message: str
 ) -> None:
     words = train_program(trained_run, tiny_config, "train.steps=6", change)
-    result = run([sys.executable, *words])
+    result = run([*PYTHON, *words])
     assert result.returncode == 10
     assert re.search(message, result.stderr), result.stderr
 
@@ -169,7 +168,7 @@ def test_a_resume_that_would_be_another_run_is_refused(
 def trained_run(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "run"
     words = train_program(folder, tiny_config, "train.steps=3")
-    assert run([sys.executable, *words]).returncode == 0
+    assert run([*PYTHON, *words]).returncode == 0
     return folder
 
 
@@ -177,7 +176,7 @@ def test_sizes_that_the_initial_weights_do_not_have_are_refused(
     trained_run: Path, tiny_config: Path, tmp_path: Path
 ) -> None:
     words = train_program(tmp_path, tiny_config, f"model.init={trained_run}", "model.n_layer=3")
-    result = run([sys.executable, *words])
+    result = run([*PYTHON, *words])
     assert result.returncode == 10
     assert "model.n_layer = 3, but the weights of model.init have 2" in result.stderr
 
@@ -206,10 +205,10 @@ def test_a_preset_and_a_bias_that_the_initial_weights_do_not_have_are_said_to_be
 
 def test_an_error_is_left_in_the_runs_files_too(tmp_path: Path, tiny_config: Path) -> None:
     words = train_program(tmp_path / "run", tiny_config, "data.sequence_length=50000")
-    assert run([sys.executable, *words]).returncode == 10
+    assert run([*PYTHON, *words]).returncode == 10
     assert not (tmp_path / "run").exists(), "a start that is refused makes no run folder"
     (tmp_path / "run").mkdir()  # as `orchestrate run` does
-    assert run([sys.executable, *words]).returncode == 10
+    assert run([*PYTHON, *words]).returncode == 10
     record = json.loads((tmp_path / "run" / "exits" / "rank_0000.json").read_text())
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert record["exit_code"] == 10
