@@ -114,7 +114,7 @@ def test_no_message_names_a_command_in_words_of_its_own() -> None:
     for path in sorted((ROOT / "payload").rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         if "python" not in text or "-m" not in text:
-            continue  # a fifth of the files is left to parse
+            continue  # few are left to parse
         tree = ast.parse(text)
         prose = {
             id(node.value)
