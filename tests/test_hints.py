@@ -78,7 +78,7 @@ def test_a_hint_says_python_where_the_environment_is_active() -> None:
 
 
 def test_a_hint_in_the_checkout_is_short() -> None:
-    line = hint("generate", "--help", cwd=ROOT)
+    line = hint("data", "--help", cwd=ROOT)
     assert "PYTHONPATH" not in line and "cd " not in line
     assert "usage:" in typed(line, cwd=ROOT)
 
@@ -112,7 +112,10 @@ def test_no_message_names_a_command_in_words_of_its_own() -> None:
     """Every `python -m payload...` that a user sees comes from `payload.hints`."""
     found = []
     for path in sorted((ROOT / "payload").rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if "python" not in text or "-m" not in text:
+            continue  # few are left to parse
+        tree = ast.parse(text)
         prose = {
             id(node.value)
             for node in ast.walk(tree)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,12 +12,13 @@ import pytest
 
 from payload.checkpoint_files import config_sha256, weights_sha256
 from payload.data.__main__ import main as data
-from payload.errors import ExitCode
+from payload.errors import ExitCode, TileforgeError
 from payload.export.__main__ import main as export
 from payload.finetune.__main__ import main as finetune
 from payload.orchestrate.__main__ import main as orchestrate
 from tests.support.chat_data import conversations, make_model, make_tokenizer, prepare, write_rows
 from tests.support.launching import mpirun, run, train_program
+from tests.train.alone import forget_accelerate, train_alone
 
 USER = {"role": "user", "content": "what is red"}
 ANSWER = {"role": "assistant", "content": "a word"}
@@ -328,20 +328,28 @@ def adapted(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one step with an adapter beside a copy of the model; not to be changed."""
     folder = tmp_path_factory.mktemp("adapted")
     shutil.copytree(place / "model", folder / "base")
-    done = _train(folder, place)
-    assert done.returncode == ExitCode.OK, done.stderr
+    assert _train(folder, place) is None
     return folder
 
 
-def _train(folder: Path, place: Path, *settings: str) -> subprocess.CompletedProcess[str]:
-    """Train an adapter beside the base in `folder`, in the run beside it."""
-    own = (
+def _train(folder: Path, place: Path, *settings: str) -> TileforgeError | None:
+    """Train an adapter beside the base in `folder`, in the run beside it; return the error."""
+    forget_accelerate()
+    try:
+        train_alone(folder / "run", place / "defaults.toml", *_settings(folder, place, *settings))
+    except TileforgeError as error:
+        return error
+    return None
+
+
+def _settings(folder: Path, place: Path, *settings: str) -> tuple[str, ...]:
+    """Return the overrides of such a run."""
+    return (
         *("task.kind=chat", "data.sequence_length=64", "adapter.kind=lora", "adapter.rank=4"),
         *("batch.global_batch_size=2", "batch.micro_batch_size=2", "schedule.warmup_steps=0"),
         *("train.steps=1", "train.eval_every=0", "precision.dtype=fp32"),
         *(f"data.dir={place / 'data'}", f"model.init={folder / 'base'}", *settings),
     )
-    return run(mpirun(1, *train_program(folder / "run", place / "defaults.toml", *own)))
 
 
 def _files(folder: Path) -> Mapping[str, bytes]:
@@ -350,14 +358,12 @@ def _files(folder: Path) -> Mapping[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
-def require_refused_run(done: subprocess.CompletedProcess[str], sentence: str) -> None:
-    """Expect that a rank ended with this error as its last line."""
-    assert done.returncode == ExitCode.CONFIG, done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1] == f"error: {sentence}"
+def require_refused_run(error: TileforgeError | None, sentence: str) -> None:
+    """Expect that a rank ended with this error."""
+    assert error is not None and error.exit_code == ExitCode.CONFIG
+    assert str(error) == sentence
 
 
-@pytest.mark.processes
 def test_a_resume_beside_another_base(place: Path, adapted: Path, tmp_path: Path) -> None:
     copy, other = tmp_path / "copy", tmp_path / "other"
     shutil.copytree(adapted, copy)
@@ -372,7 +378,6 @@ def test_a_resume_beside_another_base(place: Path, adapted: Path, tmp_path: Path
     assert _files(copy / "run" / "checkpoints") == before
 
 
-@pytest.mark.processes
 def test_a_resume_beside_another_config_json(place: Path, adapted: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(adapted, copy)
@@ -388,7 +393,6 @@ def test_a_resume_beside_another_config_json(place: Path, adapted: Path, tmp_pat
     assert _files(copy / "run" / "checkpoints") == before
 
 
-@pytest.mark.processes
 def test_a_resume_with_another_rank(place: Path, adapted: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(adapted, copy)
@@ -406,15 +410,17 @@ def test_an_adapter_is_no_base_for_another_adapter(
     place: Path, adapted: Path, tmp_path: Path
 ) -> None:
     init = adapted / "run"
-    require_refused_run(
-        _train(tmp_path, place, f"model.init={init}"),
-        f"model.init = '{init}': it is an adapter, and adapter.kind = 'lora' needs whole weights "
-        f"below. Merge it first with python -m payload.export --checkpoint {init} --merge.",
+    own = _settings(tmp_path, place, f"model.init={init}")
+    done = run(mpirun(1, *train_program(tmp_path / "run", place / "defaults.toml", *own)))
+    assert done.returncode == ExitCode.CONFIG, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        f"error: model.init = '{init}': it is an adapter, and adapter.kind = 'lora' needs whole "
+        f"weights below. Merge it first with python -m payload.export --checkpoint {init} --merge."
     )
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.processes
 def test_a_place_where_an_export_may_not_write(
     adapted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from benchmarks.scaling.runs import Arrangement, Work
 from payload.models.gpt2 import PRESETS
 from payload.run_config import parse_run_config
 from payload.step_time import buckets
-from tests.support.launching import BIN, REPO
+from tests.support.launching import BIN
 
 TINY = buckets(PRESETS["tiny"])
 NUMBERS = sum(bucket.numbers for bucket in TINY)
@@ -178,24 +176,17 @@ def test_every_rank_has_as_many_passes_however_many_there_are() -> None:
 
 @pytest.mark.ranks
 def test_two_ranks_exchange_a_step_s_gradients_and_the_runs_are_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("PATH", f"{BIN}{os.pathsep}{os.environ['PATH']}")
     runs = tmp_path / "runs.jsonl"
     words = ["--model", "tiny", "--rounds", "1", "--steps", "2", "--only", "exchange:2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.scaling", *words, "--runs", str(runs)],
-        env={**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"},
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    assert main([*words, "--runs", str(runs)]) == 0
+    measured = capsys.readouterr().out.splitlines()[-1]
     (kept,) = (json.loads(line) for line in runs.read_text().splitlines())
     assert (kept["numbers"], kept["buckets"]) == (NUMBERS, len(TINY))
     assert len(kept["took_s"]) == 2 and min(kept["took_s"]) > 0
-    assert json.loads(done.stdout.splitlines()[-1])["fit"].startswith("none: fewer than two")
+    assert json.loads(measured)["fit"].startswith("none: fewer than two")
     # Without running anything, the same again from the file.
     assert main(["--rounds", "0", "--runs", str(runs)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == done.stdout.splitlines()[-1]
+    assert capsys.readouterr().out.splitlines()[-1] == measured

@@ -52,7 +52,9 @@ def passing(count: int) -> str:
     return "".join(_PASSES.format(number) for number in range(count))
 
 
-@pytest.mark.parametrize("place", [0, 3, 5])
+@pytest.mark.parametrize(
+    "place", [pytest.param(0, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_a_crash_fails_one_test_and_the_others_run(tmp_path: Path, place: int) -> None:
     files = [passing(count) for count in (3, 1, 1, 4, 1)]
     files.insert(place, passing(2) + _CRASHES + "def test_after():\n    pass\n")

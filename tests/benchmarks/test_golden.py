@@ -174,9 +174,17 @@ def test_a_trainer_without_its_function_is_started_as_a_command(
     ("trainer", "said"),
     [
         (FAILS, "the trainer's own error"),
-        (TRAINER.replace("main(", "run(").replace("return 0", "return 3"), "exit status 3"),
+        pytest.param(
+            TRAINER.replace("main(", "run(").replace("return 0", "return 3"),
+            "exit status 3",
+            marks=pytest.mark.slow,
+        ),
         (TRAINER.replace("range(1, 31)", "range(1, 30)"), "has loss of steps"),
-        (TRAINER.replace("model.safetensors", "optimizer.safetensors"), "has no weights"),
+        pytest.param(
+            TRAINER.replace("model.safetensors", "optimizer.safetensors"),
+            "has no weights",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_commit_that_does_not_train_to_the_end_is_an_error(
@@ -191,7 +199,9 @@ def test_a_commit_that_does_not_train_to_the_end_is_an_error(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_an_interrupt_removes_the_worktree_and_kills_the_ranks(
     repo: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -186,16 +186,21 @@ def terminal(
 _COMPLETED = [
     ("tileforge pref", "tileforge preflight "),
     ("tileforge run --inv", "tileforge run --inventory "),
-    ("tileforge train --con", "tileforge train --config "),
-    ("tileforge prepare --sou", "tileforge prepare --source "),
     ("tileforge prepare --source std", "tileforge prepare --source stdlib "),
     ("tileforge data ver", "tileforge data verify "),
+]
+_COMPLETED_TOO = [
+    ("tileforge train --con", "tileforge train --config "),
+    ("tileforge prepare --sou", "tileforge prepare --source "),
     ("tileforge export --format g", "tileforge export --format gguf "),
     ("tileforge completion f", "tileforge completion fish "),
 ]
 
 
-@pytest.mark.parametrize(("typed", "completed"), _COMPLETED)
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [*_COMPLETED, *(pytest.param(*each, marks=pytest.mark.slow) for each in _COMPLETED_TOO)],
+)
 @pytest.mark.parametrize("terminal", ["bash"], indirect=True)
 def test_the_tab_key_completes_in_bash(terminal: Terminal, typed: str, completed: str) -> None:
     terminal.press(f"{typed}\t")

@@ -62,7 +62,10 @@ def losses_of_transformers(checkpoint: Path, data: Path, *, length: int) -> list
     return found
 
 
-@pytest.mark.parametrize(("length", "max_tokens"), [(64, None), (32, None), (64, 200), (64, 64)])
+@pytest.mark.parametrize(
+    ("length", "max_tokens"),
+    [(64, None), (32, None), (64, 200), pytest.param(64, 64, marks=pytest.mark.slow)],
+)
 def test_the_loss_is_that_of_transformers_over_the_first_whole_blocks(
     checkpoint: Path,
     data: Path,
@@ -99,15 +102,17 @@ def test_bf16_comes_close_to_fp32(
 
 
 @pytest.mark.ranks
-def test_two_ranks_find_what_one_finds(checkpoint: Path, data: Path) -> None:
-    rows = []
-    for ranks in (1, 2):
-        program = ["-m", "payload.evaluate", "--checkpoint", str(checkpoint), "--data", str(data)]
-        done = run(mpirun(ranks, *program, "--json"))
-        assert done.returncode == 0, done.stderr
-        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        assert len(lines) == 1, "rank 0 alone prints the result"
-        rows.append(last_line(done.stdout))
+def test_two_ranks_find_what_one_finds(
+    checkpoint: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(checkpoint, data, "--json") == ExitCode.OK
+    rows = [last_line(capsys.readouterr().out)]
+    program = ["-m", "payload.evaluate", "--checkpoint", str(checkpoint), "--data", str(data)]
+    done = run(mpirun(2, *program, "--json"))
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == 1, "rank 0 alone prints the result"
+    rows.append(last_line(done.stdout))
     assert [row["world_size"] for row in rows] == [1, 2]
     assert rows[0]["val_tokens"] == rows[1]["val_tokens"] == 960
     assert rows[1]["val_loss"] == pytest.approx(rows[0]["val_loss"], rel=1e-9)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
+import io
 import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from payload.data.__main__ import main as data
 from payload.errors import ExitCode
 from payload.finetune.__main__ import main
+from payload.orchestrate.__main__ import main as orchestrate
 from payload.results import RunPaths
 from payload.run_config import load_run_config
 from payload.run_samples import SAMPLES_NAME, read_samples
@@ -60,20 +67,43 @@ def environment() -> dict[str, str]:
     return {key: value for key, value in rank_env().items() if not key.startswith("MASTER_")}
 
 
+def run_here(words: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
+    """Run `python -m payload.data` or `payload.orchestrate` in this process, which has torch."""
+    python, flag, name, *rest = words
+    assert (python, flag) == (sys.executable, "-m")
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
+        status = data(rest) if name == "payload.data" else orchestrate(rest, environment())
+    return subprocess.CompletedProcess(words, status, out.getvalue(), err.getvalue())
+
+
+@pytest.fixture
+def in_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`main` queries the other programs in this process; the current folder is `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
+    programs = SimpleNamespace(run=run_here, DEVNULL=subprocess.DEVNULL)
+    monkeypatch.setattr("payload.finetune.__main__.subprocess", programs)
+
+
 @pytest.mark.processes
-def test_a_dry_run_prints_everything_and_writes_nothing(place: Path, tmp_path: Path) -> None:
-    done = finetune(place, "--data", place / "chats.jsonl", "--dry-run", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "task chat, because its rows have the column 'messages'" in done.stdout
-    assert "method  training of all weights, as it fits into" in done.stdout
-    assert 'micro_batch_size = "auto"' in done.stdout
-    assert "payload.data prepare --task chat" in done.stdout
+@pytest.mark.usefixtures("in_process")
+def test_a_dry_run_prints_everything_and_writes_nothing(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(place, "--data", place / "chats.jsonl", "--dry-run")[3:]) == 0
+    out = capsys.readouterr().out
+    assert "task chat, because its rows have the column 'messages'" in out
+    assert "method  training of all weights, as it fits into" in out
+    assert 'micro_batch_size = "auto"' in out
+    assert "payload.data prepare --task chat" in out
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.processes
+@pytest.mark.usefixtures("in_process")
 def test_where_nothing_fits_the_smallest_method_is_named_and_in_fp32_the_smaller_dtype(
-    place: Path, tmp_path: Path
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machines = json.loads((REPO / "payload/configs/llama70b_machines.json").read_text())
     nodes = [{**each, "memory_gib": 0.5} for each in machines["nodes"]]
@@ -81,46 +111,85 @@ def test_where_nothing_fits_the_smallest_method_is_named_and_in_fp32_the_smaller
     small.write_text(json.dumps({**machines, "nodes": nodes}))
     words = ("--data", place / "chats.jsonl", "--inventory", small, "--dry-run")
     for dtype in ("fp32", "bf16"):
-        done = finetune(place, *words, "--set", f"precision.dtype={dtype}", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert "beside a base of 4 bits, though the estimate is above the memory: " in done.stdout
-        is_named = "--set precision.dtype=bf16 takes less memory" in done.stdout
+        assert main(command(place, *words, "--set", f"precision.dtype={dtype}")[3:]) == 0
+        out = capsys.readouterr().out
+        assert "beside a base of 4 bits, though the estimate is above the memory: " in out
+        is_named = "--set precision.dtype=bf16 takes less memory" in out
         assert is_named is (dtype == "fp32")
 
 
-@pytest.mark.ranks
-def test_one_command_goes_from_conversations_to_a_checkpoint_and_its_parts_can_be_run_again(
-    place: Path, tmp_path: Path
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finetuned:
+    """What one whole command left."""
+
+    cwd: Path
+    words: tuple[object, ...]
+    stderr: str
+    prepare: str
+    again: str
+    """The two commands that it printed, as a shell reads them."""
+
+    def newest(self) -> RunPaths:
+        """Return the newest run."""
+        return RunPaths((self.cwd / "runs" / "latest").resolve())
+
+
+@pytest.fixture(scope="module")
+def finetuned(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Finetuned:
+    """Conversations made into a checkpoint with samples."""
+    cwd = tmp_path_factory.mktemp("whole")
     words = ("--data", place / "chats.jsonl", "--steps", 3, "--set", "adapter.kind=lora")
-    done = finetune(place, *words, "--out", "out", cwd=tmp_path)
+    done = finetune(place, *words, "--out", "out", cwd=cwd)
     assert done.returncode == 0, done.stderr
-    config = load_run_config(tmp_path / "out" / "run.toml")
+    prepare, again = (line for line in done.stdout.splitlines() if line.startswith("PYTHONPATH="))
+    return Finetuned(cwd=cwd, words=words, stderr=done.stderr, prepare=prepare, again=again)
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("in_process")
+def test_one_command_goes_from_conversations_to_a_checkpoint_and_keeps_an_edited_config(
+    finetuned: Finetuned,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(finetuned.cwd)
+    out = finetuned.cwd / "out" / "run.toml"
+    config = load_run_config(out)
     assert (config.task.kind, config.adapter.kind, config.train.steps) == ("chat", "lora", 3)
     assert config.batch.micro_batch_size == "auto"
-    run = RunPaths((tmp_path / "runs" / "latest").resolve())
+    run = finetuned.newest()
     assert isinstance(load_run_config(run.config).batch.micro_batch_size, int)
     newest = run.newest_checkpoint()
     assert newest is not None and (newest / "adapter_model.safetensors").exists()
-    assert len(read_samples(run.root / SAMPLES_NAME)) == 2 and "no samples" not in done.stderr
-    prepare, again = (line for line in done.stdout.splitlines() if line.startswith("PYTHONPATH="))
-    edited = (tmp_path / "out" / "run.toml").read_text().replace("steps = 3", "steps = 2")
-    (tmp_path / "out" / "run.toml").write_text(edited)
-    for line in (prepare, again):
-        words_of = shlex.split(line)
+    assert len(read_samples(run.root / SAMPLES_NAME)) == 2
+    assert "no samples" not in finetuned.stderr
+    written = out.read_text()
+    out.write_text(written.replace("steps = 3", "steps = 2"))
+    refused = main(command(place, *finetuned.words, "--out", "out")[3:])
+    out.write_text(written)
+    assert refused == ExitCode.CONFIG
+    said = capsys.readouterr().err
+    assert "says something else, perhaps your own edits. Run it with: " in said
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_parts_of_the_command_can_be_run_again(finetuned: Finetuned) -> None:
+    out = finetuned.cwd / "out" / "run.toml"
+    out.write_text(out.read_text().replace("steps = 3", "steps = 2"))
+    for line in (finetuned.prepare, finetuned.again):
         typed = subprocess.run(
-            words_of[1:], cwd=tmp_path, env={**environment(), "PYTHONPATH": str(REPO)}, check=False
+            shlex.split(line)[1:],
+            cwd=finetuned.cwd,
+            env={**environment(), "PYTHONPATH": str(REPO)},
+            check=False,
         )
         assert typed.returncode == 0
-    assert (
-        json.loads(RunPaths((tmp_path / "runs" / "latest").resolve()).summary.read_text())["steps"]
-        == 2
-    )
-    refused = finetune(place, *words, "--out", "out", cwd=tmp_path)
-    assert refused.returncode == ExitCode.CONFIG
-    assert "says something else, perhaps your own edits. Run it with: " in refused.stderr
+    assert json.loads(finetuned.newest().summary.read_text())["steps"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(("data", "task"), [("labelled.csv", "classify"), ("plain.txt", "text")])
 def test_labelled_texts_and_plain_text_are_trained_on_as_well(
@@ -162,7 +231,7 @@ def test_the_report_shows_what_the_model_wrote_before_and_after(
 def test_a_signal_reaches_the_run_and_its_exit_code_is_the_command_s(
     place: Path, tmp_path: Path
 ) -> None:
-    words = command(place, "--data", place / "chats.jsonl", "--steps", 100_000)
+    words = command(place, "--data", place / "labelled.csv", "--steps", 100_000, "--no-samples")
     with subprocess.Popen(words, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE) as it:
         wait_until(lambda: any(tmp_path.glob("runs/*/metrics.jsonl")), what="a step", timeout_s=120)
         os.kill(it.pid, signal.SIGINT)
@@ -171,6 +240,7 @@ def test_a_signal_reaches_the_run_and_its_exit_code_is_the_command_s(
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
@@ -193,12 +263,9 @@ def test_a_mistake_is_one_line_and_exit_10(
     tmp_path: Path,
     words: tuple[str, ...],
     problem: str,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     real = [str(place / word) if (place / word).is_file() else word for word in words]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(REPO))
     assert main([*command(place, *real, "--dry-run")[3:]]) == ExitCode.CONFIG
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and problem in line

@@ -82,14 +82,22 @@ def test_torchrun_keeps_what_srun_needs() -> None:
     assert launcher_environment(base, {}, keeps=find("torchrun").keeps) == {"SLURM_JOB_ID": "7"}
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """A copy of the payload that has one file more."""
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the payload that has one file more, and data."""
+    folder = tmp_path_factory.mktemp("launchers")
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
-    shutil.copytree(REPO / "payload", tmp_path / "payload", ignore=ignored)
-    toy = tmp_path / "payload" / "launch" / "launchers" / "toy.py"
+    shutil.copytree(REPO / "payload", folder / "payload", ignore=ignored)
+    toy = folder / "payload" / "launch" / "launchers" / "toy.py"
     shutil.copy(toy_launcher.__file__, toy)
-    return tmp_path
+    make_data_folder(folder / "data", num_train_tokens=4000, num_val_tokens=200, vocab_size=512)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def toy_run(root: Path) -> tuple[RunPaths, str]:
+    """A run through the new launcher, and what it printed."""
+    return run(root, "toy", "launch.launcher=toy")
 
 
 def run(root: Path, run_id: str, *settings: str) -> tuple[RunPaths, str]:
@@ -111,14 +119,21 @@ def run(root: Path, run_id: str, *settings: str) -> tuple[RunPaths, str]:
 
 
 @pytest.mark.ranks
-def test_a_new_launcher_is_one_file_and_trains_what_mpirun_trains(root: Path) -> None:
+def test_a_new_launcher_is_one_file_and_trains(toy_run: tuple[RunPaths, str]) -> None:
     lines = Path(toy_launcher.__file__).read_text(encoding="utf-8").splitlines()
     assert len(lines) < 60
-    make_data_folder(root / "data", num_train_tokens=4000, num_val_tokens=200, vocab_size=512)
-    toy, said = run(root, "toy", "launch.launcher=toy")
+    toy, said = toy_run
     assert "through toy" in said or "toy; everything in" in said, said
     result = summary(toy.root)
     assert (result["world_size"], result["ranks_identical"]) == (2, True)
     assert result["status"] == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_new_launcher_trains_what_mpirun_trains(
+    root: Path, toy_run: tuple[RunPaths, str]
+) -> None:
+    toy, _ = toy_run
     usual, _ = run(root, "usual")
     assert losses(toy.root) == pytest.approx(losses(usual.root), rel=1e-6)

@@ -22,7 +22,6 @@ from payload.run_config import parse_run_config
 from payload.run_lock import RunLock, starting
 from tests.orchestrate.operator import SETTINGS
 from tests.orchestrate.test_commands import Workplace
-from tests.supervise.planned import state_of
 from tests.support.data_folders import make_data_folder
 from tests.support.run_folders import write_state
 
@@ -203,13 +202,12 @@ def test_a_job_that_may_go_on_is_not_resumed_while_slurm_does_not_answer(
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("resume")
 def test_a_job_s_run_that_is_resumed_here_is_a_run_here(tmp_path: Path) -> None:
     workplace = Workplace(tmp_path)
     paths = workplace.run_paths("one")
-    first = workplace.start(("--steps", "2"), "run", "--run-id", "one")
-    assert first.wait(60) == ExitCode.OK, first.communicate()[1]
-    pid = state_of(paths).supervisor_pid
-    write_json(paths.job, RunJob(site="slurm", job_id="12", pid=pid))
+    write_state(paths, status="finished", exit_class="ok", supervisor_pid=7, node="node-1")
+    assert paths.job.exists()
     again = workplace.start(("--steps", "2"), "run", "--resume", "one", "--set", "train.steps=9999")
     assert again.wait(60) == ExitCode.OK, again.communicate()[1]
     assert not paths.job.exists()

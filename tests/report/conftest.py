@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.real_runs import make_runs
+from tests.report.real_runs import make_failed_run, make_runs
 from tests.support.browser import Browser, leave_out_without_browser
 
 
@@ -26,5 +26,12 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A runs folder with real runs: `stopped`, `resumed` (which lost a rank, too), and `failed`."""
+    """A runs folder with real runs: `stopped`, and `resumed`, which lost a rank, too."""
     return make_runs(tmp_path_factory.mktemp("report"))
+
+
+@pytest.fixture(scope="session")
+def runs_and_failed(runs: Path) -> Path:
+    """The same with `failed`."""
+    make_failed_run(runs)
+    return runs

@@ -54,6 +54,8 @@ def check_figures(browser: Browser, runs: Path) -> dict[str, str]:
 
 def setting_text(value: object) -> str:
     """Return a setting as the page shows it."""
+    if isinstance(value, list):
+        value = tuple(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

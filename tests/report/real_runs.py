@@ -21,8 +21,14 @@ HOURLY_USD = 3.6
 TIMEOUT_S = 180.0
 
 
+STEPS = 100
+"""Of the run that finishes: it is stopped at about 20 and loses a rank at about 40."""
+TRACKERS = '["csv", "mlflow"]'
+"""Of the same run."""
+
+
 def make_runs(folder: Path) -> Path:
-    """Return a runs folder with `stopped`, `resumed` and `failed`."""
+    """Return a runs folder with `stopped` and `resumed`, which have trackers."""
     data = make_data_folder(folder / "data", vocab_size=512)
     config = folder / "run.toml"
     config.write_text(TINY_RUN.format(data=data), encoding="utf-8")
@@ -30,35 +36,50 @@ def make_runs(folder: Path) -> Path:
     inventory.write_text(_priced_inventory(), encoding="utf-8")
     runs = folder / "runs"
     _stop_and_resume(runs, config, inventory)
-    failing = [*_words(runs, config, inventory), "--run-id", "failed", "--set", "optimizer.lr=1e30"]
+    return runs
+
+
+def make_failed_run(runs: Path) -> None:
+    """Add `failed` to the runs of `make_runs`."""
+    words = _words(runs, runs.parent / "run.toml", runs.parent / "inventory.json")
+    failing = [*words, "--run-id", "failed", "--set", "optimizer.lr=1e30"]
     done = subprocess.run(failing, cwd=REPO, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 40, done.stderr
     assert done.stderr.splitlines()[-1] == f"report: {RunPaths(runs / 'failed').report}"
-    return runs
 
 
 def _stop_and_resume(runs: Path, config: Path, inventory: Path) -> None:
     paths = RunPaths(runs / "resumed")
     settings = (
         "train.profile_step=5",
-        "train.steps=400",
-        "train.eval_every=100",
-        "train.checkpoint_every=50",
+        f"train.steps={STEPS}",
+        "train.eval_every=25",
+        "train.checkpoint_every=20",
+        "batch.micro_batch_size=4",
+        f"track.to={TRACKERS}",
         f"storage.results={runs.parent / 'store'}",
     )
     words = _words(runs, config, inventory, *settings)
     first = subprocess.Popen([*words, "--run-id", "resumed"], cwd=REPO, stderr=subprocess.PIPE)
-    wait_for_steps(paths, step=20)
+    wait_for_steps(paths, step=10)
     first.send_signal(signal.SIGINT)
-    assert first.wait(timeout=TIMEOUT_S) == 130
+    _, said = first.communicate(timeout=TIMEOUT_S)
+    assert first.returncode == 130, said.decode()
+    printed(runs / "stopped").write_bytes(said)
     shutil.copytree(paths.root, runs / "stopped")
     _rename(RunPaths(runs / "stopped"))
     second = subprocess.Popen([*words, "--resume", "resumed"], cwd=REPO, stderr=subprocess.PIPE)
-    pids = wait_for_steps(paths, step=120)
+    pids = wait_for_steps(paths, step=40)
     os.kill(pids[1], signal.SIGKILL)
     _, said = second.communicate(timeout=TIMEOUT_S)
     assert second.returncode == 0, said.decode()
     assert said.decode().splitlines()[-1] == f"report: {paths.report}"
+    printed(paths.root).write_bytes(said)
+
+
+def printed(run: Path) -> Path:
+    """Return the path of what the command of a run wrote to stderr."""
+    return run.parent.with_name(f"{run.name}.stderr")
 
 
 def _rename(paths: RunPaths) -> None:

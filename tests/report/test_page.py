@@ -7,7 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from payload.profile_table import PROFILE_TABLE, read_table
 from payload.report.__main__ import main
 from payload.results import RunPaths
 from tests.report.figures import check_curves, check_figures
+from tests.report.real_runs import STEPS
 from tests.report.synthetic import HOSTILE, make_hostile, make_long
 from tests.support.browser import Browser
 
@@ -40,7 +41,7 @@ def require_quiet(browser: Browser, page: Path) -> None:
 @pytest.mark.parametrize(
     ("run", "sentence", "status"),
     [
-        ("resumed", "Finished 400 steps in ", "finished"),
+        ("resumed", f"Finished {STEPS} steps in ", "finished"),
         ("stopped", "Stopped after ", "stopped"),
         ("failed", "Failed after ", "failed"),
     ],
@@ -49,10 +50,11 @@ def test_a_run_that_ended_in_any_way_has_a_page_whose_every_figure_is_its_file_s
     run: str,
     sentence: str,
     status: str,
-    runs: Path,
+    runs_and_failed: Path,
     browser: Browser,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    runs = runs_and_failed
     page = write(capsys, runs / run)
     assert page == RunPaths(runs / run).report
     browser.open(page)
@@ -130,10 +132,10 @@ def test_curves_zoom_and_have_a_log_scale(
     browser.open(page)
     browser.resize(1280, 900)
     whole = axis_labels(browser, "lr")
-    assert whole[-1] == "400"
+    assert whole[-1] == str(STEPS)
     browser.drag("[data-chart=loss] svg", start=0.5, end=0.75)
     near = axis_labels(browser, "lr")
-    assert near != whole and 100 < float(near[-1]) < 400  # all curves follow
+    assert near != whole and STEPS / 4 < float(near[-1]) < STEPS  # all curves follow
     browser.run("document.querySelector('[data-reset]').click()")
     assert axis_labels(browser, "lr") == whole
     browser.run("document.querySelector('[data-chart=grad_norm] button').click()")
@@ -227,7 +229,7 @@ def test_damaged_files_leave_a_page_without_them(
     runs: Path, browser: Browser, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damaged = tmp_path / "runs" / "damaged"
-    shutil.copytree(runs / "failed", damaged)
+    shutil.copytree(runs / "stopped", damaged)
     for name in ("summary.json", "state.json", "inventory.json", "run.toml"):
         (damaged / name).write_bytes(b"\xff{" * 30)
     page = write(capsys, damaged)
@@ -239,12 +241,28 @@ def test_damaged_files_leave_a_page_without_them(
 def test_two_runs_are_a_table_in_the_terminal(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--compare", "resumed", "failed", "--runs-dir", str(runs)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["resumed", "failed"]
-    by_name = {line.split("  ")[0]: line.split()[1:] for line in lines if line}
+    by_name = table_of(("resumed", "stopped"), runs, capsys)
+    assert by_name["status"] == ["finished", "stopped"]
+    assert by_name["steps"][0] == str(STEPS)
+
+
+@pytest.mark.slow
+def test_settings_that_differ_are_in_the_table(
+    runs_and_failed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    by_name = table_of(("resumed", "failed"), runs_and_failed, capsys)
     assert by_name["status"] == ["finished", "failed"]
     assert by_name["optimizer.lr"] == ["0.001", "1e+30"]
+
+
+def table_of(
+    names: Sequence[str], runs: Path, capsys: pytest.CaptureFixture[str]
+) -> Mapping[str, Sequence[str]]:
+    """Compare runs in the terminal; return the row of each name."""
+    assert main(["--compare", *names, "--runs-dir", str(runs)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == list(names)
+    return {line.split("  ")[0]: line.split()[1:] for line in lines if line}
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ from payload.report.trackers.base import About, Row
 from payload.results import RunPaths
 from payload.run_config import parse_run_config
 from payload.tracking import missing_notes, wanted_trackers
+from tests.report.real_runs import TRACKERS as TRACKERS_OF_RUNS
+from tests.report.real_runs import printed
 from tests.report.tracker_packages import PACKAGES, environment
 from tests.support.launching import REPO
 
@@ -29,13 +31,16 @@ TIMEOUT_S = 200
 
 
 def tracked_copy(runs: Path, target: Path, *trackers: str) -> RunPaths:
-    """Copy the stopped run, with these trackers in its config."""
-    shutil.copytree(runs / "stopped", target)
+    """Copy the stopped run, with these trackers in its config and nothing tracked yet."""
+    shutil.copytree(
+        runs / "stopped", target, ignore=shutil.ignore_patterns(RunPaths(target).track.name)
+    )
     paths = RunPaths(target)
     text = paths.config.read_text(encoding="utf-8")
     names = ", ".join(f'"{name}"' for name in trackers)
-    assert 'to = ["auto"]' in text
-    paths.config.write_text(text.replace('to = ["auto"]', f"to = [{names}]"), encoding="utf-8")
+    assert f"to = {TRACKERS_OF_RUNS}" in text
+    changed = text.replace(f"to = {TRACKERS_OF_RUNS}", f"to = [{names}]")
+    paths.config.write_text(changed, encoding="utf-8")
     return paths
 
 
@@ -120,26 +125,14 @@ def test_a_tracker_that_fails_is_one_note_and_the_others_go_on(runs: Path, tmp_p
 
 
 @pytest.mark.ranks
-def test_a_real_run_is_tracked_while_it_goes_on_and_at_its_end(runs: Path, tmp_path: Path) -> None:
-    words = ["--set", 'track.to=["csv", "mlflow"]', "--set", "train.steps=30"]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "payload.orchestrate", "run", "--inventory", "local"),
-            *("--config", str(runs.parent / "run.toml"), "--runs-dir", str(tmp_path / "runs")),
-            *("--run-id", "one", *words),
-        ],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stderr.splitlines()
+@pytest.mark.parametrize("run", ["stopped", "resumed"])
+def test_a_real_run_is_tracked_while_it_goes_on_and_at_its_end(run: str, runs: Path) -> None:
+    lines = printed(runs / run).read_text(encoding="utf-8").splitlines()
     assert len([line for line in lines if "track.to = mlflow" in line]) == 1
-    paths = RunPaths(tmp_path / "runs" / "one")
-    assert lines[-1] == f"report: {paths.report}"
-    assert (paths.track / "csv" / "metrics.csv").read_text(encoding="utf-8").count("\n") == 32 + 1
+    paths = RunPaths(runs / run)
+    rows = read_metrics(paths.metrics)
+    kept = (paths.track / "csv" / "metrics.csv").read_text(encoding="utf-8")
+    assert kept.count("\n") == len(rows) + 1
     assert (paths.track / "csv" / "summary.json").is_file()
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from payload.errors import ConfigError, DataError, ExitCode
+from payload.orchestrate.__main__ import main as orchestrate
 from payload.run_config import parse_run_config
 from payload.storage.checkpoints import Upload, fetch_newest, remove_checkpoints, whole_checkpoints
 from payload.storage.here import bring_data_here
@@ -233,11 +234,17 @@ def test_data_in_a_bucket_is_brought_once_and_verified(
     ],
 )
 def test_preflight_tries_the_store_last(
-    proxy: FaultyProxy, results: str, code: ExitCode, words: str
+    proxy: FaultyProxy,
+    results: str,
+    code: ExitCode,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command = [sys.executable, "-m", "payload.orchestrate", "preflight", "--inventory", "local"]
-    command += ["--set", f"storage.results={results}", "--quick", "--json"]
-    env = {**os.environ, "STORAGE_EMULATOR_HOST": proxy.url}
-    done = subprocess.run(command, env=env, cwd=REPO, capture_output=True, text=True, check=False)
-    assert done.returncode == code, done.stdout + done.stderr
-    assert words in done.stdout + done.stderr
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+    setting = f"storage.results={results}"
+    command = ["preflight", "--inventory", "local", "--set", setting, "--quick", "--json"]
+    status = orchestrate(command, os.environ)
+    said = capsys.readouterr()
+    assert status == code, said.out + said.err
+    assert words in said.out + said.err

@@ -59,7 +59,9 @@ def told(paths: RunPaths) -> set[str]:
     return set((paths.root / "told").read_text(encoding="ascii").split())
 
 
-def test_a_stop_reaches_rank_0_through_its_node_and_it_saves(tmp_path: Path, port: int) -> None:
+def test_a_stop_reaches_rank_0_through_its_node_it_saves_and_a_later_run_is_not_stopped(
+    tmp_path: Path, port: int
+) -> None:
     paths = plan_off_head(tmp_path / "run", "--save-s", "1", port=port)
     supervisor = supervise(paths)
     pid, _ = wait_for_steps(paths)
@@ -72,14 +74,7 @@ def test_a_stop_reaches_rank_0_through_its_node_and_it_saves(tmp_path: Path, por
     assert paths.rank_log(0).read_text().splitlines() == ["rank 0 begins", "rank 0 stopped"]
     assert f"stop:{pid}" in told(paths)
     assert not processes_of(paths.root)
-
-
-def test_what_an_earlier_run_was_told_stops_no_later_one(tmp_path: Path, port: int) -> None:
-    paths = plan_off_head(tmp_path / "run", port=port)
-    first = supervise(paths)
-    wait_for_steps(paths)
-    ask_to_stop(paths, first)
-    assert first.wait(DEADLINE_S) == ExitCode.OK
+    # What this run was told stops no later one.
     (paths.root / "stand_in_stop").unlink()
     (paths.root / "told").unlink()
     second = supervise(paths)

@@ -46,21 +46,24 @@ class Case:
 
 _CHAT = ("train.steps=8", "batch.global_batch_size=6", "batch.micro_batch_size=1")
 _PAIRS = ("train.steps=6", "batch.micro_batch_size=1", "train.checkpoint_every=0")
+_OF_SIX = "batch.global_batch_size=6"
 _FAST = ("optimizer.lr=0.01", "optimizer.min_lr=0.01")
 _TEXTS = ("task.class_weights=balanced", "train.steps=4", "schedule.warmup_steps=0")
-CHAT = {"chat": Case(config="chat", ranks=3, overrides=_CHAT)}
-PREFERENCE = {
+CASES = {
+    "chat": Case(config="chat", ranks=3, overrides=_CHAT),
+    "preference-lora": Case(
+        config="preference", ranks=3, overrides=(*_PAIRS, *LORA, *_FAST, _OF_SIX)
+    ),
+    "classify": Case(config="classify", ranks=3, overrides=(*CLASSIFY, *_TEXTS)),
+}
+"""Of `make test`; they share one start of ranks."""
+OTHERS = {
     "preference": Case(config="preference", ranks=4, overrides=_PAIRS),
-    "preference-lora": Case(config="preference", ranks=2, overrides=(*_PAIRS, *LORA, *_FAST)),
     "preference-shard": Case(
         config="preference", ranks=2, overrides=_PAIRS, strategy=("distributed.strategy=shard",)
     ),
-}
-CLASSIFIERS = {
-    "classify": Case(config="classify", ranks=3, overrides=(*CLASSIFY, *_TEXTS)),
     "classify-lora": Case(config="classify", ranks=2, overrides=(*CLASSIFY, *LORA, *_TEXTS)),
 }
-CASES = CHAT | PREFERENCE | CLASSIFIERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +93,24 @@ def tasks(tmp_path_factory: pytest.TempPathFactory, tiny_config: Path) -> Mappin
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, tasks: Mapping[str, Task]) -> Path:
-    """A folder with the runs of every case: `NAME/several` and `NAME/one`.
+    """A folder with the runs of `CASES`: `NAME/several` and `NAME/one`."""
+    return train_all(CASES, tasks, tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory, tasks: Mapping[str, Task]) -> Path:
+    """The same of `OTHERS`."""
+    return train_all(OTHERS, tasks, tmp_path_factory.mktemp("others"))
+
+
+def train_all(cases: Mapping[str, Case], tasks: Mapping[str, Task], root: Path) -> Path:
+    """Train each case on its ranks and on one.
 
     Each has its own copy of the data, as a run on pairs stores its reference there.
     """
-    root = tmp_path_factory.mktemp("trained")
     together: dict[int, dict[Path, tuple[str, ...]]] = defaultdict(dict)
     configs: dict[Path, Path] = {}
-    for name, case in CASES.items():
+    for name, case in cases.items():
         task = tasks[case.config]
         for kind, strategy in (("several", case.strategy), ("one", ())):
             folder = root / name / kind
@@ -130,24 +143,42 @@ def test_conversations_have_the_losses_of_one_rank_and_of_other_micro_batches(
         assert of_run[2] == chat.val_trained_tokens
 
 
-@pytest.mark.parametrize("name", PREFERENCE)
-def test_pairs_have_the_losses_rewards_and_reference_of_one_rank(name: str, trained: Path) -> None:
-    several, one = (trained / name / kind for kind in ("several", "one"))
+def test_pairs_have_the_losses_rewards_and_reference_of_one_rank(trained: Path) -> None:
+    check_pairs(trained / "preference-lora")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["preference", "preference-shard"])
+def test_so_have_pairs_on_other_ranks_and_in_shards(name: str, others: Path) -> None:
+    check_pairs(others / name)
+
+
+def check_pairs(case: Path) -> None:
+    """Compare the two runs of a case."""
+    several, one = (case / kind for kind in ("several", "one"))
     assert evaluations(several)[0] == evaluations(one)[0]
     assert losses(several) == pytest.approx(losses(one), abs=1e-5)
     for key in ("reward_margin", "val_margin", "val_loss"):
         of_runs = [[row[key] for row in metrics(run) if key in row] for run in (several, one)]
         assert of_runs[0] == pytest.approx(of_runs[1], abs=1e-5) and len(of_runs[0]) >= 2
     stored = [
-        (trained / name / f"{kind}-data" / "reference.fp32.bin").read_bytes()
-        for kind in ("several", "one")
+        (case / f"{kind}-data" / "reference.fp32.bin").read_bytes() for kind in ("several", "one")
     ]
     assert stored[0] == stored[1]
 
 
-@pytest.mark.parametrize("name", CLASSIFIERS)
-def test_a_classifier_has_the_losses_and_confusion_of_one_rank(name: str, trained: Path) -> None:
-    several, one = (trained / name / kind for kind in ("several", "one"))
+def test_a_classifier_has_the_losses_and_confusion_of_one_rank(trained: Path) -> None:
+    check_classifier(trained / "classify")
+
+
+@pytest.mark.slow
+def test_so_has_the_adapter_of_a_classifier(others: Path) -> None:
+    check_classifier(others / "classify-lora")
+
+
+def check_classifier(case: Path) -> None:
+    """Compare the two runs of a case."""
+    several, one = (case / kind for kind in ("several", "one"))
     assert evaluations(several)[0] == evaluations(one)[0]
     assert evaluations(several)[-1]["val_confusion"] == evaluations(one)[-1]["val_confusion"]
     assert losses(several) == pytest.approx(losses(one), rel=1e-5)
@@ -159,50 +190,48 @@ def evaluated(
 ) -> Mapping[str, Path]:
     """The run of one rank to evaluate, of pairs and of texts."""
     root = tmp_path_factory.mktemp("evaluated")
-    for name, overrides in (("preference", ("task.beta=0.3",)), ("classify", CLASSIFY)):
+    for name, overrides in (
+        ("preference", ("task.beta=0.3", "train.steps=6")),
+        ("classify", CLASSIFY),
+    ):
         task = tasks[name]
         forget_accelerate()
         train_alone(root / name, task.config, *task.overrides, *overrides)
     return {name: root / name for name in ("preference", "classify")}
 
 
-@pytest.fixture(scope="module")
 def on_ranks(
-    tmp_path_factory: pytest.TempPathFactory,
-    tasks: Mapping[str, Task],
-    evaluated: Mapping[str, Path],
-) -> Mapping[str, list[dict[str, Any]]]:
-    """The JSON of `evaluate` on two ranks and on three."""
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for ranks in (2, 3):
-        root = tmp_path_factory.mktemp("printed")
-        commands = {root / name: words(name, evaluated, tasks) for name in evaluated}
-        for path, printed in evaluate_several(commands, num_ranks=ranks).items():
-            found[path.name].append(json_of(printed))
-    return found
+    tasks: Mapping[str, Task], evaluated: Mapping[str, Path], *, ranks: int, root: Path
+) -> Mapping[str, dict[str, Any]]:
+    """Return the JSON of `evaluate` on so many ranks, by the task."""
+    commands = {root / name: words(name, evaluated, tasks) for name in evaluated}
+    printed = evaluate_several(commands, num_ranks=ranks)
+    return {path.name: json_of(text) for path, text in printed.items()}
 
 
 def words(name: str, evaluated: Mapping[str, Path], tasks: Mapping[str, Task]) -> list[str]:
     return ["--checkpoint", str(evaluated[name]), "--data", str(tasks[name].data), "--json"]
 
 
-@pytest.mark.parametrize("name", ["preference", "classify"])
-def test_evaluate_gives_equal_numbers_on_one_two_and_three_ranks(
-    name: str,
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_evaluate_gives_the_numbers_of_one_rank(
+    ranks: int,
     tasks: Mapping[str, Task],
     evaluated: Mapping[str, Path],
-    on_ranks: Mapping[str, list[dict[str, Any]]],
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert evaluate(words(name, evaluated, tasks), {}) == 0
-    row = json_of(capsys.readouterr().out)
-    found = [dict(each) for each in (row, *on_ranks[name])]
-    assert [each.pop("world_size") for each in found] == [1, 2, 3]
-    assert found[0] == found[1] == found[2]
-    last = evaluations(evaluated[name])[-1]
-    if name == "classify":
-        assert row["labels"] == sorted(WORDS) and row["val_texts"] == 31
-    else:
+    several = on_ranks(tasks, evaluated, ranks=ranks, root=tmp_path)
+    for name in evaluated:
+        assert evaluate(words(name, evaluated, tasks), {}) == 0
+        row = json_of(capsys.readouterr().out)
+        found = [dict(each) for each in (row, several[name])]
+        assert [each.pop("world_size") for each in found] == [1, ranks]
+        assert found[0] == found[1]
+        last = evaluations(evaluated[name])[-1]
+        if name == "classify":
+            assert row["labels"] == sorted(WORDS) and row["val_texts"] == 31
+            continue
         assert row["beta"] == 0.3 and row["val_pairs"] == 12
         for key in ("val_loss", "accuracy", "margin", "chosen_reward", "rejected_reward"):
             assert row[key] == pytest.approx(last["val_" + key.removeprefix("val_")], abs=1e-5)

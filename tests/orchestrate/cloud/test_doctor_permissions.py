@@ -35,15 +35,21 @@ def found(site: Site, capsys: Capture, name: str) -> tuple[int, dict[str, Any]]:
     ("rules", "outcome"),
     [
         ([{"allowAll": True}], "ok"),
-        ([], "ok"),
+        pytest.param([], "ok", marks=pytest.mark.slow),
         ([{"denyAll": True}], "error"),
-        ([{"values": {"allowedValues": [HEAD]}}], "ok"),
+        pytest.param([{"values": {"allowedValues": [HEAD]}}], "ok", marks=pytest.mark.slow),
         ([{"values": {"allowedValues": [f"is:{HEAD}"]}}], "ok"),
         ([{"values": {"allowedValues": [HEAD.replace("mine", "other")]}}], "error"),
         ([{"values": {"deniedValues": [HEAD]}}], "error"),
-        ([{"values": {"deniedValues": [HEAD.replace("mine", "other")]}}], "ok"),
+        pytest.param(
+            [{"values": {"deniedValues": [HEAD.replace("mine", "other")]}}],
+            "ok",
+            marks=pytest.mark.slow,
+        ),
         ([{"values": {"allowedValues": ["under:organizations/1"]}}], "unknown"),
-        ([{"denyAll": True, "condition": {"expression": "x"}}], "unknown"),
+        pytest.param(
+            [{"denyAll": True, "condition": {"expression": "x"}}], "unknown", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_head_with_an_address_needs_the_policy_on_external_addresses(
