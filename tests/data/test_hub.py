@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +19,11 @@ from payload.data.sources import SourceRequest, build_source
 from payload.data.sources.hub import OPENWEBTEXT, OPENWEBTEXT_REVISION
 from payload.data_folder import load_meta
 from tests.data.fake_hub import COMMIT, fake_hub
-from tests.data.running import read_bin, reference_tokens, run_data
+from tests.data.running import REPOSITORY, environment, read_bin, reference_tokens
 
 pytestmark = pytest.mark.processes
+
+Asked = tuple[Path, dict[str, subprocess.CompletedProcess[str]]]
 
 TEXTS = [f"Document {i}: caf\u00e9 {'word ' * (i % 40)}" for i in range(3000)]
 
@@ -48,7 +52,7 @@ def all_tokens(folder: Path) -> list[int]:
     return sorted(np.concatenate(parts).tolist())
 
 
-@pytest.mark.parametrize("kind", ["hf", "openwebtext"])
+@pytest.mark.parametrize("kind", ["hf", pytest.param("openwebtext", marks=pytest.mark.slow)])
 def test_local_parquet_folder_is_read_whole(kind: str, dataset: Path, tmp_path: Path) -> None:
     args = ["--source", kind, f"--input={dataset}", f"--out={tmp_path / 'out'}", "--quiet"]
     assert main(["prepare", *args]) == 0
@@ -79,7 +83,7 @@ def test_folder_that_datasets_saved_is_read(tmp_path: Path) -> None:
 def test_reading_goes_on_at_any_cursor(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("payload.data.documents.BATCH_BYTES", 20_000)
+    monkeypatch.setattr("payload.data.documents.BATCH_BYTES", 80_000)
     if form == "parquet":
         folder = write_dataset(tmp_path / "set", TEXTS)
     else:
@@ -101,45 +105,86 @@ def test_reading_goes_on_at_any_cursor(
         assert rest == [number for later in batches[index + 1 :] for number in later.numbers]
 
 
-def test_the_hub_is_asked_for_parquet_at_a_fixed_commit(dataset: Path, tmp_path: Path) -> None:
-    args = ["--source", "hf", "--input", OPENWEBTEXT, "--out", tmp_path / "out"]
+def run_several(
+    commands: Mapping[str, Sequence[object]], extra: Mapping[str, str]
+) -> dict[str, subprocess.CompletedProcess[str]]:
+    """Run `prepare` with each of these flags, one after the other in one process.
+
+    The hub's client takes its address from the environment when it is imported.
+    """
+    program = (
+        "import json, sys; from tests.data.running import run_here\n"
+        "for words in json.loads(sys.argv[1]):\n"
+        "    done = run_here(*words)\n"
+        "    print(json.dumps([done.returncode, done.stdout, done.stderr]))"
+    )
+    given = [["prepare", *map(str, words)] for words in commands.values()]
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(given)],
+        cwd=REPOSITORY,
+        env=environment(extra),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    rows = map(json.loads, done.stdout.splitlines())
+    return {
+        name: subprocess.CompletedProcess(words, *row)
+        for (name, words), row in zip(commands.items(), rows, strict=True)
+    }
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Asked:
+    """Commands with a hub on a local port, then some without any; all write below one folder."""
+    root = tmp_path_factory.mktemp("asked")
+    words = ["--source", "hf", "--input", OPENWEBTEXT, "--out", root / "out"]
     with fake_hub(dataset, dataset=OPENWEBTEXT) as endpoint:
-        extra = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home")}
-        result = run_data("prepare", *args, extra=extra)
-        assert result.returncode == 0, result.stderr
-        missing = run_data(
-            *("prepare", "--source", "hf", "--input", "no/such", "--out", tmp_path / "b"),
-            extra=extra,
+        done = run_several(
+            {
+                "named": words,
+                "missing": ["--source", "hf", "--input", "no/such", "--out", root / "b"],
+                "pinned": ["--source", "openwebtext", "--out", root / "pinned"],
+            },
+            {"HF_ENDPOINT": endpoint, "HF_HOME": str(root / "home")},
         )
-    meta = load_meta(tmp_path / "out")
+    done |= run_several(
+        {
+            "ready": [*words, "--revision", COMMIT],
+            "unreachable": ["--source", "hf", "--input", "a/b", "--out", root / "c", "--quiet"],
+        },
+        {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(root / "empty_home")},
+    )
+    return root, done
+
+
+def test_the_hub_is_asked_for_parquet_at_a_fixed_commit(asked: Asked) -> None:
+    root, done = asked
+    assert done["named"].returncode == 0, done["named"].stderr
+    meta = load_meta(root / "out")
     assert meta.revision == COMMIT
     assert meta.split.method == "permutation"
-    assert all_tokens(tmp_path / "out") == sorted(reference_tokens(TEXTS).tolist())
-    assert missing.returncode == 10
-    assert "has no public dataset no/such. Check the name" in missing.stderr
+    assert all_tokens(root / "out") == sorted(reference_tokens(TEXTS).tolist())
+    assert done["missing"].returncode == 10
+    assert "has no public dataset no/such. Check the name" in done["missing"].stderr
     # What was made once needs no hub to be found ready.
-    ready = run_data("prepare", *args, "--revision", COMMIT, extra={"HF_ENDPOINT": "http://x"})
-    assert ready.returncode == 0, ready.stderr
-    assert "nothing to do" in ready.stderr
+    assert done["ready"].returncode == 0, done["ready"].stderr
+    assert "nothing to do" in done["ready"].stderr
 
 
-def test_openwebtext_is_pinned(dataset: Path, tmp_path: Path) -> None:
+def test_openwebtext_is_pinned(asked: Asked) -> None:
     source = build_source(SourceRequest(kind="openwebtext"))
     assert source.identity()[-2:] == [OPENWEBTEXT, OPENWEBTEXT_REVISION]
-    with fake_hub(dataset, dataset=OPENWEBTEXT) as endpoint:
-        extra = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home")}
-        result = run_data(
-            *("prepare", "--source", "openwebtext", "--out", tmp_path / "out"), extra=extra
-        )
-    assert result.returncode == 0, result.stderr
-    assert load_meta(tmp_path / "out").revision == OPENWEBTEXT_REVISION
+    root, done = asked
+    assert done["pinned"].returncode == 0, done["pinned"].stderr
+    assert load_meta(root / "pinned").revision == OPENWEBTEXT_REVISION
 
 
-def test_unreachable_hub_is_one_clear_line(tmp_path: Path) -> None:
-    result = run_data(
-        *("prepare", "--source", "hf", "--input", "a/b", "--out", tmp_path / "out", "--quiet"),
-        extra={"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")},
-    )
+def test_unreachable_hub_is_one_clear_line(asked: Asked) -> None:
+    result = asked[1]["unreachable"]
     assert result.returncode == 10
     assert result.stderr.startswith("error: the Hugging Face hub cannot be reached for a/b (")
     assert "--input FOLDER" in result.stderr
@@ -150,7 +195,9 @@ def test_unreachable_hub_is_one_clear_line(tmp_path: Path) -> None:
     ("more", "message"),
     [
         (["--split", "test"], "no split 'test'; splits there: train"),
-        (["--text-column", "id"], "column 'id' is int64, not text"),
+        pytest.param(
+            ["--text-column", "id"], "column 'id' is int64, not text", marks=pytest.mark.slow
+        ),
         (["--text-column", "body"], "no column 'body'; columns there: 'id', 'text'"),
         (["--config", "other"], "'other' not found"),
     ],

@@ -102,7 +102,7 @@ def long_answers(count: int) -> list[Messages]:
         pytest.param(long_answers(60), 20, id="truncated"),
     ],
 )
-def test_fifty_losses_are_those_of_trl(
+def test_twenty_losses_are_those_of_trl(
     model: Path, tmp_path: Path, rows: list[Messages], truncated: int
 ) -> None:
     given = [{"messages": messages} for messages in rows]

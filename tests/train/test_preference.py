@@ -48,7 +48,8 @@ from tests.train.task_runs import (
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-FAST_LORA = (*LORA, "optimizer.lr=0.01", "optimizer.min_lr=0.01")
+FASTER = ("optimizer.lr=0.01", "optimizer.min_lr=0.01")
+FAST_LORA = (*LORA, *FASTER)
 ROWS = pairs(60)
 
 
@@ -230,20 +231,21 @@ def test_a_resumed_run_is_bitwise_the_unbroken_one(
     config: Path, tmp_path: Path, adapter: tuple[str, ...]
 ) -> None:
     whole, parts = RunPaths(tmp_path / "whole"), RunPaths(tmp_path / "parts")
-    train_alone(whole.root, config, *adapter)
-    train_alone(parts.root, config, *adapter, "train.steps=10")
-    train_alone(parts.root, config, *adapter)
+    settings = (*FASTER, *adapter, "train.checkpoint_every=5")
+    train_alone(whole.root, config, *settings, "train.steps=10")
+    train_alone(parts.root, config, *settings, "train.steps=5")
+    train_alone(parts.root, config, *settings, "train.steps=10")
     assert losses(parts.root) == losses(whole.root)
     assert losses(whole.root)[0] == pytest.approx(np.log(2), abs=1e-5)
     assert losses(whole.root)[-1] < 0.66
     name = "adapter_model.safetensors" if adapter else "model.safetensors"
-    found, wanted = ((each.checkpoint(PAIR_STEPS) / name).read_bytes() for each in (parts, whole))
+    found, wanted = ((each.checkpoint(10) / name).read_bytes() for each in (parts, whole))
     assert found == wanted
     last = evaluations(whole.root)[-1]
     assert last["val_pairs"] == 12 and last["val_accuracy"] > 0.5 and last["val_margin"] > 0
 
 
-@pytest.mark.parametrize("quantize", ["none", "nf4"])
+@pytest.mark.parametrize("quantize", ["none", pytest.param("nf4", marks=pytest.mark.slow)])
 def test_the_command_stores_what_a_run_computes_itself(
     config: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], quantize: str
 ) -> None:

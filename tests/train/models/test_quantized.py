@@ -241,7 +241,7 @@ def pefts_losses(
     return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_resume_is_bitwise_and_its_checkpoint_says_how_the_base_was_quantised(
     base: Path, tmp_path: Path, tiny_config: Path, dtype: str
 ) -> None:
