@@ -19,6 +19,12 @@ from tests.generate.models import make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+DTYPES = ("bf16", "f16", "q8_0")
+SAMPLES = {
+    **{"GPT2": "q8_0", "Llama": "f16", "Qwen2": "bf16"},
+    **{"Qwen3": "q8_0", "Mistral": "f16", "Gemma3Text": "bf16"},
+}
+"""The dtype of each kind of model that `make test` exports."""
 PROMPT = [464, 206, 758, 218]
 VOCAB = EOS + 1
 SIZES = {
@@ -112,8 +118,14 @@ def expected_of(model: Any, dtype: str) -> Mapping[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "f16", "q8_0"])
-@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma3Text"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        pytest.param(kind, dtype, marks=() if dtype == sample else pytest.mark.slow)
+        for kind, sample in SAMPLES.items()
+        for dtype in DTYPES
+    ],
+)
 def test_transformers_reads_the_exported_weights_and_gives_their_tokens(
     kind: str, dtype: str, tmp_path: Path
 ) -> None:
@@ -132,7 +144,9 @@ def test_transformers_reads_the_exported_weights_and_gives_their_tokens(
     assert greedy(read) == tokens
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "f16", "q8_0"])
+@pytest.mark.parametrize(
+    "dtype", ["bf16", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[1:])]
+)
 def test_a_smollm3_has_llama_cpps_names_and_order_of_rows(dtype: str, tmp_path: Path) -> None:
     # transformers' reader does not know this model: the package gguf reads it. llama.cpp itself is
     # compared by `python -m benchmarks.llama_cpp`.

@@ -67,15 +67,15 @@ def generate(*arguments: str, source: Path) -> int:
     return main(["--checkpoint", str(source), "--max-new-tokens", "8", *arguments])
 
 
-@pytest.mark.processes
-def test_text_goes_to_stdout_and_talk_to_stderr(folder: Path) -> None:
-    command = [sys.executable, "-m", "payload.generate", "--checkpoint", str(folder)]
-    command += ["--prompt", "def ", "--num-samples", "2", "--max-new-tokens", "8"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, encoding="utf-8")
-    first, second = done.stdout.split("\n---\n")
+def test_text_goes_to_stdout_and_talk_to_stderr(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert generate("--prompt", "def ", "--num-samples", "2", source=folder) == ExitCode.OK
+    done = capfd.readouterr()
+    first, second = done.out.split("\n---\n")
     assert first.startswith("def ") and second.startswith("def ")
     assert first != second
-    assert "model:" in done.stderr and "tokens/s" in done.stderr
+    assert "model:" in done.err and "tokens/s" in done.err
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("samples", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_text_is_printed_as_it_is_made_and_ctrl_c_keeps_it(folder: Path, samples: int) -> None:
     with started(folder, "--num-samples", str(samples)) as process:
         assert process.stdout is not None and process.stderr is not None
