@@ -48,7 +48,6 @@ from payload.train.models.registry import load
 from tests.supervise.planned import plan_stand_in
 from tests.train.alone import train_alone
 
-
 ALL_READS = 24_000
 """How often damaged bytes are read by all formats in the whole of their test."""
 

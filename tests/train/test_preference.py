@@ -160,9 +160,7 @@ def test_twenty_losses_are_those_of_trl(model: Path, config: Path, tmp_path: Pat
         assert [row[ours] for row in found][kept] == pytest.approx(wanted, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "case", ["llama", "gpt2", pytest.param("phi3", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("case", ["llama", "gpt2", pytest.param("phi3", marks=pytest.mark.slow)])
 def test_loss_and_gradients_of_several_batches_are_those_of_trl(tmp_path: Path, case: str) -> None:
     """With weights that have left the reference, in every family, with and without kernels."""
     base = make_model(tmp_path / "base", case, template=PLAIN_TEMPLATE)
@@ -179,9 +177,7 @@ def test_loss_and_gradients_of_several_batches_are_those_of_trl(tmp_path: Path, 
     chosen = order.blocks(np.arange(PAIR_STEPS * BATCH)).reshape(-1, BATCH)
     shaped = load(tmp_path / "moved")
     furthest, several = 0.0, 6
-    for some, inputs in islice(
-        zip(chosen, trainer.get_train_dataloader(), strict=True), several
-    ):
+    for some, inputs in islice(zip(chosen, trainer.get_train_dataloader(), strict=True), several):
         trainer.model.zero_grad()
         wanted = trainer.compute_loss(trainer.model, inputs)
         wanted.backward()
