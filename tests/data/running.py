@@ -53,10 +53,11 @@ def run_data(
 
 def run_here(*args: object) -> subprocess.CompletedProcess[str]:
     """Run one command to its end in this process."""
+    words = [*map(str, args)]
     out, err = StringIO(), StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        status = main([*map(str, args)])
-    return subprocess.CompletedProcess(args, status, out.getvalue(), err.getvalue())
+        status = main(words)
+    return subprocess.CompletedProcess(words, status, out.getvalue(), err.getvalue())
 
 
 def write_jsonl(path: Path, texts: Sequence[str], *, key: str = "text") -> Path:

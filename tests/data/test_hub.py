@@ -118,9 +118,9 @@ def run_several(
         "    done = run_here(*words)\n"
         "    print(json.dumps([done.returncode, done.stdout, done.stderr]))"
     )
-    given = [["prepare", *map(str, words)] for words in commands.values()]
+    given = {name: ["prepare", *map(str, words)] for name, words in commands.items()}
     done = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(given)],
+        [sys.executable, "-c", program, json.dumps([*given.values()])],
         cwd=REPOSITORY,
         env=environment(extra),
         capture_output=True,
@@ -133,7 +133,7 @@ def run_several(
     rows = map(json.loads, done.stdout.splitlines())
     return {
         name: subprocess.CompletedProcess(words, *row)
-        for (name, words), row in zip(commands.items(), rows, strict=True)
+        for (name, words), row in zip(given.items(), rows, strict=True)
     }
 
 
