@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
+from huggingface_hub import constants
 
 from payload.data.__main__ import main
 from payload.data.sources import SourceRequest, build_source
 from payload.data.sources.hub import OPENWEBTEXT, OPENWEBTEXT_REVISION
 from payload.data_folder import load_meta
 from tests.data.fake_hub import COMMIT, fake_hub
-from tests.data.running import REPOSITORY, environment, read_bin, reference_tokens
+from tests.data.running import read_bin, reference_tokens, run_here
 
 pytestmark = pytest.mark.processes
 
@@ -83,7 +85,7 @@ def test_folder_that_datasets_saved_is_read(tmp_path: Path) -> None:
 def test_reading_goes_on_at_any_cursor(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("payload.data.documents.BATCH_BYTES", 80_000)
+    monkeypatch.setattr("payload.data.documents.BATCH_BYTES", 100_000)
     if form == "parquet":
         folder = write_dataset(tmp_path / "set", TEXTS)
     else:
@@ -105,59 +107,59 @@ def test_reading_goes_on_at_any_cursor(
         assert rest == [number for later in batches[index + 1 :] for number in later.numbers]
 
 
-def run_several(
-    commands: Mapping[str, Sequence[object]], extra: Mapping[str, str]
-) -> dict[str, subprocess.CompletedProcess[str]]:
-    """Run `prepare` with each of these flags, one after the other in one process.
+@contextmanager
+def hub_at(endpoint: str, *, home: Path) -> Iterator[None]:
+    """Have the hub's client ask this address, with an empty cache of its own.
 
-    The hub's client takes its address from the environment when it is imported.
+    It takes both from the environment when it is imported, as `datasets` does. The environment is
+    for the process that reads parquet files.
     """
-    program = (
-        "import json, sys; from tests.data.running import run_here\n"
-        "for words in json.loads(sys.argv[1]):\n"
-        "    done = run_here(*words)\n"
-        "    print(json.dumps([done.returncode, done.stdout, done.stderr]))"
-    )
-    given = {name: ["prepare", *map(str, words)] for name, words in commands.items()}
-    done = subprocess.run(
-        [sys.executable, "-c", program, json.dumps([*given.values()])],
-        cwd=REPOSITORY,
-        env=environment(extra),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    rows = map(json.loads, done.stdout.splitlines())
-    return {
-        name: subprocess.CompletedProcess(words, *row)
-        for (name, words), row in zip(given.items(), rows, strict=True)
+    places = {
+        "HF_HOME": str(home),
+        "HF_HUB_CACHE": str(home / "hub"),
+        "HUGGINGFACE_HUB_CACHE": str(home / "hub"),
+        "ENDPOINT": endpoint,
+        "HUGGINGFACE_CO_URL_TEMPLATE": endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_DISABLE_XET": True,
     }
+    cache = home / "datasets"
+    of_datasets = {
+        "HF_ENDPOINT": endpoint,
+        "HF_CACHE_HOME": str(home),
+        "HF_DATASETS_CACHE": cache,
+        "DOWNLOADED_DATASETS_PATH": cache / "downloads",
+        "EXTRACTED_DATASETS_PATH": cache / "downloads" / "extracted",
+        "HF_MODULES_CACHE": str(home / "modules"),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_ENDPOINT", endpoint)
+        patch.setenv("HF_HOME", str(home))
+        for name, value in places.items():
+            patch.setattr(constants, name, value)
+        for name, value in of_datasets.items():
+            patch.setattr(datasets.config, name, value)
+        yield
 
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Asked:
     """Commands with a hub on a local port, then some without any; all write below one folder."""
     root = tmp_path_factory.mktemp("asked")
-    words = ["--source", "hf", "--input", OPENWEBTEXT, "--out", root / "out"]
-    with fake_hub(dataset, dataset=OPENWEBTEXT) as endpoint:
-        done = run_several(
-            {
-                "named": words,
-                "missing": ["--source", "hf", "--input", "no/such", "--out", root / "b"],
-                "pinned": ["--source", "openwebtext", "--out", root / "pinned"],
-            },
-            {"HF_ENDPOINT": endpoint, "HF_HOME": str(root / "home")},
-        )
-    done |= run_several(
-        {
-            "ready": [*words, "--revision", COMMIT],
-            "unreachable": ["--source", "hf", "--input", "a/b", "--out", root / "c", "--quiet"],
-        },
-        {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(root / "empty_home")},
-    )
+    words = ["prepare", "--source", "hf", "--input", OPENWEBTEXT, "--out", root / "out"]
+    other = ["prepare", "--source", "hf", "--input", "no/such", "--out", root / "b"]
+    gone = ["prepare", "--source", "hf", "--input", "a/b", "--out", root / "c", "--quiet"]
+    with (
+        fake_hub(dataset, dataset=OPENWEBTEXT) as endpoint,
+        hub_at(endpoint, home=root / "home"),
+    ):
+        done = {
+            "named": run_here(*words),
+            "missing": run_here(*other),
+            "pinned": run_here("prepare", "--source", "openwebtext", "--out", root / "pinned"),
+        }
+    with hub_at("http://127.0.0.1:9", home=root / "empty_home"):
+        done["ready"] = run_here(*words, "--revision", COMMIT)
+        done["unreachable"] = run_here(*gone)
     return root, done
 
 

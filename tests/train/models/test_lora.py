@@ -179,7 +179,7 @@ def test_merging_leaves_the_base_plus_the_adapters_product(base: Path) -> None:
 
 
 def overrides(base: Path, *more: str) -> tuple[str, ...]:
-    return (f"model.init={base}", "model.preset=tiny", *LORA, *more)
+    return (f"model.init={base}", "model.preset=tiny", "train.eval_tokens=64", *LORA, *more)
 
 
 SIZES = ("model.n_layer=none", "model.n_head=none", "model.n_embd=none")
