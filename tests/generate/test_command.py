@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from payload.errors import ExitCode
+from payload.generate import __main__ as command
 from payload.generate.__main__ import main
 from payload.results import RunPaths
 from payload.train.checkpoint import TrainerState, save_checkpoint
+from payload.train.models.base import CausalLM
 from payload.train.snapshot import Snapshot
 from payload.train.weights import save_hf
 from tests.generate.models import make_model
@@ -81,10 +83,10 @@ def test_text_goes_to_stdout_and_talk_to_stderr(
 @contextmanager
 def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     """The command at work on a text without an end."""
-    command = [sys.executable, "-m", "payload.generate", "--checkpoint", str(folder)]
-    command += ["--prompt", "def ", "--max-new-tokens", "1000000", *arguments]
+    words = [sys.executable, "-m", "payload.generate", "--checkpoint", str(folder)]
+    words += ["--prompt", "def ", "--max-new-tokens", "1000000", *arguments]
     process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+        words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
     )
     try:
         yield process
@@ -113,6 +115,7 @@ def test_text_is_printed_as_it_is_made_and_ctrl_c_keeps_it(folder: Path, samples
     assert all(len(text) > 20 for text in texts)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_ctrl_c_leaves_whole_json_of_what_was_made(folder: Path) -> None:
     with started(folder, "--json") as process:
@@ -122,6 +125,23 @@ def test_ctrl_c_leaves_whole_json_of_what_was_made(folder: Path) -> None:
         out, error = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130 and b"Traceback" not in error
     assert len(json.loads(out)["samples"]) == 3
+
+
+def test_a_signal_leaves_whole_json_of_what_was_made(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The same in the test's own process."""
+    say = command._say_model
+
+    def say_and_interrupt(weights: str, model: CausalLM) -> None:
+        say(weights, model)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(command, "_say_model", say_and_interrupt)
+    assert generate("--json", source=folder) == 130
+    done = capfd.readouterr()
+    assert done.err.startswith("model: ") and "Traceback" not in done.err
+    assert len(json.loads(done.out)["samples"]) == 3
 
 
 @pytest.mark.processes
