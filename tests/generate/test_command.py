@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,13 +32,18 @@ ROOT = Path(__file__).resolve().parents[2]
 Damage = Callable[[Path], None]
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder in the Hugging Face layout."""
-    path = tmp_path / "hf"
-    path.mkdir()
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in the Hugging Face layout, which no test changes."""
+    path = tmp_path_factory.mktemp("saved")
     save_hf(make_model(), path)
     return path
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(saved, tmp_path / "hf")
 
 
 def run_with_weights(root: Path, *, steps: tuple[int, ...]) -> RunPaths:
