@@ -8,11 +8,14 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from payload.data.__main__ import main
 from payload.data.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -46,6 +49,15 @@ def run_data(
         timeout=120,
         check=False,
     )
+
+
+def run_here(*args: object) -> subprocess.CompletedProcess[str]:
+    """Run one command to its end in this process."""
+    words = [*map(str, args)]
+    out, err = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        status = main(words)
+    return subprocess.CompletedProcess(words, status, out.getvalue(), err.getvalue())
 
 
 def write_jsonl(path: Path, texts: Sequence[str], *, key: str = "text") -> Path:

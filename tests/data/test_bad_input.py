@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -118,6 +121,11 @@ def invalid_utf8_column() -> pa.Table:
     return pa.table({"text": pa.Array.from_buffers(pa.string(), len(raw), raw.buffers())})
 
 
+def slowly(*values: object) -> Any:
+    """Return a case of `make test-all`: each Parquet file is read by another process."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 SKIPPABLE = [
     (jsonl_with(b'{"text": "half'), r"in.jsonl line 3: not JSON: "),
     (jsonl_with(b'{"body": "x"}'), r"line 3: no key 'text'; keys there: 'body'"),
@@ -127,9 +135,9 @@ SKIPPABLE = [
     (jsonl_with(b"[" * 100_000), r"line 3: JSON nested too deep"),
     (text_not_utf8, r"in.txt line 2: byte 16 (0xe9) is not UTF-8"),
     (parquet_holding(pa.table({"text": [*GOOD[:4], None, *GOOD]})), r"row 5: no text (null)"),
-    (parquet_holding(invalid_utf8_column()), r"row 5: not UTF-8"),
+    slowly(parquet_holding(invalid_utf8_column()), r"row 5: not UTF-8"),
     (broken_parquet, r"in.parquet: not a readable parquet file: "),
-    (parquet_with_broken_footer, r"in.parquet: not a readable parquet file: "),
+    slowly(parquet_with_broken_footer, r"in.parquet: not a readable parquet file: "),
     (text_with_broken_link, r"in.txt: No such file or directory"),
     (text_with_pipe, r"in.txt: no file that can be read"),
     (parquet_with_broken_page, r"in.parquet rows 1001 to 1500: damaged: "),
@@ -146,7 +154,7 @@ FATAL = [
     (jsonl_folder_with_pipe, "in.jsonl: no file that can be read"),
     (jsonl_holding(gzip.compress(b""), "in.jsonl.gz"), "no documents in jsonl: "),
     (parquet_holding(pa.table({"body": GOOD})), "no column 'text'; columns there: 'body'"),
-    (parquet_holding(pa.table({"text": [1, 2, 3]})), "column 'text' is int64, not text"),
+    slowly(parquet_holding(pa.table({"text": [1, 2, 3]})), "column 'text' is int64, not text"),
 ]
 
 
@@ -160,8 +168,8 @@ HOSTILE_NAME = "a\nb\x1b]52;c;eA==\x07" + "x" * 20_000
         jsonl_with(json.dumps({HOSTILE_NAME: "x"}).encode()),
         jsonl_with(json.dumps({f"{HOSTILE_NAME}{i}": "x" for i in range(100)}).encode()),
         parquet_holding(pa.table({HOSTILE_NAME: GOOD})),
-        parquet_holding(pa.table({f"{i}{HOSTILE_NAME}": GOOD for i in range(100)})),
-        parquet_holding(pa.table({"text": [{HOSTILE_NAME: 1}] * 9})),
+        slowly(parquet_holding(pa.table({f"{i}{HOSTILE_NAME}": GOOD for i in range(100)}))),
+        slowly(parquet_holding(pa.table({"text": [{HOSTILE_NAME: 1}] * 9}))),
     ],
 )
 def test_names_of_20_000_characters_in_a_source_are_quoted_in_short_on_one_line(
@@ -228,18 +236,15 @@ def test_when_all_are_bad_the_number_is_said(
     assert "all 5 were bad" in capsys.readouterr().err
 
 
-@pytest.mark.processes
 def test_a_bad_file_whose_name_is_not_utf8_is_shown(tmp_path: Path) -> None:
-    from tests.data.running import run_data
-
     (tmp_path / "in").mkdir()
     args = [*text_with_a_name_that_is_not_utf8(tmp_path / "in"), "--skip-bad", "--quiet"]
     # Strict, as stdout is in any locale but C.
-    done = run_data(
-        "prepare", *args, f"--out={tmp_path / 'out'}", extra={"PYTHONIOENCODING": "utf-8:strict"}
-    )
-    assert done.returncode == 0, done.stderr
-    assert r"caf\udce9.txt line 1: byte 0 (0xe9) is not UTF-8" in done.stdout
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="strict")
+    with redirect_stdout(out):
+        assert main(["prepare", *args, f"--out={tmp_path / 'out'}"]) == 0
+    out.seek(0)
+    assert r"caf\udce9.txt line 1: byte 0 (0xe9) is not UTF-8" in out.read()
 
 
 def test_lone_surrogate_becomes_a_replacement_character(tmp_path: Path) -> None:

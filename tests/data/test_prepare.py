@@ -23,6 +23,7 @@ from tests.data.running import (
     read_bin,
     reference_tokens,
     run_data,
+    run_here,
     stdlib_texts,
     write_jsonl,
 )
@@ -32,8 +33,8 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    """About 8 MB, so more than one batch."""
-    return [*stdlib_texts(min_bytes=7_500_000), "", "caf\u00e9 \U0001f600 \u65e5\u672c", "x\r\ny"]
+    """About 2 MB of source, and some that are short."""
+    return [*stdlib_texts(min_bytes=1)[::4], "", "caf\u00e9 \U0001f600 \u65e5\u672c", "x\r\ny"]
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +43,12 @@ def corpus(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_files_hold_what_nanogpt_would_have_written(
-    texts: list[str], corpus: Path, tmp_path: Path
+    texts: list[str], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("payload.data.documents.BATCH_BYTES", 500_000)
     out = tmp_path / "out"
     args = ["--source", "jsonl", "--input", corpus, "--out", out, "--val-fraction", "0.01"]
-    result = run_data("prepare", *args, "--json")
+    result = run_here("prepare", *args, "--json")
     assert result.returncode == 0, result.stderr
 
     split = choose_split(documents=len(texts), val_fraction=0.01, seed=2357)
@@ -68,7 +70,7 @@ def test_files_hold_what_nanogpt_would_have_written(
 
 def test_stdlib_gives_a_usable_validation_set_and_the_same_bytes_twice(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        result = run_data("prepare", "--source", "stdlib", "--out", tmp_path / name)
+        result = run_here("prepare", "--source", "stdlib", "--out", tmp_path / name)
         assert result.returncode == 0, result.stderr
         assert "training tokens" in result.stdout
     meta = load_meta(tmp_path / "a")
@@ -125,7 +127,7 @@ def test_source_of_unknown_length_is_split_by_hash_and_meta_says_so(
 ) -> None:
     import gzip
 
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts[:200])
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in (texts * 5)[:200])
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     args = ["--source", "jsonl", f"--input={tmp_path / 'a.jsonl.gz'}", "--quiet"]
     assert main(["prepare", *args, f"--out={tmp_path / 'out'}", "--val-fraction", "0.05"]) == 0
@@ -177,7 +179,7 @@ def test_tiktoken_is_used_and_announced_where_gigatoken_cannot_be(
     assert slow.returncode == 0, slow.stderr
     assert "tiktoken; the faster gigatoken cannot be used: no wheel for this machine" in slow.stderr
     assert load_meta(tmp_path / "a").encoder.startswith("tiktoken ")
-    assert run_data("prepare", *args, "--out", tmp_path / "b").returncode == 0
+    assert run_here("prepare", *args, "--out", tmp_path / "b").returncode == 0
     for name in ("train.bin", "val.bin"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
@@ -251,11 +253,11 @@ def test_a_folder_made_by_default_is_ready_however_its_share_is_asked_for(
 def test_dry_run_says_what_would_be_done_and_writes_nothing(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     args = ["--source", "jsonl", "--input", corpus, "--out", out, "--dry-run"]
-    result = run_data("prepare", *args)
+    result = run_here("prepare", *args)
     assert result.returncode == 0, result.stderr
     assert "documents   " in result.stdout
     assert not out.exists()
-    told = json.loads(run_data("prepare", *args, "--json").stdout)
+    told = json.loads(run_here("prepare", *args, "--json").stdout)
     assert told["need_bytes"] == 2 * told["tokens"]
 
 

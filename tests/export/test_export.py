@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,12 @@ from tests.generate.models import make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+DTYPES = ("bf16", "f16", "q8_0")
+SAMPLES = {
+    **{"GPT2": "q8_0", "Llama": "f16", "Qwen2": "bf16"},
+    **{"Qwen3": "q8_0", "Mistral": "f16", "Gemma3Text": "bf16"},
+}
+"""The dtype of each kind of model that `make test` exports."""
 PROMPT = [464, 206, 758, 218]
 VOCAB = EOS + 1
 SIZES = {
@@ -35,8 +43,9 @@ SIZES = {
 }
 
 
-def make_llama(folder: Path, kind: str) -> Path:
-    """A small random model of one family, with GPT-2's tokenizer."""
+@functools.lru_cache(maxsize=3)
+def files_of_llama(kind: str) -> dict[str, bytes]:
+    """Return the files of a small random model of one family, with GPT-2's tokenizer."""
     import transformers
 
     # transformers' GGUF reader takes these widths for granted.
@@ -60,16 +69,41 @@ def make_llama(folder: Path, kind: str) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
-    model.save_pretrained(folder)
+    with tempfile.TemporaryDirectory() as name:
+        model.save_pretrained(name)
+        return with_tokenizer(Path(name))
+
+
+@functools.cache
+def files_of_gpt2() -> dict[str, bytes]:
+    """Return the files of a small random GPT-2 with its tokenizer."""
+    with tempfile.TemporaryDirectory() as name:
+        save_hf(make_model(sequence_length=1024, vocab_size=VOCAB, seed=1), Path(name))
+        return with_tokenizer(Path(name))
+
+
+def with_tokenizer(folder: Path) -> dict[str, bytes]:
+    """Add GPT-2's tokenizer to a folder and return its files."""
     add_tokenizer(folder)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def write(folder: Path, files: Mapping[str, bytes]) -> Path:
+    """Write the files into a folder, and return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
     return folder
+
+
+def make_llama(folder: Path, kind: str) -> Path:
+    """A small random model of one family, with GPT-2's tokenizer."""
+    return write(folder, files_of_llama(kind))
 
 
 def make_gpt2(folder: Path) -> Path:
-    folder.mkdir()
-    save_hf(make_model(sequence_length=1024, vocab_size=VOCAB, seed=1), folder)
-    add_tokenizer(folder)
-    return folder
+    """A small random GPT-2 with its tokenizer."""
+    return write(folder, files_of_gpt2())
 
 
 def make(folder: Path, kind: str) -> Path:
@@ -112,8 +146,14 @@ def expected_of(model: Any, dtype: str) -> Mapping[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "f16", "q8_0"])
-@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Qwen2", "Qwen3", "Mistral", "Gemma3Text"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        pytest.param(kind, dtype, marks=() if dtype == sample else pytest.mark.slow)
+        for kind, sample in SAMPLES.items()
+        for dtype in DTYPES
+    ],
+)
 def test_transformers_reads_the_exported_weights_and_gives_their_tokens(
     kind: str, dtype: str, tmp_path: Path
 ) -> None:
@@ -132,7 +172,9 @@ def test_transformers_reads_the_exported_weights_and_gives_their_tokens(
     assert greedy(read) == tokens
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "f16", "q8_0"])
+@pytest.mark.parametrize(
+    "dtype", ["bf16", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[1:])]
+)
 def test_a_smollm3_has_llama_cpps_names_and_order_of_rows(dtype: str, tmp_path: Path) -> None:
     # transformers' reader does not know this model: the package gguf reads it. llama.cpp itself is
     # compared by `python -m benchmarks.llama_cpp`.

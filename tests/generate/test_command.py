@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,9 +15,11 @@ import pytest
 import torch
 
 from payload.errors import ExitCode
+from payload.generate import __main__ as command
 from payload.generate.__main__ import main
 from payload.results import RunPaths
 from payload.train.checkpoint import TrainerState, save_checkpoint
+from payload.train.models.base import CausalLM
 from payload.train.snapshot import Snapshot
 from payload.train.weights import save_hf
 from tests.generate.models import make_model
@@ -29,13 +32,18 @@ ROOT = Path(__file__).resolve().parents[2]
 Damage = Callable[[Path], None]
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder in the Hugging Face layout."""
-    path = tmp_path / "hf"
-    path.mkdir()
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in the Hugging Face layout, which no test changes."""
+    path = tmp_path_factory.mktemp("saved")
     save_hf(make_model(), path)
     return path
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(saved, tmp_path / "hf")
 
 
 def run_with_weights(root: Path, *, steps: tuple[int, ...]) -> RunPaths:
@@ -67,24 +75,24 @@ def generate(*arguments: str, source: Path) -> int:
     return main(["--checkpoint", str(source), "--max-new-tokens", "8", *arguments])
 
 
-@pytest.mark.processes
-def test_text_goes_to_stdout_and_talk_to_stderr(folder: Path) -> None:
-    command = [sys.executable, "-m", "payload.generate", "--checkpoint", str(folder)]
-    command += ["--prompt", "def ", "--num-samples", "2", "--max-new-tokens", "8"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, encoding="utf-8")
-    first, second = done.stdout.split("\n---\n")
+def test_text_goes_to_stdout_and_talk_to_stderr(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert generate("--prompt", "def ", "--num-samples", "2", source=folder) == ExitCode.OK
+    done = capfd.readouterr()
+    first, second = done.out.split("\n---\n")
     assert first.startswith("def ") and second.startswith("def ")
     assert first != second
-    assert "model:" in done.stderr and "tokens/s" in done.stderr
+    assert "model:" in done.err and "tokens/s" in done.err
 
 
 @contextmanager
 def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     """The command at work on a text without an end."""
-    command = [sys.executable, "-m", "payload.generate", "--checkpoint", str(folder)]
-    command += ["--prompt", "def ", "--max-new-tokens", "1000000", *arguments]
+    words = [sys.executable, "-m", "payload.generate", "--checkpoint", str(folder)]
+    words += ["--prompt", "def ", "--max-new-tokens", "1000000", *arguments]
     process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+        words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
     )
     try:
         yield process
@@ -94,7 +102,7 @@ def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("samples", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_text_is_printed_as_it_is_made_and_ctrl_c_keeps_it(folder: Path, samples: int) -> None:
     with started(folder, "--num-samples", str(samples)) as process:
         assert process.stdout is not None and process.stderr is not None
@@ -113,6 +121,7 @@ def test_text_is_printed_as_it_is_made_and_ctrl_c_keeps_it(folder: Path, samples
     assert all(len(text) > 20 for text in texts)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_ctrl_c_leaves_whole_json_of_what_was_made(folder: Path) -> None:
     with started(folder, "--json") as process:
@@ -122,6 +131,23 @@ def test_ctrl_c_leaves_whole_json_of_what_was_made(folder: Path) -> None:
         out, error = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130 and b"Traceback" not in error
     assert len(json.loads(out)["samples"]) == 3
+
+
+def test_a_signal_leaves_whole_json_of_what_was_made(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The same in the test's own process."""
+    say = command._say_model
+
+    def say_and_interrupt(weights: str, model: CausalLM) -> None:
+        say(weights, model)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(command, "_say_model", say_and_interrupt)
+    assert generate("--json", source=folder) == 130
+    done = capfd.readouterr()
+    assert done.err.startswith("model: ") and "Traceback" not in done.err
+    assert len(json.loads(done.out)["samples"]) == 3
 
 
 @pytest.mark.processes

@@ -190,10 +190,9 @@ def test_without_nat_googles_names_lead_to_its_restricted_addresses() -> None:
     assert deployed("default").of_type("ManagedZone") == []
 
 
-def triggers(tmp_path: Path, **settings: object) -> set[str]:
+def triggers_of(stack: Recorded) -> set[str]:
     """Return the triggers of the nodes' replacement; all nodes have the same."""
-    resources = deploy(settings, folder=tmp_path).resources
-    instances = [r for r in resources if r["type"].endswith(":Instance")]
+    instances = [r for r in stack.resources if r["type"].endswith(":Instance")]
     return {instance["options"]["replacementTrigger"] for instance in instances}
 
 
@@ -215,8 +214,8 @@ def triggers(tmp_path: Path, **settings: object) -> set[str]:
 def test_nodes_are_replaced_only_for_what_cannot_change_in_place(
     tmp_path: Path, settings: Plain, replaced: bool
 ) -> None:
-    (before,) = triggers(tmp_path)
-    (after,) = triggers(tmp_path, **settings)
+    (before,) = triggers_of(deployed("default"))
+    (after,) = triggers_of(deploy(settings, folder=tmp_path))
     assert (before != after) is replaced
 
 

@@ -20,7 +20,11 @@ from payload.train.gguf_folder import folder_of_gguf
 from payload.train.models.registry import load
 from tests.export.test_export import change_config, export, make, make_llama
 
-KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3")
+KINDS = [
+    "Llama",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Mistral", "Qwen2")),
+    "Qwen3",
+]
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
+from tests.support.import_rules import tree_of
+
 HOMES = (PurePosixPath("payload/models"), PurePosixPath("payload/train/models"))
 # A tokenizer is a seam of its own, with GPT-2's as a member; GGUF is a format that names families.
 OTHERS = tuple(
@@ -47,7 +49,7 @@ def family_names(path: PurePosixPath, source: str) -> list[str]:
     allowed = SETTINGS.get(path, frozenset())
     return [
         f"{path}:{line}: {name}"
-        for line, name in _names(ast.parse(source, filename=str(path)))
+        for line, name in _names(tree_of(source))
         if _FAMILY.search(_CAMEL.sub("_", name)) and name not in allowed
     ]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path, PurePosixPath
 
-from tests.support.import_rules import imports
+from tests.support.import_rules import imports, tree_of
 
 
 def import_graph(folder: Path, *, root: Path) -> dict[str, set[str]]:
@@ -17,7 +16,7 @@ def import_graph(folder: Path, *, root: Path) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for name, path in files.items():
         relative = PurePosixPath(path.relative_to(root).as_posix())
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = tree_of(path.read_text(encoding="utf-8"))
         # `from a import b` is listed as a.b, where b may be a module or a name in a.
         named = {module for _, module in imports(tree, path=relative)}
         named |= {module.rpartition(".")[0] for module in named - files.keys()}

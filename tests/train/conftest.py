@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +21,11 @@ _M_PERTURB, _ALL_ONES = -6, 0x100
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file, from a cache of this session's own."""
-    return built_library(tmp_path_factory.mktemp("cache"))
+    """The file, from a cache that the workers of this run share."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    return built_library(folder / "kernels")
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from tests.support.launching import metrics
 from tests.train.test_model import make_model
 
 SEED, BATCH, LR = 5, 4, 1e-3
-CHAT_LENGTH, CHAT_STEPS = 128, 50
+CHAT_LENGTH, CHAT_STEPS = 128, 20
 PAIR_LENGTH, PAIR_STEPS, BETA = 64, 20, 0.1
 
 _CONFIG = """

@@ -96,10 +96,13 @@ def long_answers(count: int) -> list[Messages]:
 
 @pytest.mark.parametrize(
     ("rows", "truncated"),
-    [(conversations(60), 0), (conversations(60, turns=3), 0), (long_answers(60), 20)],
-    ids=["one turn", "three turns", "truncated"],
+    [
+        pytest.param(conversations(60), 0, id="one turn", marks=pytest.mark.slow),
+        pytest.param(conversations(60, turns=3), 0, id="three turns", marks=pytest.mark.slow),
+        pytest.param(long_answers(60), 20, id="truncated"),
+    ],
 )
-def test_fifty_losses_are_those_of_trl(
+def test_twenty_losses_are_those_of_trl(
     model: Path, tmp_path: Path, rows: list[Messages], truncated: int
 ) -> None:
     given = [{"messages": messages} for messages in rows]
@@ -136,9 +139,10 @@ def test_packed_and_unpacked_data_have_the_same_loss_of_every_token(
 
 def test_a_resumed_run_is_bitwise_the_unbroken_one(packed: Path, tmp_path: Path) -> None:
     whole, parts = RunPaths(tmp_path / "whole"), RunPaths(tmp_path / "parts")
-    train_alone(whole.root, packed)
-    train_alone(parts.root, packed, "train.steps=25")
-    train_alone(parts.root, packed)
+    faster = ("optimizer.lr=5e-3", "optimizer.min_lr=5e-3", "train.checkpoint_every=6")
+    train_alone(whole.root, packed, *faster, "train.steps=12")
+    train_alone(parts.root, packed, *faster, "train.steps=6")
+    train_alone(parts.root, packed, *faster, "train.steps=12")
     assert losses(parts.root) == losses(whole.root)
     assert losses(whole.root)[-1] < losses(whole.root)[0] - 0.5
 

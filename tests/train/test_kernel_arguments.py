@@ -13,7 +13,9 @@ from tests.support.launching import DEADLINE_S, REPO, rank_env
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("optimize", ["", "1", "2"])
+@pytest.mark.parametrize(
+    "optimize", ["", *(pytest.param(level, marks=pytest.mark.slow) for level in ("1", "2"))]
+)
 def test_tensors_that_do_not_fit_are_refused_also_when_python_removes_asserts(
     built: Path, optimize: str
 ) -> None:

@@ -211,7 +211,7 @@ def test_a_validation_loss_that_is_no_number_ends_the_run_and_costs_no_checkpoin
     assert "NaN" not in paths.metrics.read_text()
 
 
-@pytest.mark.parametrize("damage", ["lost", "behind a link"])
+@pytest.mark.parametrize("damage", ["lost", pytest.param("behind a link", marks=pytest.mark.slow)])
 def test_the_best_checkpoint_stays_when_the_metrics_are_lost_or_moved(
     tmp_path: Path, tiny_config: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:

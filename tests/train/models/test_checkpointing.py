@@ -206,11 +206,11 @@ def test_the_estimate_and_the_time_of_a_step_follow() -> None:
 
 
 @pytest.mark.parametrize("kernels", [False, True])
-def test_a_step_of_8192_tokens_keeps_a_fraction_of_what_it_would(
+def test_a_step_of_2048_tokens_keeps_a_fraction_of_what_it_would(
     library: Library, kernels: bool
 ) -> None:
-    raw = {**CASES["llama"], "max_position_embeddings": 8192, "num_hidden_layers": 3}
-    tokens = torch.randint(0, raw["vocab_size"], (1, 8193), generator=torch.Generator())
+    raw = {**CASES["llama"], "max_position_embeddings": 2048, "num_hidden_layers": 3}
+    tokens = torch.randint(0, raw["vocab_size"], (1, 2049), generator=torch.Generator())
     kept = []
     for checkpoints in (False, True):
         model = make(raw, checkpoints=checkpoints)

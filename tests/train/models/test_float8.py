@@ -74,21 +74,21 @@ def gradient_of(model: nn.Module, ending: str) -> Tensor:
 def test_a_run_is_within_a_hundredth_of_bf16_and_resumes_to_the_same_bits(
     tmp_path: Path, tiny_config: Path
 ) -> None:
-    steps = ("train.steps=20", "train.checkpoint_every=10")
+    steps = ("train.steps=8", "train.checkpoint_every=4")
     train_alone(tmp_path / "bf16", tiny_config, *RUN, *steps)
     train_alone(tmp_path / "fp8", tiny_config, *RUN, *steps, "precision.fp8=emulated")
     ours, theirs = losses(tmp_path / "fp8"), losses(tmp_path / "bf16")
     assert ours != theirs and ours[-1] < ours[0]
     assert all(abs(a - b) < 0.01 * b for a, b in zip(ours, theirs, strict=True))
 
-    whole = RunPaths(tmp_path / "fp8").checkpoint(20)
+    whole = RunPaths(tmp_path / "fp8").checkpoint(8)
     names = ("model.safetensors", "optimizer.safetensors")
     kept = {name: (whole / name).read_bytes() for name in names}
     shutil.rmtree(whole)
     train_alone(tmp_path / "fp8", tiny_config, *RUN, *steps, "precision.fp8=emulated")
     assert losses(tmp_path / "fp8") == ours
     assert {name: (whole / name).read_bytes() for name in kept} == kept
-    plain = load_file(RunPaths(tmp_path / "bf16").checkpoint(20) / "model.safetensors")
+    plain = load_file(RunPaths(tmp_path / "bf16").checkpoint(8) / "model.safetensors")
     assert load_file(whole / "model.safetensors").keys() == plain.keys()
 
 
