@@ -43,6 +43,8 @@ class Hub(BaseHTTPRequestHandler):
     dataset: str
     commit = COMMIT
     protocol_version = "HTTP/1.1"
+    # Else an answer's body waits 40 ms for the acknowledgement of its headers.
+    disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
         self.answer(with_body=True)
