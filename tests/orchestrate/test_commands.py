@@ -308,7 +308,10 @@ def test_a_run_whose_supervisor_the_system_ends_is_lost(workplace: Workplace) ->
 
 
 @pytest.mark.ranks
-def test_stop_by_force_ends_a_run_whose_supervisor_is_frozen(workplace: Workplace) -> None:
+def test_stop_by_force_ends_a_run_whose_supervisor_is_frozen(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("payload.orchestrate.sites.local.LocalRun.force_s", 1.0)
     workplace.start(ENDLESS, "run", "--detach", "--run-id", "one").wait(DEADLINE_S)
     paths = workplace.run_paths("one")
     wait_for_steps(paths)
