@@ -20,7 +20,7 @@ CONFIG ?= payload/configs/quickstart.toml
 # More arguments for pytest, orchestrate run or a benchmark: make test ARGS="-k resume -x"
 ARGS ?=
 # Tests that run side by side; many wait for machines or processes most of their time.
-WORKERS ?= 2
+WORKERS ?= 3
 UPGRADE ?=
 # A run's id, for the dashboard; none = the newest.
 RUN ?=

@@ -442,8 +442,14 @@ def test_set_up_says_every_15_s_that_it_is_at_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to leave files of root's")
-@pytest.mark.parametrize("mine", [False, True])
-@pytest.mark.parametrize("what", [".venv", "data", "runs"])
+@pytest.mark.parametrize(
+    ("what", "mine"),
+    [
+        *((what, False) for what in (".venv", "data", "runs")),
+        (".venv", True),
+        *(pytest.param(what, True, marks=pytest.mark.slow) for what in ("data", "runs")),
+    ],
+)
 def test_what_sudo_left_behind_is_named_with_its_remedy_and_ones_own_is_not(
     what: str, mine: bool, tmp_path: Path
 ) -> None:

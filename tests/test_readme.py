@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -38,21 +39,49 @@ def commands(page: Path) -> list[str]:
     return [part.strip() for line in lines for part in line.split("&&") if part.strip()]
 
 
-@functools.cache
-def help_of(*program: str) -> str:
-    """Return the output of `python -m PROGRAM... --help`."""
-    done = subprocess.run(
-        [sys.executable, "-m", *program, "--help"],
+HelpOf = Callable[..., str]
+
+_HELPER = """
+import contextlib, io, json, runpy, sys
+for line in sys.stdin:
+    module, *words = json.loads(line)
+    sys.argv = [module, *words, "--help"]
+    out, status = io.StringIO(), None
+    with contextlib.redirect_stdout(out):
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            status = end.code
+    print(json.dumps([status or 0, out.getvalue()]), flush=True)
+"""
+"""Prints the help of every program from one process, as most of them import torch."""
+
+
+@pytest.fixture(scope="module")
+def help_of() -> Iterator[HelpOf]:
+    """Returns the output of `python -m PROGRAM... --help`: help_of("payload.data", "prepare")."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _HELPER],
         cwd=ROOT,
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        check=True,
-        timeout=60,
-    )
-    return done.stdout
+    ) as helper:
+        assert helper.stdin is not None and helper.stdout is not None
+        asked, answers = helper.stdin, helper.stdout
+
+        @functools.cache
+        def ask(*program: str) -> str:
+            print(json.dumps(program), file=asked, flush=True)
+            status, shown = json.loads(answers.readline())
+            assert status == 0
+            return str(shown)
+
+        yield ask
+        asked.close()
 
 
-def problem_with(command: str) -> str | None:
+def problem_with(command: str, help_of: HelpOf) -> str | None:
     """Why a command of a page cannot be typed as it is, or None."""
     words = shlex.split(command, comments=True)
     if not words or words[0] in _ELSEWHERE:
@@ -60,25 +89,28 @@ def problem_with(command: str) -> str | None:
     if words[0] == "make":
         targets = set(_MAKE_TARGET.findall((ROOT / "Makefile").read_text(encoding="utf-8")))
         unknown = [word for word in words[1:] if "=" not in word and word not in targets]
-        return f"no make target {unknown[0]}" if unknown else _problem_with_benchmark(words)
+        return (
+            f"no make target {unknown[0]}" if unknown else _problem_with_benchmark(words, help_of)
+        )
     if words[0] == "tileforge":
-        return _problem_with_module(["payload", *words[1:]])
+        return _problem_with_module(["payload", *words[1:]], help_of)
     if words[0] == "bash":
         return None if (ROOT / words[1]).is_file() else f"no file {words[1]}"
     if words[0] in {"python", "torchrun"} and "-m" in words:
-        return _problem_with_module(words[words.index("-m") + 1 :])
+        return _problem_with_module(words[words.index("-m") + 1 :], help_of)
     return f"unknown program {words[0]}"
 
 
-def _problem_with_benchmark(words: list[str]) -> str | None:
+def _problem_with_benchmark(words: list[str], help_of: HelpOf) -> str | None:
     """Return the problem with `make bench BENCH=NAME ARGS="..."`, or None."""
     given = dict(word.split("=", 1) for word in words if "=" in word)
     if "BENCH" not in given:
         return None
-    return _problem_with_module([f"benchmarks.{given['BENCH']}", *given.get("ARGS", "").split()])
+    words = [f"benchmarks.{given['BENCH']}", *given.get("ARGS", "").split()]
+    return _problem_with_module(words, help_of)
 
 
-def _problem_with_module(words: list[str]) -> str | None:
+def _problem_with_module(words: list[str], help_of: HelpOf) -> str | None:
     module, *rest = words
     path = ROOT.joinpath(*module.split("."))
     if not (path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()):
@@ -103,10 +135,11 @@ def _problem_with_module(words: list[str]) -> str | None:
         for command in commands(page)
     ],
 )
-def test_a_command_can_be_typed_as_it_is(page: Path, command: str) -> None:
-    assert problem_with(command) is None
+def test_a_command_can_be_typed_as_it_is(page: Path, command: str, help_of: HelpOf) -> None:
+    assert problem_with(command, help_of) is None
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "command",
     [
@@ -123,8 +156,8 @@ def test_a_command_can_be_typed_as_it_is(page: Path, command: str) -> None:
         "bash bootstrap/none.sh",
     ],
 )
-def test_a_wrong_command_is_found(command: str) -> None:
-    assert problem_with(command)
+def test_a_wrong_command_is_found(command: str, help_of: HelpOf) -> None:
+    assert problem_with(command, help_of)
 
 
 def test_every_benchmark_is_in_the_table() -> None:

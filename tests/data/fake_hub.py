@@ -25,7 +25,8 @@ def fake_hub(root: Path, *, dataset: str) -> Iterator[str]:
 def serving(handler: type[Hub]) -> Iterator[str]:
     """Answer on a local port; gives the value for HF_ENDPOINT."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    # By default `shutdown` waits up to half a second.
+    thread = threading.Thread(target=lambda: server.serve_forever(poll_interval=0.02), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -42,6 +43,8 @@ class Hub(BaseHTTPRequestHandler):
     dataset: str
     commit = COMMIT
     protocol_version = "HTTP/1.1"
+    # Else an answer's body waits 40 ms for the acknowledgement of its headers.
+    disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
         self.answer(with_body=True)

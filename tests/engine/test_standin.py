@@ -19,6 +19,11 @@ from tests.orchestrate.cloud.fake_pulumi import FakePulumi
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, CloudStandIn, Fault
 
 Document = dict[str, Any]
+EACH_RULE = (
+    *("default", "one-node", "direct", "c4", "bucket", "filestore", "n4-spot", "c3-ssd"),
+    *("c3-tier-1", "confidential-spot", "europe", "own-bucket", "a100-spot"),
+)
+"""Variants of each kind of machine, disk, access, storage and place, for `make test`."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +43,10 @@ def test_there_are_thirty_one_variants() -> None:
     assert len(VARIANTS) == 31
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in EACH_RULE else pytest.mark.slow) for name in VARIANTS],
+)
 def test_every_variant_comes_up_and_goes(cloud: CloudStandIn, tmp_path: Path, name: str) -> None:
     settings = {"project": PROJECT, **VARIANTS[name]}
     provider = Provider(url=cloud.url, recorded=deploy(settings, folder=tmp_path))
@@ -206,6 +214,7 @@ def test_the_group_engine_says_what_it_lacks(tmp_path: Path) -> None:
     assert missing(env) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_operators_commands_reach_the_stand_in_from_the_engines_folder(
     cloud: CloudStandIn, tmp_path: Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -490,10 +491,25 @@ def below(folder: Path) -> set[Path]:
     return set(folder.rglob("*"))
 
 
+@pytest.fixture
+def transformers_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What transformers logs, which it keeps from the root logger."""
+    theirs = logging.getLogger("transformers")
+    theirs.addHandler(caplog.handler)
+    yield caplog
+    theirs.removeHandler(caplog.handler)
+
+
 @pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize("name", CASES)
 def test_training_refuses_it_in_one_line_and_writes_nothing(
-    name: str, folder: Path, tiny_config: Path, tiny_data: Path, tmp_path: Path
+    name: str,
+    folder: Path,
+    tiny_config: Path,
+    tiny_data: Path,
+    tmp_path: Path,
+    transformers_log: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     case = CASES[name]
     init = case.spoil(folder) or str(folder)
@@ -505,6 +521,8 @@ def test_training_refuses_it_in_one_line_and_writes_nothing(
         train_alone(tmp_path / "run", tiny_config, *words)
     assert refused.value.exit_code == ExitCode.CONFIG
     assert str(refused.value) == message(case.trained or case.line, tmp_path, tiny_data)
+    assert "MISSING" not in transformers_log.text
+    assert "Loading weights" not in capsys.readouterr().err
     assert below(tmp_path) == before
 
 
@@ -581,7 +599,9 @@ def test_nothing_is_refused_that_can_be_trained(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["pickle", "another tokenizer"])
+@pytest.mark.parametrize(
+    "name", ["pickle", pytest.param("another tokenizer", marks=pytest.mark.slow)]
+)
 def test_a_process_of_its_own_says_it_in_one_line_too(
     name: str, folder: Path, tiny_config: Path, tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -594,6 +614,7 @@ def test_a_process_of_its_own_says_it_in_one_line_too(
     assert found == f"error: {wanted}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_transformers_table_of_missing_weights_does_not_come_before_the_line(
     folder: Path, tiny_config: Path, tiny_data: Path, tmp_path: Path

@@ -1,9 +1,7 @@
-"""Each alert fires when its cause is there, and not before; two of them on a real run."""
+"""Each alert fires when its cause is there, and not before; on a real run: test_dashboards.py."""
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 from pathlib import Path
 
@@ -11,8 +9,6 @@ import pytest
 import yaml
 
 from payload.monitor.local import FILES
-from tests.monitoring.watched import Watched
-from tests.supervise.planned import wait_for
 
 CASES = Path(__file__).with_name("alerts_test.yml")
 
@@ -35,19 +31,3 @@ def test_there_is_a_case_for_each_alert_with_and_without_its_cause() -> None:
     ]
     assert {each["alertname"] for each in cases if each.get("exp_alerts")} == names
     assert {each["alertname"] for each in cases if not each.get("exp_alerts")} == names
-
-
-@pytest.mark.ranks
-def test_a_run_whose_ranks_are_stopped_fires_no_progress_and_old_checkpoint(
-    watched: Watched,
-) -> None:
-    wanted = {"RunMakesNoProgress", "CheckpointIsOld"}
-    assert not wanted & watched.firing()
-    for pid in watched.pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        wait_for(lambda: wanted <= watched.firing(), "both alerts", timeout_s=100)
-    finally:
-        for pid in watched.pids:
-            os.kill(pid, signal.SIGCONT)
-    wait_for(lambda: not wanted & watched.firing(), "the end of both", timeout_s=100)

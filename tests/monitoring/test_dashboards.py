@@ -1,8 +1,10 @@
-"""Every panel's query returns data from a real Prometheus for a real run."""
+"""A real Prometheus beside a real run: every panel's query returns data, and two alerts fire."""
 
 from __future__ import annotations
 
 import math
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -61,3 +63,19 @@ def test_the_steps_before_prometheus_began_are_one_curve_with_those_after(watche
     (first,) = watched.now('min_over_time(tileforge_step{run="watched"}[30m])')
     (last,) = watched.now('tileforge_step{run="watched"}')
     assert float(first["value"][1]) == 1 and float(last["value"][1]) > 45
+
+
+def test_a_run_whose_ranks_are_stopped_fires_no_progress_and_old_checkpoint(
+    watched: Watched,
+) -> None:
+    """The last test here: it stops the run that the others look at."""
+    wanted = {"RunMakesNoProgress", "CheckpointIsOld"}
+    assert not wanted & watched.firing()
+    for pid in watched.pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_for(lambda: wanted <= watched.firing(), "both alerts", timeout_s=100)
+    finally:
+        for pid in watched.pids:
+            os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: not wanted & watched.firing(), "the end of both", timeout_s=100)

@@ -107,7 +107,9 @@ class Gpus:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
         self.address = f"127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread = threading.Thread(
+            target=lambda: self._server.serve_forever(poll_interval=0.02)
+        )
         self._thread.start()
         return self
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,13 +24,17 @@ from tests.orchestrate.test_runs import make_data
 from tests.supervise.planned import (
     DEADLINE_S,
     REPO,
+    StandInAccess,
     state_of,
     wait_for,
     wait_for_steps,
     wait_until_gone,
 )
+from tests.support.recorded_output import record_output
 
 ENDLESS = ("--steps", "100000")
+ONE_RANK = ("--set", "launch.ranks_per_node=1")
+"""For a run whose number of ranks says nothing: its start takes two thirds of the time."""
 
 
 class Workplace:
@@ -54,15 +59,11 @@ class Workplace:
     def start(
         self, stand_in: tuple[str, ...], command: str, *arguments: str
     ) -> subprocess.Popen[str]:
-        if command in ("run", "plan"):
-            arguments = (*arguments, *self.settings())
-        if command == "run":
-            # Whoever runs the tests may have a stack that is up.
-            arguments = (*arguments, "--inventory", "local")
+        """Start a command in a process of its own, with the stand-in program as the trainer."""
         return subprocess.Popen(
             [
                 *(sys.executable, "-m", "tests.orchestrate.cli", *stand_in, "--"),
-                *self.arguments(command, *arguments),
+                *self._words(command, *arguments),
             ],
             cwd=REPO,
             stdout=subprocess.PIPE,
@@ -73,9 +74,23 @@ class Workplace:
         )
 
     def call(self, command: str, *arguments: str) -> tuple[int, str, str]:
-        process = self.start((), command, *arguments)
-        out, err = process.communicate(timeout=DEADLINE_S)
-        return process.returncode, out, err
+        """Run a command to its end in this process; return its exit code, stdout and stderr."""
+        words = self._words(command, *arguments)
+        with chdir(REPO), record_output() as said:
+            try:
+                status = main(words, os.environ, access=StandInAccess(os.environ))
+            except SystemExit as end:
+                assert isinstance(end.code, int)
+                status = end.code
+        return status, said.out, said.err
+
+    def _words(self, command: str, *arguments: str) -> list[str]:
+        if command in ("run", "plan"):
+            arguments = (*self.settings(), *arguments)
+        if command == "run":
+            # Whoever runs the tests may have a stack that is up.
+            arguments = (*arguments, "--inventory", "local")
+        return self.arguments(command, *arguments)
 
     def run_paths(self, run_id: str) -> RunPaths:
         return RunPaths(self.runs / run_id)
@@ -179,7 +194,7 @@ def test_a_run_passes_rank_0s_lines_on_and_ends_with_a_table(workplace: Workplac
 
 @pytest.mark.ranks
 def test_json_puts_the_summary_alone_on_stdout(workplace: Workplace) -> None:
-    status, out, _ = workplace.call("run", "--json")
+    status, out, _ = workplace.call("run", "--json", *ONE_RANK)
     assert status == 0
     assert json.loads(out)["status"] == "finished"
 
@@ -198,8 +213,8 @@ def test_a_failure_shows_the_ranks_own_words(workplace: Workplace) -> None:
 
 @pytest.mark.ranks
 def test_ctrl_c_saves_and_stops_and_the_run_can_go_on(workplace: Workplace) -> None:
-    process = workplace.start(ENDLESS, "run", "--run-id", "one")
-    wait_for_steps(workplace.run_paths("one"))
+    process = workplace.start(ENDLESS, "run", "--run-id", "one", *ONE_RANK)
+    wait_for_steps(workplace.run_paths("one"), ranks=1)
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == INTERRUPTED
@@ -214,16 +229,18 @@ def test_ctrl_c_saves_and_stops_and_the_run_can_go_on(workplace: Workplace) -> N
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_closed_terminal_is_a_stop_as_ctrl_c_is(
     workplace: Workplace, number: signal.Signals
 ) -> None:
     # Under `nohup` the tests ignore a hangup, and what they start would inherit that.
     before = signal.signal(number, signal.SIG_DFL)
-    process = workplace.start(ENDLESS, "run", "--run-id", "one")
+    process = workplace.start(ENDLESS, "run", "--run-id", "one", *ONE_RANK)
     signal.signal(number, before)
     paths = workplace.run_paths("one")
-    wait_for_steps(paths)
+    wait_for_steps(paths, ranks=1)
     process.send_signal(number)
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == INTERRUPTED
@@ -237,7 +254,7 @@ def test_ctrl_c_right_after_the_start_is_a_stop_and_no_killed_supervisor(
     workplace: Workplace,
 ) -> None:
     """The supervisor is born with signals held back until it is ready for them."""
-    process = workplace.start(ENDLESS, "run", "--run-id", "one")
+    process = workplace.start(ENDLESS, "run", "--run-id", "one", *ONE_RANK)
     paths = workplace.run_paths("one")
     # There before the supervisor is: `run` opens it to start the supervisor.
     wait_for(paths.supervisor_log.exists, "the supervisor to be started")
@@ -252,9 +269,9 @@ def test_ctrl_c_right_after_the_start_is_a_stop_and_no_killed_supervisor(
 def test_stop_signals_the_supervisor_and_never_a_process_that_got_its_number(
     workplace: Workplace,
 ) -> None:
-    workplace.start(ENDLESS, "run", "--detach", "--run-id", "one").wait(DEADLINE_S)
+    workplace.start(ENDLESS, "run", "--detach", "--run-id", "one", *ONE_RANK).wait(DEADLINE_S)
     paths = workplace.run_paths("one")
-    wait_for_steps(paths)
+    wait_for_steps(paths, ranks=1)
     with subprocess.Popen(["sleep", "600"]) as innocent:
         write_json(paths.state, replace(state_of(paths), supervisor_pid=innocent.pid))
         assert workplace.call("stop", "one")[0] == ExitCode.OK
@@ -267,8 +284,8 @@ def test_stop_signals_the_supervisor_and_never_a_process_that_got_its_number(
 def test_a_followed_run_that_another_command_stops_does_not_end_as_if_it_were_done(
     workplace: Workplace,
 ) -> None:
-    process = workplace.start(ENDLESS, "run", "--run-id", "one")
-    wait_for_steps(workplace.run_paths("one"))
+    process = workplace.start(ENDLESS, "run", "--run-id", "one", *ONE_RANK)
+    wait_for_steps(workplace.run_paths("one"), ranks=1)
     assert workplace.call("stop", "one")[0] == ExitCode.OK
     out, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == INTERRUPTED
@@ -277,9 +294,9 @@ def test_a_followed_run_that_another_command_stops_does_not_end_as_if_it_were_do
 
 @pytest.mark.ranks
 def test_a_run_whose_supervisor_the_system_ends_is_lost(workplace: Workplace) -> None:
-    process = workplace.start(ENDLESS, "run", "--run-id", "one")
+    process = workplace.start(ENDLESS, "run", "--run-id", "one", *ONE_RANK)
     paths = workplace.run_paths("one")
-    wait_for_steps(paths)
+    wait_for_steps(paths, ranks=1)
     supervisor = state_of(paths).supervisor_pid
     assert supervisor is not None
     os.kill(supervisor, signal.SIGTERM)
@@ -291,7 +308,10 @@ def test_a_run_whose_supervisor_the_system_ends_is_lost(workplace: Workplace) ->
 
 
 @pytest.mark.ranks
-def test_stop_by_force_ends_a_run_whose_supervisor_is_frozen(workplace: Workplace) -> None:
+def test_stop_by_force_ends_a_run_whose_supervisor_is_frozen(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("payload.orchestrate.sites.local.LocalRun.force_s", 1.0)
     workplace.start(ENDLESS, "run", "--detach", "--run-id", "one").wait(DEADLINE_S)
     paths = workplace.run_paths("one")
     wait_for_steps(paths)
@@ -308,7 +328,7 @@ def test_stop_by_force_ends_a_run_whose_supervisor_is_frozen(workplace: Workplac
 
 @pytest.mark.ranks
 def test_a_run_without_its_plan_is_seen_and_resumed(workplace: Workplace) -> None:
-    assert workplace.call("run", "--run-id", "one")[0] == ExitCode.OK
+    assert workplace.call("run", "--run-id", "one", *ONE_RANK)[0] == ExitCode.OK
     paths = workplace.run_paths("one")
     for lost in (paths.plan, paths.ranks, paths.hosts):
         lost.unlink()
@@ -316,15 +336,15 @@ def test_a_run_without_its_plan_is_seen_and_resumed(workplace: Workplace) -> Non
     assert status == ExitCode.CONFIG and "Continue it with --resume one" in err
     status, out, _ = workplace.call("list")
     assert status == ExitCode.OK and "one" in out
-    status, _, err = workplace.call("run", "--resume", "one", "--set", "train.steps=200")
+    status, _, err = workplace.call("run", "--resume", "one", "--set", "train.steps=200", *ONE_RANK)
     assert status == ExitCode.OK, err
     assert paths.plan.exists()
 
 
 @pytest.mark.ranks
 def test_a_second_ctrl_c_stops_at_once(workplace: Workplace) -> None:
-    process = workplace.start((*ENDLESS, "--deaf"), "run", "--run-id", "one")
-    wait_for_steps(workplace.run_paths("one"))
+    process = workplace.start((*ENDLESS, "--deaf"), "run", "--run-id", "one", *ONE_RANK)
+    wait_for_steps(workplace.run_paths("one"), ranks=1)
     os.killpg(process.pid, signal.SIGINT)
     os.killpg(process.pid, signal.SIGTERM)
     _, err = process.communicate(timeout=DEADLINE_S)
@@ -335,9 +355,9 @@ def test_a_second_ctrl_c_stops_at_once(workplace: Workplace) -> None:
 
 @pytest.mark.ranks
 def test_a_killed_orchestrator_leaves_nothing_behind(workplace: Workplace) -> None:
-    process = workplace.start(ENDLESS, "run", "--run-id", "one")
+    process = workplace.start(ENDLESS, "run", "--run-id", "one", *ONE_RANK)
     paths = workplace.run_paths("one")
-    wait_for_steps(paths)
+    wait_for_steps(paths, ranks=1)
     process.kill()
     process.communicate(timeout=DEADLINE_S)
     wait_for(lambda: state_of(paths).status == "stopped", "the run to stop")
@@ -346,9 +366,9 @@ def test_a_killed_orchestrator_leaves_nothing_behind(workplace: Workplace) -> No
 
 @pytest.mark.ranks
 def test_a_killed_supervisor_is_reported_and_seen_by_status(workplace: Workplace) -> None:
-    process = workplace.start(ENDLESS, "run", "--run-id", "one")
+    process = workplace.start(ENDLESS, "run", "--run-id", "one", *ONE_RANK)
     paths = workplace.run_paths("one")
-    wait_for_steps(paths)
+    wait_for_steps(paths, ranks=1)
     supervisor = state_of(paths).supervisor_pid
     assert supervisor is not None
     os.kill(supervisor, signal.SIGKILL)
@@ -398,7 +418,7 @@ def test_stop_by_force_ends_deaf_ranks(workplace: Workplace) -> None:
 
 @pytest.mark.ranks
 def test_two_runs_at_once_get_ports_of_their_own(workplace: Workplace) -> None:
-    processes = [workplace.start((), "run", "--run-id", name) for name in ("one", "two")]
+    processes = [workplace.start((), "run", "--run-id", name, *ONE_RANK) for name in ("one", "two")]
     for process in processes:
         _, err = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0, err

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -53,6 +54,15 @@ CHECKPOINT_FILES = ("model.safetensors", "optimizer.safetensors", "trainer.json"
 
 
 DOCUMENTED = {ExitCode.OK, ExitCode.USAGE, ExitCode.CONFIG, ExitCode.SSH_UNREACHABLE}
+
+
+def cases(names: Sequence[str]) -> list[Any]:
+    """Every file in every way; `make test` takes each file in two ways or three, and every way."""
+    return [
+        pytest.param(name, way, marks=() if (file + number) % 5 == 0 else pytest.mark.slow)
+        for file, name in enumerate(names)
+        for number, way in enumerate(WAYS)
+    ]
 
 
 class Runs:
@@ -109,8 +119,7 @@ class StartsNothing(LocalAccess):
         raise StartedError("started")
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(("name", "way"), cases(FILES))
 def test_commands_end_cleanly_and_a_resume_gets_to_its_start(
     runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, way: str
 ) -> None:
@@ -149,8 +158,7 @@ def copies(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return paths.root.parent
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ("mirror.json", *FILES))
+@pytest.mark.parametrize(("name", "way"), cases(("mirror.json", *FILES)))
 def test_commands_on_a_damaged_copy_of_a_clusters_run_end_cleanly(
     runs: Runs,
     copies: Path,
@@ -172,7 +180,13 @@ def test_commands_on_a_damaged_copy_of_a_clusters_run_end_cleanly(
     assert outside.read_text() == "not the run's"
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=() if way in ("missing", "another run's") else pytest.mark.slow)
+        for way in WAYS
+    ],
+)
 def test_a_sound_checkpoint_is_resumed_when_all_other_files_are_damaged(
     runs: Runs, tmp_path: Path, way: str
 ) -> None:

@@ -47,7 +47,7 @@ def page(path: str) -> Iterator[int]:
             """Say nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=lambda: server.serve_forever(poll_interval=0.02))
     thread.start()
     try:
         yield server.server_port

@@ -27,7 +27,7 @@ from tests.supervise.planned import (
 from tests.support.run_folders import make_run
 from tests.support.terminal import Terminal
 
-WIDTHS = (40, 80, 200)
+WIDTHS = (40, *(pytest.param(columns, marks=pytest.mark.slow) for columns in (80, 200)))
 # Retitle the window, write the clipboard (OSC 52), clear the screen, C1's CSI and OSC, a bell.
 HOSTILE = (
     "\x1b]0;owned\x07\x1b]52;c;ZXZpbA==\x07\x1b[2J\x1b[31m\x9b5m\x9d0;owned\x9c\x07\x08"
@@ -111,7 +111,7 @@ def test_an_error_that_quotes_hostile_text_is_printed_harmless(open_terminal: Op
 @pytest.mark.ranks
 def test_a_reader_that_has_seen_enough_does_not_end_the_run(workplace: Workplace) -> None:
     command = [
-        *(sys.executable, "-m", "tests.orchestrate.cli", "--steps", "40", "--"),
+        *(sys.executable, "-m", "tests.orchestrate.cli", "--steps", "10", "--"),
         *workplace.arguments("run", "--run-id", "one", *workplace.settings()),
         *("--inventory", "local"),
     ]
@@ -122,7 +122,7 @@ def test_a_reader_that_has_seen_enough_does_not_end_the_run(workplace: Workplace
     os.close(reading)
     assert process.wait(timeout=DEADLINE_S) == 0
     summary = (workplace.run_paths("one").summary).read_text()
-    assert '"status": "finished"' in summary and '"steps": 40' in summary
+    assert '"status": "finished"' in summary and '"steps": 10' in summary
 
 
 @pytest.mark.ranks
@@ -247,13 +247,18 @@ def test_without_a_terminal_a_line_comes_now_and_then(
     ("phase", "shown"),
     [
         ("load", "loading"),
-        ("calibration", "calibrating"),
-        ("kernels", "building kernels"),
-        ("weights", "sharing weights"),
         ("step", "step"),
-        ("eval", "evaluating"),
-        ("sync check", "checking ranks"),
         ("checkpoint", "saving"),
+        *(
+            pytest.param(phase, shown, marks=pytest.mark.slow)
+            for phase, shown in (
+                ("calibration", "calibrating"),
+                ("kernels", "building kernels"),
+                ("weights", "sharing weights"),
+                ("eval", "evaluating"),
+                ("sync check", "checking ranks"),
+            )
+        ),
     ],
 )
 def test_ctrl_c_in_a_terminal_ends_the_run_in_every_phase(

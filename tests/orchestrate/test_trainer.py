@@ -36,6 +36,8 @@ SETTINGS = (
     "precision.dtype=fp32",
     "launch.ranks_per_node=2",
 )
+# Steps of a millisecond or two, for runs that a test ends.
+SMALLEST = ("model.n_head=2", "model.n_embd=16", "launch.threads_per_rank=1")
 
 
 def start(
@@ -43,8 +45,11 @@ def start(
     *settings: str,
     runs_dir: Path | None = None,
     env: Mapping[str, str] | None = None,
+    vocab_size: int = 50257,
 ) -> subprocess.Popen[str]:
-    data = make_data_folder(folder / "data", num_train_tokens=4000, num_val_tokens=200)
+    data = make_data_folder(
+        folder / "data", num_train_tokens=4000, num_val_tokens=200, vocab_size=vocab_size
+    )
     chosen = (*SETTINGS, f"data.dir={data}", *settings)
     return subprocess.Popen(
         [
@@ -71,9 +76,9 @@ def test_a_backend_that_is_not_here_is_refused_before_the_start(tmp_path: Path) 
 def test_a_run_goes_on_while_its_disk_is_full_and_says_so_when_it_must_save(
     tmp_path: Path, small_disk: SmallDisk
 ) -> None:
-    sizes = ("model.n_head=2", "model.n_embd=32", "launch.ranks_per_node=1")
+    sizes = (*SMALLEST, "launch.ranks_per_node=1")
     endless = ("train.steps=100000", "train.checkpoint_every=0", "train.keep_checkpoints=1")
-    process = start(tmp_path, *sizes, *endless, runs_dir=small_disk.path)
+    process = start(tmp_path, *sizes, *endless, runs_dir=small_disk.path, vocab_size=512)
     paths = RunPaths(small_disk.path / "one")
     wait_for_steps(paths, ranks=1, step=3, timeout_s=TIMEOUT_S)
     small_disk.fill()
@@ -130,7 +135,7 @@ def _text(path: Path) -> str:
 
 def test_a_killed_rank_is_named_and_the_last_checkpoint_is_offered(tmp_path: Path) -> None:
     settings = ("train.steps=100000", "train.checkpoint_every=1", "limits.max_restarts=0")
-    process = start(tmp_path, *settings)
+    process = start(tmp_path, *SMALLEST, *settings, vocab_size=512)
     paths = RunPaths(tmp_path / "runs" / "one")
     pids = wait_for_steps(paths, step=3, timeout_s=TIMEOUT_S)
     os.kill(pids[1], signal.SIGKILL)

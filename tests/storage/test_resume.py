@@ -19,6 +19,7 @@ import pytest
 from payload.checkpoint_files import manifest_problems
 from payload.errors import ExitCode
 from payload.inventory import Access
+from payload.orchestrate.__main__ import main
 from payload.orchestrate.run.mirror import note_seen, read_mirrored
 from payload.results import RunPaths, RunState, Summary, last_record, read_json
 from payload.store_state import StoreState
@@ -60,15 +61,20 @@ class Place:
         folder.mkdir()
 
     def start(self, *words: str, results: str = RESULTS) -> subprocess.Popen[str]:
+        return self._popen(self.words(*words, results=results))
+
+    def words(self, *words: str, results: str = RESULTS) -> list[str]:
+        """Return the arguments of `run`; a setting in `words` has the last say."""
         settings = [*SETTINGS, f"data.dir={self._data}", f"storage.results={results}"]
-        return self.command(
-            *("run", "--inventory", "local", *words),
-            *(word for each in settings for word in ("--set", each)),
-        )
+        sets = (word for each in settings for word in ("--set", each))
+        return ["run", "--inventory", "local", "--runs-dir", str(self.runs), *sets, *words]
 
     def command(self, *words: str) -> subprocess.Popen[str]:
+        return self._popen([*words, "--runs-dir", str(self.runs)])
+
+    def _popen(self, words: list[str]) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "payload.orchestrate", *words, "--runs-dir", str(self.runs)],
+            [sys.executable, "-m", "payload.orchestrate", *words],
             cwd=REPO,
             env=self._env,
             stdout=subprocess.PIPE,
@@ -95,6 +101,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def proxy() -> Iterator[FaultyProxy]:
     with FaultyProxy(Faults(seed=4)) as made:
         yield made
+
+
+@pytest.fixture
+def place(tmp_path: Path, data: Path, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A machine whose commands may run in the test's own process."""
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+    return Place(tmp_path / "here", data, proxy.url)
 
 
 @pytest.fixture(scope="module")
@@ -139,9 +152,9 @@ def losses(paths: RunPaths) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
-def assert_same_end(one: RunPaths, other: RunPaths) -> None:
+def assert_same_end(one: RunPaths, other: RunPaths, *, steps: int = STEPS) -> None:
     assert losses(one) == losses(other)
-    last = [paths.checkpoint(STEPS) for paths in (one, other)]
+    last = [paths.checkpoint(steps) for paths in (one, other)]
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (last[0] / name).read_bytes() == (last[1] / name).read_bytes()
 
@@ -214,17 +227,20 @@ def test_the_machine_that_started_a_run_on_a_cluster_that_is_gone_takes_it_from_
 
 @pytest.mark.ranks
 def test_a_store_that_fails_takes_nothing_from_a_run_but_the_final_wait(
-    tmp_path: Path, data: Path, uninterrupted: RunPaths
+    tmp_path: Path, data: Path
 ) -> None:
+    short = ("--set", f"train.steps={2 * EVERY}", "--set", "launch.ranks_per_node=1")
     with FaultyProxy(Faults(seed=5)) as own:
         place = Place(tmp_path / "here", data, own.url)
-        command = place.start("--run-id", "alone", "--set", "storage.final_wait_s=15")
+        code, _, talk = place.run("--run-id", "whole", *short, results="none")
+        assert code == ExitCode.OK, talk
+        command = place.start("--run-id", "alone", *short, "--set", "storage.final_wait_s=15")
         paths = RunPaths(place.runs / "alone")
         wait_until(paths.plan.exists, what="the start", timeout_s=60.0)
         own.down = True
         code, _, talk = ended(command)
     assert code == ExitCode.OK, talk
-    assert_same_end(uninterrupted, paths)
+    assert_same_end(RunPaths(place.runs / "whole"), paths, steps=2 * EVERY)
     summary = read_json(Summary, paths.summary)
     assert summary is not None and summary.store is not None
     assert not summary.store.is_drained
@@ -236,18 +252,18 @@ def test_a_store_that_fails_takes_nothing_from_a_run_but_the_final_wait(
 @pytest.mark.processes
 @pytest.mark.parametrize("results", ["gs://no-such-bucket/x", "results", "s3://b/x"])
 def test_a_store_that_cannot_be_used_is_refused_before_anything_is_written(
-    tmp_path: Path, data: Path, proxy: FaultyProxy, results: str
+    place: Place, capsys: pytest.CaptureFixture[str], results: str
 ) -> None:
-    place = Place(tmp_path / "here", data, proxy.url)
-    code, _, talk = place.run("--run-id", "never", results=results)
-    assert code == ExitCode.CONFIG, talk
-    assert "error: " in talk.splitlines()[-1]
+    assert main(place.words("--run-id", "never", results=results), os.environ) == ExitCode.CONFIG
+    assert "error: " in capsys.readouterr().err.splitlines()[-1]
     assert not (place.runs / "never").exists()
 
 
 @pytest.mark.processes
-def test_a_run_that_no_store_has_is_refused(tmp_path: Path, data: Path, proxy: FaultyProxy) -> None:
-    place = Place(tmp_path / "here", data, proxy.url)
-    code, _, talk = place.run("--resume", f"{RESULTS}/no-such-run")
-    assert code == ExitCode.CONFIG and "there is no run" in talk
+def test_a_run_that_no_store_has_is_refused(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = place.words("--resume", f"{RESULTS}/no-such-run")
+    assert main(words, os.environ) == ExitCode.CONFIG
+    assert "there is no run" in capsys.readouterr().err
     assert not place.runs.exists() or not list(place.runs.iterdir())

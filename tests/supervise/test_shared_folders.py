@@ -69,10 +69,10 @@ def test_a_watch_without_a_process_knows_nothing_and_tries_again(
 ) -> None:
     with sshfs_mount(tmp_path) as (folder, _):
         monkeypatch.setattr(shared_folders, "_RESTART_S", 0.0)
-        monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
-        watch = FolderWatch([str(folder)], env=os.environ)
-        assert watch.troubles() == {}
-        monkeypatch.undo()
+        with monkeypatch.context() as without_python:
+            without_python.setattr(sys, "executable", str(tmp_path / "no-python"))
+            watch = FolderWatch([str(folder)], env=os.environ)
+            assert watch.troubles() == {}
         wait_for(lambda: not watch.troubles() and bool(watch.processes()), "a process")
         watch.close()
         assert watch.processes() == []

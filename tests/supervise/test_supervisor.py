@@ -43,6 +43,8 @@ from tests.test_metrics_log import step_line
 
 pytestmark = pytest.mark.ranks
 ENDLESS = ("--steps", "100000")
+TORCHRUN_TOO = pytest.param("torchrun", marks=pytest.mark.slow)
+"""Each of its starts imports torch; `make test` has the whole of one run by it."""
 
 
 def _summary(paths: RunPaths) -> Summary:
@@ -57,11 +59,17 @@ def _phase(paths: RunPaths) -> str | None:
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
-def test_a_run_ends_well_and_every_rank_had_its_place(tmp_path: Path, launcher: str) -> None:
+def test_a_run_ends_well_with_every_rank_in_its_place_and_leaves_no_temporary_file(
+    tmp_path: Path, launcher: str
+) -> None:
     paths = plan_stand_in(tmp_path / "a folder" / "a-run", launcher=launcher)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
     # A scheduler's shell around us must not take the run elsewhere.
-    supervisor = supervise(paths, env={"SLURM_JOBID": "5", "PE_HOSTFILE": "/nowhere"})
+    elsewhere = {"SLURM_JOBID": "5", "PE_HOSTFILE": "/nowhere"}
+    supervisor = supervise(paths, env={**elsewhere, "TMPDIR": str(temporary)})
     assert supervisor.wait(DEADLINE_S) == ExitCode.OK
+    assert [path.name for path in temporary.iterdir()] == []
     state = state_of(paths)
     assert (state.status, state.exit_class, state.error) == ("finished", "ok", None)
     assert not processes_of(paths.root)
@@ -79,15 +87,7 @@ def test_a_run_ends_well_and_every_rank_had_its_place(tmp_path: Path, launcher: 
     assert paths.supervisor_log.exists() is False
 
 
-def test_torchrun_leaves_nothing_in_the_temporary_folder(tmp_path: Path) -> None:
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    paths = plan_stand_in(tmp_path / "run", launcher="torchrun")
-    assert supervise(paths, env={"TMPDIR": str(temporary)}).wait(DEADLINE_S) == ExitCode.OK
-    assert [path.name for path in temporary.iterdir()] == []
-
-
-@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+@pytest.mark.parametrize("launcher", ["mpirun", TORCHRUN_TOO])
 def test_a_run_s_folder_may_lie_deeper_than_a_socket_s_address_is_long(
     tmp_path: Path, launcher: str
 ) -> None:
@@ -97,7 +97,7 @@ def test_a_run_s_folder_may_lie_deeper_than_a_socket_s_address_is_long(
     assert _summary(paths).status == "finished"
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+@pytest.mark.parametrize("launcher", ["mpirun", TORCHRUN_TOO])
 def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path: Path, launcher: str) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, launcher=launcher)
     supervisor = supervise(paths)
@@ -125,9 +125,9 @@ def test_a_killed_wrapper_is_named_from_mpiruns_report(tmp_path: Path) -> None:
 
 
 def test_a_killed_mpirun_ends_the_run(tmp_path: Path) -> None:
-    paths = plan_stand_in(tmp_path / "run", *ENDLESS)
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, ranks=1)
     supervisor = supervise(paths)
-    wait_for_steps(paths)
+    wait_for_steps(paths, ranks=1)
     (launcher,) = Path(f"/proc/{supervisor.pid}/task/{supervisor.pid}/children").read_text().split()
     os.kill(int(launcher), signal.SIGKILL)
     assert supervisor.wait(DEADLINE_S) == ExitCode.RANK_LOST
@@ -159,9 +159,9 @@ def test_a_crash_without_a_word_is_recorded_by_the_wrapper(tmp_path: Path) -> No
 
 
 def test_a_stop_saves_and_has_a_result(tmp_path: Path) -> None:
-    paths = plan_stand_in(tmp_path / "run", *ENDLESS)
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, ranks=1)
     supervisor = supervise(paths)
-    wait_for_steps(paths)
+    wait_for_steps(paths, ranks=1)
     ask_to_stop(paths, supervisor)
     assert supervisor.wait(DEADLINE_S) == ExitCode.OK
     assert (state_of(paths).status, state_of(paths).error) == ("stopped", None)
@@ -169,16 +169,18 @@ def test_a_stop_saves_and_has_a_result(tmp_path: Path) -> None:
     assert not processes_of(paths.root)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+)
 def test_a_supervisor_that_the_system_ends_saves_and_its_run_is_lost_and_no_result(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     """As when the head is preempted; what a command left for an earlier supervisor is no excuse."""
-    paths = plan_stand_in(tmp_path / "run", *ENDLESS, settings=("limits.max_restarts=1",))
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, settings=("limits.max_restarts=1",), ranks=1)
     old = StopRequest(pids=(os.getpid(),), grace_s=0.0)
     write_json(paths.stop_request, old)
     supervisor = supervise(paths)
-    wait_for_steps(paths)
+    wait_for_steps(paths, ranks=1)
     assert not paths.stop_request.exists()
     write_json(paths.stop_request, old)
     supervisor.send_signal(number)
@@ -192,7 +194,7 @@ def test_a_supervisor_that_the_system_ends_saves_and_its_run_is_lost_and_no_resu
     assert not processes_of(paths.root)
 
 
-@pytest.mark.parametrize("victim", ["program", "wrapper"])
+@pytest.mark.parametrize("victim", ["program", pytest.param("wrapper", marks=pytest.mark.slow)])
 def test_sigterm_to_one_rank_is_a_lost_rank(tmp_path: Path, victim: str) -> None:
     """As when its machine is preempted: the ranks save and end, and nobody had asked for it."""
     paths = plan_stand_in(tmp_path / "run", *ENDLESS)
@@ -210,7 +212,7 @@ def test_sigterm_to_one_rank_is_a_lost_rank(tmp_path: Path, victim: str) -> None
 
 
 def test_a_signal_that_comes_before_the_supervisor_is_ready_is_not_lost(tmp_path: Path) -> None:
-    paths = plan_stand_in(tmp_path / "run", *ENDLESS)
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, ranks=1)
     supervisor = LocalAccess(os.environ).start_supervisor(paths, detached=True, grace_s=60.0)
     ask_to_stop(paths, supervisor)
     assert supervisor.wait(DEADLINE_S) == ExitCode.OK
@@ -230,7 +232,7 @@ def test_a_signal_after_the_end_does_not_change_it(tmp_path: Path) -> None:
         "late = Late()\n"
         "sys.exit(status)\n"
     )
-    paths = plan_stand_in(tmp_path / "run", "--steps", "2")
+    paths = plan_stand_in(tmp_path / "run", "--steps", "2", ranks=1)
     command = [sys.executable, "-c", program, "--run-dir", str(paths.root)]
     ended = subprocess.run(command, cwd=REPO, check=False, timeout=DEADLINE_S)
     assert ended.returncode == ExitCode.OK
@@ -258,7 +260,7 @@ def test_records_of_the_wrong_kind_in_a_running_runs_folder_do_not_kill_its_supe
 
 
 def test_a_state_that_is_gone_is_rebuilt_from_the_summary(tmp_path: Path) -> None:
-    paths = plan_stand_in(tmp_path / "run", "--steps", "3")
+    paths = plan_stand_in(tmp_path / "run", "--steps", "3", ranks=1)
     assert supervise(paths).wait(DEADLINE_S) == ExitCode.OK
     spent_s = _summary(paths).wall_s
     paths.state.write_bytes(b"\xff{")
@@ -271,11 +273,11 @@ def test_a_state_that_is_gone_is_rebuilt_from_the_summary(tmp_path: Path) -> Non
 
 def test_a_run_started_through_a_link_is_known_by_its_own_path(tmp_path: Path) -> None:
     """Its ranks, and those of a supervisor that died, are found by the folder's one name."""
-    paths = plan_stand_in(tmp_path / "real" / "run", *ENDLESS)
+    paths = plan_stand_in(tmp_path / "real" / "run", *ENDLESS, ranks=1)
     (tmp_path / "link").symlink_to("real")
     linked = RunPaths(tmp_path / "link" / "run")
     supervisor = supervise(paths)
-    wait_for_steps(paths)
+    wait_for_steps(paths, ranks=1)
     assert processes_of(linked.root) == processes_of(paths.root) != set()
     supervisor.kill()
     supervisor.wait(DEADLINE_S)
@@ -294,10 +296,10 @@ def test_state_is_kept_up_to_date_while_the_wall_clock_stands_or_goes_back(tmp_p
         "supervisor._STATE_EVERY_S = 0.1\n"
         "sys.exit(main(sys.argv[1:], os.environ))\n"
     )
-    paths = plan_stand_in(tmp_path / "run", *ENDLESS, settings=("limits.max_hours=5",))
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, settings=("limits.max_hours=5",), ranks=1)
     command = [sys.executable, "-c", program, "--run-dir", str(paths.root)]
     running = subprocess.Popen(command, cwd=REPO)
-    wait_for_steps(paths)
+    wait_for_steps(paths, ranks=1)
     first = state_of(paths).spent_s
     wait_for(lambda: state_of(paths).spent_s > first + 1.0, "the time that counts to go on")
     ask_to_stop(paths, running)
@@ -306,7 +308,7 @@ def test_state_is_kept_up_to_date_while_the_wall_clock_stands_or_goes_back(tmp_p
 
 
 def test_a_stop_before_the_first_step_is_a_stop(tmp_path: Path) -> None:
-    paths = plan_stand_in(tmp_path / "run", *ENDLESS)
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, ranks=1)
     supervisor = supervise(paths)
     wait_for(paths.state.exists, "the supervisor to begin")
     ask_to_stop(paths, supervisor)
@@ -344,9 +346,9 @@ def test_the_force_signal_ends_deaf_ranks_at_once(tmp_path: Path) -> None:
 def test_ranks_that_do_not_stop_in_the_time_that_the_stop_came_with_are_killed(
     tmp_path: Path,
 ) -> None:
-    paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--deaf")
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--deaf", ranks=1)
     supervisor = supervise(paths, "--grace", "1000")
-    wait_for_steps(paths)
+    wait_for_steps(paths, ranks=1)
     ask_to_stop(paths, supervisor)
     ask_to_stop(paths, supervisor)
     assert (state_of(paths).grace_s, supervisor.poll()) == (1000.0, None)
@@ -357,9 +359,9 @@ def test_ranks_that_do_not_stop_in_the_time_that_the_stop_came_with_are_killed(
 
 
 def test_a_stop_waits_for_a_checkpoint_that_gets_on(tmp_path: Path) -> None:
-    paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--save-s", "1.5")
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--save-s", "1.5", ranks=1)
     supervisor = supervise(paths)
-    wait_for_steps(paths)
+    wait_for_steps(paths, ranks=1)
     ask_to_stop(paths, supervisor)
     wait_for(lambda: _phase(paths) == "checkpoint", "rank 0 to save")
     ask_to_stop(paths, supervisor, grace_s=0.0)
@@ -378,9 +380,9 @@ def test_ranks_that_are_deaf_do_not_outlive_a_killed_supervisor(tmp_path: Path) 
 
 
 def test_ranks_save_when_their_supervisor_is_killed_and_the_next_one_waits(tmp_path: Path) -> None:
-    paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--save-s", "1.5")
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--save-s", "1.5", ranks=1)
     first = supervise(paths)
-    wait_for_steps(paths)
+    wait_for_steps(paths, ranks=1)
     first.kill()
     first.wait(DEADLINE_S)
     # The stand-in's request to stop outlives its attempt, and nobody asks the second one to stop.
@@ -393,9 +395,9 @@ def test_ranks_save_when_their_supervisor_is_killed_and_the_next_one_waits(tmp_p
 
 
 def test_a_stop_lets_the_ranks_of_an_earlier_supervisor_save(tmp_path: Path) -> None:
-    paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--save-s", "2")
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--save-s", "2", ranks=1)
     first = supervise(paths)
-    wait_for_steps(paths)
+    wait_for_steps(paths, ranks=1)
     first.kill()
     first.wait(DEADLINE_S)
     # Its own grace is none of theirs.
@@ -407,7 +409,7 @@ def test_a_stop_lets_the_ranks_of_an_earlier_supervisor_save(tmp_path: Path) -> 
     assert state_of(paths).error == "stopped before it was started"
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+@pytest.mark.parametrize("launcher", ["mpirun", TORCHRUN_TOO])
 def test_a_stopped_rank_is_a_hang_that_names_it(tmp_path: Path, launcher: str) -> None:
     quick = ("limits.hang_timeout_s=2",)
     paths = plan_stand_in(
@@ -428,7 +430,7 @@ def test_a_stopped_rank_is_a_hang_that_names_it(tmp_path: Path, launcher: str) -
 def test_a_run_stops_with_a_result_before_its_money_is_gone_and_stays_stopped(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    paths = plan_stand_in(tmp_path / "run", *ENDLESS, settings=("limits.max_hours=5",))
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, settings=("limits.max_hours=5",), ranks=1)
     # A dollar a second.
     text = paths.inventory.read_text().replace('"hourly_usd": null', '"hourly_usd": 3600.0')
     paths.inventory.write_text(text)
@@ -449,7 +451,7 @@ def test_a_run_stops_with_a_result_before_its_money_is_gone_and_stays_stopped(
 
 
 def test_a_run_stops_when_its_owner_is_killed(tmp_path: Path) -> None:
-    paths = plan_stand_in(tmp_path / "run", *ENDLESS)
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, ranks=1)
     owner = subprocess.Popen(
         [
             sys.executable,
@@ -461,7 +463,7 @@ def test_a_run_stops_when_its_owner_is_killed(tmp_path: Path) -> None:
         ],
         cwd=REPO,
     )
-    wait_for_steps(paths)
+    wait_for_steps(paths, ranks=1)
     owner.kill()
     owner.wait(DEADLINE_S)
     wait_for(lambda: state_of(paths).status == "stopped", "the run to stop")
@@ -469,23 +471,23 @@ def test_a_run_stops_when_its_owner_is_killed(tmp_path: Path) -> None:
 
 
 def test_processes_that_a_rank_left_behind_are_ended(tmp_path: Path) -> None:
-    paths = plan_stand_in(tmp_path / "run", "--stray")
+    paths = plan_stand_in(tmp_path / "run", "--stray", ranks=1)
     assert supervise(paths).wait(DEADLINE_S) == ExitCode.OK
     assert state_of(paths).status == "finished"
     assert not processes_of(paths.root)
 
 
 def test_two_runs_at_once_do_not_collide(tmp_path: Path) -> None:
-    runs = [plan_stand_in(tmp_path / name / "run") for name in ("a", "b")]
+    runs = [plan_stand_in(tmp_path / name / "run", ranks=1) for name in ("a", "b")]
     supervisors = [supervise(paths) for paths in runs]
     assert [supervisor.wait(DEADLINE_S) for supervisor in supervisors] == [0, 0]
     assert [state_of(paths).status for paths in runs] == ["finished", "finished"]
 
 
 def test_a_second_supervisor_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    paths = plan_stand_in(tmp_path / "run", *ENDLESS)
+    paths = plan_stand_in(tmp_path / "run", *ENDLESS, ranks=1)
     first = supervise(paths)
-    wait_for_steps(paths)
+    wait_for_steps(paths, ranks=1)
     assert supervise(paths).wait(DEADLINE_S) == ExitCode.USAGE
     assert "is being supervised already" in capfd.readouterr().err
     ask_to_stop(paths, first)
@@ -566,7 +568,7 @@ def test_a_launcher_that_cannot_start_a_rank_is_preflight(tmp_path: Path) -> Non
 def test_a_launcher_that_is_not_there_is_preflight_and_the_last_result_stays(
     tmp_path: Path,
 ) -> None:
-    paths = plan_stand_in(tmp_path / "run", "--steps", "3")
+    paths = plan_stand_in(tmp_path / "run", "--steps", "3", ranks=1)
     assert supervise(paths).wait(DEADLINE_S) == ExitCode.OK
     plan = json.loads(paths.plan.read_text())
     plan["argv"][0] = "/nowhere/mpirun"

@@ -187,10 +187,11 @@ def test_what_an_up_that_failed_has_left_is_seen(site: Site, capsys: Capture) ->
             "up --yes --skip-preview",
             "up was interrupted: no machine is there. What was built before stays and is billed",
         ),
-        (
+        pytest.param(
             "down",
             "destroy --yes --skip-preview --exclude-protected",
             f"look with: sweep --cluster mine --project {PROJECT}",
+            marks=pytest.mark.slow,
         ),
     ],
 )
