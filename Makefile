@@ -19,7 +19,7 @@ RUN_ID := $(RUN_ID)
 CONFIG ?= payload/configs/quickstart.toml
 # More arguments for pytest, orchestrate run or a benchmark: make test ARGS="-k resume -x"
 ARGS ?=
-# Tests that run side by side; many wait for machines or processes most of their time.
+# Tests that run side by side: one more than cores, as many wait for machines or processes.
 WORKERS ?= 3
 UPGRADE ?=
 # A run's id, for the dashboard; none = the newest.

@@ -120,7 +120,7 @@ def test_where_nothing_fits_the_smallest_method_is_named_and_in_fp32_the_smaller
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finetuned:
-    """What one whole command left."""
+    """The files that one whole command left."""
 
     cwd: Path
     words: tuple[object, ...]

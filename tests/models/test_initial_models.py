@@ -55,7 +55,7 @@ def test_a_run_keeps_the_commit_it_began_with_on_every_rank_and_without_the_hub(
     home = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
     words = [*settings, f"model.init={NAME}"]
     with model_hub(commits) as endpoint:
-        env = rank_env(**home, HF_ENDPOINT=endpoint)
+        env = rank_env(**home, HF_HUB_OFFLINE="0", HF_ENDPOINT=endpoint)
         begun = trained(folder, tiny_config, *words, "train.steps=2", env=env, num_ranks=2)
     assert load_run_config(folder / "run.toml").model.init == f"{NAME}@{FIRST}"
     other = tmp_path / "other"
@@ -64,12 +64,12 @@ def test_a_run_keeps_the_commit_it_began_with_on_every_rank_and_without_the_hub(
     # As an operator's copy has it, which replaces the run folder's at a resume.
     text = (folder / "run.toml").read_text()
     (folder / "run.toml").write_text(text.replace(f"@{FIRST}", ""))
-    env = rank_env(**home, HF_HUB_OFFLINE="1")
+    env = rank_env(**home)
     whole = trained(folder, tiny_config, *words, "train.steps=4", env=env)
     assert load_run_config(folder / "run.toml").model.init == f"{NAME}@{FIRST}"
     assert whole[:2] == begun and len(whole) == 4
     # A new run finds the commit that was downloaded, and nobody is asked.
-    env = rank_env(**home, HF_ENDPOINT="http://127.0.0.1:9")
+    env = rank_env(**home, HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9")
     again = trained(tmp_path / "again", tiny_config, *words, "train.steps=2", env=env)
     assert again == pytest.approx(begun, rel=1e-5)
     assert load_run_config(tmp_path / "again" / "run.toml").model.init == f"{NAME}@{FIRST}"

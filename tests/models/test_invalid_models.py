@@ -493,7 +493,7 @@ def below(folder: Path) -> set[Path]:
 
 @pytest.fixture
 def transformers_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What transformers logs, which it keeps from the root logger."""
+    """The lines that transformers logs, which it keeps from the root logger."""
     theirs = logging.getLogger("transformers")
     theirs.addHandler(caplog.handler)
     yield caplog
@@ -634,7 +634,7 @@ def refused_process(
     words = ["schedule.warmup_steps=0", *settings_of(str(folder))]
     result = run(
         [sys.executable, *train_program(tmp_path / "run", tiny_config, *words)],
-        env=rank_env(HF_HUB_OFFLINE="1"),
+        env=rank_env(),
     )
     assert result.returncode == ExitCode.CONFIG
     assert result.stdout == "" and not (tmp_path / "run").exists()

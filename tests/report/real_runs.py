@@ -22,9 +22,9 @@ TIMEOUT_S = 180.0
 
 
 STEPS = 100
-"""Of the run that finishes: it is stopped at about 20 and loses a rank at about 40."""
+"""Steps of the run that finishes: it is stopped at about 20 and loses a rank at about 40."""
 TRACKERS = '["csv", "mlflow"]'
-"""Of the same run."""
+"""Its trackers."""
 
 
 def make_runs(folder: Path) -> Path:

@@ -41,6 +41,8 @@ _LIBRARIES = (
     "transformers",
     "rich.table",
 )
+_ENVIRONMENT = dict(os.environ)
+"""Before any test has changed it: one server is for all of them."""
 _LIMITS = ("RLIMIT_AS", "RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_MEMLOCK", "RLIMIT_NOFILE")
 
 
@@ -48,7 +50,7 @@ _LIMITS = ("RLIMIT_AS", "RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_MEMLOCK", "RLIMIT
 def server_name(*libraries: str, **environment: str) -> str:
     """Start a server, which ends with this process, and return its name.
 
-    Both arguments are additions: to what it imports, and to this process's variables.
+    Both arguments are additions: to what it imports, and to the variables of the tests.
     """
     name = f"tileforge-tests-{os.getpid()}-{secrets.token_hex(8)}"
     command = [sys.executable, "-m", "tests.support.fork_server", name, *libraries]
@@ -56,7 +58,7 @@ def server_name(*libraries: str, **environment: str) -> str:
     started = subprocess.Popen(
         command,
         cwd=repo,
-        env={**os.environ, **environment},
+        env={**_ENVIRONMENT, **environment},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -132,7 +134,7 @@ class _Fork:
 
     @property
     def watched(self) -> list[int | socket.socket]:
-        """What select waits for."""
+        """The descriptors that select waits for."""
         return [self.ended] if self.killed else [self.ended, self.connection]
 
     def pass_on(self) -> None:

@@ -14,6 +14,7 @@ from xdist.scheduler import LoadScopeScheduling
 _FIRST = (
     *("tests/rig/", "tests/orchestrate/cluster/", "tests/nfs/", "tests/train/strategies/"),
     *("tests/train/test_ranks.py", "tests/real/test_chat.py", "tests/amx/", "tests/formats/"),
+    "tests/report/",
 )
 _FEW_TESTS = 2
 """A worker begins a test once it knows the next one, so it gets more before it has only one."""

@@ -52,8 +52,8 @@ dtype = "fp32"
 
 
 def rank_env(**extra: str) -> dict[str, str]:
-    """The environment of a rank on this machine: one thread, the loopback interface."""
-    every = {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    """The environment of a rank on this machine: one thread, the loopback interface, no hub."""
+    every = {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return {
         **os.environ,
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",

@@ -12,7 +12,7 @@ from tempfile import TemporaryFile
 
 @dataclass
 class RecordedOutput:
-    """What was printed; both are empty until the recording has ended."""
+    """The text that was printed; both are empty until the recording has ended."""
 
     out: str = ""
     err: str = ""

@@ -56,7 +56,7 @@ CASES = {
     ),
     "classify": Case(config="classify", ranks=3, overrides=(*CLASSIFY, *_TEXTS)),
 }
-"""Of `make test`; they share one start of ranks."""
+"""Tasks of `make test`; they share one start of ranks."""
 OTHERS = {
     "preference": Case(config="preference", ranks=4, overrides=_PAIRS),
     "preference-shard": Case(
