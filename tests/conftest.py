@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from payload.core_speed import has_bf16
-from tests.support import groups, started_processes, stress, timed_groups
+from tests.support import fork_server, groups, started_processes, stress, timed_groups
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import TINY_RUN
 from tests.support.left_out import leave_out, notes
@@ -108,6 +108,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # that the other worker needs: with small models that is most of the processor time.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    fork_server.remember_environment()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -41,9 +41,14 @@ _LIBRARIES = (
     "transformers",
     "rich.table",
 )
-_ENVIRONMENT = dict(os.environ)
-"""Before any test has changed it: one server is for all of them."""
+_environment = dict(os.environ)
 _LIMITS = ("RLIMIT_AS", "RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_MEMLOCK", "RLIMIT_NOFILE")
+
+
+def remember_environment() -> None:
+    """Let servers have the present variables: tests change some, and one server is for all."""
+    _environment.clear()
+    _environment.update(os.environ)
 
 
 @functools.cache
@@ -58,7 +63,7 @@ def server_name(*libraries: str, **environment: str) -> str:
     started = subprocess.Popen(
         command,
         cwd=repo,
-        env={**_ENVIRONMENT, **environment},
+        env={**_environment, **environment},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 VARIABLE = "TILEFORGE_TESTS_FORK_SERVER"
 """The server's name in the abstract namespace of Unix sockets."""
 _READ_AT_START = (
-    *("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_"),
+    *("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "GOMP_", "MKL_"),
     *("TORCH_", "HF_", "TRANSFORMERS_", "HOME", "XDG_", "LANG", "LC_"),
 )
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
