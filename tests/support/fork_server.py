@@ -89,6 +89,7 @@ def main(name: str, *libraries: str) -> None:
     with warnings.catch_warnings(action="ignore"):
         for each in (*_LIBRARIES, *libraries, *_modules()):
             importlib.import_module(each)
+    importlib.import_module("tests.support.brief_calibration").calibrate_briefly()
     gc.freeze()  # a collection in a fork would copy every page of what was imported
     forks: dict[int, _Fork] = {}
     while True:

@@ -16,7 +16,7 @@ from unittest import mock
 from payload.errors import ExitCode, RanksDifferError
 from payload.evaluate.__main__ import main as evaluate
 from payload.train import __main__ as program
-from payload.train import calibration
+from tests.support.brief_calibration import calibrate_briefly
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Planned:
 def main() -> None:
     """Train or evaluate each. An error ends the process, as it ends a rank."""
     rank = os.environ.get("PMI_RANK", "0")
-    calibration._GEMM_BUDGET_S = 0.0  # one product: half the time of a run of a few steps
+    calibrate_briefly()
     for each in json.loads(sys.argv[1]):
         planned = Planned(**each)
         os.environ["MASTER_PORT"] = str(planned.port)

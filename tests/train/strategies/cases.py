@@ -47,6 +47,8 @@ class Case:
     """The run that it continues from step 3; `alone` is the run of one rank."""
     spoiled: tuple[int, str] | None = None
     """A rank and the parameter that differs there from step 3 on."""
+    repeats: bool = False
+    """Others show the same of the code that it runs; `make test-all` has it."""
 
 
 STRATEGIES = {
@@ -94,7 +96,7 @@ KERNELS = {
 
 WITHOUT_KERNELS = {
     f"{name}, bf16 without kernels": replace(
-        STRATEGIES[name], settings=(*BF16, "engine.kernels=off")
+        STRATEGIES[name], settings=(*BF16, "engine.kernels=off"), repeats=True
     )
     for name in ("shard", "zero3")
 }
@@ -111,25 +113,24 @@ ADAPTERS = {
 }
 """The base is in uneven parts."""
 
-_DECODERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
-    "tensor": (
-        ("llama, untied, biases", ("memory.activation_checkpointing=on",)),
-        ("qwen3", ("engine.kernels=off",)),
-        ("qwen3", ("precision.dtype=bf16",)),
-        ("gemma3_text", ()),
-    ),
-    "pipeline": (
-        ("llama, untied, biases", ("memory.activation_checkpointing=on",)),
-        ("gemma3_text", ("engine.kernels=off",)),
-        ("qwen3", ("precision.dtype=bf16",)),
-    ),
-}
+_DECODERS: tuple[tuple[str, str, tuple[str, ...], bool], ...] = (
+    ("tensor", "llama, untied, biases", ("memory.activation_checkpointing=on",), False),
+    ("tensor", "qwen3", ("engine.kernels=off",), True),
+    ("tensor", "qwen3", ("precision.dtype=bf16",), False),
+    ("tensor", "gemma3_text", (), True),
+    ("pipeline", "llama, untied, biases", ("memory.activation_checkpointing=on",), True),
+    ("pipeline", "gemma3_text", ("engine.kernels=off",), False),
+    ("pipeline", "qwen3", ("precision.dtype=bf16",), True),
+)
+"""Strategy, model, settings, and `Case.repeats`."""
 DECODERS = {
     f"{name} of {model}, {' '.join(settings) or 'fp32'}": replace(
-        STRATEGIES[name], model=model, settings=("optimizer.lr=1e-4", *settings)
+        STRATEGIES[name],
+        model=model,
+        settings=("optimizer.lr=1e-4", *settings),
+        repeats=repeats,
     )
-    for name, cases in _DECODERS.items()
-    for model, settings in cases
+    for name, model, settings, repeats in _DECODERS
 }
 
 DROPOUT = {
@@ -184,8 +185,9 @@ RUNS = (
 
 
 def is_slow(case: Case) -> bool:
-    """Return True for a run of three or more ranks, or of DeepSpeed, which is built once."""
-    return case.ranks > 2 or ZERO3 in case.strategy or case.resumes == "zero3"
+    """Return True for a repeat, and for runs on more ranks or of DeepSpeed, which is built once."""
+    takes_long = case.ranks > 2 or ZERO3 in case.strategy or case.resumes == "zero3"
+    return case.repeats or takes_long
 
 
 def names(cases: Mapping[str, Case]) -> list[Any]:
