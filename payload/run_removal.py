@@ -5,9 +5,12 @@ Callers say what they know of a copy, as this asks no cluster.
 
 from __future__ import annotations
 
+import json
 import shutil
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from payload.checkpoint_files import newest_sound
@@ -16,8 +19,11 @@ from payload.results import RankProgress, RunPaths, RunState, read_json
 from payload.run_config import load_run_config
 from payload.run_lock import RunLock, is_supervised, starting
 from payload.run_repair import has_own_record
+from payload.untrusted import RUN_ID, parse_json, read_bytes
 
-_REMOVED_PREFIX = ".removed-"
+_HOLDER_PREFIX = ".removing-"
+_HOLDER_RECORD = "removal.json"
+"""In a folder that this program made for a run that it removes; another's folder has none."""
 # Ranks whose supervisor died may still be saving; they send a heartbeat more often than this.
 _ALIVE_S = 60.0
 
@@ -83,18 +89,38 @@ def _starts_from(other: RunPaths, paths: RunPaths) -> bool:
 
 def remove_run(paths: RunPaths) -> None:
     """Take the run out of sight at once, then remove it; an interrupted removal goes on later."""
-    hidden = paths.root.with_name(f"{_REMOVED_PREFIX}{paths.run_id}")
     try:
         # Held so that nobody resumes it meanwhile.
         with starting(paths), RunLock(paths):
-            shutil.rmtree(hidden, ignore_errors=True)
-            paths.root.rename(hidden)
-            shutil.rmtree(hidden)
+            holder = Path(tempfile.mkdtemp(prefix=_HOLDER_PREFIX, dir=paths.root.parent))
+            record = {"format_version": 1, "run_id": paths.run_id}
+            (holder / _HOLDER_RECORD).write_text(json.dumps(record), encoding="utf-8")
+            paths.root.rename(holder / paths.run_id)
+            _finish(holder)
     except OSError as error:
         raise ConfigError(f"{paths.root}: cannot be removed ({error.strerror}).") from None
 
 
 def finish_removals(runs_dir: Path) -> None:
     """Remove what interrupted removals have left."""
-    for left in runs_dir.glob(f"{_REMOVED_PREFIX}*"):
-        shutil.rmtree(left, ignore_errors=True)
+    for holder in runs_dir.glob(f"{_HOLDER_PREFIX}*"):
+        with suppress(OSError, ConfigError):
+            _finish(holder)
+
+
+def _finish(holder: Path) -> None:
+    """Remove the run in a holder, then the holder, if this program made it.
+
+    Raises OSError, and ConfigError for a record that no removal wrote.
+    """
+    if holder.is_symlink():
+        return
+    record = holder / _HOLDER_RECORD
+    raw = parse_json(read_bytes(record), where=str(record))
+    run_id = raw.get("run_id") if isinstance(raw, dict) else None
+    if not isinstance(run_id, str) or not RUN_ID.fullmatch(run_id):
+        raise ConfigError(f"{record}: no run is named.")
+    with suppress(FileNotFoundError):  # all of it was removed before
+        shutil.rmtree(holder / run_id)
+    record.unlink()
+    holder.rmdir()

@@ -114,8 +114,15 @@ def _render_value(value: str | int | float | bool | tuple[str, ...] | None) -> s
         return "true" if value else "false"
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in escaped) + '"'
+        return f'"{"".join(map(_render_character, escaped))}"'
     return repr(value)
+
+
+def _render_character(character: str) -> str:
+    if character.isprintable():
+        return character
+    code = ord(character)
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def _build_section(section: type[Any], table: Any, *, name: str) -> tuple[Any, list[_Problem]]:

@@ -10,10 +10,16 @@ from payload.settings import setting
 from payload.untrusted import shown
 
 _SLURM_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:+=-]{0,127}")
-_OWN_SBATCH_OPTIONS = re.compile(
-    r"-[NntpAqoeDJaW]|--(nodes|ntasks|ntasks-per-node|time|partition|account|qos|output|error"
-    r"|open-mode|chdir|job-name|wrap|array|export|parsable|wait)"
+_OWN_OPTIONS = (
+    *("account", "array", "chdir", "cluster", "clusters", "error", "export", "export-file", "help"),
+    *("job-name", "nodes", "ntasks", "ntasks-per-core", "ntasks-per-gpu", "ntasks-per-node"),
+    *("ntasks-per-socket", "open-mode", "output", "parsable", "partition", "qos", "test-only"),
+    *("time", "usage", "version", "wait", "wrap"),
 )
+"""Those of sbatch (https://slurm.schedmd.com/sbatch.html) that would change what a run needs."""
+_OWN_LETTERS = frozenset("AaDehJMNnopqtVW")
+_LETTERS_WITHOUT_VALUE = frozenset("HkOQsuv")
+"""More letters may follow such a one in the same word."""
 _SLURM_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 
 
@@ -58,10 +64,25 @@ class SlurmSection:
                 f"slurm.extra: {shown(loose[0])} is no option. Write each as --option=value, in "
                 "one word."
             )
-        ours = [word for word in words if _OWN_SBATCH_OPTIONS.fullmatch(word.partition("=")[0])]
+        ours = [word for word in words if _is_own_option(word)]
         if ours:
             found.append(
                 f"slurm.extra: {shown(ours[0])} is the run's own to say. Use the settings of "
                 "[slurm] for it, or leave it out."
             )
         return found
+
+
+def _is_own_option(word: str) -> bool:
+    """Tell whether sbatch would read a word as an option of ours, by any way to write it."""
+    if word.startswith("--"):
+        # Any beginning that is no other option's stands for the whole name. `--no` and the like
+        # are ambiguous, and refused by sbatch as well.
+        name = word[2:].partition("=")[0]
+        return any(own.startswith(name) for own in _OWN_OPTIONS)
+    for letter in word[1:]:
+        if letter in _OWN_LETTERS:
+            return True
+        if letter not in _LETTERS_WITHOUT_VALUE:
+            return False
+    return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from payload.errors import ConfigError
@@ -29,10 +29,14 @@ class StoreAddress:
     """None for a folder."""
     path: str
     """The prefix of objects' names without a slash at its ends, or the folder's absolute path."""
+    num_below: int = field(default=0, compare=False)
+    """How many of the path's last parts lie below the folder that a person named. Others who write
+    there could put a symlink in their place, so none is followed."""
 
     def under(self, name: str) -> StoreAddress:
         """Return the address of `name` below this one."""
-        return replace(self, path=str(PurePosixPath(self.path, name)) if self.path else name)
+        path = str(PurePosixPath(self.path, name)) if self.path else name
+        return replace(self, path=path, num_below=self.num_below + len(PurePosixPath(name).parts))
 
     def last(self) -> str:
         """Return the last part of the path, which is a run's id in a run's address."""
@@ -41,7 +45,8 @@ class StoreAddress:
     def parent(self) -> StoreAddress:
         """Return the address that this one lies in."""
         above = str(PurePosixPath(self.path).parent)
-        return replace(self, path="" if above == "." else above)
+        path = "" if above == "." else above
+        return replace(self, path=path, num_below=max(0, self.num_below - 1))
 
     def __str__(self) -> str:
         """Return the text that `parse_store_address` reads."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -51,7 +52,10 @@ class DataSection:
         if not is_bucket_address(self.dir):
             return Path(self.dir)
         address = parse_store_address(self.dir, setting="data.dir")
-        return Path.home() / ".cache" / "tileforge" / "data" / str(address.bucket) / address.path
+        # Of one folder a level: an address below another's must not lie in its copy.
+        mark = hashlib.sha256(str(address).encode()).hexdigest()[:16]
+        name = f"{address.last() or address.bucket}-{mark}"
+        return Path.home() / ".cache" / "tileforge" / "data" / name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -130,6 +132,23 @@ def test_no_message_names_a_command_in_words_of_its_own() -> None:
             and id(node) not in prose
         ]
     assert found == []
+
+
+def test_no_message_installs_a_package_by_the_program_s_name() -> None:
+    """Whoever owns a name on the public index decides what `pip install NAME` runs."""
+    found = [
+        f"{path.relative_to(ROOT)}: {match.group()!r}"
+        for folder in ("payload", "infra", "bootstrap", "docs")
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.suffix in (".py", ".sh", ".md", ".toml", ".yaml")
+        for match in _INSTALLS_OURS.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["name"] == "tileforge-train"
+
+
+_INSTALLS_OURS = re.compile(r"pip install[\s\w=.'\"-]{0,60}?['\"\s]tileforge\b")
 
 
 def test_a_hint_of_this_process_names_the_program() -> None:

@@ -33,6 +33,13 @@ def test_the_resolved_text_survives_hostile_strings() -> None:
     assert parse(config.to_toml()) == config
 
 
+@pytest.mark.parametrize("character", ["\U0001fae9", "\U000e0001"])
+def test_the_resolved_text_keeps_characters_that_are_not_printable(character: str) -> None:
+    assert not character.isprintable()  # U+1FAE9 is newer than this Python's tables
+    config = parse("", f"data.dir=a{character}b")
+    assert parse(config.to_toml()).data.dir == f"a{character}b"
+
+
 def test_overrides_win_and_need_no_quotes() -> None:
     config = parse(
         "[train]\nsteps = 5", "train.steps=7", "model.preset=tiny", "engine.compile=true"

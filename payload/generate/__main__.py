@@ -197,7 +197,8 @@ def _finish(places: Sequence[int], samples: Sequence[Sequence[Sample]]) -> None:
 
 
 def _write(text: str) -> None:
-    print(text, end="", flush=True)
+    """Print; a terminal does not get the escape sequences that a model may have learned."""
+    print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def _note(text: str) -> None:

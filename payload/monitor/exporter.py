@@ -58,7 +58,7 @@ def serving(paths: RunPaths, *, port: int) -> Iterator[int]:
     except ImportError:
         raise PreflightError(
             "the package prometheus_client is not installed here. Install it with: pip install "
-            "'tileforge[monitor]'"
+            "prometheus-client"
         ) from None
     registry = CollectorRegistry()
     registry.register(RunCollector(paths))

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from payload.errors import ExitCode, TileforgeError, UsageError
@@ -83,6 +84,7 @@ def _restore(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     address = parse_store_address(arguments.address, setting="ADDRESS")
+    address = replace(address, num_below=arguments.below)
     serve(address, sys.stdin.buffer, sys.stdout.buffer)
     return ExitCode.OK
 
@@ -117,6 +119,9 @@ def parser() -> argparse.ArgumentParser:
         at.set_defaults(command=act)
         if verb == "check":
             at.add_argument("--new", metavar="RUN", help="fail where it has a run of this id")
+        if verb == "serve":
+            words = "how many last parts of the address are no symlinks (default: 0)"
+            at.add_argument("--below", type=int, default=0, metavar="N", help=words)
         at.add_argument("address", metavar="ADDRESS", help="gs://BUCKET/PREFIX or a folder")
     for verb, act, words in (
         ("upload", _upload, "bring a run's results to its store until stdin ends"),

@@ -294,7 +294,7 @@ def _libraries() -> _Libraries:
         except ImportError as error:
             raise StoreRefusedError(
                 f"a gs:// address needs Google's client, which is not installed here ({error}). "
-                "Install the extra: pip install 'tileforge[storage]', or "
-                "bootstrap/install-payload.sh --extras storage."
+                "Install it: pip install google-cloud-storage, or bootstrap/install-payload.sh "
+                "--extras storage."
             ) from None
     return _loaded[0]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import glob
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from payload.checkpoint_files import sha256_of
@@ -14,6 +17,8 @@ from payload.storage.objects import MissingObjectError, StoreReader
 from payload.untrusted import parse_json, read_bytes
 
 _TRIES = 3
+_REPLACED = ".replaced-"
+"""Followed by random digits: data of before, which is removed once no process uses it."""
 
 
 def fetch_data(store: StoreReader, folder: Path, *, say: Callable[[str], None]) -> None:
@@ -39,18 +44,36 @@ def fetch_data(store: StoreReader, folder: Path, *, say: Callable[[str], None]) 
             for name in _file_names(meta, where=str(store.address.under(META_NAME))):
                 _fetch(store, name, staging / name)
             _verify(store, staging)
-            shutil.rmtree(folder, ignore_errors=True)
+            if folder.is_dir():  # a run may be training on it
+                folder.rename(f"{folder}{_REPLACED}{secrets.token_hex(4)}")
             try:
                 staging.rename(folder)
             except OSError:
                 if not _is_here(folder, meta):  # else another command has brought it meanwhile
                     raise
+            for old in folder.parent.glob(f"{glob.escape(folder.name)}{_REPLACED}*"):
+                if not _is_in_use(old):
+                    shutil.rmtree(old, ignore_errors=True)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
         raise DataError(
             f"{folder}: cannot be written ({error.strerror}). Free disk space, and try again."
         ) from None
+
+
+def _is_in_use(folder: Path) -> bool:
+    """Tell whether a process has mapped or opened a file of the folder, as far as can be seen."""
+    processes = list(Path("/proc").glob("[0-9]*"))
+    for process in processes:
+        with suppress(OSError):  # ended meanwhile, or another user's
+            if f"{folder}/" in (process / "maps").read_text(errors="replace"):
+                return True
+            for opened in (process / "fd").iterdir():
+                with suppress(OSError):  # closed meanwhile
+                    if str(opened.readlink()).startswith(f"{folder}/"):
+                        return True
+    return not processes
 
 
 def _is_here(folder: Path, meta: bytes) -> bool:

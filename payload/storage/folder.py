@@ -8,13 +8,13 @@ import fcntl
 import os
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from payload.results import fsync_folder
 from payload.storage.objects import (
     ABSENT,
     SMALL_BYTES,
@@ -32,38 +32,47 @@ _LOOK_S = 0.02
 _HIDDEN = "."
 """Begins the names of files that are being written, and of the lock."""
 _PARTIAL = ".partial"
+_LOCK = ".lock"
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY
 
 
 class FolderStore:
-    """Files below a folder. A generation is the file's time of change in nanoseconds."""
+    """Files below a folder. A generation is the file's time of change in nanoseconds.
+
+    Others may write there, too: below the folder that a person named, nothing is read or written
+    through a symlink, and only regular files are opened.
+    """
 
     def __init__(self, address: StoreAddress) -> None:
         """Nothing is looked at yet."""
         self.address = address
         self._root = Path(address.path)
+        parts = PurePosixPath(address.path).parts
+        self._below = parts[len(parts) - address.num_below :]
+        self._named = Path(*parts[: len(parts) - address.num_below])
 
     def entries(self, prefix: str = "") -> list[StoredObject]:
         """List the files whose names begin with `prefix`."""
+        folder = prefix.rpartition("/")[0]
         with self._plainly("listing"):
-            folder = self._root / prefix.rpartition("/")[0]
-            found = []
-            for path in sorted(folder.rglob("*")):
-                name = path.relative_to(self._root).as_posix()
-                hidden = any(part.startswith(_HIDDEN) for part in Path(name).parts)
-                if hidden or not name.startswith(prefix):
-                    continue
-                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                    if path.is_file():
-                        found.append(self._stored(path))
-            return found
+            try:
+                with self._folder(folder) as descriptor:
+                    found = list(_files(descriptor, within=PurePosixPath(folder)))
+            except FileNotFoundError:
+                return []
+        return sorted(
+            (each for each in found if each.name.startswith(prefix)), key=lambda each: each.name
+        )
 
     def groups(self) -> list[str]:
         """List the folders of the first level."""
         with self._plainly("listing"):
-            if not self._root.is_dir():
+            try:
+                with self._folder("") as descriptor, os.scandir(descriptor) as entries:
+                    folders = [each.name for each in entries if each.is_dir(follow_symlinks=False)]
+            except FileNotFoundError:
                 return []
-            folders = (path for path in self._root.iterdir() if path.is_dir())
-            return sorted(path.name for path in folders if not path.name.startswith(_HIDDEN))
+        return sorted(name for name in folders if not name.startswith(_HIDDEN))
 
     def siblings(self) -> list[str]:
         """List the groups of the address that this one lies in."""
@@ -73,13 +82,14 @@ class FolderStore:
         self, name: str, content: BinaryIO, *, size: int, generation: int | None = None
     ) -> StoredObject:
         """Write beside, flush to disk, then rename."""
-        path = self._path(name)
-        partial = path.with_name(f"{_HIDDEN}{path.name}.{secrets.token_hex(4)}{_PARTIAL}")
+        folder, _, last = self._checked(name).rpartition("/")
+        path, partial = self._root / name, f"{_HIDDEN}{last}.{secrets.token_hex(4)}{_PARTIAL}"
         content.seek(0)
-        try:
-            with self._plainly(f"writing {path}"):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with partial.open("xb") as file:
+        with self._plainly(f"writing {path}"), self._folder(folder, make=True) as descriptor:
+            try:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+                opened = os.open(partial, flags, 0o666, dir_fd=descriptor)
+                with os.fdopen(opened, "wb") as file:
                     shutil.copyfileobj(content, file, _PART_BYTES)
                     file.flush()
                     os.fsync(file.fileno())
@@ -87,86 +97,126 @@ class FolderStore:
                 if written != size:
                     raise StoreError(f"writing {path}: {written} bytes came of {size}")
                 with self._alone():
-                    self._require_generation(path, generation)
-                    before = self._generation(path)
-                    partial.replace(path)
-                    if self._generation(path) <= before:
+                    before = _generation(last, descriptor)
+                    _require_generation(before, generation, path)
+                    os.replace(partial, last, src_dir_fd=descriptor, dst_dir_fd=descriptor)
+                    if _generation(last, descriptor) <= before:
                         # A coarse clock must not give two contents one generation.
-                        os.utime(path, ns=(before + 1, before + 1))
-                fsync_folder(path.parent)
-                return self._stored(path)
-        finally:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
+                        times = (before + 1, before + 1)
+                        os.utime(last, ns=times, dir_fd=descriptor, follow_symlinks=False)
+                os.fsync(descriptor)
+                return _stored(name, os.stat(last, dir_fd=descriptor, follow_symlinks=False))
+            finally:
+                with contextlib.suppress(OSError):
+                    os.unlink(partial, dir_fd=descriptor)
 
     def read(self, name: str) -> tuple[bytes, int]:
         """Return a small file's content and generation."""
-        path = self._path(name)
-        with self._plainly(f"reading {path}"), path.open("rb") as file:
-            stat = os.fstat(file.fileno())
-            if stat.st_size > SMALL_BYTES:
-                raise StoreError(f"{path}: {stat.st_size} bytes are too many")
-            return file.read(), stat.st_mtime_ns
+        with self._opened(name) as file:
+            found = os.fstat(file.fileno())
+            if found.st_size > SMALL_BYTES:
+                raise StoreError(f"{self._root / name}: {found.st_size} bytes are too many")
+            return file.read(), found.st_mtime_ns
 
     def fetch(self, name: str, into: BinaryIO, *, progressed: Callable[[], None]) -> None:
         """Copy a whole file, part by part."""
-        path = self._path(name)
-        with self._plainly(f"reading {path}"), path.open("rb") as file:
+        with self._opened(name) as file:
             while part := file.read(_PART_BYTES):
                 into.write(part)
                 progressed()
 
     def remove(self, name: str, *, generation: int | None = None) -> None:
         """Remove a file, and the folders that are empty without it."""
-        path = self._path(name)
+        folder, _, last = self._checked(name).rpartition("/")
+        path = self._root / name
         with self._plainly(f"removing {path}"):
-            if not path.exists():
+            try:
+                with self._folder(folder) as descriptor:
+                    if _generation(last, descriptor) == ABSENT:
+                        return
+                    with self._alone():
+                        there = _generation(last, descriptor)
+                        if there != ABSENT:
+                            _require_generation(there, generation, path)
+                            os.unlink(last, dir_fd=descriptor)
+            except FileNotFoundError:
                 return
-            with self._alone():
-                if generation is not None and path.exists():
-                    self._require_generation(path, generation)
-                path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            for folder in path.parents:
-                if folder == self._root:
-                    break
-                folder.rmdir()
+            while folder:
+                above, _, last = folder.rpartition("/")
+                with self._folder(above) as descriptor:
+                    os.rmdir(last, dir_fd=descriptor)
+                folder = above
 
     def tidy(self) -> None:
         """Remove the files of writes that never ended."""
-        with self._plainly("removing"):
-            for path in self._root.rglob(f"{_HIDDEN}*{_PARTIAL}"):
-                path.unlink(missing_ok=True)
+        gone = contextlib.suppress(FileNotFoundError)
+        with self._plainly("removing"), gone, self._folder("") as descriptor:
+            for _, _, names, within in os.fwalk(".", dir_fd=descriptor):
+                for name in names:
+                    if name.startswith(_HIDDEN) and name.endswith(_PARTIAL):
+                        with gone:
+                            os.unlink(name, dir_fd=within)
 
-    def _path(self, name: str) -> Path:
-        if any(part.startswith(_HIDDEN) for part in Path(name).parts) or Path(name).is_absolute():
+    def _checked(self, name: str) -> str:
+        parts = PurePosixPath(name).parts
+        plain = bool(parts) and "/".join(parts) == name and "\0" not in name
+        if not plain or any(part.startswith(_HIDDEN) for part in parts):
             raise StoreError(f"{self.address}: {name!r} is no object's name")
-        return self._root / name
+        return name
 
-    def _stored(self, path: Path) -> StoredObject:
-        stat = path.stat()
-        return StoredObject(
-            name=path.relative_to(self._root).as_posix(),
-            bytes=stat.st_size,
-            generation=stat.st_mtime_ns,
-            changed_unix=stat.st_mtime,
-        )
+    @contextmanager
+    def _folder(self, name: str, *, make: bool = False) -> Iterator[int]:
+        """Open a folder below the address without following a symlink; `make` it where missing.
 
-    def _generation(self, path: Path) -> int:
+        Raises OSError, and StoreRefusedError for a symlink.
+        """
+        if make:
+            self._named.mkdir(parents=True, exist_ok=True)
+        path, descriptor = self._named, os.open(self._named, _FOLDER)
         try:
-            return path.stat().st_mtime_ns
-        except FileNotFoundError:
-            return ABSENT
+            for part in (*self._below, *PurePosixPath(name).parts):
+                path /= part
+                if make:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(part, dir_fd=descriptor)
+                try:
+                    inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=descriptor)
+                except OSError as error:
+                    raise _refused(error, path) from None
+                os.close(descriptor)
+                descriptor = inner
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
-    def _require_generation(self, path: Path, generation: int | None) -> None:
-        if generation is not None and self._generation(path) != generation:
-            raise ConflictError(f"writing {path}: somebody else wrote it meanwhile")
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[BinaryIO]:
+        """Open a regular file for reading."""
+        folder, _, last = self._checked(name).rpartition("/")
+        path = self._root / name
+        with self._plainly(f"reading {path}"), self._folder(folder) as descriptor:
+            try:
+                # A pipe must not hold us up.
+                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+                opened = os.open(last, flags, dir_fd=descriptor)
+            except OSError as error:
+                raise _refused(error, path) from None
+            with os.fdopen(opened, "rb") as file:
+                if not stat.S_ISREG(os.fstat(opened).st_mode):
+                    raise StoreRefusedError(f"{path} is no regular file. Move it away.")
+                yield file
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Hold the store's lock: a file system has no writes that depend on a generation."""
-        self._root.mkdir(parents=True, exist_ok=True)
-        with (self._root / f"{_HIDDEN}lock").open("w") as lock:
+        with self._folder("", make=True) as descriptor:
+            try:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+                opened = os.open(_LOCK, flags, 0o666, dir_fd=descriptor)
+            except OSError as error:
+                raise _refused(error, self._root / _LOCK) from None
+        with os.fdopen(opened, "wb") as lock:
             with contextlib.suppress(OSError):  # a file system without locks
                 _lock(lock.fileno(), root=self._root)
             yield
@@ -185,6 +235,54 @@ class FolderStore:
                     f"{words}. Name a folder in storage.results that this user can write."
                 ) from None
             raise StoreError(words) from None
+
+
+def _refused(error: OSError, path: Path) -> OSError | StoreRefusedError:
+    """Return what to raise for a part of a store that could not be opened."""
+    if path.is_symlink():
+        return StoreRefusedError(
+            f"{path} is a symlink: a store is neither read nor written through one. Move it away."
+        )
+    return OSError(error.errno, error.strerror, str(path))
+
+
+def _files(descriptor: int, *, within: PurePosixPath) -> Iterator[StoredObject]:
+    """Yield the regular files below an open folder, but hidden ones."""
+    with os.scandir(descriptor) as entries:
+        for each in entries:
+            if each.name.startswith(_HIDDEN):
+                continue
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                if each.is_dir(follow_symlinks=False):
+                    inner = os.open(each.name, _FOLDER | os.O_NOFOLLOW, dir_fd=descriptor)
+                    try:
+                        yield from _files(inner, within=within / each.name)
+                    finally:
+                        os.close(inner)
+                elif each.is_file(follow_symlinks=False):
+                    yield _stored(str(within / each.name), each.stat(follow_symlinks=False))
+
+
+def _stored(name: str, found: os.stat_result) -> StoredObject:
+    return StoredObject(
+        name=name,
+        bytes=found.st_size,
+        generation=found.st_mtime_ns,
+        changed_unix=found.st_mtime,
+    )
+
+
+def _generation(name: str, descriptor: int) -> int:
+    """Return the generation of a file in an open folder."""
+    try:
+        return os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mtime_ns
+    except FileNotFoundError:
+        return ABSENT
+
+
+def _require_generation(there: int, generation: int | None, path: Path) -> None:
+    if generation is not None and there != generation:
+        raise ConflictError(f"writing {path}: somebody else wrote it meanwhile")
 
 
 def _lock(descriptor: int, *, root: Path) -> None:

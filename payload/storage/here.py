@@ -42,6 +42,7 @@ def is_address(text: str | None) -> bool:
 def run_address(text: str) -> StoreAddress:
     """Read the address of one run. Raises UsageError and ConfigError."""
     address = parse_store_address(text, setting="RUN")
+    address = address.parent().under(address.last())
     if not RUN_ID.fullmatch(address.last()):
         raise UsageError(
             f"run {shown(text)}: its last part is no run's id. See what a store has: "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -86,7 +87,13 @@ class Records:
         self._generations[name] = put.generation
 
 
-def fetch_records(store: StoreReader, root: Path, *, names: Sequence[str] = ()) -> list[str]:
+def fetch_records(
+    store: StoreReader,
+    root: Path,
+    *,
+    names: Sequence[str] = (),
+    say: Callable[[str], None] = lambda line: None,
+) -> list[str]:
     """Bring the run's records, or those of `names`, to the folder `root`; return their names.
 
     Raises PreflightError where they cannot be written.
@@ -94,6 +101,9 @@ def fetch_records(store: StoreReader, root: Path, *, names: Sequence[str] = ()) 
     brought = []
     for entry in store.entries():
         if not _is_record(entry.name) or (names and entry.name not in names):
+            continue
+        if entry.bytes > _MOST_BYTES:
+            say(f"warning: {entry.name} is not brought here: it is over 1 GiB")
             continue
         with suppress(MissingObjectError):
             try:
@@ -132,11 +142,20 @@ def _files(paths: RunPaths) -> Iterator[Path]:
     yield from (root / "samples.json", paths.summary, paths.state)
 
 
+_NAMES = frozenset(
+    {
+        *("run.toml", "inventory.json", "hosts", "ranks.json", "plan.json", "metrics.jsonl"),
+        *("deepspeed.json", "samples.json", "summary.json", "state.json"),
+    }
+)
+"""Records that are taken from a store. Whoever may write there could put any other file beside
+them: one that a command obeys (job.json, mirror.json), or a page with a script. The report is
+written from the records."""
+_IN_FOLDERS = re.compile(r"(logs/[A-Za-z0-9_.-]{1,100}\.log|profile/[A-Za-z0-9_.-]{1,100})")
+
+
 def _is_record(name: str) -> bool:
-    """Say whether an object is one that `_files` may have been."""
-    parts = PurePosixPath(name).parts
-    if any(part.startswith(".") for part in parts):
-        return False
-    if len(parts) == 2:
-        return parts[0] in ("logs", "profile")
-    return len(parts) == 1 and name not in ("owner.json", "storage.json")
+    """Say whether an object is one that `_files` may have been, and may be taken."""
+    if name in _NAMES:
+        return True
+    return bool(_IN_FOLDERS.fullmatch(name)) and not PurePosixPath(name).name.startswith(".")

@@ -79,7 +79,7 @@ def restore(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) 
         if damaged:
             say(f"warning: the run goes on from {here.name} of the disk: {_are_damaged(damaged)}")
         return None
-    fetch_records(store, paths.root / RESTORED)
+    fetch_records(store, paths.root / RESTORED, say=say)
     if found is None:
         say(f"note: {store.address} has no checkpoint yet, and neither has the disk")
         return None

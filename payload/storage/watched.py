@@ -83,8 +83,9 @@ class _WatchedStore:
         self._say = say
         self._most_s = most_s
         self._note_s = note_s
+        words = ["serve", "--below", str(address.num_below), str(address)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "payload.storage", "serve", str(address)],
+            [sys.executable, "-m", "payload.storage", *words],
             env=dict(env),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -59,6 +59,7 @@ class Saving:
     ) -> None:
         """Wait for the last checkpoint, then begin `folder`."""
         self.finish()
+        val_losses = dict(self._val_losses)  # an evaluation may end while the thread reads them
 
         def work(progressed: Callable[[], None], tensors_read: Callable[[], None]) -> None:
             try:
@@ -74,7 +75,7 @@ class Saving:
             finally:
                 # After a failed write the other ranks still wait to send their part.
                 snapshot.finish()
-            best = best_checkpoints(self.checkpoints, self._val_losses)
+            best = best_checkpoints(self.checkpoints, val_losses)
             remove_old_checkpoints(self.checkpoints, keep=self._keep, newest=folder, best=best)
             log.info(f"step {state.step}: checkpoint {folder}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import signal
@@ -22,6 +23,7 @@ from payload.train.checkpoint import TrainerState, save_checkpoint
 from payload.train.models.base import CausalLM
 from payload.train.snapshot import Snapshot
 from payload.train.weights import save_hf
+from payload.untrusted import printable
 from tests.generate.models import make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -176,6 +178,28 @@ def test_the_prompt_can_come_from_a_file(
     file.write_text("Grüße, 世界\n", encoding="utf-8")
     assert generate("--prompt-file", str(file), source=folder) == ExitCode.OK
     assert capsys.readouterr().out.startswith("Grüße, 世界\n")
+
+
+class Terminal(io.StringIO):
+    """Stands for a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_escape_sequences_reach_a_pipe_and_no_terminal(
+    stream: type[io.StringIO], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = stream()
+    monkeypatch.setattr("sys.stdout", out)
+    hostile = "a\x1b]0;owned\x07\x9b2Jb\u202e"
+    assert generate("--prompt", hostile, source=folder) == ExitCode.OK
+    said = out.getvalue()
+    if stream is Terminal:
+        assert said.startswith("ab") and said == printable(said)
+    else:
+        assert said.startswith(hostile)
 
 
 @pytest.mark.parametrize("prompt", ["", "\x00", "<|endoftext|>", "\U0001f600" * 3, "a" * 5000])

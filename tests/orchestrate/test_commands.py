@@ -242,9 +242,13 @@ def test_a_closed_terminal_is_a_stop_as_ctrl_c_is(
     paths = workplace.run_paths("one")
     wait_for_steps(paths, ranks=1)
     process.send_signal(number)
+    assert process.stderr is not None
+    while "stopping: saving a checkpoint first" not in process.stderr.readline():
+        assert process.poll() is None
+    os.killpg(process.pid, number)  # as `timeout` does, or a shell that ends
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == INTERRUPTED
-    assert "stopping: saving a checkpoint first" in err
+    assert "stopping at once" not in err
     assert (state_of(paths).status, state_of(paths).error) == ("stopped", None)
     assert not processes_of(paths.root)
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -20,7 +21,7 @@ from rich.console import Console
 from payload.metrics_log import StepMetrics, to_json_line
 from payload.orchestrate.run import follow
 from payload.orchestrate.run.console import LiveLine
-from payload.orchestrate.run.follow import Tail, Tails, show, show_steps
+from payload.orchestrate.run.follow import Interrupts, Tail, Tails, show, show_steps
 from payload.orchestrate.sites.local import LocalAccess, LocalRun
 from payload.results import RunPaths, write_whole
 from payload.training_sections import TrainSection
@@ -38,6 +39,26 @@ STEP = StepMetrics(
     sync_time_s=0.0,
     rss_bytes=1,
 )
+
+
+def test_a_signal_to_a_process_and_to_its_group_is_one_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`timeout` sends both, https://www.gnu.org/software/coreutils/timeout."""
+    now_s = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    with Interrupts() as interrupts:
+        for number, at_s, count in (
+            (signal.SIGTERM, 0.0, 1),
+            (signal.SIGTERM, 5.0, 1),
+            (signal.SIGHUP, 6.0, 1),
+            (signal.SIGINT, 6.0, 2),
+            (signal.SIGINT, 6.01, 2),
+            (signal.SIGINT, 7.0, 3),
+        ):
+            now_s = at_s
+            signal.raise_signal(number)
+            assert interrupts.count == count, number
 
 
 def test_a_tail_gives_whole_lines_and_starts_again_when_the_file_shrinks(tmp_path: Path) -> None:

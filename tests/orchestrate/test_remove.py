@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ExitCode
+from payload.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.run.mirror import Mirrored, write_mirrored
 from payload.orchestrate.run.store import all_runs
@@ -142,6 +142,27 @@ def test_a_folder_that_is_no_run_is_never_removed(
         said = capsys.readouterr().err
         assert "is no run, or nothing in it says so any more. If you mean it, remove it" in said
         assert f"rm -r {runs / 'mine'}" in said
+
+
+def test_nothing_but_an_own_removal_is_finished(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    photos = [runs / name / "photo.jpg" for name in (".removed-photos", ".removing-photos")]
+    for photo in photos:
+        photo.parent.mkdir()
+        photo.write_bytes(b"a summer")
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", interrupted)
+        assert remove(runs, "a") == INTERRUPTED
+    (holder,) = (path for path in runs.glob(".removing-*") if path not in photos[1].parents)
+    assert (holder / "a" / "run.toml").exists()
+    assert remove(runs, "--keep", "5") == 0
+    assert all(photo.exists() for photo in photos) and not holder.exists()
+    assert names(runs) == ["d", "c", "b"]
+
+
+def interrupted(*_: object, **_more: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_folder_that_is_no_run_does_not_count_among_those_kept(runs: Path) -> None:

@@ -7,9 +7,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -19,9 +20,10 @@ from payload.orchestrate.run.store import collect_from_store
 from payload.results import RunPaths
 from payload.run_lock import RunLock
 from payload.storage.checkpoints import Upload
-from payload.storage.objects import ObjectStore, StoreReader, open_store
-from payload.storage.restore import fetch_run
-from payload.store_address import parse_store_address
+from payload.storage.folder import FolderStore
+from payload.storage.objects import ObjectStore, StoredObject, StoreReader, open_store
+from payload.storage.restore import fetch_run, restore
+from payload.store_address import StoreAddress, parse_store_address
 from tests.storage.folders import content_of, write_checkpoint
 from tests.support.launching import REPO
 
@@ -120,6 +122,67 @@ def test_a_run_that_has_ended_in_the_store_takes_the_place_of_one_that_goes_on(
     stored.put({"state.json": json.dumps(ended).encode()})
     stored.collect()
     assert json.loads(stored.paths.state.read_text()) == ended
+
+
+PLANTED = {
+    "job.json": b'{"schema_version": 1, "scheduler": "slurm", "job_id": "7"}',
+    "mirror.json": b"{}",
+    "report.html": b"<script>alert(1)</script>",
+    "supervisor.lock": b"",
+    "stop.json": b"{}",
+    "checkpoints": b"no folder",
+    "logs/evil.sh": b"",
+    "logs/.hidden.log": b"",
+    f"logs/{'a' * 300}.log": b"",
+    "profile/a\nb": b"",
+    "track/wandb/x": b"",
+}
+
+
+def test_only_records_are_taken_and_nothing_else_blocks_them(tmp_path: Path) -> None:
+    """A bucket takes such names, those of over 255 bytes and NUL among them."""
+    store = Planted(tmp_path / "store")
+    checkpoint = write_checkpoint(tmp_path / "elsewhere", 2, seed=0)
+    upload = Upload(checkpoint)
+    upload.send(store, may_write=lambda: None)
+    upload.close()
+    made = Stored(store, RunPaths(tmp_path / "runs" / "r"), checkpoint)
+    made.put({"run.toml": b"", "metrics.jsonl": rows(2), "logs/rank_0000.log": b"two\n"})
+    said: list[str] = []
+    found = collect_from_store(store, made.paths, say=said.append)
+    assert found is not None and content_of(found) == content_of(checkpoint)
+    there = {str(path.relative_to(made.paths.root)) for path in made.paths.root.rglob("*")}
+    assert {name.partition("/")[0] for name in there if not name.endswith(".lock")} == {
+        *("run.toml", "metrics.jsonl", "logs", "checkpoints")
+    }
+    assert {name for name in there if name.startswith("logs/")} == {"logs/rank_0000.log"}
+    restored = RunPaths(tmp_path / "resumed" / "r")
+    fetch_run(store, restored)
+    again = restore(store, restored, say=said.append)
+    assert again is not None and content_of(again) == content_of(checkpoint)
+    assert "warning: logs/rank_0001.log is not brought here: it is over 1 GiB" in said
+
+
+class Planted(FolderStore):
+    """A store with objects besides that somebody else has put there."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(StoreAddress(None, str(folder)).under("r"))
+
+    def entries(self, prefix: str = "") -> list[StoredObject]:
+        """List those that a folder cannot have, too, and a log of 40 GiB."""
+        names = {**dict.fromkeys(PLANTED, 9), "logs/a\0b.log": 9, "logs/rank_0001.log": 40 * 2**30}
+        planted = [
+            StoredObject(name=name, bytes=size, generation=1) for name, size in names.items()
+        ]
+        return [*super().entries(prefix), *(e for e in planted if e.name.startswith(prefix))]
+
+    def fetch(self, name: str, into: BinaryIO, *, progressed: Callable[[], None]) -> None:
+        """Give the content of one."""
+        if name in PLANTED:
+            into.write(PLANTED[name])
+        else:
+            super().fetch(name, into, progressed=progressed)
 
 
 @pytest.mark.processes

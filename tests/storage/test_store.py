@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import shutil
@@ -188,7 +189,7 @@ def test_without_the_client_a_bucket_is_refused_and_a_folder_is_not(tmp_path: Pa
 
     refused = check("gs://b-1/x")
     assert refused.returncode == ExitCode.CONFIG
-    assert "tileforge[storage]" in refused.stderr and refused.stderr.count("\n") == 1
+    assert "pip install google-cloud-storage" in refused.stderr and refused.stderr.count("\n") == 1
     assert check(str(tmp_path / "there")).returncode == ExitCode.OK
 
 
@@ -224,6 +225,37 @@ def test_data_in_a_bucket_is_brought_once_and_verified(
     put(store, "meta.json", (data / "meta.json").read_bytes().replace(b'"train.bin"', b'"../x"'))
     with pytest.raises(DataError, match="no file of a data folder"):
         bring_data_here(config, env=os.environ, say=said.append)
+
+
+def test_data_of_one_address_never_takes_that_of_another_or_what_is_in_use(
+    proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    make = functools.partial(
+        make_data_folder, num_train_tokens=4000, num_val_tokens=200, vocab_size=512
+    )
+
+    def bring(name: str, seed: int) -> Path:
+        data = make(tmp_path / f"data{seed}", seed=seed)
+        place = f"gs://{BUCKET}/{tmp_path.name}/{name}"
+        for path in data.iterdir():
+            put(open_store(parse_store_address(place)), path.name, path.read_bytes())
+        config = parse_run_config("", overrides=[f"data.dir={place}"], where="test")
+        bring_data_here(config, env=os.environ, say=lambda _: None)
+        assert content_of(config.data.folder()) == content_of(data)
+        return config.data.folder()
+
+    inner = bring("data/v2", 1)
+    with (inner / "train.bin").open("rb") as used:
+        before = content_of(inner)
+        outer = bring("data", 2)
+        assert content_of(inner) == before
+        assert bring("data/v2", 3) == inner
+        (kept,) = inner.parent.glob("*.replaced-*")
+        assert content_of(kept) == before and used.read(1)
+    bring("data/v2", 1)
+    assert sorted(inner.parent.iterdir()) == sorted([inner, outer])
 
 
 @pytest.mark.parametrize(

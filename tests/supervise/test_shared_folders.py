@@ -59,7 +59,8 @@ def test_data_first_weights_and_the_cluster_s_folder_are_watched() -> None:
     config = parse_run_config("", overrides=["data.dir=data/owt"], where="test")
     assert folders_of(config, work_dir="/srv/work") == [shared, "/srv/work/data/owt"]
     config = parse_run_config("", overrides=["data.dir=gs://bucket/data"], where="test")
-    cache = str(Path.home() / ".cache/tileforge/data/bucket/data")
+    cache = str(config.data.folder())
+    assert cache.startswith(str(Path.home()))
     assert folders_of(config, work_dir="/srv/work") == [shared, cache]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import signal
 import threading
@@ -240,6 +241,23 @@ def test_the_best_checkpoint_stays_when_the_metrics_are_lost_or_moved(
     trained = [row["step"] for row in read_metrics(paths.metrics) if "loss" in row]
     assert trained == ([3, 4, 5] if damage == "lost" else [1, 2, 3, 4, 5])
     assert elsewhere.read_text() == before and not paths.metrics.is_symlink()
+
+
+def test_an_evaluation_that_ends_while_a_checkpoint_is_written_disturbs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving = Saving(tmp_path, keep=2, tokenizer={}, val_losses={1: 1.0}, waiting=lambda: None)
+    real = math.isfinite
+
+    def isfinite(value: float) -> bool:
+        if threading.current_thread().name == "checkpoint":
+            saving.evaluated(len(saving._val_losses) + 1, val_loss=2.0)
+        return real(value)
+
+    monkeypatch.setattr(math, "isfinite", isfinite)
+    begin(saving, tmp_path / "step_00000001", trained_optimizers())
+    saving.finish()
+    assert len(checkpoint_folders(tmp_path)) == 1
 
 
 def test_a_rank_that_fails_makes_the_checkpoint_under_way_whole(

@@ -71,6 +71,7 @@ from payload.storage.here import is_address, run_address, stored_at
 from payload.storage.watched import watched_store
 from payload.store_address import StoreAddress
 from payload.untrusted import RUN_ID, shown
+from payload.write_report import write_report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +230,9 @@ def _collect_stored(
 ) -> int:
     with watched_store(address, env=env, say=talk.print) as store:
         found = collect_from_store(store, paths, say=talk.print)
+    problem = write_report(paths)
+    if problem is not None:
+        talk.print(f"note: no report was written: {problem}")
     with suppress(OSError):  # the link is a convenience
         point_latest_at(paths)
     talk.print(f"checkpoint: {found or 'none yet'}")

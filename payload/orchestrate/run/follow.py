@@ -146,6 +146,8 @@ _LINE_BYTES = 2**20
 """Longer than any line that is meant for a person; a file without line ends must not pile up."""
 _SHOWN_STEPS = 100
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SAME_ASK_S = 0.1
+"""Two SIGINT that are closer together are one: nobody presses Ctrl-C so fast."""
 
 
 class Tail:
@@ -204,10 +206,16 @@ class Tail:
 
 
 class Interrupts:
-    """Counts Ctrl-C, SIGTERM and SIGHUP while it is entered."""
+    """Counts what asks for an end while it is entered: each Ctrl-C, but one SIGTERM or SIGHUP.
+
+    Only a person asks twice. `timeout` sends its signal to the process and to its group, and a
+    terminal that closes sends several.
+    """
 
     def __init__(self) -> None:
         self.count = 0
+        self._asked_by_system = False
+        self._interrupted_s = -_SAME_ASK_S
         self._before: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __enter__(self) -> Interrupts:
@@ -225,8 +233,13 @@ class Interrupts:
         """Return whether there are more of them than were handled."""
         return self.count > heeded
 
-    def _note(self, _number: int, _frame: object) -> None:
-        self.count += 1
+    def _note(self, number: int, _frame: object) -> None:
+        if number != signal.SIGINT:
+            self.count += not self._asked_by_system
+            self._asked_by_system = True
+            return
+        before_s, self._interrupted_s = self._interrupted_s, time.monotonic()
+        self.count += self._interrupted_s - before_s >= _SAME_ASK_S
 
 
 _PAUSE_TICK_S = 0.1

@@ -427,7 +427,7 @@ def collect_from_store(
     # Also of a folder that was not there a moment ago: a run of that name may have begun.
     _require_copy(store, paths)
     with alone(paths, "copy"):
-        _take_records(store, paths)
+        _take_records(store, paths, say=say)
     with alone(paths, "checkpoint"):
         return _take_checkpoint(store, paths, say=say)
 
@@ -442,7 +442,7 @@ def _require_copy(store: StoreReader, paths: RunPaths) -> None:
         )
 
 
-def _take_records(store: StoreReader, paths: RunPaths) -> None:
+def _take_records(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) -> None:
     """Bring the records that are not here; all of them where the store's run is further."""
     gone = ("inventory.json", "hosts", "ranks.json")
     names = [each.name for each in store.entries() if each.name not in gone]
@@ -451,7 +451,7 @@ def _take_records(store: StoreReader, paths: RunPaths) -> None:
         fetch_records(store, staged.root, names=[paths.metrics.name, paths.state.name])
         if _reach(staged) <= _reach(paths):
             names = [name for name in names if not os.path.lexists(paths.root / name)]
-        for name in fetch_records(store, staged.root, names=names) if names else ():
+        for name in fetch_records(store, staged.root, names=names, say=say) if names else ():
             (staged.root / name).replace(inside(paths, name))
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from payload.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
+from payload.training_sections import DataSection
 from tests.orchestrate.cloud.conftest import Site, inventory_output
 from tests.orchestrate.cloud.stacks import Answers, Capture, destroys, words
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE
@@ -67,7 +68,9 @@ def test_data_of_a_bucket_is_looked_for_in_the_cache(
     monkeypatch.setenv("HOME", str(home))
     (rehearsal.folder / "tiny.toml").write_text(TINY_RUN.format(data="gs://b-1/tiny"))
     assert main(argv(rehearsal), rehearsal.env) == ExitCode.CONFIG
-    make_data_folder(home / ".cache" / "tileforge" / "data" / "b-1" / "tiny", vocab_size=512)
+    cache = DataSection(dir="gs://b-1/tiny").folder()
+    assert cache.is_relative_to(home)
+    make_data_folder(cache, vocab_size=512)
     assert main(argv(rehearsal), rehearsal.env) == ExitCode.USAGE
 
 

@@ -1,0 +1,141 @@
+"""Attacks by symlinks and pipes in a shared folder: a store stays within its folder."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from payload.errors import ExitCode
+from payload.storage.__main__ import main
+from payload.storage.checkpoints import fetch_newest, remove_checkpoints
+from payload.storage.folder import FolderStore
+from payload.storage.here import run_address
+from payload.storage.objects import ObjectStore, StoredObject, StoreError, StoreRefusedError
+from payload.storage.records import fetch_records
+from payload.store_address import StoreAddress, parse_store_address
+from tests.storage.folders import write_checkpoint
+
+SECRET = b"a private key"
+
+
+@pytest.fixture
+def team(tmp_path: Path) -> Path:
+    """A folder that several people may write."""
+    (tmp_path / "team").mkdir()
+    return tmp_path / "team"
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """Another person's folder, with a file and a checkpoint."""
+    folder = tmp_path / "victim"
+    folder.mkdir()
+    (folder / "key").write_bytes(SECRET)
+    (folder / "run.toml").write_bytes(SECRET)
+    write_checkpoint(folder / "checkpoints", 5, seed=0)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def put(store: ObjectStore, name: str) -> StoredObject:
+    return store.put(name, io.BytesIO(b"ours"), size=4)
+
+
+def test_a_link_in_the_lock_s_place_is_refused_and_its_target_stays(
+    team: Path, victim: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (team / ".lock").symlink_to(victim / "key")
+    assert main(["check", str(team)]) == ExitCode.CONFIG
+    assert f"{team / '.lock'} is a symlink" in capsys.readouterr().err
+    assert (victim / "key").read_bytes() == SECRET
+
+
+Attack = Callable[[ObjectStore], object]
+
+
+@pytest.mark.parametrize("place", ["exp1", "exp1/checkpoints", "exp1/logs"])
+@pytest.mark.parametrize(
+    "attack",
+    [
+        lambda store: put(store, "checkpoints/step_00000005/manifest.json"),
+        lambda store: put(store, "logs/rank_0000.log"),
+        lambda store: remove_checkpoints(store, keep=(), may_write=lambda: None),
+        lambda store: store.remove("checkpoints/step_00000005/manifest.json"),
+        lambda store: store.tidy(),
+    ],
+)
+def test_a_linked_folder_leads_to_no_write_elsewhere(
+    team: Path, victim: Path, place: str, attack: Attack
+) -> None:
+    before = contents(victim)
+    link = team / place
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(victim / "checkpoints" if place.endswith("checkpoints") else victim)
+    store = FolderStore(StoreAddress(None, str(team)).under("exp1"))
+    try:
+        attack(store)
+    except StoreRefusedError as error:
+        assert "is a symlink" in str(error)
+    assert contents(victim) == before
+
+
+@pytest.mark.parametrize("place", ["exp1", "exp1/logs", "exp1/run.toml"])
+def test_a_linked_folder_or_file_is_not_read(
+    team: Path, victim: Path, place: str, tmp_path: Path
+) -> None:
+    link = team / place
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(victim / "run.toml" if place.endswith(".toml") else victim)
+    store = FolderStore(run_address(f"{team}/exp1"))
+    is_run = link.name != "exp1"
+    assert ("exp1" in FolderStore(StoreAddress(None, str(team))).groups()) == is_run
+    try:
+        entries = store.entries()
+        fetch_records(store, tmp_path / "copy")
+        copy = tmp_path / "copy" / "checkpoints"
+        assert fetch_newest(store, copy, passed_over=lambda *_: None) is None
+    except StoreRefusedError as error:
+        assert not is_run and "is a symlink" in str(error)
+    else:
+        assert entries == []
+    with pytest.raises(StoreRefusedError, match="is a symlink"):
+        store.read("logs/key" if place.endswith("logs") else "run.toml")
+    assert SECRET not in contents(tmp_path / "copy").values()
+
+
+def test_a_pipe_in_a_file_s_place_holds_nobody_up(team: Path) -> None:
+    os.mkfifo(team / "run.toml")
+    os.mkfifo(team / ".lock")
+    store = FolderStore(StoreAddress(None, str(team)))
+    assert store.entries() == []
+    with pytest.raises(StoreRefusedError, match="is no regular file"):
+        store.read("run.toml")
+    with pytest.raises(StoreError):
+        put(store, "logs/a")
+
+
+def test_a_link_that_a_person_named_is_followed(team: Path, tmp_path: Path) -> None:
+    (tmp_path / "mounted").symlink_to(team)
+    address = parse_store_address(str(tmp_path / "mounted"))
+    put(FolderStore(address.under("exp1")), "logs/a")
+    assert (team / "exp1" / "logs" / "a").read_bytes() == b"ours"
+
+
+def test_a_name_that_leads_elsewhere_is_no_object_s(team: Path) -> None:
+    store = FolderStore(StoreAddress(None, str(team)))
+    for name in ("../x", "a/../../x", "/etc/x", "a//b", "", ".lock", "a\0b"):
+        with pytest.raises(StoreError, match="is no object's name"):
+            put(store, name)
+        with pytest.raises(StoreError, match="is no object's name"):
+            store.read(name)
