@@ -174,6 +174,10 @@ class DataMeta:
     """For the task `preference` alone."""
     schema_version: int = SCHEMA_VERSION
 
+    def hashes(self) -> dict[str, str]:
+        """Return the sha256 of each file that training reads, by name."""
+        return {name: entry.sha256 for name, entry in self.files.items()}
+
     def all_files(self) -> dict[str, DataFile]:
         """Return the token files and the tokenizer's."""
         return {**self.files, **self.tokenizer_files}

@@ -74,6 +74,8 @@ class TrainerState:
     """Type in which the run computes; under `auto`, a resume keeps it."""
     train_sha256: str
     """Hash of the train.bin that the data position refers to."""
+    data_sha256: dict[str, str] = field(default_factory=dict)
+    """`DataMeta.hashes`; none in checkpoints of older versions."""
     wall_s: float = checked(0.0, low=0)
     """Time spent training so far, over all attempts."""
     world_size: int = checked(low=1)

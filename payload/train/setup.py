@@ -18,7 +18,7 @@ from payload.checkpoint_files import (
     require_room,
 )
 from payload.data.tokenizer_files import tokenizer_files
-from payload.data_folder import TRAIN_NAME
+from payload.data_folder import TRAIN_NAME, DataMeta
 from payload.errors import CheckpointError, ConfigError
 from payload.hf_folder import CONFIG_FILE, read_config
 from payload.hints import command
@@ -130,7 +130,7 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
         if checkpoint is not None:
             load_adapter(model, read_adapter_tensors(checkpoint), where=str(checkpoint))
     if state is not None:
-        _require_same_data(state, task)
+        require_same_data(state, task.meta)
     return Start(model=model, state=state, checkpoint=checkpoint, tokenizer=tokenizer, base=base)
 
 
@@ -292,11 +292,20 @@ def _require_same_run(state: TrainerState, config: RunConfig) -> None:
         )
 
 
-def _require_same_data(state: TrainerState, task: Task) -> None:
-    sha256 = task.meta.files[TRAIN_NAME].sha256
-    if state.train_sha256 != sha256:
-        raise CheckpointError(
-            f"the run's checkpoint was trained on train.bin {state.train_sha256[:12]}, data.dir "
-            f"has {sha256[:12]}. Resume with the same data, or start a new run with model.init set "
-            "to the checkpoint."
+def require_same_data(state: TrainerState, meta: DataMeta) -> None:
+    """Refuse other data: masks, labels and validation texts as well as tokens."""
+    here = meta.hashes()
+    before = state.data_sha256 or {TRAIN_NAME: state.train_sha256}
+    if not state.data_sha256 and len(here) > 1:
+        others = ", ".join(name for name in here if name != TRAIN_NAME)
+        log.warning(
+            f"warning: the run's checkpoint is of an older version, which kept the hash of "
+            f"{TRAIN_NAME} alone: {others} are not compared"
         )
+    for name in sorted(before.keys() | (here.keys() if state.data_sha256 else set())):
+        old, new = (each.get(name, "none")[:12] for each in (before, here))
+        if old != new:
+            raise CheckpointError(
+                f"the run's checkpoint was trained on {name} {old}, data.dir has {new}. Resume "
+                "with the same data, or start a new run with model.init set to the checkpoint."
+            )

@@ -435,6 +435,7 @@ class Trainer:
                 seed=parts.config.run.seed,
                 dtype=parts.calibration.dtype,
                 train_sha256=meta.files[TRAIN_NAME].sha256,
+                data_sha256=meta.hashes(),
                 wall_s=self.wall_s(),
                 world_size=parts.world.world_size,
                 tokenizer={"name": meta.tokenizer, "sha256": meta.tokenizer_sha256},

@@ -165,7 +165,7 @@ def documents(folders: dict[str, Path], name: str) -> list[Any]:
 @pytest.mark.ranks
 def test_the_records_of_a_checkpoint(checkpoints: dict[str, Path]) -> None:
     assert_format("manifest", documents(checkpoints, "manifest.json"), maps=("files",))
-    maps = ("tokenizer", "versions")
+    maps = ("data_sha256", "tokenizer", "versions")
     also = {"base.config_sha256": "null"}
     assert_format("trainer", documents(checkpoints, "trainer.json"), maps=maps, also=also)
 
