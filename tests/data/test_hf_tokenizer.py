@@ -69,6 +69,7 @@ def write_tokenizer(folder: Path, *, kind: str = "gpt2", bos: bool = False) -> P
     return folder
 
 
+@pytest.mark.processes  # of the kept model, where the cache is empty
 def test_prepare_gives_transformers_own_tokens_of_real_text(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -121,6 +122,7 @@ def test_a_tokenizer_that_gigatoken_does_not_know_goes_through_tokenizers(tmp_pa
     )
 
 
+@pytest.mark.processes
 def test_texts_with_a_byte_that_the_vocabulary_lacks_go_to_tokenizers() -> None:
     tokenizer = load_tokenizer(str(smollm2_folder()))
     encoder = GigatokenEncoder(tokenizer, tokenizer.fast(), seed=0)

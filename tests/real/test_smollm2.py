@@ -24,7 +24,7 @@ from payload.models.registry import read_spec
 from tests.support.launching import REPO, rank_env
 from tests.support.smollm2 import kept, smollm2_folder, smollm2_gguf
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("one_thread")]
 
 LENGTH = 128
 NUM_VAL_TOKENS = 1024
@@ -157,7 +157,6 @@ def of_transformers(folder: Path, **options: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.processes
 def test_the_loss_is_that_of_transformers(
     model: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,7 +172,6 @@ def test_the_loss_is_that_of_transformers(
     assert row["val_loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-4)
 
 
-@pytest.mark.processes
 @pytest.mark.slow
 def test_continued_pretraining_lowers_the_loss_on_text_that_was_held_out(
     model: Path, trained: Path, data: Path, capsys: pytest.CaptureFixture[str]
@@ -182,7 +180,6 @@ def test_continued_pretraining_lowers_the_loss_on_text_that_was_held_out(
     assert after < before
 
 
-@pytest.mark.processes
 @pytest.mark.slow
 def test_the_checkpoint_gives_the_same_greedy_tokens_in_transformers(
     trained: Path, capsys: pytest.CaptureFixture[str]
@@ -212,7 +209,6 @@ def test_a_chat_turn_gets_an_answer(
     assert row["text"] == "The capital of France is Paris."
 
 
-@pytest.mark.processes
 @pytest.mark.slow
 def test_lm_evaluation_harness_takes_a_checkpoint_by_the_documented_command(
     trained: Path, tmp_path: Path
