@@ -69,6 +69,14 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
 
 
+def is_failure(error: BaseException) -> bool:
+    """Tell what a library raises for bad input from a request to end, such as Ctrl-C.
+
+    A panic of a library in Rust is no Exception.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 def one_line(text: object) -> str:
     """Return the first line of another program's message: printable, short, with a full stop."""
     lines = printable(str(text)).strip().splitlines() or [type(text).__name__]

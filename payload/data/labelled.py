@@ -34,6 +34,7 @@ class LabelledTexts:
     lengths: Indices
     """Tokens of each text that are read: its first ones, `sequence_length` at most."""
     labels: Indices
+    vocab_size: int
     pad_token: int
     num_truncated: int
     check: RangeCheck | None
@@ -45,7 +46,8 @@ class LabelledTexts:
     def gather(self, chosen: Indices) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens (B, T) and labels (B,) of these texts, both int64.
 
-        Raises DataError when the file is not the one that meta.json describes.
+        Raises DataError when the file is not the one that meta.json describes, and on a token
+        outside the vocabulary.
         """
         starts, lengths = self.starts[chosen], self.lengths[chosen]
         if self.check is not None:
@@ -57,6 +59,12 @@ class LabelledTexts:
         tokens = np.full((len(chosen), int(lengths.max())), self.pad_token, dtype=np.int64)
         for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             tokens[row, :length] = self.tokens[start : start + length]
+        largest = int(tokens.max())
+        if largest >= self.vocab_size:
+            raise DataError(
+                f"{self.path}: token {largest} is outside the vocabulary of {self.vocab_size}. "
+                "Prepare the data again."
+            )
         return torch.from_numpy(tokens), torch.from_numpy(self.labels[chosen])
 
 
@@ -86,6 +94,7 @@ def open_labelled(path: Path, *, meta: DataMeta, sequence_length: int) -> Labell
         starts=starts,
         lengths=np.minimum(whole, sequence_length),
         labels=labels,
+        vocab_size=meta.vocab_size,
         pad_token=meta.classify.pad_token,
         num_truncated=int((whole > sequence_length).sum()),
         check=blocks.check,

@@ -15,7 +15,7 @@ from payload.data.preferences import ANSWERS
 from payload.data_folder import ChatRecord, DataMeta
 from payload.errors import ConfigError, DataError
 from payload.tokenizer_identity import TOKENIZER_FILE
-from payload.untrusted import one_line, printable
+from payload.untrusted import is_failure, one_line, printable
 
 _TRAINED_COLOUR, _PLAIN = "\x1b[32m", "\x1b[0m"
 _TRAINED_MARKS = "⟦", "⟧"
@@ -121,7 +121,9 @@ def _decoded(folder: Path, tokens: list[int], trained: list[bool]) -> list[tuple
     path = folder / TOKENIZER_FILE
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # The package raises no class of its own.
+    except BaseException as error:  # The package raises no class of its own.
+        if not is_failure(error):
+            raise
         raise DataError(f"{path}: cannot be loaded: {one_line(error)}") from None
     parts = []
     before, end = "", 0

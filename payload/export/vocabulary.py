@@ -15,7 +15,7 @@ from typing import Any
 
 from payload.data.pre_tokenizers import LLAMA3, QWEN2, TEKKEN
 from payload.errors import CheckpointError
-from payload.untrusted import build, checked, parse_json, read_bytes, shown
+from payload.untrusted import build, checked, is_failure, parse_json, read_bytes, shown
 
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
@@ -229,7 +229,9 @@ def _adds_bos(folder: Path, bos: int | None) -> bool:
 
     try:
         tokenizer = Tokenizer.from_file(str(folder / _TOKENIZER))
-    except Exception as error:  # The library raises nothing narrower.
+    except BaseException as error:  # The library raises nothing narrower.
+        if not is_failure(error):
+            raise
         raise CheckpointError(
             f"{folder / _TOKENIZER}: cannot be read ({shown(str(error))}). {_FIX}"
         ) from None

@@ -26,7 +26,7 @@ from payload.results import RunPaths, write_whole
 from payload.run_config import load_run_config
 from payload.run_samples import SAMPLES_NAME, Sample, write_samples
 from payload.tokenizer_identity import TOKENIZER_FILE
-from payload.untrusted import one_line, printable
+from payload.untrusted import is_failure, one_line, printable
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -121,7 +121,12 @@ def _tokenizer(folder: Path) -> Tokenizer:
     path = folder / TOKENIZER_FILE
     if not path.is_file():
         raise DataError(f"{folder}: it has no {TOKENIZER_FILE} to turn tokens into prompts.")
-    return Tokenizer.from_file(str(path))
+    try:
+        return Tokenizer.from_file(str(path))
+    except BaseException as error:  # The package raises no class of its own.
+        if not is_failure(error):
+            raise
+        raise DataError(f"{path}: cannot be loaded: {one_line(error)}") from None
 
 
 def _continued(prompts: Sequence[str], *, checkpoint: str) -> list[str]:

@@ -12,7 +12,7 @@ from payload.errors import CheckpointError
 from payload.hf_folder import CONFIG_FILE, read_config
 from payload.tokenizer_identity import GPT2_SHA256, folder_identity
 from payload.train.weights import config_folder, tokenizer_folder
-from payload.untrusted import one_line, parse_json, read_bytes
+from payload.untrusted import is_failure, one_line, parse_json, read_bytes
 
 _GENERATION_CONFIG = "generation_config.json"
 _TOKENIZER_FILE = "tokenizer.json"
@@ -76,7 +76,9 @@ def _any(folder: Path, *, stops: frozenset[int]) -> Codec:
         backend.no_truncation()
         backend.no_padding()
         before = backend.encode("", add_special_tokens=True).ids
-    except Exception as error:  # The package raises nothing narrower.
+    except BaseException as error:  # The package raises nothing narrower.
+        if not is_failure(error):
+            raise
         raise CheckpointError(
             f"{path}: cannot be loaded: {one_line(error)} Copy the model's own beside its weights."
         ) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,16 @@ def test_every_text_is_there_once_with_its_label(tmp_path: Path, kind: str) -> N
     names = [gpt2_encoding().decode(list(each)) for each in meta.classify.label_tokens]
     assert names == [" down", " up"]
     assert main(["verify", str(tmp_path / "data")]) == 0
+
+
+def test_a_token_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, "csv")
+    assert prepare(path, tmp_path / "data", "--val-fraction", "0.2") == 0
+    texts = split(tmp_path / "data", "train.bin")
+    damaged = texts.tokens.copy()
+    damaged[3] = 60_000
+    with pytest.raises(DataError, match="token 60000 is outside the vocabulary of 50257"):
+        replace(texts, tokens=damaged, check=None).gather(np.arange(texts.num_texts()))
 
 
 @pytest.mark.parametrize("joins", [False, True])

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from payload.data.tokenizers import load_tokenizer
-from payload.data.tokenizers.gguf import gguf_tokenizer_folder
+from payload.data.tokenizers.gguf import gguf_tokenizer_folder, write_tokenizer
 from payload.errors import CheckpointError, ExitCode
 from payload.models.decoder import DecoderSpec
 from payload.models.gguf import gguf_file, read_gguf
@@ -168,6 +168,31 @@ def test_a_tensor_that_is_missing_or_scaled_is_named(exported: Path, tmp_path: P
     assert export(model, tmp_path / "scaled.gguf") == ExitCode.OK
     with pytest.raises(CheckpointError, match="rope_freqs"):
         read_gguf(tmp_path / "scaled.gguf")
+
+
+@pytest.mark.parametrize(
+    ("found", "put"),
+    [
+        (b"tokenizer.ggml.tokens", b"tokenizer.ggml.token_"),
+        (b"tokenizer.ggml.merges", b"tokenizer.ggml.merge_"),
+        (b"tokenizer.ggml.model", b"tokenizer.ggml.mode_"),
+        (b"\xc4\xa0t", b"\xff\xfet"),
+        (b"\xc4\xa0 t", b"\xc4\xa0_t"),
+        (b"tokenizer.ggml.eos_token_id\x04", b"tokenizer.ggml.eos_token_id\x06"),
+    ],
+)
+def test_a_damaged_vocabulary_is_refused_in_one_line(
+    exported: Path, tmp_path: Path, found: bytes, put: bytes
+) -> None:
+    content = exported.read_bytes()
+    assert len(found) == len(put)
+    file = tmp_path / "damaged.gguf"
+    file.write_bytes(content.replace(found, put))
+    (tmp_path / "folder").mkdir()
+    try:
+        write_tokenizer(file, tmp_path / "folder")
+    except CheckpointError as error:
+        assert str(error).startswith(f"{file}: ") and "\n" not in str(error)
 
 
 def test_linear_scaling_of_positions_is_kept(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from payload.data.pre_tokenizers import IGNORES_MERGES, pre_tokenizer
 from payload.errors import CheckpointError
 from payload.models.gguf import read_gguf
 from payload.models.gguf_header import read_header
-from payload.untrusted import one_line, shown
+from payload.untrusted import is_failure, one_line, shown
 
 _FIX = "Name a folder in the Hugging Face layout."
 
@@ -32,7 +32,10 @@ def write_tokenizer(path: Path, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(
             path.parent, gguf_file=path.name, local_files_only=True
         )
-    except (ValueError, KeyError, IndexError, TypeError, RuntimeError, AttributeError) as error:
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        # The reader trusts the file: a damaged one makes it raise anything.
         raise CheckpointError(
             f"{path}: transformers cannot read its tokenizer ({one_line(error).rstrip('.')}). "
             f"{_FIX}"
