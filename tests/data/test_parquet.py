@@ -114,3 +114,48 @@ def test_what_arrow_says_in_many_lines_is_one_short_line(
         reader.survey(str(good))
     text = str(raised.value).removesuffix(" Write the file again.")
     assert text.endswith("Couldn't deserialize thrift.") and text.isprintable()
+
+
+UNREADABLE = {
+    "a day in the year 5,881,580": pa.array([1, 2**31 - 1, 3], pa.date32()),
+    "a time of day beyond the day": pa.array([1, 2**62, 3], pa.time64("us")),
+    "a time in the year 292,277": pa.array([1, 2**62, 3], pa.timestamp("us")),
+}
+
+
+@pytest.mark.parametrize("column", UNREADABLE.values(), ids=UNREADABLE)
+def test_a_time_that_python_does_not_know_loses_its_row_alone(
+    column: pa.Array, tmp_path: Path
+) -> None:
+    place = tmp_path / "times.parquet"
+    pq.write_table(pa.table({"text": ["a", "b", "c"], "when": column}), place)
+    with ParquetReader(None) as reader:
+        first, lost, last = reader.read_rows(str(place))
+    assert isinstance(first, list) and isinstance(last, list)
+    assert (first[0]["text"], last[0]["text"]) == ("a", "c")
+    assert isinstance(lost, LostRows) and lost.count == 1
+    assert lost.reason.startswith("cannot be read: ") and "\n" not in lost.reason
+
+
+def test_an_unknown_time_zone_loses_rows_and_raises_nothing(tmp_path: Path) -> None:
+    place = tmp_path / "zone.parquet"
+    when = pa.array([1, 2], pa.timestamp("us", tz="Mars/Olympus"))
+    pq.write_table(pa.table({"text": ["a", "b"], "when": when}), place)
+    with ParquetReader(None) as reader:
+        found = list(reader.read_rows(str(place)))
+    assert all(isinstance(each, LostRows) for each in found)
+    assert sum(len(each) for each in found) == 2
+
+
+def test_a_small_file_of_large_texts_comes_in_pieces(tmp_path: Path) -> None:
+    place, text = tmp_path / "dictionary.parquet", "x" * 400_000
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 1000, pa.int32()), [text])
+    pq.write_table(pa.table({"text": column}), place, compression="zstd")
+    assert place.stat().st_size < 10_000
+    with ParquetReader("text") as reader:
+        pieces = list(reader.read(str(place), skip_rows=10))
+    assert sum(map(len, pieces)) == 990
+    assert all(not isinstance(each, LostRows) for each in pieces)
+    assert all(each.type == pa.string() and each.nbytes <= 64 * 2**20 for each in pieces)
+    with ParquetReader(None) as reader:
+        assert max(len(each) for each in reader.read_rows(str(place))) <= 168

@@ -10,16 +10,23 @@ is a JSON object with `end`.
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import struct
 import sys
 from typing import Any
 
 HEADER = struct.Struct(">cQ")
+_MEMORY_BYTES = 8 * 2**30
+_PIECE_BYTES = 64 * 2**20
 
 
 def main() -> None:
     """Answer requests until there are no more."""
+    # A file of some bytes can stand for any number of them.
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    limit = _MEMORY_BYTES if most == resource.RLIM_INFINITY else min(_MEMORY_BYTES, most)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, most))
     # Ctrl-C is for the parent, whose end closes stdin.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for line in sys.stdin.buffer:
@@ -77,7 +84,7 @@ def _read(request: dict[str, Any]) -> dict[str, Any]:
                     dropped = min(max(0, skip_rows - reached), batch.num_rows)
                     reached += batch.num_rows
                     if dropped < batch.num_rows:
-                        _send_batch(batch.slice(dropped))
+                        _send_rows(batch.slice(dropped), whole=column is None)
             except BrokenPipeError:
                 raise
             except Exception as error:
@@ -87,6 +94,61 @@ def _read(request: dict[str, Any]) -> dict[str, Any]:
                 _send_json({"lost": lost, "reason": f"damaged: {_first_line(error)}"})
             skip_rows = 0
     return {}
+
+
+def _send_rows(batch: Any, *, whole: bool) -> None:
+    """Send rows without dictionaries, and those that cannot be read as lost.
+
+    `whole`: all columns, which the other side turns into Python's values.
+    """
+    if batch.num_rows > 1 and _decoded_bytes(batch) > _PIECE_BYTES:
+        half = batch.num_rows // 2
+        _send_rows(batch.slice(0, half), whole=whole)
+        _send_rows(batch.slice(half), whole=whole)
+        return
+    try:
+        batch = _decoded(batch)
+        if whole:
+            batch.to_pylist()
+    except Exception as error:
+        # Such as a date that Python does not know, or more than fits into memory.
+        if batch.num_rows > 1:
+            for row in range(batch.num_rows):
+                _send_rows(batch.slice(row, 1), whole=whole)
+        else:
+            _send_json({"lost": 1, "reason": f"cannot be read: {_first_line(error)}"})
+        return
+    _send_batch(batch)
+
+
+def _decoded_bytes(batch: Any) -> int:
+    """Return the bytes of a batch without dictionaries."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    size = batch.nbytes
+    for column in batch.columns:
+        if pa.types.is_dictionary(column.type) and _is_text(column.type.value_type):
+            lengths = pc.binary_length(column.dictionary).take(column.indices)
+            size += pc.sum(lengths).as_py() or 0
+    return int(size)
+
+
+def _decoded(batch: Any) -> Any:
+    import pyarrow as pa
+
+    columns = [
+        column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
+        for column in batch.columns
+    ]
+    return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow as pa
+
+    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary)
+    return any(test(kind) for test in (*tests, pa.types.is_large_binary))
 
 
 def _open(request: dict[str, Any]) -> Any:
