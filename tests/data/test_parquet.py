@@ -153,9 +153,9 @@ def test_a_small_file_of_large_texts_comes_in_pieces(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": column}), place, compression="zstd")
     assert place.stat().st_size < 10_000
     with ParquetReader("text") as reader:
-        pieces = list(reader.read(str(place), skip_rows=10))
-    assert sum(map(len, pieces)) == 990
-    assert all(not isinstance(each, LostRows) for each in pieces)
+        found = list(reader.read(str(place), skip_rows=10))
+    pieces = [each for each in found if not isinstance(each, LostRows)]
+    assert len(pieces) == len(found) and sum(map(len, pieces)) == 990
     assert all(each.type == pa.string() and each.nbytes <= 64 * 2**20 for each in pieces)
     with ParquetReader(None) as reader:
         assert max(len(each) for each in reader.read_rows(str(place))) <= 168
