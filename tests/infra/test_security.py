@@ -275,3 +275,19 @@ def test_every_rule_and_exception_is_in_the_security_page() -> None:
     page = (ROOT / "docs/security.md").read_text(encoding="utf-8")
     for rule in RULES:
         assert f"`{rule.name}`" in page
+
+
+def test_every_row_of_who_may_be_hostile_names_tests_that_exist() -> None:
+    page = (ROOT / "docs/security.md").read_text(encoding="utf-8")
+    _, _, rest = page.partition("## Who may be hostile\n")
+    rows = [line for line in rest.partition("\n### ")[0].splitlines() if line.startswith("| ")]
+    header, *rows = rows
+    assert header.endswith("| Tests |") and len(rows) >= 7
+    whos = " ".join(row.split(" | ")[0] for row in rows)
+    assert "a store" in whos and "a shared folder" in whos
+    for row in rows:
+        named = re.findall(r"`([\w/]+\.py)`", row.rsplit(" | ", 1)[1])
+        assert named, row
+        for name in named:
+            text = (ROOT / "tests" / name).read_text(encoding="utf-8")
+            assert "\ndef test_" in text, name
