@@ -21,6 +21,8 @@ CONFIG ?= payload/configs/quickstart.toml
 ARGS ?=
 # Tests that run side by side: one more than cores, as many wait for machines or processes.
 WORKERS ?= 3
+# The same for the tests of make test-all besides: a test of several machines takes whole cores.
+LONG_WORKERS ?= 2
 UPGRADE ?=
 # A run's id, for the dashboard; none = the newest.
 RUN ?=
@@ -44,7 +46,7 @@ TEST_PACKAGES := openssh-server openssh-client debootstrap iproute2 systemd-cont
 	chromium chromium-driver fish zsh prometheus prometheus-node-exporter sshfs
 # The tests that `make test` leaves to `make test-all`; `engine` and `ipex` have targets of their own.
 LONG_TESTS := slow or sshd or rig or nfs
-PYTEST := $(PY) -m pytest --numprocesses $(WORKERS) --no-loadscope-reorder
+PYTEST := $(PY) -m pytest --no-loadscope-reorder --numprocesses
 
 .PHONY: help run data test test-all test-packages test-engine test-ipex check fix dashboard bench docs lock setup setup-run setup-ipex clean
 
@@ -61,10 +63,10 @@ data: setup-run  ## tokenize the quickstart's text, the Python standard library'
 	@test -f data/stdlib/meta.json || $(PY) -m payload.data prepare --source stdlib --out data/stdlib --wait $(OR_SAY)
 
 test: setup  ## set up if needed, then the tests of minutes: no machines, no servers that need root
-	$(PYTEST) -m 'not ($(LONG_TESTS) or engine or ipex)' $(ARGS)
+	$(PYTEST) $(WORKERS) -m 'not ($(LONG_TESTS) or engine or ipex)' $(ARGS)
 
 test-all: test-packages test  ## make test, then every other test that needs no cloud (as root on Debian)
-	$(PYTEST) -m '$(LONG_TESTS)' $(ARGS)
+	$(PYTEST) $(LONG_WORKERS) -m '$(LONG_TESTS)' $(ARGS)
 	$(MAKE) test-ipex
 
 test-packages:  ## as root on Debian or Ubuntu: install what tests start besides

@@ -146,8 +146,6 @@ _LINE_BYTES = 2**20
 """Longer than any line that is meant for a person; a file without line ends must not pile up."""
 _SHOWN_STEPS = 100
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_SAME_ASK_S = 0.1
-"""Two SIGINT that are closer together are one: nobody presses Ctrl-C so fast."""
 
 
 class Tail:
@@ -215,7 +213,6 @@ class Interrupts:
     def __init__(self) -> None:
         self.count = 0
         self._asked_by_system = False
-        self._interrupted_s = -_SAME_ASK_S
         self._before: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __enter__(self) -> Interrupts:
@@ -234,12 +231,11 @@ class Interrupts:
         return self.count > heeded
 
     def _note(self, number: int, _frame: object) -> None:
-        if number != signal.SIGINT:
-            self.count += not self._asked_by_system
+        if number == signal.SIGINT:
+            self.count += 1
+        elif not self._asked_by_system:
             self._asked_by_system = True
-            return
-        before_s, self._interrupted_s = self._interrupted_s, time.monotonic()
-        self.count += self._interrupted_s - before_s >= _SAME_ASK_S
+            self.count += 1
 
 
 _PAUSE_TICK_S = 0.1
