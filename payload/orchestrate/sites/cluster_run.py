@@ -226,7 +226,8 @@ def adopted(
 ) -> ClusterRun:
     """Return a run that the head has, with a copy of it here.
 
-    Raises ConfigError where something else lies there.
+    Raises ConfigError where something else lies there, and where the head has another run of its
+    name.
     """
     exists = paths.root.exists() or paths.root.is_symlink()
     if exists and not is_copy_of(paths, inventory):
@@ -237,7 +238,10 @@ def adopted(
     run_dir = home / NODE_FOLDER / "runs" / paths.run_id
     run = RemoteRun(paths, inventory, run_dir=run_dir, key=key, connect=connect)
     try:
-        if not exists:
+        if exists:
+            head = run.cluster.connect(inventory.head)
+            require_own_there(head, run_dir, known_identity(paths))
+        else:
             run.adopt()
     except BaseException:
         run.close()
@@ -370,4 +374,5 @@ def _end_for_good(
 
 
 def _how_to_go_on(run: RemoteRun) -> str:
-    return f"What is here stays: {run_command('collect', run.paths)} again goes on from there."
+    return f"What is here stays: {run_command('collect', run.paths)} again goes on from there."from payload.run_identity import known_identity
+
