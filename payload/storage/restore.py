@@ -52,8 +52,8 @@ def fetch_run(store: StoreReader, paths: RunPaths) -> None:
     there = stored_identity(store) or RunIdentity()
     is_older = known_identity(paths).is_older or there.identity is None
     token = there.store_token if there.identity is None else None
-    found = RunIdentity(identity=there.identity, store_token=token, is_older=is_older)
-    write_whole(paths.identity, found.to_json())
+    run = RunIdentity(identity=there.identity, store_token=token, is_older=is_older)
+    write_whole(paths.identity, run.to_json())
 
 
 def restore(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) -> Path | None:

@@ -27,11 +27,12 @@ from payload.inventory import ClusterInventory, Node
 from payload.orchestrate.run.console import duration, text_console
 from payload.orchestrate.run.follow import Interrupts
 from payload.orchestrate.run.mirror import Mirrored, note_collected, read_mirrored
-from payload.orchestrate.run.there import Look, RemoteRun, planned_run_dir
+from payload.orchestrate.run.there import Look, RemoteRun, planned_run_dir, require_own_there
 from payload.orchestrate.sites.choose import Home, Seen, SiteRun, how_to_attach
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import NODE_FOLDER, Login
 from payload.results import RunPaths, StopRequest
+from payload.run_identity import known_identity
 
 _POLL_S = 1.0
 _TICK_S = 0.1
@@ -374,5 +375,4 @@ def _end_for_good(
 
 
 def _how_to_go_on(run: RemoteRun) -> str:
-    return f"What is here stays: {run_command('collect', run.paths)} again goes on from there."from payload.run_identity import known_identity
-
+    return f"What is here stays: {run_command('collect', run.paths)} again goes on from there."
