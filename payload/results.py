@@ -82,6 +82,11 @@ class RunPaths:
         return self.root / "run.toml"
 
     @property
+    def identity(self) -> Path:
+        """identity.json: what tells the run from another one of the same name."""
+        return self.root / "identity.json"
+
+    @property
     def inventory(self) -> Path:
         """inventory.json: the nodes of this run."""
         return self.root / "inventory.json"

@@ -28,6 +28,7 @@ from payload.checkpoint_files import (
 )
 from payload.errors import CheckpointError, PreflightError
 from payload.results import fsync_folder
+from payload.run_identity import checkpoint_identity
 from payload.storage.objects import (
     ABSENT,
     ConflictError,
@@ -173,20 +174,22 @@ def fetch_newest(
     store: StoreReader,
     checkpoints: Path,
     *,
+    identity: str | None = None,
     passed_over: Callable[[str, str], None],
     say: Callable[[str], None] = lambda line: None,
     after_step: int = -1,
 ) -> Path | None:
     """Bring the newest sound checkpoint to the folder `checkpoints`, and return where it is.
 
-    `passed_over` is told of each that is not sound, and why; `say` gets a line before each. None
+    `identity` is the run's. `passed_over` is told of each that is not sound or of another run, and
+    why; `say` gets a line before each. None
     when the store has none of a later step than `after_step`.
     """
     for name in reversed(whole_checkpoints(store)):
         if checkpoint_step(PurePosixPath(name)) <= after_step:
             return None
         try:
-            return fetch_checkpoint(store, name, checkpoints, say=say)
+            return fetch_checkpoint(store, name, checkpoints, identity=identity, say=say)
         except (CheckpointError, MissingObjectError) as error:
             passed_over(name, str(error))
     return None
@@ -197,12 +200,14 @@ def fetch_checkpoint(
     name: str,
     checkpoints: Path,
     *,
+    identity: str | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Bring one checkpoint to the folder `checkpoints`: beside, verified, then renamed.
 
     One that is there and sound stays, and so does one that the trainer is writing.
-    Raises CheckpointError for one that is not sound, and PreflightError on a full disk.
+    Raises CheckpointError for one that is not sound or of another identity than the run's, and
+    PreflightError on a full disk.
     """
     target, partial = checkpoints / name, checkpoints / f"{name}.fetch{PARTIAL_SUFFIX}"
     prefix = f"{FOLDER}/{name}/"
@@ -223,6 +228,7 @@ def fetch_checkpoint(
             problems = manifest_problems(partial)
             if problems:
                 raise CheckpointError(f"{store.address.under(prefix + name)}: {problems[0]}")
+            _require_own(partial, identity)
             if target.exists():
                 shutil.rmtree(target)
             partial.rename(target)
@@ -244,6 +250,15 @@ def _require_sizes(store: StoreReader, manifest: Manifest, prefix: str) -> None:
         if size != entry.bytes:
             found = "missing" if size is None else f"{size} bytes"
             raise CheckpointError(f"{name}: {found}, the manifest says {entry.bytes} bytes")
+
+
+def _require_own(folder: Path, identity: str | None) -> None:
+    """Raise CheckpointError for another run's; an older version's says nothing of its run."""
+    told = checkpoint_identity(folder)
+    if told not in (None, identity):
+        raise CheckpointError(
+            f"it is of run identity {told}, and this run's is {identity or 'none'}"
+        )
 
 
 def _fetch_file(store: StoreReader, name: str, path: Path, manifest: Manifest) -> None:

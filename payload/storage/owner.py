@@ -4,20 +4,41 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import secrets
 import time
 from dataclasses import asdict, dataclass
 
 from payload.errors import ConfigError
-from payload.storage.objects import ABSENT, ConflictError, MissingObjectError, ObjectStore
+from payload.run_identity import (
+    IDENTITY_FILE,
+    PATTERN,
+    WANTED,
+    RunIdentity,
+    parse_checkpoint_identity,
+    parse_identity,
+    require_same_run,
+)
+from payload.storage.objects import (
+    ABSENT,
+    ConflictError,
+    MissingObjectError,
+    ObjectStore,
+    StoreReader,
+)
 from payload.untrusted import build, checked, parse_json
 
 OWNER = "owner.json"
 _TRIES = 3
+_TRAINER = re.compile(r"checkpoints/step_\d{8,18}/trainer\.json")
 
 
 class LostOwnershipError(ConfigError):
     """Another place has resumed the run, and writes its results now."""
+
+
+class OtherRunError(LostOwnershipError):
+    """The store has another run of the same name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +48,8 @@ class Owner:
     token: str = checked(max_chars=64)
     host: str = checked(max_chars=255)
     since_unix: float = checked(low=0)
+    identity: str | None = checked(None, pattern=PATTERN, wanted=WANTED)
+    """The run's, as in its identity.json; None in an older version's."""
     schema_version: int = 1
 
 
@@ -35,12 +58,15 @@ def new_token() -> str:
     return secrets.token_hex(16)
 
 
-def claim(store: ObjectStore, *, token: str, is_new: bool, host: str) -> None:
+def claim(
+    store: ObjectStore, *, token: str, is_new: bool, host: str, run: RunIdentity, place: str
+) -> None:
     """Become the run's owner; to claim again with the same token changes nothing.
 
-    Raises ConfigError for a new run whose id the store has already, and StoreError.
+    `place` names the run's folder. Raises ConfigError for a new run whose id the store has already,
+    OtherRunError where it has another run, and StoreError.
     """
-    owner = Owner(token=token, host=host, since_unix=time.time())
+    owner = Owner(token=token, host=host, since_unix=time.time(), identity=run.identity)
     content = (json.dumps(asdict(owner), indent=2) + "\n").encode()
     for _ in range(_TRIES):
         before, generation = _read(store)
@@ -51,6 +77,7 @@ def claim(store: ObjectStore, *, token: str, is_new: bool, host: str) -> None:
                 f"{store.address}: the store has a run of this id already. Continue it with "
                 f"--resume {store.address}, or choose another --run-id."
             )
+        _require_own(store, run, place=place)
         try:
             store.put(OWNER, io.BytesIO(content), size=len(content), generation=generation)
             return
@@ -69,7 +96,57 @@ def require_owner(store: ObjectStore, token: str) -> None:
         )
 
 
-def _read(store: ObjectStore) -> tuple[Owner | None, int]:
+def stored_identity(store: StoreReader) -> RunIdentity | None:
+    """Return what the store tells of its run's identity; None where it has no run.
+
+    Where owner.json does not say it, as after an older version's resume, the run's own record and
+    the newest checkpoint do.
+    """
+    names = {entry.name for entry in store.entries()}
+    checkpoints = [name for name in names if _TRAINER.fullmatch(name)]
+    if not names & {OWNER, IDENTITY_FILE, "run.toml"} and not checkpoints:
+        return None
+    owner, _ = _read(store)
+    token = owner.token if owner is not None else ""
+    told = owner.identity if owner is not None else None
+    if told is None and IDENTITY_FILE in names:
+        record = parse_identity(_content(store, IDENTITY_FILE), where=IDENTITY_FILE)
+        told = record.identity if record is not None else None
+    newest_first = sorted(checkpoints, key=lambda name: (len(name), name), reverse=True)
+    for name in newest_first if told is None else ():
+        told = told or parse_checkpoint_identity(_content(store, name), where=name)
+    return RunIdentity(identity=told, store_token=token)
+
+
+def require_own_store(store: StoreReader, run: RunIdentity, *, place: str) -> None:
+    """Raise ConfigError for a store with another run than the one in `place`, a folder."""
+    there = stored_identity(store)
+    if there is not None:
+        require_same_run(
+            run,
+            there,
+            place=place,
+            other=str(store.address),
+            fix="Bring the one in the store into another folder with --runs-dir DIR, or go on with "
+            "the one here alone: --set storage.results=none",
+        )
+
+
+def _require_own(store: ObjectStore, run: RunIdentity, *, place: str) -> None:
+    try:
+        require_own_store(store, run, place=place)
+    except ConfigError as error:
+        raise OtherRunError(str(error)) from None
+
+
+def _content(store: StoreReader, name: str) -> bytes:
+    try:
+        return store.read(name)[0]
+    except MissingObjectError:
+        return b""
+
+
+def _read(store: StoreReader) -> tuple[Owner | None, int]:
     """Return the owner, None where it is damaged, and the object's generation."""
     try:
         content, generation = store.read(OWNER)

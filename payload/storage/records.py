@@ -49,7 +49,8 @@ class Records:
 
     def send_for_checkpoint(self, store: ObjectStore) -> int:
         """Upload what a resume from a checkpoint needs besides, if it has changed."""
-        files = (self._paths.config, self._paths.plan, self._paths.metrics, self._paths.state)
+        paths = self._paths
+        files = (paths.identity, paths.config, paths.plan, paths.metrics, paths.state)
         return sum(self._send_file(store, path, at_once=True) for path in files)
 
     def _send_file(self, store: ObjectStore, path: Path, *, at_once: bool) -> int:
@@ -133,7 +134,8 @@ def _fetch(store: StoreReader, name: str, path: Path) -> None:
 def _files(paths: RunPaths) -> Iterator[Path]:
     """Yield the files that are there; metrics before what is said about them."""
     root = paths.root
-    yield from (paths.config, paths.inventory, paths.hosts, paths.ranks, paths.plan)
+    yield from (paths.identity, paths.config, paths.inventory, paths.hosts, paths.ranks)
+    yield paths.plan
     yield from (paths.metrics, paths.deepspeed_config, paths.report)
     if paths.logs.is_dir():
         yield from sorted(paths.logs.glob("*.log"))
@@ -145,7 +147,7 @@ def _files(paths: RunPaths) -> Iterator[Path]:
 _NAMES = frozenset(
     {
         *("run.toml", "inventory.json", "hosts", "ranks.json", "plan.json", "metrics.jsonl"),
-        *("deepspeed.json", "samples.json", "summary.json", "state.json"),
+        *("deepspeed.json", "samples.json", "summary.json", "state.json", "identity.json"),
     }
 )
 """Records that are taken from a store. Whoever may write there could put any other file beside

@@ -9,10 +9,11 @@ from pathlib import Path
 from payload.checkpoint_files import checkpoint_step, newest_sound
 from payload.errors import ConfigError
 from payload.metrics_log import read_metrics, read_val_losses
-from payload.results import RunPaths, last_record
+from payload.results import RunPaths, last_record, write_whole
+from payload.run_identity import RunIdentity, known_identity
 from payload.storage.checkpoints import fetch_checkpoint, fetch_newest, whole_checkpoints
 from payload.storage.objects import StoreError, StoreReader, open_store
-from payload.storage.owner import OWNER
+from payload.storage.owner import OWNER, require_own_store, stored_identity
 from payload.storage.records import fetch_records
 from payload.store_address import StoreAddress
 from payload.store_state import StoreState
@@ -47,6 +48,12 @@ def fetch_run(store: StoreReader, paths: RunPaths) -> None:
         found = ", ".join(store.siblings()[:10]) or "no run"
         raise ConfigError(f"{store.address}: there is no run. The store has: {found}.")
     fetch_records(store, paths.root, names=TO_RESUME)
+    # What the store's owner says is the identity; the token counts for an older version's run.
+    there = stored_identity(store) or RunIdentity()
+    is_older = known_identity(paths).is_older or there.identity is None
+    token = there.store_token if there.identity is None else None
+    run = RunIdentity(identity=there.identity, store_token=token, is_older=is_older)
+    write_whole(paths.identity, run.to_json())
 
 
 def restore(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) -> Path | None:
@@ -55,8 +62,10 @@ def restore(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) 
     Also metrics up to it, and the records of before in the folder `restored`. None where the
     checkpoints here are as new, and where neither has one yet. The last line for `say` is how it
     ended. Raises StoreError, also where the run would start from scratch although it had got
-    further.
+    further, and ConfigError where the store has another run of this name.
     """
+    run = known_identity(paths)
+    require_own_store(store, run, place=str(paths.root))
     here = newest_sound(paths.checkpoints)
     step_here = checkpoint_step(here) if here else -1
     if not whole_checkpoints(store):
@@ -68,7 +77,12 @@ def restore(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) 
         say(f"warning: {name} in the store is passed over: {why}")
 
     found = fetch_newest(
-        store, paths.checkpoints, passed_over=pass_over, say=say, after_step=step_here
+        store,
+        paths.checkpoints,
+        identity=run.identity,
+        passed_over=pass_over,
+        say=say,
+        after_step=step_here,
     )
     if found is None and here is None and damaged:
         raise StoreError(
@@ -84,7 +98,7 @@ def restore(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) 
         say(f"note: {store.address} has no checkpoint yet, and neither has the disk")
         return None
     _take_metrics(paths)
-    _fetch_best(store, paths, newest=found, say=say)
+    _fetch_best(store, paths, run, newest=found, say=say)
     words = f"; {_are_damaged(damaged)}" if damaged else ""
     say(f"the run goes on from {found.name}, which came from {store.address}{words}")
     return found
@@ -122,7 +136,12 @@ def last_step(metrics: Path) -> int:
 
 
 def _fetch_best(
-    store: StoreReader, paths: RunPaths, *, newest: Path, say: Callable[[str], None]
+    store: StoreReader,
+    paths: RunPaths,
+    run: RunIdentity,
+    *,
+    newest: Path,
+    say: Callable[[str], None],
 ) -> None:
     """Bring the checkpoint with the lowest validation loss, too: it is kept to the end."""
     losses = read_val_losses(paths.metrics)
@@ -140,6 +159,6 @@ def _fetch_best(
     if (paths.checkpoints / best).is_dir():
         return
     try:
-        fetch_checkpoint(store, best, paths.checkpoints)
+        fetch_checkpoint(store, best, paths.checkpoints, identity=run.identity)
     except ConfigError as error:
         say(f"warning: the best checkpoint, {best}, is passed over: {error}")

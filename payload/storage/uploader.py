@@ -26,6 +26,7 @@ from payload.checkpoint_files import (
 from payload.errors import CheckpointError, ConfigError
 from payload.metrics_log import read_val_losses
 from payload.results import RunPaths, last_record, write_json
+from payload.run_identity import RunIdentity, known_identity, settle_identity
 from payload.storage.checkpoints import Upload, remove_checkpoints, stored_manifests
 from payload.storage.objects import ConflictError, ObjectStore, StoreError, StoreRefusedError
 from payload.storage.owner import LostOwnershipError, claim, new_token, require_owner
@@ -151,6 +152,8 @@ class Uploader:
                 token=self._state.token,
                 is_new=self._is_new,
                 host=socket.gethostname(),
+                run=self._identity(),
+                place=str(self._paths.root),
             )
             self._store.tidy()
             self._in_store = stored_manifests(self._store)
@@ -158,6 +161,13 @@ class Uploader:
             self._tell(checkpoint=max(self._in_store, key=_step, default=None))
         elif time.monotonic() - self._owner_seen_s > _OWNER_EVERY_S:
             self._require_owner()
+
+    def _identity(self) -> RunIdentity:
+        """Return the run's, which has one but where nothing has started or resumed it."""
+        with suppress(OSError):
+            if self._paths.root.is_dir():
+                return settle_identity(self._paths, is_new=self._is_new, say=self._say)
+        return known_identity(self._paths)
 
     def _require_owner(self) -> None:
         assert self._state.token is not None

@@ -27,6 +27,7 @@ from payload.checkpoint_files import (
 )
 from payload.errors import CheckpointError, TrainingError
 from payload.hf_folder import WEIGHTS_FILE
+from payload.run_identity import PATTERN, WANTED
 from payload.train.lazy_tensors import LazyTensors
 from payload.train.models.base import CausalLM
 from payload.train.models.lora import save_adapter_config
@@ -82,6 +83,8 @@ class TrainerState:
     tokenizer: dict[str, str] = field(default_factory=dict)
     base: BaseModel | None = None
     """The base that an adapter was trained on; None without an adapter."""
+    identity: str | None = checked(None, pattern=PATTERN, wanted=WANTED)
+    """The run's own, by which it is told from another one of its name; None in older records."""
     config_toml: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION

@@ -51,6 +51,8 @@ class Parts:
     strategy: Strategy
     tokenizer: Mapping[str, bytes]
     """Its files for the checkpoints, by name; on rank 0 only."""
+    identity: str | None
+    """The run's, for its checkpoints; on rank 0 only."""
     base: BaseModel | None
     """The base of an adapter; on rank 0 only."""
     metrics: MetricsFile | None

@@ -22,6 +22,7 @@ from payload.models.spec import Dtype
 from payload.remake import no_range_hashes
 from payload.results import RunPaths, write_whole
 from payload.run_config import RunConfig
+from payload.run_identity import settle_identity
 from payload.settings import AUTO
 from payload.train.arithmetic import describe
 from payload.train.calibration import Calibration, calibrate
@@ -97,6 +98,9 @@ def train(
         paths.root.mkdir(parents=True, exist_ok=True)
         if world.is_main:
             write_whole(paths.config, config.to_toml())
+            is_new = start.state is None
+            settled = settle_identity(paths, is_new=is_new, say=log.warning)
+            start = replace(start, identity=settled.identity)
         summary.begin()
         heartbeat.tell(step=0, phase="calibration")
         calibration = calibrate(
@@ -303,6 +307,7 @@ def _assemble(
         optimizers=optimizers,
         strategy=strategy,
         tokenizer=start.tokenizer,
+        identity=start.identity,
         base=start.base,
         metrics=metrics,
         heartbeat=heartbeat,

@@ -28,6 +28,7 @@ from payload.models.source import pinned
 from payload.models.spec import ModelSpec
 from payload.results import RunPaths
 from payload.run_config import RunConfig, fixed_differences, load_run_config, parse_run_config
+from payload.run_identity import checkpoint_identity, known_identity
 from payload.tokenizer_identity import require_same_tokenizer
 from payload.train.base_model import identify
 from payload.train.checkpoint import (
@@ -66,6 +67,8 @@ class Start:
     """The tokenizer's files for the checkpoints, by name; on rank 0 only."""
     base: BaseModel | None = None
     """The base of an adapter; on rank 0 only."""
+    identity: str | None = None
+    """The run's, once it has a folder; on rank 0 only."""
 
 
 def pin_initial(config: RunConfig, *, paths: RunPaths, world: World) -> RunConfig:
@@ -103,7 +106,7 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
     Rank 0 reads files; the others get sizes here, and values or where to read them later.
     Raises CheckpointError when there are checkpoints and none is sound.
     """
-    checkpoint = _checkpoint_to_resume(paths.checkpoints) if world.is_main else None
+    checkpoint = _checkpoint_to_resume(paths) if world.is_main else None
     resumes = world.broadcast(checkpoint is not None, bool)
     if not resumes and config.model.init == "scratch":
         return _from_scratch(config, task, world=world)
@@ -152,17 +155,27 @@ def require_disk_space(config: RunConfig, spec: ModelSpec, *, paths: RunPaths) -
     require_room(config, checkpoint_bytes=spec.checkpoint_bytes(), run=paths.root)
 
 
-def _checkpoint_to_resume(checkpoints: Path) -> Path | None:
+def _checkpoint_to_resume(paths: RunPaths) -> Path | None:
     """Return the newest sound checkpoint, or None for a new run.
 
-    Raises CheckpointError where all are damaged: a new run never takes their place.
+    Raises CheckpointError where all are damaged, as a new run never takes their place, and for one
+    of another run.
     """
+    checkpoints = paths.checkpoints
     newest = newest_checkpoint(checkpoints)
     damaged = checkpoint_folders(checkpoints)
     if newest is None and damaged:
         raise CheckpointError(
             f"{checkpoints}: not one of {len(damaged)} checkpoints is sound: {damaged[-1].name}: "
             f"{manifest_problems(damaged[-1])[0]} Remove {checkpoints} to start from scratch."
+        )
+    told = checkpoint_identity(newest) if newest is not None else None
+    own = known_identity(paths).identity
+    if told not in (None, own):
+        raise CheckpointError(
+            f"{newest}: it is of run identity {told}, and {paths.identity} has {own}: these are "
+            "two runs of one name. Move the checkpoint away, or start a new run with model.init "
+            "set to it."
         )
     return newest
 

@@ -440,6 +440,7 @@ class Trainer:
                 world_size=parts.world.world_size,
                 tokenizer={"name": meta.tokenizer, "sha256": meta.tokenizer_sha256},
                 base=parts.base,
+                identity=parts.identity,
                 config_toml=parts.config.to_toml(),
                 versions=versions(),
             ),

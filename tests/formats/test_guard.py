@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from payload.run_identity import RunIdentity
 from tests.formats.commands import Commands
 from tests.formats.filled import filled, filled_samples
 from tests.formats.making.inputs import write_texts
@@ -105,6 +106,16 @@ def test_a_record_of_a_run(supervised: Recorded, full: Path, name: str) -> None:
     also = {"ranks[].numa_domain": "int | null"} if name == "ranks" else {}
     maps = ("start_s", "versions") if name == "summary" else ()
     assert_format(name, documents, maps=maps, also=also)
+
+
+@pytest.mark.ranks
+def test_the_identity_of_a_run(supervised: Recorded, full: Path) -> None:
+    found = supervised.new_json(full / "identity.json")
+    known = RunIdentity(identity="0" * 32, store_token="0" * 32, is_older=True)
+    assert_format("identity", [found, json.loads(known.to_json())])
+    owner = supervised.new_json(supervised.store / "full" / "owner.json")
+    trainer = read_json(supervised.stored_checkpoint("full") / "trainer.json")
+    assert {found["identity"]} == {owner["identity"], trainer["identity"]}
 
 
 @pytest.mark.ranks

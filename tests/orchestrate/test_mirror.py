@@ -23,6 +23,7 @@ from payload.orchestrate.run.mirror import (
 from payload.orchestrate.sites.cluster_run import is_copy_of
 from payload.orchestrate.ssh.streams import Part, Piece, parse_answer
 from payload.results import RunPaths, write_json, write_whole
+from payload.run_identity import known_identity
 from tests.launch.inventories import make_inventory
 from tests.orchestrate.damage import WAYS, damage_file
 from tests.orchestrate.run_copies import (
@@ -33,6 +34,7 @@ from tests.orchestrate.run_copies import (
     summary_text,
     write_ranks,
 )
+from tests.support.identities import MINE, THEIRS, write_identity
 
 SEEN = Mirrored(alive=False, seen_unix=1.0, ssh_key="/k")
 
@@ -97,6 +99,26 @@ def test_a_file_that_was_cut_and_grew_again_comes_whole(there: RunPaths, here: R
     there.metrics.write_text("".join(f'{{"step": {step}, "loss": 2}}\n' for step in range(12)))
     refresh(there, here)
     assert here.metrics.read_text() == there.metrics.read_text()
+
+
+def test_a_copy_takes_nothing_of_another_run_of_its_name(there: RunPaths, here: RunPaths) -> None:
+    """The attack: the head's folder was removed, and somebody started another `one` there."""
+    write_identity(here, MINE)
+    for paths, loss in ((there, 2), (here, 1)):
+        paths.metrics.write_text(f'{{"step": 1, "loss": {loss}}}\n')
+    there.state.write_text(state_text("one"))
+    write_identity(there, THEIRS)
+    with pytest.raises(AnswerError, match=f"{THEIRS.identity}.*{MINE.identity}.*two runs"):
+        exchange(there, here)
+    assert here.metrics.read_text() == '{"step": 1, "loss": 1}\n' and not here.state.exists()
+    write_identity(there, replace(MINE, is_older=True))
+    exchange(there, here)
+    assert here.metrics.read_bytes() == there.metrics.read_bytes()
+    assert known_identity(here) == MINE
+    # The copy of an older version's run learns what its run got when somebody resumed it.
+    here.identity.unlink()
+    exchange(there, here)
+    assert known_identity(here).identity == MINE.identity
 
 
 def test_an_answer_says_how_much_it_has_no_room_for(there: RunPaths, here: RunPaths) -> None:

@@ -25,6 +25,7 @@ from payload.storage.objects import ObjectStore, StoredObject, StoreReader, open
 from payload.storage.restore import fetch_run, restore
 from payload.store_address import StoreAddress, parse_store_address
 from tests.storage.folders import content_of, write_checkpoint
+from tests.support.identities import MINE, write_identity
 from tests.support.launching import REPO
 
 
@@ -58,6 +59,7 @@ def stored(tmp_path: Path) -> Stored:
     upload.close()
     made = Stored(store, RunPaths(tmp_path / "runs" / "r"), checkpoint)
     made.put({"run.toml": b"", "metrics.jsonl": rows(2), "logs/rank_0000.log": b"two\n"})
+    made.put({"identity.json": MINE.to_json().encode()})
     return made
 
 
@@ -77,7 +79,7 @@ def test_a_run_that_is_supervised_here_is_left_alone(stored: Stored) -> None:
 
 
 def test_a_copy_that_is_further_keeps_its_records_and_gets_what_it_lacks(stored: Stored) -> None:
-    paths = stored.paths
+    paths = write_identity(stored.paths)
     partial = paths.checkpoints / "step_00000002.partial"
     partial.mkdir(parents=True)
     paths.metrics.write_bytes(rows(3))
@@ -94,6 +96,7 @@ def test_a_copy_that_is_further_keeps_its_records_and_gets_what_it_lacks(stored:
 
 
 def test_a_checkpoint_of_the_same_name_stays_where_it_is_sound(stored: Stored) -> None:
+    write_identity(stored.paths)
     own = write_checkpoint(stored.paths.checkpoints, 2, seed=9)
     before = content_of(own)
     assert stored.collect() == own
@@ -153,7 +156,7 @@ def test_only_records_are_taken_and_nothing_else_blocks_them(tmp_path: Path) -> 
     assert found is not None and content_of(found) == content_of(checkpoint)
     there = {str(path.relative_to(made.paths.root)) for path in made.paths.root.rglob("*")}
     assert {name.partition("/")[0] for name in there if not name.endswith(".lock")} == {
-        *("run.toml", "metrics.jsonl", "logs", "checkpoints")
+        *("run.toml", "identity.json", "metrics.jsonl", "logs", "checkpoints")
     }
     assert {name for name in there if name.startswith("logs/")} == {"logs/rank_0000.log"}
     restored = RunPaths(tmp_path / "resumed" / "r")

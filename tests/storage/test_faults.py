@@ -291,7 +291,7 @@ def test_an_uploader_whose_every_first_answer_is_lost_says_nothing_of_somebody_e
                 first_pause_s=0.05,
             ).run(commands)
         # owner.json, metrics.jsonl and the checkpoint's files, each of which lost its first answer.
-        assert proxy.injected.total() >= len(proxy.server.names()) == 7
+        assert proxy.injected.total() >= len(proxy.server.names()) == 8
         state = last_record(StoreState, paths.store_state)
         assert state is not None and state.is_drained and state.failures == 0, said
         assert [line for line in said if "warning" in line] == []

@@ -32,6 +32,7 @@ from payload.store_address import parse_store_address, settled_results
 from tests.storage.folders import content_of, write_checkpoint
 from tests.storage.server import BUCKET, Faults, FaultyProxy
 from tests.support.data_folders import make_data_folder
+from tests.support.identities import MINE
 from tests.support.launching import REPO
 
 pytestmark = pytest.mark.processes
@@ -121,12 +122,12 @@ def test_who_resumed_a_run_last_owns_it_and_a_new_run_takes_no_id_that_is_there(
     store: ObjectStore,
 ) -> None:
     token, other = new_token(), new_token()
-    claim(store, token=token, is_new=True, host="one")
-    claim(store, token=token, is_new=True, host="one")
+    claim(store, token=token, is_new=True, host="one", run=MINE, place="runs/r")
+    claim(store, token=token, is_new=True, host="one", run=MINE, place="runs/r")
     require_owner(store, token)
     with pytest.raises(ConfigError, match="--resume"):
-        claim(store, token=other, is_new=True, host="two")
-    claim(store, token=other, is_new=False, host="two")
+        claim(store, token=other, is_new=True, host="two", run=MINE, place="runs/r")
+    claim(store, token=other, is_new=False, host="two", run=MINE, place="runs/r")
     require_owner(store, other)
     with pytest.raises(LostOwnershipError, match="two has resumed"):
         require_owner(store, token)

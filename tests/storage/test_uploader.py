@@ -23,13 +23,14 @@ from payload.storage.uploader import Uploader
 from payload.store_address import parse_store_address
 from payload.store_state import StoreState
 from tests.storage.folders import content_of, write_checkpoint
+from tests.support.identities import MINE, write_identity
 
 
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
     made = RunPaths(tmp_path / "a-run")
     made.root.mkdir()
-    return made
+    return write_identity(made)
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_a_new_run_s_second_uploader_goes_on_where_the_first_one_was_killed(
 ) -> None:
     token = new_token()
     write_json(paths.store_state, StoreState(address=str(store.address), token=token))
-    claim(store, token=token, is_new=True, host="here")
+    claim(store, token=token, is_new=True, host="here", run=MINE, place="runs/r")
     write_checkpoint(paths.checkpoints, 1, seed=0)
     assert upload_all(paths, store, is_new=True)[0].is_drained
     other = RunPaths(paths.root.parent / "other")
@@ -150,8 +151,8 @@ def test_what_a_killed_uploader_left_in_a_folder_is_removed(
 def test_what_is_left_out_is_said_and_the_store_has_not_all(
     paths: RunPaths, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "_MOST_BYTES", 10)
-    paths.metrics.write_text("x" * 11)
+    monkeypatch.setattr(records, "_MOST_BYTES", 300)
+    paths.metrics.write_text("x" * 301)
     state, said = upload_all(paths, store)
     assert state.is_idle and not state.is_drained
     assert [line for line in said if "metrics.jsonl is not uploaded" in line] == said

@@ -27,6 +27,7 @@ from payload.supervise.uploading import Uploading
 from tests.storage.folders import write_checkpoint
 from tests.storage.server import BUCKET, Faults, FaultyProxy
 from tests.supervise.planned import DEADLINE_S, plan_stand_in, state_of, supervise
+from tests.support.identities import write_identity
 
 pytestmark = pytest.mark.processes
 
@@ -42,7 +43,7 @@ def plan_resumed(tmp_path: Path, *options: str, settings: tuple[str, ...] = ()) 
     paths = plan_stand_in(tmp_path / "a-run", *options, settings=(results, *settings))
     plan = json.loads(paths.plan.read_text())
     paths.plan.write_text(json.dumps({**plan, "resumes": True}))
-    return paths
+    return write_identity(paths)
 
 
 def store_of(paths: RunPaths) -> ObjectStore:

@@ -36,6 +36,7 @@ from payload.results import (
     set_aside,
     write_whole,
 )
+from payload.run_identity import IDENTITY_FILE, RunIdentity, known_identity, parse_identity
 from payload.untrusted import build, check_schema, checked, no_follow, parse_json, read_bytes
 
 SCHEMA_VERSION = 1
@@ -44,8 +45,9 @@ _COLLECTED = re.compile(rf"|{FOLDER_NAME.pattern}")
 _PATH = re.compile(r"[^\x00-\x1f\x7f]+")
 _MOST_UNIX = 253402300799  # The year 9999, the last that a date can have.
 
-_Record: TypeAlias = RunState | Summary | RankProgress | RankExit
+_Record: TypeAlias = RunState | Summary | RankProgress | RankExit | RunIdentity
 _RECORDS: Mapping[str, type[_Record]] = {
+    IDENTITY_FILE: RunIdentity,
     "state.json": RunState,
     "summary.json": Summary,
     "progress": RankProgress,
@@ -172,7 +174,7 @@ def wanted_of(paths: RunPaths, node: str, *, is_head: bool, brief: bool = False)
     growing = [paths.rank_log(rank) for rank in sorted(mine)]
     if is_head:
         shown = [0] if brief and len(mine) > _MOST_FOLLOWED else sorted(mine)
-        whole += [paths.state, paths.summary, *map(paths.rank_progress, shown)]
+        whole += [paths.identity, paths.state, paths.summary, *map(paths.rank_progress, shown)]
         growing = [paths.metrics, paths.launcher_log, paths.supervisor_log, *growing]
     return Wanted(
         node=node,
@@ -194,10 +196,13 @@ def merge(paths: RunPaths, answer: Part, wanted: Wanted) -> list[str]:
     require_known(answer.more, wanted.known, node=wanted.node, what="the file")
     pieces = {name: _content(wanted, name, piece) for name, piece in answer.more.items()}
     damaged = []
+    _require_own(paths, answer.whole.get(IDENTITY_FILE), node=wanted.node)
     try:
         for stale in _ends_taken_back(paths, answer, wanted):
             stale.unlink(missing_ok=True)
         for name, text in answer.whole.items():
+            if name == IDENTITY_FILE and known_identity(paths).identity is not None:
+                continue  # made here, where the run was started
             problem = _problem(paths, name, text, wanted)
             if problem is not None:
                 damaged.append(problem)
@@ -210,6 +215,18 @@ def merge(paths: RunPaths, answer: Part, wanted: Wanted) -> list[str]:
     except OSError as error:
         raise _unwritable(error, paths.root) from None
     return damaged
+
+
+def _require_own(paths: RunPaths, told: str | None, *, node: str) -> None:
+    """Raise AnswerError where the head has another run of the copy's name."""
+    there = parse_identity(told or "", where=node)
+    own = known_identity(paths).identity
+    if there is not None and None not in (own, there.identity) and own != there.identity:
+        raise AnswerError(
+            f"{node}: its run {paths.run_id} has identity {there.words()}, and the one in "
+            f"{paths.root} has {own}: these are two runs of one name. Follow that one with "
+            "--runs-dir DIR."
+        )
 
 
 def _holds(path: Path, text: str) -> bool:
@@ -295,6 +312,8 @@ def _problem(paths: RunPaths, name: str, text: str, wanted: Wanted) -> str | Non
     if isinstance(record, RankProgress | RankExit):
         rank = int(PurePosixPath(file).stem.partition("_")[2])
         is_own = record.rank == rank and (wanted.is_head or record.node == wanted.node)
+    elif isinstance(record, RunIdentity):
+        is_own = True  # it names no run
     else:
         is_own = record.run_id == paths.run_id
     return None if is_own else f"{where}: it is of another rank, node or run."

@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,11 +35,13 @@ from payload.results import (
     write_whole,
 )
 from payload.run_config import RunConfig, load_run_config
+from payload.run_identity import known_identity, new_identity, settle_identity
 from payload.run_lock import is_supervised, starting
 from payload.run_repair import known_config, known_state, make_room
 from payload.storage.checkpoints import fetch_newest, whole_checkpoints
 from payload.storage.here import fetch_whole, is_address, run_address
 from payload.storage.objects import StoreReader
+from payload.storage.owner import require_own_store
 from payload.storage.records import fetch_records
 from payload.storage.restore import has_run, last_step
 from payload.storage.watched import watched_store
@@ -166,6 +168,8 @@ class Order:
     talk: Console
     held: ExitStack
     """Closed when the command no longer needs to keep others from starting the run."""
+    identity: str = field(default_factory=new_identity)
+    """For a run that has none yet."""
 
     def auto_size(self) -> int | None:
         """Return the micro-batch that the last plan chose for `auto`; None for a new run."""
@@ -187,6 +191,9 @@ class Order:
             for sentence in make_room(paths):
                 self.talk.print(f"warning: {sentence}")
             paths.logs.mkdir(exist_ok=True)
+            settle_identity(
+                paths, is_new=is_made, fresh=self.identity, say=lambda line: self.talk.print(line)
+            )
             before = None if is_made else _text_of(paths.config)
             write_whole(paths.config, self.config.to_toml())
         try:
@@ -392,9 +399,12 @@ def resumable_run(
             return find_run(runs_dir, named), overrides  # which says that there is none
         address = results.under(named)
     paths = RunPaths(runs_dir / address.last())
-    if not paths.root.exists():
-        with watched_store(address, env=env, say=say) as store:
+    is_here = paths.root.exists()
+    with watched_store(address, env=env, say=say) as store:
+        if not is_here:
             fetch_whole(store, paths)
+        require_own_store(store, known_identity(paths), place=str(paths.root))
+    if not is_here:
         say(f"run {paths.run_id} comes from {address}")
     return paths, overrides if has_config else [*_data_of(paths), *overrides]
 
@@ -417,8 +427,8 @@ def collect_from_store(
     """Bring a run's records and newest sound checkpoint here; return where that is, if any.
 
     What is here stays, but for records of a run that has gone further in the store. Raises
-    ConfigError where the store has no such run, UsageError for a run of this machine, and
-    StoreError.
+    ConfigError where the store has no such run, or another one of its name, UsageError for a run of
+    this machine, and StoreError.
     """
     if not paths.root.exists():
         fetch_whole(store, paths)
@@ -426,6 +436,7 @@ def collect_from_store(
         raise ConfigError(f"{store.address}: there is no run.")
     # Also of a folder that was not there a moment ago: a run of that name may have begun.
     _require_copy(store, paths)
+    require_own_store(store, known_identity(paths), place=str(paths.root))
     with alone(paths, "copy"):
         _take_records(store, paths, say=say)
     with alone(paths, "checkpoint"):
@@ -444,7 +455,7 @@ def _require_copy(store: StoreReader, paths: RunPaths) -> None:
 
 def _take_records(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) -> None:
     """Bring the records that are not here; all of them where the store's run is further."""
-    gone = ("inventory.json", "hosts", "ranks.json")
+    gone = ("identity.json", "inventory.json", "hosts", "ranks.json")
     names = [each.name for each in store.entries() if each.name not in gone]
     with TemporaryDirectory(prefix=".stored.", dir=paths.root) as folder:
         staged = RunPaths(Path(folder))
@@ -476,6 +487,7 @@ def _take_checkpoint(
     found = fetch_newest(
         store,
         paths.checkpoints,
+        identity=known_identity(paths).identity,
         passed_over=lambda name, why: say(f"warning: {name} in the store is passed over: {why}"),
     )
     return max(filter(None, (here, found)), key=checkpoint_step, default=None)

@@ -33,15 +33,17 @@ from payload.orchestrate.run.mirror import (
     note_seen,
     wanted_of,
 )
-from payload.orchestrate.ssh.connection import Cluster
+from payload.orchestrate.ssh.connection import Cluster, Connection
 from payload.orchestrate.ssh.files import fetch_checkpoint, get
 from payload.orchestrate.ssh.keys import remove_dead_keys
 from payload.orchestrate.ssh.streams import FOLDER, Begun, Left, Part, Signalled, ask, on_every_node
-from payload.results import RunPaths, RunState, StopRequest, read_json
+from payload.results import RunPaths, RunState, StopRequest, read_json, write_whole
 from payload.run_config import load_run_config
+from payload.run_identity import IDENTITY_FILE, RunIdentity, parse_identity, require_same_run
 from payload.untrusted import shown
 
 _ACTION_S = 20.0
+_IDENTITY_BYTES = 64 * 1024
 _START_S = 60.0
 _LEAVE_S = 10.0
 _KILL_S = 60.0
@@ -259,6 +261,9 @@ class RemoteRun:
         try:
             for path in (staging.config, staging.hosts, staging.ranks, staging.plan):
                 get(head, str(self.run_dir / path.name), path, timeout_s=_ACTION_S)
+            found = identity_there(head, self.run_dir)
+            if found is not None:
+                write_whole(staging.identity, found.to_json())
             staging.inventory.write_text(self.inventory.to_json(), encoding="utf-8")
             load_run_config(staging.config)
             load_ranks(staging.ranks)
@@ -337,6 +342,40 @@ class RemoteRun:
             {**arguments, "run_dir": str(self.run_dir)},
             timeout_s=timeout_s,
         )
+
+
+def identity_there(head: Connection, run_dir: PurePosixPath) -> RunIdentity | None:
+    """Return the identity of the run in the head's folder; None where it has none."""
+    place = str(run_dir / IDENTITY_FILE)
+    done = head.run(["cat", "--", place], timeout_s=_ACTION_S, most_bytes=_IDENTITY_BYTES)
+    return parse_identity(done.stdout, where=place) if done.status == 0 else None
+
+
+def require_own_there(head: Connection, run_dir: PurePosixPath, run: RunIdentity) -> None:
+    """Raise ConfigError where the head's folder is of another run that has begun.
+
+    A run of an older version may have a folder there without an identity.
+    """
+    there = identity_there(head, run_dir) or RunIdentity()
+    if there.identity is None and (run.is_older or run.identity is None):
+        return
+    if there.identity == run.identity or not _has_begun(head, run_dir):
+        return
+    require_same_run(
+        run,
+        there,
+        place=f"run {run_dir.name} here",
+        other=f"{run_dir} on {head.node.name}",
+        fix="Start this one under another id with --run-id, or name another --runs-dir to follow "
+        "that one.",
+    )
+
+
+def _has_begun(head: Connection, run_dir: PurePosixPath) -> bool:
+    """Say whether a run's folder there is more than a start that was given up."""
+    signs = ("state.json", "checkpoints", "metrics.jsonl")
+    words = [word for sign in signs for word in ("-o", "-e", str(run_dir / sign))]
+    return head.run(["test", *words[1:]], timeout_s=_ACTION_S).status == 0
 
 
 def planned_run_dir(paths: RunPaths) -> PurePosixPath:

@@ -27,11 +27,12 @@ from payload.inventory import ClusterInventory, Node
 from payload.orchestrate.run.console import duration, text_console
 from payload.orchestrate.run.follow import Interrupts
 from payload.orchestrate.run.mirror import Mirrored, note_collected, read_mirrored
-from payload.orchestrate.run.there import Look, RemoteRun, planned_run_dir
+from payload.orchestrate.run.there import Look, RemoteRun, planned_run_dir, require_own_there
 from payload.orchestrate.sites.choose import Home, Seen, SiteRun, how_to_attach
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import NODE_FOLDER, Login
 from payload.results import RunPaths, StopRequest
+from payload.run_identity import known_identity
 
 _POLL_S = 1.0
 _TICK_S = 0.1
@@ -226,7 +227,8 @@ def adopted(
 ) -> ClusterRun:
     """Return a run that the head has, with a copy of it here.
 
-    Raises ConfigError where something else lies there.
+    Raises ConfigError where something else lies there, and where the head has another run of its
+    name.
     """
     exists = paths.root.exists() or paths.root.is_symlink()
     if exists and not is_copy_of(paths, inventory):
@@ -237,7 +239,10 @@ def adopted(
     run_dir = home / NODE_FOLDER / "runs" / paths.run_id
     run = RemoteRun(paths, inventory, run_dir=run_dir, key=key, connect=connect)
     try:
-        if not exists:
+        if exists:
+            head = run.cluster.connect(inventory.head)
+            require_own_there(head, run_dir, known_identity(paths))
+        else:
             run.adopt()
     except BaseException:
         run.close()

@@ -30,7 +30,7 @@ from payload.orchestrate.planning import InventorySite, PlannedRun, plan_run
 from payload.orchestrate.preflight.checks import check_cluster, lock_sha, operator_key
 from payload.orchestrate.preflight.report import Report, try_if_new, with_known_trial
 from payload.orchestrate.run.store import Order, is_copy, require_new, room_for
-from payload.orchestrate.run.there import RemoteRun
+from payload.orchestrate.run.there import RemoteRun, require_own_there
 from payload.orchestrate.sites.choose import (
     Chosen,
     SiteRun,
@@ -75,6 +75,7 @@ from payload.orchestrate.ssh.streams import (
 )
 from payload.results import RunPaths
 from payload.run_config import RunConfig
+from payload.run_identity import RunIdentity, known_identity
 from payload.run_lock import starting
 from payload.run_repair import known_config, known_dtype
 from payload.untrusted import can_see
@@ -320,9 +321,11 @@ class Ssh(InventorySite):
             lasts_s = _key_lasts_s(order.config.limits, inventory)
             run_key = install_run_key(cluster, inventory, name=name, lasts_s=lasts_s)
             planned = self._plan(order, report, answers, code=code, run_key=run_key)
-            with order.folder():
+            with order.folder() as paths:
+                own = known_identity(paths)
+                require_own_there(cluster.connect(inventory.head), run.run_dir, own)
                 # First there: where a connection breaks, a resumed run's records here stay.
-                _write_there(planned, cluster, config=config, talk=talk)
+                _write_there(planned, cluster, config=config, own=own, talk=talk)
                 for stale in _stale(order.paths):
                     stale.unlink(missing_ok=True)
                 planned.write(order.paths)
@@ -452,15 +455,16 @@ def _key_lasts_s(limits: LimitsSection, inventory: ClusterInventory) -> float:
 
 
 def _write_there(
-    planned: PlannedRun, cluster: Cluster, *, config: RunConfig, talk: Console
+    planned: PlannedRun, cluster: Cluster, *, config: RunConfig, own: RunIdentity, talk: Console
 ) -> None:
     """Write the run folder on every node; what lies in a file's place is set aside.
 
-    `config` has the nodes' own paths.
+    `config` has the nodes' own paths, and `own` is the run's identity.
     """
     decided = planned.config
     there = replace(config, batch=decided.batch, memory=decided.memory)
-    files = replace(planned, config=there).files()
+    files = {planned.paths.identity.name: own.to_json()}
+    files |= replace(planned, config=there).files()
     content = archive({name: text.encode() for name, text in files.items()})
     run_dir = PurePosixPath(planned.paths.root)
     python, python_path = planned.plan.program[0], planned.plan.environment["PYTHONPATH"]

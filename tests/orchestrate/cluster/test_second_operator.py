@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from payload.errors import INTERRUPTED, ExitCode
+from payload.results import RunPaths
+from payload.run_identity import known_identity
 from tests.orchestrate.cluster.operating import TIMEOUT_S, Operator, wait_for_nobody
 from tests.orchestrate.cluster.separate import SeparateNodes
 from tests.orchestrate.sshd import make_key
@@ -88,6 +90,17 @@ def test_a_second_operator_stops_a_run_that_she_has_never_seen(
     result = summary(colleague.paths("one").root)
     assert result["status"] == "stopped"
     assert colleague.paths("one").checkpoint(result["steps"]).is_dir()
+    assert known_identity(colleague.paths("one")) == known_identity(first.paths("one"))
+    # Another run of that name is neither loaded with this one's weights nor written over it.
+    there = first.nodes.home_of(0) / "tileforge" / "runs" / "one"
+    (colleague.folder / "runs").rename(colleague.folder / "earlier")
+    before = known_identity(RunPaths(there))
+    code, said = colleague.do(*colleague.run_words("one", "train.steps=3"))
+    assert code == ExitCode.CONFIG and "two runs of one name" in said, said
+    assert str(before.identity) in said and not colleague.paths("one").root.exists()
+    assert known_identity(RunPaths(there)) == before
+    assert summary(there)["steps"] == result["steps"]
+    (colleague.folder / "earlier").rename(colleague.folder / "runs")
     code, said = colleague.do(*colleague.on_cluster("stop"))
     assert code == ExitCode.USAGE and "no run is under way on test. Name one: stop RUN." in said, (
         said
