@@ -250,6 +250,7 @@ class _Run:
         return DataMeta(
             tokenizer=tokenizer.name,
             tokenizer_sha256=tokenizer.sha256,
+            tokenizer_pipeline_sha256=tokenizer.pipeline_sha256,
             tokenizer_files=write_tokenizer(self._settings.out, tokenizer.files),
             vocab_size=tokenizer.vocab_size,
             end_of_text=tokenizer.end[-1],

@@ -41,7 +41,9 @@ class TextTokenizer(ABC):
     name: str
     """For people and meta.json: `gpt2`, a hub name with its commit, or a folder."""
     sha256: str
-    """Identity of the tokens that it makes (payload.tokenizer_identity)."""
+    """Hash of the vocabulary with its merges (payload.tokenizer_identity)."""
+    pipeline_sha256: str
+    """Hash of everything that changes the tokens."""
     fingerprint: str
     """Hash over everything of it that shapes train.bin."""
     vocab_size: int

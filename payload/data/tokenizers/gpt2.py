@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from payload.data.tokenizers.base import Agree, FastTokenizer, TextTokenizer, Tokens
 from payload.errors import DataError
-from payload.tokenizer_identity import GPT2_SHA256
+from payload.tokenizer_identity import GPT2_PIPELINE_SHA256, GPT2_SHA256
 
 if TYPE_CHECKING:
     import tiktoken
@@ -132,6 +132,7 @@ def gpt2_tokenizer() -> Gpt2Tokenizer:
     return Gpt2Tokenizer(
         name=TOKENIZER_NAME,
         sha256=TOKENIZER_SHA256,
+        pipeline_sha256=GPT2_PIPELINE_SHA256,
         fingerprint=TOKENIZER_SHA256,
         vocab_size=VOCAB_SIZE,
         end=(END_OF_TEXT,),

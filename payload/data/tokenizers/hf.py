@@ -18,7 +18,7 @@ import numpy as np
 
 from payload.data.tokenizers.base import FastTokenizer, TextTokenizer, Tokens
 from payload.data.tokenizers.hf_fast import HfFast
-from payload.errors import DataError
+from payload.errors import DataError, TileforgeError
 from payload.hf_folder import TOKENIZER_FILES
 from payload.tokenizer_identity import TOKENIZER_FILE, identity_of, parse_tokenizer
 from payload.untrusted import one_line, parse_json, read_bytes, shown
@@ -90,17 +90,19 @@ def hf_tokenizer(folder: Path, *, name: str) -> HfTokenizer:
     """Load the tokenizer in `folder`; `name` is for meta.json. Raises DataError."""
     files = read_folder(folder)
     raw = parse_tokenizer(files[TOKENIZER_FILE], where=str(folder / TOKENIZER_FILE))
-    backend = _backend(files[TOKENIZER_FILE], folder / TOKENIZER_FILE)
+    backend = build_backend(files[TOKENIZER_FILE], folder / TOKENIZER_FILE)
     vocabulary = backend.get_vocab(with_added_tokens=True)
     largest = max(vocabulary.values(), default=-1)
     if not 0 <= largest < _MAX_TOKEN:
         raise DataError(f"{folder / TOKENIZER_FILE}: its largest token is {largest}. {_FIX}")
+    identity = identity_of(raw)
     end, place = _end_of_document(folder, backend)
     before, after = _around(backend)
     ends = after if after[-1:] == (end,) else (*after, end)
     return HfTokenizer(
         name=name,
-        sha256=identity_of(raw),
+        sha256=identity.vocabulary_sha256,
+        pipeline_sha256=identity.pipeline_sha256,
         fingerprint=_fingerprint(files[TOKENIZER_FILE], before, ends),
         vocab_size=largest + 1,
         begin=before,
@@ -114,8 +116,10 @@ def hf_tokenizer(folder: Path, *, name: str) -> HfTokenizer:
     )
 
 
-def _backend(content: bytes, path: Path) -> Tokenizer:
-    """Build the package's tokenizer; it raises bare Exceptions, and panics of Rust."""
+def build_backend(
+    content: bytes, path: Path, *, error: type[TileforgeError] = DataError
+) -> Tokenizer:
+    """Build the package's tokenizer. Raises `error` for its bare Exceptions, and panics of Rust."""
     from tokenizers import Tokenizer
 
     try:
@@ -123,9 +127,9 @@ def _backend(content: bytes, path: Path) -> Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         backend.encode("a b", add_special_tokens=True)
-    except BaseException as error:
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise DataError(f"{path}: cannot be loaded: {one_line(error)} {_FIX}") from None
+    except BaseException as problem:
+        if isinstance(problem, Exception) or type(problem).__name__ == "PanicException":
+            raise error(f"{path}: cannot be loaded: {one_line(problem)} {_FIX}") from None
         raise
     return backend
 
