@@ -100,6 +100,10 @@ class Gpt2Tokenizer(TextTokenizer):
         """Return tiktoken's tokens of one text."""
         return gpt2_encoding().encode_to_numpy(text.decode("utf-8"), disallowed_special=())
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return gpt2_encoding().decode(list(tokens), errors="replace")
+
     def fast(self) -> FastTokenizer:
         """Return gigatoken with the packaged ranks."""
         from gigatoken import Tokenizer

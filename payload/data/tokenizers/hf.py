@@ -19,7 +19,7 @@ import numpy as np
 from payload.data.tokenizers.base import FastTokenizer, TextTokenizer, Tokens
 from payload.data.tokenizers.hf_fast import HfFast
 from payload.errors import DataError, TileforgeError
-from payload.hf_folder import TOKENIZER_FILES
+from payload.hf_folder import CONFIG_FILE, TOKENIZER_FILES
 from payload.tokenizer_identity import TOKENIZER_FILE, identity_of, parse_tokenizer
 from payload.untrusted import one_line, parse_json, read_bytes, shown
 
@@ -58,6 +58,15 @@ class HfTokenizer(TextTokenizer):
     def _encode(self, texts: list[str]) -> list[Tokens]:
         encoded = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(each.ids, dtype=np.uint32) for each in encoded]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return str(self.backend.decode(list(tokens), skip_special_tokens=False))
+
+    def normalized(self, text: str) -> str:
+        """Return a text as the file's normalizer changes it."""
+        normalizer = self.backend.normalizer
+        return text if normalizer is None else str(normalizer.normalize_str(text))
 
     def fast(self) -> FastTokenizer:
         """Return gigatoken with the same file."""
@@ -110,6 +119,8 @@ def hf_tokenizer(folder: Path, *, name: str) -> HfTokenizer:
         end=ends,
         end_note=f"documents end with {backend.id_to_token(end)!r} ({end}), eos_token of {place}",
         files=files,
+        unknown=_unknown(raw["model"], backend),
+        model_vocab_size=_model_vocab_size(folder),
         reference_name=f"tokenizers {version('tokenizers')}",
         raw=raw,
         backend=backend,
@@ -173,6 +184,25 @@ def _named_end(config: object, backend: Tokenizer, *, where: Path) -> int | None
             f"{where}: eos_token_id = {shown(first)} is not in {TOKENIZER_FILE}. {_FIX}"
         )
     return first
+
+
+def _unknown(model: Mapping[str, Any], backend: Tokenizer) -> int | None:
+    """Return the token that stands for unknown text; Unigram names it by its number."""
+    token, number = model.get("unk_token"), model.get("unk_id")
+    if isinstance(token, str):
+        return backend.token_to_id(token)
+    return number if type(number) is int else None
+
+
+def _model_vocab_size(folder: Path) -> int | None:
+    """Return vocab_size of the folder's config.json, where it has one. Raises DataError."""
+    path = folder / CONFIG_FILE
+    content = _read(path)
+    if content is None:
+        return None
+    config = parse_json(content, where=str(path), fix=_FIX, error=DataError, huge_integers=True)
+    size = config.get("vocab_size") if isinstance(config, dict) else None
+    return size if type(size) is int and size > 0 else None
 
 
 def _around(backend: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
