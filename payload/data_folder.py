@@ -138,6 +138,12 @@ class DataMeta:
 
     tokenizer: str
     tokenizer_sha256: str
+    """Hash of its vocabulary with the merges."""
+    tokenizer_pipeline_sha256: str = ""
+    """Hash of everything of the tokenizer that changes tokens (payload.tokenizer_identity).
+
+    Empty in folders of older versions, which have the vocabulary's `tokenizer_sha256` alone.
+    """
     tokenizer_files: dict[str, DataFile] = field(default_factory=dict)
     """The tokenizer's own files in the folder, by name; none for GPT-2's, which is packaged."""
     vocab_size: int = checked(low=1, high=2**32)

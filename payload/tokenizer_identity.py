@@ -1,8 +1,10 @@
 """CONTRACT: which tokenizer a folder's files are, so that two folders can be compared.
 
-Two tokenizers are the same when they turn texts into the same token numbers. What says so is the
-vocabulary with its merges: chat templates, names of special tokens and the layout of the file may
-differ between a base model and its fine-tuned sibling.
+Two tokenizers are the same when they turn texts into the same token numbers. What decides that is
+the whole pipeline of tokenizer.json: normalizer, pre-tokenizer, vocabulary with its merges,
+post-processor and added tokens. Its canonical form leaves out what changes no token: offsets,
+decoders, truncation, padding, and the layout of the file. `payload.data.tokenizers.probe` compares
+the tokens of a packaged text as well.
 """
 
 from __future__ import annotations
@@ -10,43 +12,97 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from payload.data_folder import DataMeta
 from payload.errors import DataError, TileforgeError
 from payload.remake import with_tokenizer
+from payload.tokenizer_pipeline import canonical_parts
 from payload.untrusted import one_line, parse_json, read_bytes
 
 TOKENIZER_FILE = "tokenizer.json"
 GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-"""GPT-2's identity: the hash that tiktoken pins for r50k_base."""
+"""GPT-2's vocabulary: the hash that tiktoken pins for r50k_base."""
+GPT2_PIPELINE_SHA256 = "398794b6721e9ac57f742c437aa96fd6b835e8e4b6272dd831d2426778e601be"
+"""GPT-2's whole pipeline; a test computes it from the packaged files."""
 _GPT2_CONTENT_SHA256 = "6535b6b8705ca03b29ab27ba8e87a8f5eacd56236ab65591ac163cbda72974c9"
 _FIX = "Repair the folder, or name another one."
 
 
-def identity_of(tokenizer: Mapping[str, Any]) -> str:
-    """Return the hash of the vocabulary and merges in a parsed tokenizer.json."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerIdentity:
+    """The two hashes by which tokenizers are compared."""
+
+    vocabulary_sha256: str
+    """Vocabulary and merges alone: the identity in data folders of older versions."""
+    pipeline_sha256: str
+    """Everything that changes tokens."""
+
+    def is_gpt2(self) -> bool:
+        """Say whether it is GPT-2's tokenizer, which is packaged."""
+        return self.pipeline_sha256 == GPT2_PIPELINE_SHA256
+
+
+def identity_of(tokenizer: Mapping[str, Any]) -> TokenizerIdentity:
+    """Return the identity of a parsed tokenizer.json.
+
+    Raises DataError for one that is nested too deeply.
+    """
+    try:
+        return TokenizerIdentity(
+            vocabulary_sha256=_vocabulary_sha256(tokenizer),
+            pipeline_sha256=_hash(canonical_parts(tokenizer)),
+        )
+    except RecursionError:
+        raise DataError(f"{TOKENIZER_FILE}: it is nested too deeply. {_FIX}") from None
+
+
+def _vocabulary_sha256(tokenizer: Mapping[str, Any]) -> str:
+    """Return the hash of the vocabulary and merges.
+
+    Data folders of every version have it, so it never changes.
+    """
     model = tokenizer.get("model")
     model = model if isinstance(model, dict) else {}
     vocabulary, merges = model.get("vocab"), model.get("merges")
     if isinstance(vocabulary, dict):
         # Files differ in which special tokens they repeat here.
         added = tokenizer.get("added_tokens")
-        special = {each.get("content") for each in added or () if isinstance(each, dict)}
+        contents = [each.get("content") for each in _list(added) if isinstance(each, dict)]
+        special = {each for each in contents if isinstance(each, str)}
         vocabulary = sorted(
             (str(number), token) for token, number in vocabulary.items() if token not in special
         )
     if isinstance(merges, list):
         # Older files write a merge as one string, newer ones as a pair.
         merges = [each.split(" ") if isinstance(each, str) else each for each in merges]
-    content = json.dumps([model.get("type"), vocabulary, merges], ensure_ascii=True)
-    found = hashlib.sha256(content.encode()).hexdigest()
+    found = _hash([model.get("type"), vocabulary, merges])
     return GPT2_SHA256 if found == _GPT2_CONTENT_SHA256 else found
 
 
-def folder_identity(folder: Path, *, error: type[TileforgeError] = DataError) -> str | None:
+def differing_parts(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the parts of two parsed tokenizer.json that give other tokens, as in `normalizer`."""
+    mine, others = canonical_parts(one), canonical_parts(other)
+    return tuple(name for name in mine if _hash(mine[name]) != _hash(others[name]))
+
+
+def folder_identity(
+    folder: Path, *, error: type[TileforgeError] = DataError
+) -> TokenizerIdentity | None:
     """Return the identity of the tokenizer in `folder`, or None when it has no tokenizer.json.
+
+    Raises `error` for a damaged file.
+    """
+    found = read_tokenizer(folder, error=error)
+    return None if found is None else identity_of(found)
+
+
+def read_tokenizer(
+    folder: Path, *, error: type[TileforgeError] = DataError
+) -> dict[str, Any] | None:
+    """Return the parsed tokenizer.json of `folder`, or None without one.
 
     Raises `error` for a damaged file.
     """
@@ -57,7 +113,17 @@ def folder_identity(folder: Path, *, error: type[TileforgeError] = DataError) ->
         return None
     except OSError as problem:
         raise error(f"{path}: {one_line(problem.strerror or problem)} {_FIX}") from None
-    return identity_of(parse_tokenizer(content, where=str(path), error=error))
+    return parse_tokenizer(content, where=str(path), error=error)
+
+
+def is_tokenizer_of(meta: DataMeta, identity: TokenizerIdentity) -> bool:
+    """Say whether this is the tokenizer of the data, as far as the folder's hashes tell.
+
+    A folder of an older version has the hash of the vocabulary alone.
+    """
+    if meta.tokenizer_pipeline_sha256:
+        return identity.pipeline_sha256 == meta.tokenizer_pipeline_sha256
+    return identity.vocabulary_sha256 == meta.tokenizer_sha256
 
 
 def require_same_tokenizer(
@@ -74,14 +140,40 @@ def require_same_tokenizer(
     `init` is what the user calls the model; `settings` name where data and model were given. A
     folder without tokenizer.json says nothing.
     """
-    found = folder_identity(folder, error=error)
-    if found is None or found == meta.tokenizer_sha256:
+    raw = read_tokenizer(folder, error=error)
+    if raw is None:
         return
-    name = "gpt2" if found == GPT2_SHA256 else init
-    again = with_tokenizer(data, source=meta.source, tokenizer=name)
+    identity = identity_of(raw)
+    if is_tokenizer_of(meta, identity):
+        return
+    own = None
+    if TOKENIZER_FILE in meta.tokenizer_files:
+        own = read_tokenizer(data, error=error)
+    parts = () if own is None else differing_parts(own, raw)
     raise error(
+        other_tokenizer(
+            meta, data=data, identity=identity, init=init, settings=settings, parts=parts
+        )
+    )
+
+
+def other_tokenizer(
+    meta: DataMeta,
+    *,
+    data: Path,
+    identity: TokenizerIdentity,
+    init: str,
+    settings: tuple[str, str],
+    parts: tuple[str, ...] = (),
+) -> str:
+    """Return the message about a model whose tokenizer is not the data's."""
+    name = "gpt2" if identity.is_gpt2() else init
+    again = with_tokenizer(data, source=meta.source, tokenizer=name)
+    differing = f" (they differ in: {', '.join(parts)})" if parts else ""
+    return (
         f"{settings[0]} = {str(data)!r} was prepared with the tokenizer {meta.tokenizer}, but "
-        f"{settings[1]} = {init!r} has another one. Prepare the data with the model's: {again}"
+        f"{settings[1]} = {init!r} has another one{differing}. Prepare the data with the model's: "
+        f"{again}"
     )
 
 
@@ -93,3 +185,11 @@ def parse_tokenizer(
     if not isinstance(raw, dict) or not isinstance(raw.get("model"), dict):
         raise error(f"{where}: has no model, so it is not a tokenizer.json. {_FIX}")
     return raw
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, ensure_ascii=True).encode()).hexdigest()
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []

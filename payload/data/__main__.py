@@ -199,6 +199,12 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
         "%(default)s)",
     )
     add(
+        "--allow-odd-tokenizer",
+        action="store_true",
+        help="continue where text becomes no or odd numbers of tokens, over 1 %% of them are "
+        "unknown, decoding loses text, or the vocabulary does not fit the model",
+    )
+    add(
         "--val-fraction",
         type=_fraction,
         metavar="SHARE",

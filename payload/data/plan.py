@@ -55,6 +55,8 @@ class PrepareSettings:
     """Let another run that writes to the folder finish first, instead of refusing."""
     shard_bytes: int = SHARD_BYTES
     """Output after which progress is saved."""
+    allow_odd_tokenizer: bool = False
+    """Continue where the tokenizer's tokens do not seem to stand for the text."""
     shaping: tuple[str, ...] = ()
     """Whatever else the output depends on, for the fingerprint."""
 

@@ -27,6 +27,7 @@ from payload.data.plan import (
 from payload.data.progress import Reporter, format_bytes
 from payload.data.split import Split
 from payload.data.store import Store, locked, remove_unfinished, writing_to
+from payload.data.tokenizer_check import TokenizerCheck
 from payload.data.write import write_batch
 from payload.data_folder import DataMeta
 from payload.errors import DataError
@@ -90,6 +91,7 @@ class _Run:
         self._fingerprint = fingerprint
         self._encoder, survey = self._load_and_survey()
         self._survey = limited(survey, settings.max_documents)
+        self._check = self._new_check()
         self._store = Store(settings.out, fingerprint=fingerprint, encoder=self._encoder.name)
 
     def _load_and_survey(self) -> tuple[Encoder, Survey]:
@@ -166,6 +168,7 @@ class _Run:
             )
             self._encoder = ReferenceEncoder(self._settings.tokenizer)
             self._store.encoder = self._encoder.name
+            self._check = self._new_check()
             self._store.start()
             self._tokenize_with_encoder(survey, split)
 
@@ -193,6 +196,7 @@ class _Run:
     def _write(self, batch: Batch, encoded: Encoded, split: Split) -> None:
         store = self._store
         self._encoder.check_sample(batch.pieces, encoded)
+        self._check.add(batch.pieces, encoded.tokens, encoded.offsets)
         write_batch(store, batch, encoded, split, self._settings.tokenizer)
         store.commit_if_due(batch.cursor, shard_bytes=self._settings.shard_bytes)
         store.cursor = batch.cursor
@@ -234,11 +238,31 @@ class _Run:
         if problem:
             self._store.discard()
             raise DataError(problem)
+        self._check_tokens()
         seen = totals.documents + totals.skipped_documents
         if survey.documents is not None and seen != survey.documents:
             self._reporter.say(
                 f"note: {seen:,} documents were there, {survey.documents:,} were expected"
             )
+
+    def _check_tokens(self) -> None:
+        """Check this process's rates, and those of the whole corpus."""
+        totals = self._store.totals
+        around = totals.documents * self._tokens_around()
+        try:
+            self._check.finish()
+            self._check.check_rate(text_bytes=totals.text_bytes, tokens=totals.tokens - around)
+        except DataError:
+            # All is tokenized: the next run would only find that it is complete.
+            self._store.discard()
+            raise
+
+    def _new_check(self) -> TokenizerCheck:
+        return TokenizerCheck(
+            self._settings.tokenizer,
+            allow_odd=self._settings.allow_odd_tokenizer,
+            say=self._reporter.say,
+        )
 
     def _tokens_around(self) -> int:
         tokenizer = self._settings.tokenizer
@@ -250,6 +274,7 @@ class _Run:
         return DataMeta(
             tokenizer=tokenizer.name,
             tokenizer_sha256=tokenizer.sha256,
+            tokenizer_pipeline_sha256=tokenizer.pipeline_sha256,
             tokenizer_files=write_tokenizer(self._settings.out, tokenizer.files),
             vocab_size=tokenizer.vocab_size,
             end_of_text=tokenizer.end[-1],

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from payload.data.chat_template import TEMPLATE_FILE
+from payload.data.tokenizer_match import carried_file, is_same_tokenizer
 from payload.data.tokenizers.gpt2 import (
     END_OF_TEXT,
     END_OF_TEXT_NAME,
@@ -24,8 +25,6 @@ from payload.data.tokenizers.hf_fast import PRINTED_BYTES, byte_symbols
 from payload.data_folder import DataMeta
 from payload.errors import CheckpointError, DataError
 from payload.hf_folder import TOKENIZER_FILES
-from payload.remake import how_to_make_again
-from payload.tokenizer_identity import folder_identity
 from payload.untrusted import read_bytes
 
 MERGES_PATH = Path(__file__).parent / "gpt2" / "merges.txt"
@@ -47,10 +46,12 @@ def tokenizer_files(
     There are none for a vocabulary that is not known here. Raises CheckpointError and DataError for
     files that cannot be read.
     """
-    if source is not None and any((source / name).is_file() for name in _VOCABULARIES):
-        identity = folder_identity(source, error=CheckpointError)
-        if identity in (None, meta.tokenizer_sha256):
-            return {**_copied(source), **_template(meta, data)}
+    if (
+        source is not None
+        and any((source / name).is_file() for name in _VOCABULARIES)
+        and is_same_tokenizer(meta, data=data, folder=source, error=CheckpointError)
+    ):
+        return {**_copied(source), **_template(meta, data)}
     if meta.tokenizer_files:
         return _carried(meta, data)
     if meta.tokenizer_sha256 == TOKENIZER_SHA256 and meta.vocab_size == VOCAB_SIZE:
@@ -68,22 +69,7 @@ def _template(meta: DataMeta, data: Path) -> Mapping[str, bytes]:
 
 def _carried(meta: DataMeta, data: Path) -> Mapping[str, bytes]:
     """Return the data folder's tokenizer files, compared with meta.json."""
-    files = {}
-    for name, expected in meta.tokenizer_files.items():
-        try:
-            files[name] = read_bytes(data / name)
-        except OSError as error:
-            raise DataError(f"{data / name}: {error.strerror}. {_again(meta, data)}") from None
-        if hashlib.sha256(files[name]).hexdigest() != expected.sha256:
-            raise DataError(
-                f"{data / name}: its content is not what meta.json has the hash of. "
-                f"{_again(meta, data)}"
-            )
-    return files
-
-
-def _again(meta: DataMeta, data: Path) -> str:
-    return how_to_make_again(data, source=meta.source)
+    return {name: carried_file(meta, data, name) for name in meta.tokenizer_files}
 
 
 def gpt2_files(*, context: int) -> Mapping[str, bytes]:

@@ -89,15 +89,15 @@ def main(argv: Sequence[str] | None, env: Mapping[str, str]) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace, world: World) -> None:
+    from payload.data.tokenizer_match import require_same_tokens
     from payload.data_folder import load_meta
     from payload.launch_sections import DistributedSection
-    from payload.tokenizer_identity import require_same_tokenizer
     from payload.train.models.classifier import Classifier
     from payload.train.models.registry import load
     from payload.train.weights import model_folder, tokenizer_folder
 
     folder = model_folder(arguments.checkpoint, setting="--checkpoint")
-    require_same_tokenizer(
+    require_same_tokens(
         load_meta(arguments.data),
         data=arguments.data,
         folder=tokenizer_folder(folder),

@@ -15,6 +15,7 @@ from typing import Any
 
 from payload.data.pre_tokenizers import LLAMA3, QWEN2, TEKKEN
 from payload.errors import CheckpointError
+from payload.tokenizer_pipeline import canonical_parts
 from payload.untrusted import build, checked, is_failure, parse_json, read_bytes, shown
 
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -95,6 +96,7 @@ def read_vocabulary(folder: Path, *, rows: int, eos: int | None) -> Vocabulary:
         special.setdefault("eos", eos)
     template = _chat_template(folder, config)
     adds_bos = _adds_bos(folder, special.get("bos"))
+    _require_known_normalizer(raw, model, path)
     if model.byte_fallback:
         return Vocabulary(
             model="llama",
@@ -196,6 +198,8 @@ def _pre_tokenizer(raw: Mapping[str, Any], model: _Model, path: Path) -> str:
     step = raw.get("pre_tokenizer") or {}
     parts = step.get("pretokenizers", [step]) if isinstance(step, Mapping) else []
     match [part for part in parts if isinstance(part, Mapping)]:
+        case [*_, {"type": "ByteLevel", "add_prefix_space": True}]:
+            pass
         case [{"type": "ByteLevel", **rest}] if rest.get("use_regex", True):
             return "gpt-2"
         case [
@@ -211,6 +215,24 @@ def _pre_tokenizer(raw: Mapping[str, Any], model: _Model, path: Path) -> str:
     raise CheckpointError(
         f"{path}: llama.cpp has no pre-tokenizer like this one's, {shown(step)}. {_FIX}"
     )
+
+
+def _require_known_normalizer(raw: Mapping[str, Any], model: _Model, path: Path) -> None:
+    """Raise CheckpointError for a change of the text before it is cut that llama.cpp lacks.
+
+    It reads NFC's texts as they are, and has SentencePiece's way with spaces in its own code.
+    """
+    known: list[Mapping[str, Any]] = [{"type": "NFC"}]
+    if model.byte_fallback:
+        known = [
+            {"type": "Prepend", "prepend": _WORD_START},
+            {"type": "Replace", "pattern": {"String": " "}, "content": _WORD_START},
+        ]
+    for step in canonical_parts(raw)["normalizer"]:
+        if step not in known:
+            raise CheckpointError(
+                f"{path}: llama.cpp has no normalizer like this one's, {shown(step)}. {_FIX}"
+            )
 
 
 def _special_tokens(config: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int]:

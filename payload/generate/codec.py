@@ -10,7 +10,7 @@ from typing import Any
 from payload.data.tokenizers.gpt2 import END_OF_TEXT, VOCAB_SIZE, gpt2_encoding
 from payload.errors import CheckpointError
 from payload.hf_folder import CONFIG_FILE, read_config
-from payload.tokenizer_identity import GPT2_SHA256, folder_identity
+from payload.tokenizer_identity import folder_identity
 from payload.train.weights import config_folder, tokenizer_folder
 from payload.untrusted import is_failure, one_line, parse_json, read_bytes
 
@@ -47,7 +47,7 @@ def find_codec(folder: Path) -> Codec:
     config = read_config(model)
     # A GPT-2 may be trained on another tokenizer's tokens, which its folder has then.
     own = folder_identity(tokenizer, error=CheckpointError)
-    if config.get("model_type") == _GPT2 and own in (None, GPT2_SHA256):
+    if config.get("model_type") == _GPT2 and (own is None or own.is_gpt2()):
         return _gpt2()
     return _any(tokenizer, stops=_named_stops(model, config))
 

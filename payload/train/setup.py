@@ -18,6 +18,7 @@ from payload.checkpoint_files import (
     require_room,
 )
 from payload.data.tokenizer_files import tokenizer_files
+from payload.data.tokenizer_match import require_same_tokens
 from payload.data_folder import TRAIN_NAME, DataMeta
 from payload.errors import CheckpointError, ConfigError
 from payload.hf_folder import CONFIG_FILE, read_config
@@ -29,7 +30,6 @@ from payload.models.spec import ModelSpec
 from payload.results import RunPaths
 from payload.run_config import RunConfig, fixed_differences, load_run_config, parse_run_config
 from payload.run_identity import checkpoint_identity, known_identity
-from payload.tokenizer_identity import require_same_tokenizer
 from payload.train.base_model import identify
 from payload.train.checkpoint import (
     BaseModel,
@@ -118,7 +118,7 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
     folder = _weights_folder(checkpoint, config) if world.is_main else None
     base = _base_model(folder, config, state, task=task) if folder else None
     if folder is not None and not resumes:
-        require_same_tokenizer(
+        require_same_tokens(
             task.meta,
             data=task.folder,
             folder=folder,

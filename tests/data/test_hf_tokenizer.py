@@ -164,7 +164,9 @@ def test_a_folder_with_gpt2s_files_gives_the_same_data_as_the_packaged_one(tmp_p
     assert run_here(*common, "--out", tmp_path / "a").returncode == 0
     assert run_here(*common, "--tokenizer", folder, "--out", tmp_path / "b").returncode == 0
 
-    assert folder_identity(folder) == GPT2_SHA256
+    identity = folder_identity(folder)
+    assert identity is not None and identity.is_gpt2()
+    assert identity.vocabulary_sha256 == GPT2_SHA256
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     assert set(contents(tmp_path / "a")) == {"meta.json", "train.bin", "val.bin"}
 

@@ -29,10 +29,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def settings(model: Path, tiny_config: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Return the settings beyond the tiny run's: data of the model's tokenizer, and its sizes."""
+    identity = folder_identity(model)
+    assert identity is not None
     data = make_data_folder(
         tmp_path_factory.mktemp("initial") / "data",
         vocab_size=VOCAB,
-        tokenizer_sha256=folder_identity(model) or "",
+        tokenizer_sha256=identity.vocabulary_sha256,
     )
     sizes = [f"model.{name}=none" for name in ("n_layer", "n_head", "n_embd")]
     more = ["train.checkpoint_every=2", "engine.kernels=off", "schedule.warmup_steps=0"]

@@ -10,6 +10,7 @@ from payload.data.sources import SourceRequest
 
 if TYPE_CHECKING:
     from payload.data.plan import PrepareSettings
+    from payload.data.tokenizer_check import TokenizerCheck
     from payload.data.tokenizers.base import TextTokenizer
 
 
@@ -46,7 +47,20 @@ def prepare_settings(
         force=args.force,
         wait=args.wait,
         shard_bytes=args.shard_mib * MIB,
+        allow_odd_tokenizer=args.allow_odd_tokenizer,
         shaping=shaping,
+    )
+
+
+def tokenizer_check(settings: PrepareSettings, *, quiet: bool) -> TokenizerCheck:
+    """Return the check of a prepare's tokens. Raises DataError for an unfit vocabulary."""
+    from payload.data.progress import Reporter
+    from payload.data.tokenizer_check import TokenizerCheck
+
+    return TokenizerCheck(
+        settings.tokenizer,
+        allow_odd=settings.allow_odd_tokenizer,
+        say=Reporter(quiet=quiet).say,
     )
 
 

@@ -23,9 +23,10 @@ from payload.data.packed_blocks import FIRST, PADDING, TRAINED, Marks
 from payload.data.packing import best_fit
 from payload.data.plan import PrepareSettings
 from payload.data.rows import Row, Rows, open_rows
-from payload.data.tasks.arguments import prepare_settings, source_request
+from payload.data.tasks.arguments import prepare_settings, source_request, tokenizer_check
 from payload.data.tasks.chat import PACKINGS, SEQUENCE_LENGTH
 from payload.data.tasks.folder import Made
+from payload.data.tokenizer_check import TokenizerCheck
 from payload.data.tokenizers import load_hf_tokenizer
 from payload.data.tokenizers.hf import HfTokenizer
 from payload.data_folder import (
@@ -70,6 +71,7 @@ def chat_job(args: argparse.Namespace) -> ChatJob:
         settings,
         tokenizer,
         template,
+        tokenizer_check(settings, quiet=args.quiet),
         length=length,
         packing=packing,
         groups=Groups(args.group_column),
@@ -129,6 +131,7 @@ class ChatJob:
     settings: PrepareSettings
     tokenizer: HfTokenizer
     template: ChatTemplate
+    check: TokenizerCheck
     length: int = field(kw_only=True)
     packing: Any = field(kw_only=True)
     groups: Groups = field(kw_only=True)
@@ -176,6 +179,7 @@ class ChatJob:
         while some := list(islice(rows, _AT_ONCE)):
             rendered = [each for row in some if (each := self._rendered(row)) is not None]
             found += self._tokenized(rendered)
+        self.check.finish()
         if not found:
             self.rows.require_some()
             raise DataError(
@@ -198,6 +202,8 @@ class ChatJob:
         texts = [text for _, text, _ in rendered]
         found = []
         encoded = self.tokenizer.backend.encode_batch(texts, add_special_tokens=False)
+        rows = [np.array(each.ids, dtype=np.uint32) for each in encoded]
+        self.check.add_rows([text.encode() for text in texts], rows)
         for (group, text, spans), each in zip(rendered, encoded, strict=True):
             self.text_bytes += len(text.encode())
             tokens = np.array(each.ids, dtype=np.uint32)

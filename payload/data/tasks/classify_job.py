@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from payload.data.sources import DEFAULT_TEXT_COLUMN
-from payload.data.tasks.arguments import prepare_settings, source_request
+from payload.data.tasks.arguments import prepare_settings, source_request, tokenizer_check
 from payload.data.tasks.classify import DEFAULT_LABEL_COLUMN
 from payload.data_folder import (
     EXAMPLES_NAMES,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from payload.data.plan import PrepareSettings
     from payload.data.rows import Row, Rows
     from payload.data.tasks.folder import Made
+    from payload.data.tokenizer_check import TokenizerCheck
     from payload.data.tokenizers.base import TextTokenizer, Tokens
 
 _VAL_FRACTION = 0.1
@@ -62,7 +63,14 @@ def classify_job(args: argparse.Namespace) -> _Job:
         val_fraction=_VAL_FRACTION,
         shaping=(*shaping, str(args.skip_bad)),
     )
-    return _Job(rows, settings, text_column=text_column, label_column=label_column, names=names)
+    return _Job(
+        rows,
+        settings,
+        tokenizer_check(settings, quiet=args.quiet),
+        text_column=text_column,
+        label_column=label_column,
+        names=names,
+    )
 
 
 def label_map(entries: Sequence[str] | None) -> dict[str, str] | None:
@@ -113,6 +121,7 @@ class _Job:
         self,
         rows: Rows,
         settings: PrepareSettings,
+        check: TokenizerCheck,
         *,
         text_column: str,
         label_column: str,
@@ -120,6 +129,7 @@ class _Job:
     ) -> None:
         self.rows = rows
         self.settings = settings
+        self._check = check
         self._text_column = text_column
         self._label_column = label_column
         self._names = names
@@ -167,10 +177,11 @@ class _Job:
         while some := list(islice(rows, _AT_ONCE)):
             pairs = [pair for row in some if (pair := self._pair(row)) is not None]
             self._text_bytes += sum(len(text) for text, _ in pairs)
-            encoded = tokenize(self.settings.tokenizer, [text for text, _ in pairs])
+            encoded = self._tokenized([text for text, _ in pairs])
             found += [
                 _Text(tokens, label) for tokens, (_, label) in zip(encoded, pairs, strict=True)
             ]
+        self._check.finish()
         if not found:
             self.rows.require_some()
             raise DataError(
@@ -178,6 +189,13 @@ class _Job:
                 f"{len(self.rows.skipped):,} of them bad. Check --text-column and --label-column."
             )
         return found
+
+    def _tokenized(self, texts: Sequence[bytes]) -> list[Tokens]:
+        """Return the checked tokens of each text."""
+        tokenizer = self.settings.tokenizer
+        rows = tokenizer.encode_texts(texts) if texts else []
+        self._check.add_rows(texts, rows)
+        return [around(tokenizer, row) for row in rows]
 
     def _pair(self, row: Row) -> tuple[bytes, str] | None:
         """Return a row's text and label; None for one that is left out."""
@@ -233,12 +251,14 @@ class _Job:
 
 def tokenize(tokenizer: TextTokenizer, texts: Sequence[bytes]) -> list[Tokens]:
     """Return the tokens of each text as transformers' tokenizer gives them."""
+    return [around(tokenizer, row) for row in tokenizer.encode_texts(texts)] if texts else []
+
+
+def around(tokenizer: TextTokenizer, tokens: Tokens) -> Tokens:
+    """Return a text's tokens with the tokenizer's own around them, or the end's where none are."""
     before, after = (np.array(each, dtype=np.uint32) for each in (tokenizer.begin, tokenizer.after))
-    found = []
-    for tokens in tokenizer.encode_texts(texts) if texts else ():
-        whole = np.concatenate((before, tokens, after))
-        found.append(whole if len(whole) else np.array(tokenizer.end[-1:], dtype=np.uint32))
-    return found
+    whole = np.concatenate((before, tokens, after))
+    return whole if len(whole) else np.array(tokenizer.end[-1:], dtype=np.uint32)
 
 
 def name_tokens(tokenizer: TextTokenizer, labels: Sequence[str]) -> tuple[tuple[int, ...], ...]:

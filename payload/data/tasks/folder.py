@@ -109,6 +109,7 @@ def _written(rows: Rows, settings: PrepareSettings, fingerprint: str, made: Made
         meta = DataMeta(
             tokenizer=tokenizer.name,
             tokenizer_sha256=tokenizer.sha256,
+            tokenizer_pipeline_sha256=tokenizer.pipeline_sha256,
             tokenizer_files=write_tokenizer(out, files),
             vocab_size=tokenizer.vocab_size,
             end_of_text=tokenizer.end[-1],

@@ -17,7 +17,7 @@ from payload.data.packed_blocks import TRAINED
 from payload.data.plan import PrepareSettings
 from payload.data.preferences import ANSWERS, preference_of
 from payload.data.rows import Row, Rows, open_rows
-from payload.data.tasks.arguments import prepare_settings, source_request
+from payload.data.tasks.arguments import prepare_settings, source_request, tokenizer_check
 from payload.data.tasks.chat import SEQUENCE_LENGTH
 from payload.data.tasks.chat_job import (
     Groups,
@@ -27,6 +27,7 @@ from payload.data.tasks.chat_job import (
 )
 from payload.data.tasks.classify_job import pad_token
 from payload.data.tasks.folder import Made
+from payload.data.tokenizer_check import TokenizerCheck
 from payload.data.tokenizers.hf import HfTokenizer
 from payload.data_folder import (
     PAIRS_NAMES,
@@ -60,7 +61,10 @@ def preference_job(args: argparse.Namespace) -> PreferenceJob:
     settings = prepare_settings(
         args, tokenizer, val_fraction=None, shaping=("preference", *shaping)
     )
-    return PreferenceJob(rows, settings, tokenizer, template, length=length, groups=Groups(group))
+    check = tokenizer_check(settings, quiet=args.quiet)
+    return PreferenceJob(
+        rows, settings, tokenizer, template, check, length=length, groups=Groups(group)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,7 @@ class PreferenceJob:
     settings: PrepareSettings
     tokenizer: HfTokenizer
     template: ChatTemplate
+    check: TokenizerCheck
     length: int = field(kw_only=True)
     groups: Groups = field(kw_only=True)
     truncated: int = 0
@@ -138,6 +143,7 @@ class PreferenceJob:
         while some := list(islice(rows, _AT_ONCE)):
             rendered = [each for row in some if (each := self._rendered(row)) is not None]
             found += self._tokenized(rendered)
+        self.check.finish()
         if not found:
             self.rows.require_some()
             raise DataError(
@@ -170,12 +176,15 @@ class PreferenceJob:
 
     def _tokenized(self, rendered: list[_Rendered]) -> list[_Pair]:
         texts = [text for each in rendered for text in each.texts]
-        encoded = iter(self.tokenizer.backend.encode_batch(texts, add_special_tokens=False))
+        encoded = self.tokenizer.backend.encode_batch(texts, add_special_tokens=False)
+        rows = [np.array(each.ids, dtype=np.uint32) for each in encoded]
+        self.check.add_rows([text.encode() for text in texts], rows)
+        encodings = iter(encoded)
         found = []
         for each in rendered:
             tokens, trained = [], []
             for spans in each.spans:
-                encoding = next(encoded)
+                encoding = next(encodings)
                 tokens.append(np.array(encoding.ids, dtype=np.uint32))
                 trained.append(within(token_starts(encoding.offsets), spans))
                 # Nothing comes before the first token that could predict it.

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from payload.data.tokenizers.gguf import gguf_tokenizer_folder
-from payload.data.tokenizers.gpt2 import END_OF_TEXT_NAME, TOKENIZER_NAME, gpt2_tokenizer
+from payload.data.tokenizers.gpt2 import TOKENIZER_NAME, gpt2_encoding, gpt2_tokenizer
+from payload.data.tokenizers.probe import same_tokens
 from payload.errors import DataError
 from payload.models.gguf import gguf_file
 from payload.results import RunPaths
-from payload.tokenizer_identity import GPT2_SHA256
+from payload.tokenizer_identity import GPT2_PIPELINE_SHA256
 from payload.untrusted import one_line, shown
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def load_tokenizer(name: str) -> TextTokenizer:
 
     `gpt2` is the packaged one. Else it is a folder with tokenizer.json, so a model or a checkpoint
     too, a GGUF file, a run, or a name on the Hugging Face hub with an optional @revision. Files
-    with GPT-2's vocabulary and no other special tokens give the packaged one. Raises DataError, or
+    that are GPT-2's in everything that changes tokens give the packaged one. Raises DataError, or
     CheckpointError for a GGUF file.
     """
     if name == TOKENIZER_NAME:
@@ -121,5 +122,10 @@ def _explain(error: Exception, repository: str, revision: str | None) -> str:
 
 
 def _is_gpt2(found: HfTokenizer) -> bool:
-    added = [each.get("content") for each in found.raw.get("added_tokens") or ()]
-    return found.sha256 == GPT2_SHA256 and added == [END_OF_TEXT_NAME]
+    if found.pipeline_sha256 != GPT2_PIPELINE_SHA256:
+        return False
+    encoding, backend = gpt2_encoding(), found.backend
+    return same_tokens(
+        lambda texts: [encoding.encode_ordinary(text) for text in texts],
+        lambda texts: [each.ids for each in backend.encode_batch_fast(list(texts))],
+    )

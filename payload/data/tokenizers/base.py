@@ -41,7 +41,9 @@ class TextTokenizer(ABC):
     name: str
     """For people and meta.json: `gpt2`, a hub name with its commit, or a folder."""
     sha256: str
-    """Identity of the tokens that it makes (payload.tokenizer_identity)."""
+    """Hash of the vocabulary with its merges (payload.tokenizer_identity)."""
+    pipeline_sha256: str
+    """Hash of everything that changes the tokens."""
     fingerprint: str
     """Hash over everything of it that shapes train.bin."""
     vocab_size: int
@@ -56,6 +58,10 @@ class TextTokenizer(ABC):
     """Sentence that names the end-of-document token and the file that names it."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Its files in the Hugging Face layout, which the data folder carries."""
+    unknown: int | None = None
+    """Token that stands for text which it does not know."""
+    model_vocab_size: int | None = None
+    """Rows of the embedding by the config.json beside it."""
     reference_name: str
     """Package and version of the reference encoder, as in `tiktoken 0.14.0`."""
 
@@ -71,6 +77,14 @@ class TextTokenizer(ABC):
     def encode_one(self, text: bytes) -> Tokens:
         """Return the reference's tokens of one text."""
         return self.encode_texts([text])[0]
+
+    @abstractmethod
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+
+    def normalized(self, text: str) -> str:
+        """Return a text as the tokenizer changes it before it is cut into words."""
+        return text
 
     @abstractmethod
     def fast(self) -> FastTokenizer:

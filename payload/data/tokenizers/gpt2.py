@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from payload.data.tokenizers.base import Agree, FastTokenizer, TextTokenizer, Tokens
 from payload.errors import DataError
-from payload.tokenizer_identity import GPT2_SHA256
+from payload.tokenizer_identity import GPT2_PIPELINE_SHA256, GPT2_SHA256
 
 if TYPE_CHECKING:
     import tiktoken
@@ -100,6 +100,10 @@ class Gpt2Tokenizer(TextTokenizer):
         """Return tiktoken's tokens of one text."""
         return gpt2_encoding().encode_to_numpy(text.decode("utf-8"), disallowed_special=())
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return gpt2_encoding().decode(list(tokens), errors="replace")
+
     def fast(self) -> FastTokenizer:
         """Return gigatoken with the packaged ranks."""
         from gigatoken import Tokenizer
@@ -132,6 +136,7 @@ def gpt2_tokenizer() -> Gpt2Tokenizer:
     return Gpt2Tokenizer(
         name=TOKENIZER_NAME,
         sha256=TOKENIZER_SHA256,
+        pipeline_sha256=GPT2_PIPELINE_SHA256,
         fingerprint=TOKENIZER_SHA256,
         vocab_size=VOCAB_SIZE,
         end=(END_OF_TEXT,),

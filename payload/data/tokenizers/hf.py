@@ -18,8 +18,8 @@ import numpy as np
 
 from payload.data.tokenizers.base import FastTokenizer, TextTokenizer, Tokens
 from payload.data.tokenizers.hf_fast import HfFast
-from payload.errors import DataError
-from payload.hf_folder import TOKENIZER_FILES
+from payload.errors import DataError, TileforgeError
+from payload.hf_folder import CONFIG_FILE, TOKENIZER_FILES
 from payload.tokenizer_identity import TOKENIZER_FILE, identity_of, parse_tokenizer
 from payload.untrusted import one_line, parse_json, read_bytes, shown
 
@@ -59,6 +59,15 @@ class HfTokenizer(TextTokenizer):
         encoded = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(each.ids, dtype=np.uint32) for each in encoded]
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return str(self.backend.decode(list(tokens), skip_special_tokens=False))
+
+    def normalized(self, text: str) -> str:
+        """Return a text as the file's normalizer changes it."""
+        normalizer = self.backend.normalizer
+        return text if normalizer is None else str(normalizer.normalize_str(text))
+
     def fast(self) -> FastTokenizer:
         """Return gigatoken with the same file."""
         from gigatoken import Tokenizer as Gigatoken
@@ -90,17 +99,19 @@ def hf_tokenizer(folder: Path, *, name: str) -> HfTokenizer:
     """Load the tokenizer in `folder`; `name` is for meta.json. Raises DataError."""
     files = read_folder(folder)
     raw = parse_tokenizer(files[TOKENIZER_FILE], where=str(folder / TOKENIZER_FILE))
-    backend = _backend(files[TOKENIZER_FILE], folder / TOKENIZER_FILE)
+    backend = build_backend(files[TOKENIZER_FILE], folder / TOKENIZER_FILE)
     vocabulary = backend.get_vocab(with_added_tokens=True)
     largest = max(vocabulary.values(), default=-1)
     if not 0 <= largest < _MAX_TOKEN:
         raise DataError(f"{folder / TOKENIZER_FILE}: its largest token is {largest}. {_FIX}")
+    identity = identity_of(raw)
     end, place = _end_of_document(folder, backend)
     before, after = _around(backend)
     ends = after if after[-1:] == (end,) else (*after, end)
     return HfTokenizer(
         name=name,
-        sha256=identity_of(raw),
+        sha256=identity.vocabulary_sha256,
+        pipeline_sha256=identity.pipeline_sha256,
         fingerprint=_fingerprint(files[TOKENIZER_FILE], before, ends),
         vocab_size=largest + 1,
         begin=before,
@@ -108,14 +119,18 @@ def hf_tokenizer(folder: Path, *, name: str) -> HfTokenizer:
         end=ends,
         end_note=f"documents end with {backend.id_to_token(end)!r} ({end}), eos_token of {place}",
         files=files,
+        unknown=_unknown(raw["model"], backend),
+        model_vocab_size=_model_vocab_size(folder),
         reference_name=f"tokenizers {version('tokenizers')}",
         raw=raw,
         backend=backend,
     )
 
 
-def _backend(content: bytes, path: Path) -> Tokenizer:
-    """Build the package's tokenizer; it raises bare Exceptions, and panics of Rust."""
+def build_backend(
+    content: bytes, path: Path, *, error: type[TileforgeError] = DataError
+) -> Tokenizer:
+    """Build the package's tokenizer. Raises `error` for its bare Exceptions, and panics of Rust."""
     from tokenizers import Tokenizer
 
     try:
@@ -123,9 +138,9 @@ def _backend(content: bytes, path: Path) -> Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         backend.encode("a b", add_special_tokens=True)
-    except BaseException as error:
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise DataError(f"{path}: cannot be loaded: {one_line(error)} {_FIX}") from None
+    except BaseException as problem:
+        if isinstance(problem, Exception) or type(problem).__name__ == "PanicException":
+            raise error(f"{path}: cannot be loaded: {one_line(problem)} {_FIX}") from None
         raise
     return backend
 
@@ -169,6 +184,25 @@ def _named_end(config: object, backend: Tokenizer, *, where: Path) -> int | None
             f"{where}: eos_token_id = {shown(first)} is not in {TOKENIZER_FILE}. {_FIX}"
         )
     return first
+
+
+def _unknown(model: Mapping[str, Any], backend: Tokenizer) -> int | None:
+    """Return the token that stands for unknown text; Unigram names it by its number."""
+    token, number = model.get("unk_token"), model.get("unk_id")
+    if isinstance(token, str):
+        return backend.token_to_id(token)
+    return number if type(number) is int else None
+
+
+def _model_vocab_size(folder: Path) -> int | None:
+    """Return vocab_size of the folder's config.json, where it has one. Raises DataError."""
+    path = folder / CONFIG_FILE
+    content = _read(path)
+    if content is None:
+        return None
+    config = parse_json(content, where=str(path), fix=_FIX, error=DataError, huge_integers=True)
+    size = config.get("vocab_size") if isinstance(config, dict) else None
+    return size if type(size) is int and size > 0 else None
 
 
 def _around(backend: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:

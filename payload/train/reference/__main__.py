@@ -61,9 +61,9 @@ def main(argv: Sequence[str] | None, env: Mapping[str, str]) -> int:
 
 def _make(arguments: argparse.Namespace, world: World) -> None:
     from payload.data.pairs import open_pairs
+    from payload.data.tokenizer_match import require_same_tokens
     from payload.data_folder import load_meta, require_task
     from payload.launch_sections import DistributedSection
-    from payload.tokenizer_identity import require_same_tokenizer
     from payload.train.base_model import identify
     from payload.train.dpo import reference_log_probs
     from payload.train.evaluate import EvalPass
@@ -86,7 +86,7 @@ def _make(arguments: argparse.Namespace, world: World) -> None:
     )
     weights = model_folder(arguments.model, setting="--model")
     names = ("--data", "--model")
-    require_same_tokenizer(meta, data=folder, folder=weights, init=arguments.model, settings=names)
+    require_same_tokens(meta, data=folder, folder=weights, init=arguments.model, settings=names)
     model = load(weights, quantize=arguments.quantize)
     if arguments.dtype == "fp32":
         widen_base(model)

@@ -1,0 +1,119 @@
+"""Compares a model's tokenizer with the one that a data folder was prepared with.
+
+Their hashes are compared first (payload.tokenizer_identity), then their tokens of a packaged text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from payload.data.tokenizers.gpt2 import gpt2_encoding
+from payload.data.tokenizers.hf import build_backend
+from payload.data.tokenizers.probe import Encode, same_tokens
+from payload.data_folder import DataMeta
+from payload.errors import DataError, TileforgeError
+from payload.remake import how_to_make_again
+from payload.tokenizer_identity import (
+    GPT2_SHA256,
+    TOKENIZER_FILE,
+    differing_parts,
+    folder_identity,
+    is_tokenizer_of,
+    other_tokenizer,
+    parse_tokenizer,
+    require_same_tokenizer,
+)
+from payload.untrusted import read_bytes
+
+
+def carried_file(meta: DataMeta, data: Path, name: str) -> bytes:
+    """Return one of the data folder's tokenizer files, compared with meta.json.
+
+    Raises DataError.
+    """
+    again = how_to_make_again(data, source=meta.source)
+    try:
+        content = read_bytes(data / name)
+    except OSError as error:
+        raise DataError(f"{data / name}: {error.strerror}. {again}") from None
+    if hashlib.sha256(content).hexdigest() != meta.tokenizer_files[name].sha256:
+        raise DataError(
+            f"{data / name}: its content is not what meta.json has the hash of. {again}"
+        )
+    return content
+
+
+def is_same_tokenizer(
+    meta: DataMeta, *, data: Path, folder: Path, error: type[TileforgeError] = DataError
+) -> bool:
+    """Say whether the model in `folder` has the data's tokenizer, or no tokenizer.json.
+
+    Raises `error` for a damaged file of the model, and DataError for one of the data.
+    """
+    identity = folder_identity(folder, error=error)
+    if identity is None:
+        return True
+    return is_tokenizer_of(meta, identity) and _agree(meta, data, folder, error=error)
+
+
+def require_same_tokens(
+    meta: DataMeta,
+    *,
+    data: Path,
+    folder: Path,
+    init: str,
+    settings: tuple[str, str] = ("data.dir", "model.init"),
+    error: type[TileforgeError] = DataError,
+) -> None:
+    """Raise `error` when the model in `folder` has a tokenizer other than the data's.
+
+    The arguments are those of `require_same_tokenizer`.
+    """
+    require_same_tokenizer(
+        meta, data=data, folder=folder, init=init, settings=settings, error=error
+    )
+    identity = folder_identity(folder, error=error)
+    if identity is None or _agree(meta, data, folder, error=error):
+        return
+    parts: tuple[str, ...] = ()
+    if TOKENIZER_FILE in meta.tokenizer_files:
+        own, model = carried_file(meta, data, TOKENIZER_FILE), read_bytes(folder / TOKENIZER_FILE)
+        parts = differing_parts(*(parse_tokenizer(each, where=init) for each in (own, model)))
+    message = other_tokenizer(
+        meta, data=data, identity=identity, init=init, settings=settings, parts=parts
+    )
+    raise error(message)
+
+
+def _agree(meta: DataMeta, data: Path, folder: Path, *, error: type[TileforgeError]) -> bool:
+    """Say whether both tokenizers give the same tokens of the packaged text.
+
+    They do where the data's is not at hand: a folder that carries none and is not GPT-2's.
+    """
+    path = folder / TOKENIZER_FILE
+    model = read_bytes(path)
+    if TOKENIZER_FILE in meta.tokenizer_files:
+        own = carried_file(meta, data, TOKENIZER_FILE)
+        if own == model:
+            return True
+        mine = backend_encode(own, data / TOKENIZER_FILE)
+    elif meta.tokenizer_sha256 == GPT2_SHA256:
+        mine = gpt2_encode()
+    else:
+        return True
+    return same_tokens(mine, backend_encode(model, path, error=error))
+
+
+def backend_encode(
+    content: bytes, path: Path, *, error: type[TileforgeError] = DataError
+) -> Encode:
+    """Return the tokens of texts by a tokenizer.json, those around a text included."""
+    backend = build_backend(content, path, error=error)
+    return lambda texts: [each.ids for each in backend.encode_batch_fast(list(texts))]
+
+
+def gpt2_encode() -> Encode:
+    """Return the tokens of texts by the packaged GPT-2."""
+    encoding = gpt2_encoding()
+    return lambda texts: [encoding.encode_ordinary(text) for text in texts]
