@@ -49,7 +49,8 @@ def canonical_parts(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
 
 def _steps(step: object, *, inner: str) -> list[Any]:
     """Return a normalizer or pre-tokenizer as the list of its steps, however they are nested."""
-    waiting, found = [step], []
+    waiting: list[object] = [step]
+    found: list[Any] = []
     while waiting:
         each = waiting.pop()
         if isinstance(each, dict) and each.get("type") == "Sequence":

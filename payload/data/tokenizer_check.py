@@ -60,7 +60,7 @@ class TokenizerCheck:
         Raises DataError.
         """
         lengths = np.diff(offsets)
-        for place in np.flatnonzero(lengths == 0):
+        for place in np.flatnonzero(lengths == 0).tolist():
             text = texts[place].decode("utf-8", "replace")
             # The tokenizer's own rules may leave nothing of a text, as of control characters.
             if text.strip() and self._tokenizer.normalized(text).strip():

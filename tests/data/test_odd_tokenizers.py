@@ -62,14 +62,13 @@ def rows_of(task: str) -> list[dict[str, object]]:
     for number in range(40):
         text = f"{_SENTENCE} {number}"
         turns = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
-        found.append(
-            {
-                "text": {"text": text},
-                "classify": {"text": text, "label": number % 2},
-                "chat": {"messages": turns},
-                "preference": {"prompt": text, "chosen": text, "rejected": "No"},
-            }[task]
-        )
+        tasks: dict[str, dict[str, object]] = {
+            "text": {"text": text},
+            "classify": {"text": text, "label": number % 2},
+            "chat": {"messages": turns},
+            "preference": {"prompt": text, "chosen": text, "rejected": "No"},
+        }
+        found.append(tasks[task])
     return found
 
 
