@@ -16,8 +16,9 @@ import pytest
 
 from payload.errors import ExitCode, UsageError
 from payload.metrics_log import EvalMetrics, to_json_line
-from payload.orchestrate.run.store import collect_from_store
+from payload.orchestrate.run.store import collect_from_store, resumable_run
 from payload.results import RunPaths
+from payload.run_config import load_run_config, parse_run_config
 from payload.run_lock import RunLock
 from payload.storage.checkpoints import Upload
 from payload.storage.folder import FolderStore
@@ -186,6 +187,25 @@ class Planted(FolderStore):
             into.write(PLANTED[name])
         else:
             super().fetch(name, into, progressed=progressed)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("by", ["id", "address"])
+def test_a_resume_stays_in_the_store_that_the_run_was_found_in(stored: Stored, by: str) -> None:
+    stored.put({"run.toml": b'[storage]\nresults = "/srv/of-somebody-else"\n'})
+    results = stored.store.address.parent()
+    settings = parse_run_config("", overrides=[f"storage.results={results}"], where="test")
+    paths, overrides = resumable_run(
+        "r" if by == "id" else str(stored.store.address),
+        runs_dir=stored.paths.root.parent,
+        overrides=[],
+        settings=lambda: settings,
+        has_config=False,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+        say=lambda _: None,
+    )
+    found = load_run_config(paths.config, overrides=overrides)
+    assert found.storage.address() == results
 
 
 @pytest.mark.processes

@@ -383,8 +383,8 @@ def resumable_run(
 ) -> tuple[RunPaths, Sequence[str]]:
     """Return the run that `--resume` names, in the runs folder or brought from its store.
 
-    Also the overrides, by which a run that is named by its address stays in that store and finds
-    its data; not where a config file was given, which names its own (`has_config`).
+    Also the overrides, by which a run that comes from a store stays in that store and finds its
+    data; not where a config file was given, which names its own (`has_config`).
     `settings` are what the command knows without the run. Raises UsageError and ConfigError.
     """
     if is_address(named):
@@ -398,6 +398,8 @@ def resumable_run(
         if results is None:
             return find_run(runs_dir, named), overrides  # which says that there is none
         address = results.under(named)
+        # Whoever may write to the store could have another one in the run's own run.toml.
+        overrides = [f"storage.results={results}", *overrides]
     paths = RunPaths(runs_dir / address.last())
     is_here = paths.root.exists()
     with watched_store(address, env=env, say=say) as store:
