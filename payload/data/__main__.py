@@ -308,11 +308,11 @@ def _show_meta(folder: Path, meta: DataMeta) -> None:
         f"{size_mib:,.1f} MiB of {meta.dtype}"
     )
     for line in task_of(meta.task).describe(meta):
-        print(line)
+        print(printable(line))
     if meta.skipped_documents:
         print(f"left out as bad: {meta.skipped_documents:,}, of them")
         for example in meta.skipped_examples:
-            print(f"  {example}")
+            print(printable(f"  {example}"))
 
 
 def _show_estimate(label: str, values: dict[str, Any], *, as_json: bool) -> None:

@@ -20,6 +20,7 @@ from payload.errors import (
     RanksDifferError,
 )
 from payload.hints import command
+from payload.untrusted import printable
 
 if TYPE_CHECKING:
     from payload.data.blocks import Blocks
@@ -176,7 +177,7 @@ def _evaluate_classifier(
         print(as_json(result, model.labels, **names, **ran), flush=True)
         return
     print(f"checkpoint  {weights}")
-    print("\n".join(as_text(result, model.labels)))
+    print(printable("\n".join(as_text(result, model.labels))))
 
 
 def _evaluate_pairs(

@@ -68,7 +68,7 @@ def _finetune(arguments: argparse.Namespace) -> int:
     decided = decide(wanted, _ask)
     _require_unedited(decided.config, decided.run_toml, force=arguments.force)
     prepare, run = decided.commands()
-    print("\n".join(decided.headlines))
+    print(printable("\n".join(decided.headlines)))
     print(f"\n{prepare}\n\n{decided.config}:\n")
     print("\n".join(f"  {line}".rstrip() for line in decided.run_toml.splitlines()))
     print(f"\n{run}", flush=True)

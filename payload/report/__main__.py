@@ -91,7 +91,7 @@ def _report(arguments: argparse.Namespace) -> None:
     if arguments.compare:
         if len(runs) < 2:
             raise UsageError(f"{words[0]} is one run: name two or more to compare.")
-        print(comparison(runs))
+        print(printable(comparison(runs)))
         return
     out = _out_path(arguments.out, runs)
     try:

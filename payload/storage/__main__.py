@@ -51,7 +51,7 @@ def _check(arguments: argparse.Namespace) -> int:
 def _list(arguments: argparse.Namespace) -> int:
     store = open_store(parse_store_address(arguments.address, setting="ADDRESS"))
     if not has_run(store):
-        print("\n".join(store.groups()))
+        print(printable("\n".join(store.groups())))
         return ExitCode.OK
     for name in whole_checkpoints(store):
         size = sum(each.bytes for each in store.entries(f"checkpoints/{name}/"))

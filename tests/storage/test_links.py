@@ -139,3 +139,11 @@ def test_a_name_that_leads_elsewhere_is_no_object_s(team: Path) -> None:
             put(store, name)
         with pytest.raises(StoreError, match="is no object's name"):
             store.read(name)
+
+
+def test_a_name_with_an_escape_sequence_reaches_no_terminal(
+    team: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (team / "exp\x1b]0;owned\x07\x9b2J1").mkdir()
+    assert main(["list", str(team)]) == ExitCode.OK
+    assert capsys.readouterr().out == "exp1\n"
