@@ -115,8 +115,10 @@ def settle_identity(
     `say` gets a warning for a run of an older version. Raises OSError.
     """
     known = known_identity(paths)
-    if known.identity is not None and paths.identity.is_file():
-        return known
+    with suppress(OSError):
+        there = parse_identity(read_bytes(paths.identity), where=str(paths.identity))
+        if there is not None and there.identity is not None:
+            return known
     settled = known
     if known.identity is None:
         settled = replace(known, identity=fresh or new_identity(), is_older=not is_new)

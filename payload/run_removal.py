@@ -96,7 +96,8 @@ def remove_run(paths: RunPaths) -> None:
             record = {"format_version": 1, "run_id": paths.run_id}
             (holder / _HOLDER_RECORD).write_text(json.dumps(record), encoding="utf-8")
             paths.root.rename(holder / paths.run_id)
-            _finish(holder)
+            with suppress(FileNotFoundError):  # another command has finished it
+                _finish(holder)
     except OSError as error:
         raise ConfigError(f"{paths.root}: cannot be removed ({error.strerror}).") from None
 
@@ -120,7 +121,15 @@ def _finish(holder: Path) -> None:
     run_id = raw.get("run_id") if isinstance(raw, dict) else None
     if not isinstance(run_id, str) or not RUN_ID.fullmatch(run_id):
         raise ConfigError(f"{record}: no run is named.")
-    with suppress(FileNotFoundError):  # all of it was removed before
-        shutil.rmtree(holder / run_id)
-    record.unlink()
-    holder.rmdir()
+    shutil.rmtree(holder / run_id, onerror=_unless_gone)
+    record.unlink(missing_ok=True)
+    with suppress(OSError):
+        holder.rmdir()
+
+
+def _unless_gone(
+    _function: object, _path: object, found: tuple[object, BaseException, object]
+) -> None:
+    """Let a removal go on where another command, which is at the same one, was faster."""
+    if not isinstance(found[1], FileNotFoundError):
+        raise found[1]

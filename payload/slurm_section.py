@@ -13,8 +13,17 @@ _SLURM_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:+=-]{0,127}")
 _OWN_OPTIONS = (
     *("account", "array", "chdir", "cluster", "clusters", "error", "export", "export-file", "help"),
     *("job-name", "nodes", "ntasks", "ntasks-per-core", "ntasks-per-gpu", "ntasks-per-node"),
-    *("ntasks-per-socket", "open-mode", "output", "parsable", "partition", "qos", "test-only"),
-    *("time", "usage", "version", "wait", "wrap"),
+    *(
+        "ntasks-per-socket",
+        "ntasks-per-tres",
+        "open-mode",
+        "output",
+        "parsable",
+        "partition",
+        "qos",
+        "test-only",
+    ),
+    *("time", "usage", "version", "wait", "workdir", "wrap"),
 )
 """Those of sbatch (https://slurm.schedmd.com/sbatch.html) that would change what a run needs."""
 _OWN_LETTERS = frozenset("AaDehJMNnopqtVW")

@@ -131,11 +131,14 @@ class TokenizerCheck:
         for place, text in enumerate(texts):
             if self._sampled_bytes >= _SAMPLE_BYTES:
                 return
-            if not 0 < len(text) <= _SAMPLE_TEXT_BYTES:
-                continue
-            self._sampled_bytes += len(text)
-            decoded = self._tokenizer.decode(tokens[offsets[place] : offsets[place + 1]].tolist())
-            self._compare(text.decode("utf-8", "replace"), decoded)
+            own = tokens[offsets[place] : offsets[place + 1]]
+            if len(text) > _SAMPLE_TEXT_BYTES:
+                # A token may reach over the cut: the beginning has tokens of its own.
+                text = text[:_SAMPLE_TEXT_BYTES].decode("utf-8", "ignore").encode()
+                (own,) = self._tokenizer.encode_texts([text])
+            if text:
+                self._sampled_bytes += len(text)
+                self._compare(text.decode("utf-8", "replace"), self._tokenizer.decode(own.tolist()))
 
     def _compare(self, text: str, decoded: str) -> None:
         wanted = _characters(self._tokenizer.normalized(text))

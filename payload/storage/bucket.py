@@ -19,6 +19,7 @@ from payload.storage.objects import (
     StoredObject,
     StoreError,
     StoreRefusedError,
+    TooLargeError,
 )
 from payload.store_address import StoreAddress
 from payload.untrusted import one_line
@@ -121,7 +122,7 @@ class BucketStore:
         with self._plainly(f"reading {self.address.under(name)}"):
             blob.reload(timeout=self._timeout, retry=self._retry())
             if blob.size > SMALL_BYTES:
-                raise StoreError(f"{self.address.under(name)}: {blob.size} bytes are too many")
+                raise TooLargeError(f"{self.address.under(name)}: {blob.size} bytes are too many")
             content = io.BytesIO()
             blob.download_to_file(
                 content,

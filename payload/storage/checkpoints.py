@@ -20,6 +20,7 @@ from payload.checkpoint_files import (
     FOLDER_NAME,
     MANIFEST_FILE,
     PARTIAL_SUFFIX,
+    TRAINER_FILE,
     Manifest,
     checkpoint_step,
     load_manifest,
@@ -28,7 +29,7 @@ from payload.checkpoint_files import (
 )
 from payload.errors import CheckpointError, PreflightError
 from payload.results import fsync_folder
-from payload.run_identity import checkpoint_identity
+from payload.run_identity import RunIdentity, checkpoint_identity
 from payload.storage.objects import (
     ABSENT,
     ConflictError,
@@ -36,6 +37,7 @@ from payload.storage.objects import (
     ObjectStore,
     StoredObject,
     StoreReader,
+    TooLargeError,
 )
 from payload.untrusted import no_follow
 
@@ -147,7 +149,7 @@ def stored_manifests(store: ObjectStore) -> dict[str, str]:
     """Return the sha256 of every checkpoint's manifest by the checkpoint's name."""
     found = {}
     for name in whole_checkpoints(store):
-        with suppress(MissingObjectError):
+        with suppress(MissingObjectError, TooLargeError):
             content, _ = store.read(f"{FOLDER}/{name}/{MANIFEST_FILE}")
             found[name] = hashlib.sha256(content).hexdigest()
     return found
@@ -174,23 +176,23 @@ def fetch_newest(
     store: StoreReader,
     checkpoints: Path,
     *,
-    identity: str | None = None,
+    run: RunIdentity | None = None,
     passed_over: Callable[[str, str], None],
     say: Callable[[str], None] = lambda line: None,
     after_step: int = -1,
 ) -> Path | None:
     """Bring the newest sound checkpoint to the folder `checkpoints`, and return where it is.
 
-    `identity` is the run's. `passed_over` is told of each that is not sound or of another run, and
-    why; `say` gets a line before each. None
-    when the store has none of a later step than `after_step`.
+    `run` is the one that they have to be of. `passed_over` is told of each that is not sound or of
+    another run, and why; `say` gets a line before each. None when the store has none of a later
+    step than `after_step`.
     """
     for name in reversed(whole_checkpoints(store)):
         if checkpoint_step(PurePosixPath(name)) <= after_step:
             return None
         try:
-            return fetch_checkpoint(store, name, checkpoints, identity=identity, say=say)
-        except (CheckpointError, MissingObjectError) as error:
+            return fetch_checkpoint(store, name, checkpoints, run=run, say=say)
+        except (CheckpointError, MissingObjectError, TooLargeError) as error:
             passed_over(name, str(error))
     return None
 
@@ -200,7 +202,7 @@ def fetch_checkpoint(
     name: str,
     checkpoints: Path,
     *,
-    identity: str | None = None,
+    run: RunIdentity | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Bring one checkpoint to the folder `checkpoints`: beside, verified, then renamed.
@@ -223,12 +225,14 @@ def fetch_checkpoint(
             _require_sizes(store, manifest, prefix)
             size = sum(entry.bytes for entry in manifest.files.values())
             say(f"bringing {name} ({size / 1e9:.2f} GB) from {store.address}")
-            for file in manifest.files:
+            # First the file that says of which run it is: what follows may be large.
+            for file in sorted(manifest.files, key=lambda file: file != TRAINER_FILE):
                 _fetch_file(store, f"{prefix}{file}", partial / file, manifest)
+                if file == TRAINER_FILE and run is not None:
+                    _require_own(partial, run)
             problems = manifest_problems(partial)
             if problems:
                 raise CheckpointError(f"{store.address.under(prefix + name)}: {problems[0]}")
-            _require_own(partial, identity)
             if target.exists():
                 shutil.rmtree(target)
             partial.rename(target)
@@ -252,12 +256,14 @@ def _require_sizes(store: StoreReader, manifest: Manifest, prefix: str) -> None:
             raise CheckpointError(f"{name}: {found}, the manifest says {entry.bytes} bytes")
 
 
-def _require_own(folder: Path, identity: str | None) -> None:
+def _require_own(folder: Path, run: RunIdentity) -> None:
     """Raise CheckpointError for another run's; an older version's says nothing of its run."""
     told = checkpoint_identity(folder)
-    if told not in (None, identity):
+    if told is None and (run.is_older or run.identity is None):
+        return
+    if told != run.identity:
         raise CheckpointError(
-            f"it is of run identity {told}, and this run's is {identity or 'none'}"
+            f"it is of run identity {told or 'none'}, and this run's is {run.words()}"
         )
 
 

@@ -64,6 +64,7 @@ def fetch_data(store: StoreReader, folder: Path, *, say: Callable[[str], None]) 
 
 def _is_in_use(folder: Path) -> bool:
     """Tell whether a process has mapped or opened a file of the folder, as far as can be seen."""
+    folder = folder.resolve()
     processes = list(Path("/proc").glob("[0-9]*"))
     for process in processes:
         with suppress(OSError):  # ended meanwhile, or another user's

@@ -23,6 +23,7 @@ from payload.storage.objects import (
     StoredObject,
     StoreError,
     StoreRefusedError,
+    TooLargeError,
 )
 from payload.store_address import StoreAddress
 
@@ -33,6 +34,7 @@ _HIDDEN = "."
 """Begins the names of files that are being written, and of the lock."""
 _PARTIAL = ".partial"
 _LOCK = ".lock"
+_MOST_FOLDERS = 8
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 
 
@@ -115,7 +117,7 @@ class FolderStore:
         with self._opened(name) as file:
             found = os.fstat(file.fileno())
             if found.st_size > SMALL_BYTES:
-                raise StoreError(f"{self._root / name}: {found.st_size} bytes are too many")
+                raise TooLargeError(f"{self._root / name}: {found.st_size} bytes are too many")
             return file.read(), found.st_mtime_ns
 
     def fetch(self, name: str, into: BinaryIO, *, progressed: Callable[[], None]) -> None:
@@ -247,14 +249,23 @@ def _refused(error: OSError, path: Path) -> OSError | StoreRefusedError:
 
 
 def _files(descriptor: int, *, within: PurePosixPath) -> Iterator[StoredObject]:
-    """Yield the regular files below an open folder, but hidden ones."""
+    """Yield the regular files below an open folder, but hidden ones.
+
+    A folder that cannot be read is no run's, such as a file system's lost+found; nor is one that
+    lies deeper than a run's.
+    """
+    if len(within.parts) > _MOST_FOLDERS:
+        return
     with os.scandir(descriptor) as entries:
         for each in entries:
             if each.name.startswith(_HIDDEN):
                 continue
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                 if each.is_dir(follow_symlinks=False):
-                    inner = os.open(each.name, _FOLDER | os.O_NOFOLLOW, dir_fd=descriptor)
+                    try:
+                        inner = os.open(each.name, _FOLDER | os.O_NOFOLLOW, dir_fd=descriptor)
+                    except OSError:
+                        continue
                     try:
                         yield from _files(inner, within=within / each.name)
                     finally:

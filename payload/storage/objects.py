@@ -39,6 +39,10 @@ class MissingObjectError(StoreError):
     """There is no such object."""
 
 
+class TooLargeError(StoreError):
+    """An object is larger than anything that is read into memory: no program of ours wrote it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredObject:
     """One object as the store lists it."""

@@ -25,6 +25,7 @@ from payload.storage.objects import (
     MissingObjectError,
     ObjectStore,
     StoreReader,
+    TooLargeError,
 )
 from payload.untrusted import build, checked, parse_json
 
@@ -109,16 +110,25 @@ def stored_identity(store: StoreReader) -> RunIdentity | None:
     owner, _ = _read(store)
     token = owner.token if owner is not None else ""
     told = owner.identity if owner is not None else None
-    if told is None and IDENTITY_FILE in names:
+    record = None
+    if IDENTITY_FILE in names:
         record = parse_identity(_content(store, IDENTITY_FILE), where=IDENTITY_FILE)
-        told = record.identity if record is not None else None
+    record = record or RunIdentity()
+    told = told or record.identity
     newest_first = sorted(checkpoints, key=lambda name: (len(name), name), reverse=True)
     for name in newest_first if told is None else ():
         told = told or parse_checkpoint_identity(_content(store, name), where=name)
-    return RunIdentity(identity=told, store_token=token)
+    is_older = record.is_older and record.identity == told
+    return RunIdentity(identity=told, store_token=token, is_older=is_older)
 
 
-def require_own_store(store: StoreReader, run: RunIdentity, *, place: str) -> None:
+_FIX = (
+    "Bring the one in the store into another folder with --runs-dir DIR, or go on with the one "
+    "here alone: --set storage.results=none"
+)
+
+
+def require_own_store(store: StoreReader, run: RunIdentity, *, place: str, fix: str = _FIX) -> None:
     """Raise ConfigError for a store with another run than the one in `place`, a folder."""
     there = stored_identity(store)
     if there is not None:
@@ -127,8 +137,7 @@ def require_own_store(store: StoreReader, run: RunIdentity, *, place: str) -> No
             there,
             place=place,
             other=str(store.address),
-            fix="Bring the one in the store into another folder with --runs-dir DIR, or go on with "
-            "the one here alone: --set storage.results=none",
+            fix=fix,
         )
 
 
@@ -142,7 +151,7 @@ def _require_own(store: ObjectStore, run: RunIdentity, *, place: str) -> None:
 def _content(store: StoreReader, name: str) -> bytes:
     try:
         return store.read(name)[0]
-    except MissingObjectError:
+    except (MissingObjectError, TooLargeError):
         return b""
 
 
@@ -152,6 +161,9 @@ def _read(store: StoreReader) -> tuple[Owner | None, int]:
         content, generation = store.read(OWNER)
     except MissingObjectError:
         return None, ABSENT
+    except TooLargeError:
+        there = (each.generation for each in store.entries(OWNER) if each.name == OWNER)
+        return None, next(there, ABSENT)
     try:
         where = str(store.address.under(OWNER))
         return build(Owner, parse_json(content, where=where), where=where), generation

@@ -153,7 +153,10 @@ _NAMES = frozenset(
 """Records that are taken from a store. Whoever may write there could put any other file beside
 them: one that a command obeys (job.json, mirror.json), or a page with a script. The report is
 written from the records."""
-_IN_FOLDERS = re.compile(r"(logs/[A-Za-z0-9_.-]{1,100}\.log|profile/[A-Za-z0-9_.-]{1,100})")
+_IN_FOLDERS = re.compile(
+    r"logs/[A-Za-z0-9_.-]{1,100}\.log"
+    r"|profile/(operators\.json|step_\d{1,18}_rank_\d{1,9}\.json\.gz)"
+)
 
 
 def _is_record(name: str) -> bool:

@@ -50,7 +50,7 @@ def fetch_run(store: StoreReader, paths: RunPaths) -> None:
     fetch_records(store, paths.root, names=TO_RESUME)
     # What the store's owner says is the identity; the token counts for an older version's run.
     there = stored_identity(store) or RunIdentity()
-    is_older = known_identity(paths).is_older or there.identity is None
+    is_older = there.is_older or there.identity is None
     token = there.store_token if there.identity is None else None
     run = RunIdentity(identity=there.identity, store_token=token, is_older=is_older)
     write_whole(paths.identity, run.to_json())
@@ -79,7 +79,7 @@ def restore(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) 
     found = fetch_newest(
         store,
         paths.checkpoints,
-        identity=run.identity,
+        run=run,
         passed_over=pass_over,
         say=say,
         after_step=step_here,
@@ -159,6 +159,6 @@ def _fetch_best(
     if (paths.checkpoints / best).is_dir():
         return
     try:
-        fetch_checkpoint(store, best, paths.checkpoints, identity=run.identity)
+        fetch_checkpoint(store, best, paths.checkpoints, run=run)
     except ConfigError as error:
         say(f"warning: the best checkpoint, {best}, is passed over: {error}")

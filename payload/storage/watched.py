@@ -28,6 +28,7 @@ from payload.storage.objects import (
     StoreError,
     StoreReader,
     StoreRefusedError,
+    TooLargeError,
     open_store,
 )
 from payload.store_address import StoreAddress
@@ -40,7 +41,7 @@ _END_S = 0.2
 _READ_BYTES = 2**20
 _ERRORS: Mapping[str, type[TileforgeError]] = {
     error.__name__: error
-    for error in (StoreError, MissingObjectError, ConflictError, StoreRefusedError)
+    for error in (StoreError, MissingObjectError, TooLargeError, ConflictError, StoreRefusedError)
 }
 
 

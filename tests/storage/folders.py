@@ -7,13 +7,25 @@ import json
 import random
 from pathlib import Path
 
-from payload.checkpoint_files import MANIFEST_FILE, MODEL_FILES, NEEDED_FILES
+from payload.checkpoint_files import MANIFEST_FILE, MODEL_FILES, NEEDED_FILES, TRAINER_FILE
+from payload.run_identity import RunIdentity
+from tests.support.identities import MINE
 
 FILES = (*MODEL_FILES, *NEEDED_FILES)
 
 
-def write_checkpoint(checkpoints: Path, step: int, *, seed: int, most_bytes: int = 20_000) -> Path:
-    """Write a sound checkpoint of random bytes, as the trainer does: beside, then renamed."""
+def write_checkpoint(
+    checkpoints: Path,
+    step: int,
+    *,
+    seed: int,
+    most_bytes: int = 20_000,
+    run: RunIdentity = MINE,
+) -> Path:
+    """Write a sound checkpoint of random bytes, as the trainer does: beside, then renamed.
+
+    `run` is the one that it says it is of.
+    """
     draw = random.Random(f"{seed} {step}")
     folder = checkpoints / f"step_{step:08d}"
     partial = folder.with_name(folder.name + ".partial")
@@ -21,6 +33,8 @@ def write_checkpoint(checkpoints: Path, step: int, *, seed: int, most_bytes: int
     files = {}
     for name in FILES:
         content = draw.randbytes(draw.randrange(1, most_bytes))
+        if name == TRAINER_FILE:
+            content = json.dumps({"identity": run.identity, "random": content.hex()}).encode()
         (partial / name).write_bytes(content)
         files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     (partial / MANIFEST_FILE).write_text(json.dumps({"schema_version": 1, "files": files}))

@@ -10,14 +10,23 @@ from pathlib import Path
 import pytest
 
 from payload.errors import ExitCode
+from payload.run_identity import RunIdentity
 from payload.storage.__main__ import main
-from payload.storage.checkpoints import fetch_newest, remove_checkpoints
+from payload.storage.checkpoints import fetch_newest, remove_checkpoints, stored_manifests
 from payload.storage.folder import FolderStore
 from payload.storage.here import run_address
-from payload.storage.objects import ObjectStore, StoredObject, StoreError, StoreRefusedError
+from payload.storage.objects import (
+    SMALL_BYTES,
+    ObjectStore,
+    StoredObject,
+    StoreError,
+    StoreRefusedError,
+)
+from payload.storage.owner import stored_identity
 from payload.storage.records import fetch_records
 from payload.store_address import StoreAddress, parse_store_address
 from tests.storage.folders import write_checkpoint
+from tests.support.identities import MINE, THEIRS
 
 SECRET = b"a private key"
 
@@ -147,3 +156,32 @@ def test_a_name_with_an_escape_sequence_reaches_no_terminal(
     (team / "exp\x1b]0;owned\x07\x9b2J1").mkdir()
     assert main(["list", str(team)]) == ExitCode.OK
     assert capsys.readouterr().out == "exp1\n"
+
+
+def test_huge_and_foreign_objects_keep_no_sound_checkpoint_from_being_brought(
+    team: Path, tmp_path: Path
+) -> None:
+    run = team / "exp1"
+    (run / "run.toml").parent.mkdir()
+    (run / "run.toml").touch()
+    sound = write_checkpoint(run / "checkpoints", 5, seed=0)
+    write_checkpoint(run / "checkpoints", 6, seed=1, run=THEIRS)
+    write_checkpoint(run / "checkpoints", 7, seed=2, run=RunIdentity())
+    for name in ("checkpoints/step_00000009/manifest.json", "owner.json", "identity.json"):
+        (run / name).parent.mkdir(exist_ok=True)
+        with (run / name).open("wb") as file:
+            file.truncate(SMALL_BYTES + 1)
+    deep = run / "logs"
+    for _ in range(300):
+        deep.mkdir()
+        deep /= "d"
+    store = FolderStore(StoreAddress(None, str(team)).under("exp1"))
+    said: list[str] = []
+    found = fetch_newest(
+        store, tmp_path / "here", run=MINE, passed_over=lambda name, _: said.append(name)
+    )
+    assert found is not None and contents(found) == contents(sound)
+    assert said == ["step_00000009", "step_00000007", "step_00000006"]
+    assert sorted(stored_manifests(store)) == ["step_00000005", "step_00000006", "step_00000007"]
+    there = stored_identity(store)
+    assert there is not None and there.identity in (MINE.identity, THEIRS.identity)

@@ -120,7 +120,7 @@ def hf_tokenizer(folder: Path, *, name: str) -> HfTokenizer:
         end_note=f"documents end with {backend.id_to_token(end)!r} ({end}), eos_token of {place}",
         files=files,
         unknown=_unknown(raw["model"], backend),
-        model_vocab_size=_model_vocab_size(folder),
+        model_vocab_size=_model_vocab_size(folder, backend),
         reference_name=f"tokenizers {version('tokenizers')}",
         raw=raw,
         backend=backend,
@@ -186,23 +186,34 @@ def _named_end(config: object, backend: Tokenizer, *, where: Path) -> int | None
     return first
 
 
+_RARE = "\U0010fffd\ue000"
+"""Text of characters that no vocabulary has as a whole."""
+
+
 def _unknown(model: Mapping[str, Any], backend: Tokenizer) -> int | None:
     """Return the token that stands for unknown text; Unigram names it by its number."""
     token, number = model.get("unk_token"), model.get("unk_id")
     if isinstance(token, str):
-        return backend.token_to_id(token)
-    return number if type(number) is int else None
+        number = backend.token_to_id(token)
+    if type(number) is not int:
+        return None
+    # With all bytes in the vocabulary nothing is unknown, and the token may have another use.
+    return number if number in backend.encode(_RARE, add_special_tokens=False).ids else None
 
 
-def _model_vocab_size(folder: Path) -> int | None:
-    """Return vocab_size of the folder's config.json, where it has one. Raises DataError."""
+def _model_vocab_size(folder: Path, backend: Tokenizer) -> int | None:
+    """Return vocab_size of the folder's config.json and added tokens, where it has one.
+
+    Some models have added tokens above their own, for images. Raises DataError.
+    """
     path = folder / CONFIG_FILE
     content = _read(path)
     if content is None:
         return None
     config = parse_json(content, where=str(path), fix=_FIX, error=DataError, huge_integers=True)
     size = config.get("vocab_size") if isinstance(config, dict) else None
-    return size if type(size) is int and size > 0 else None
+    added = backend.get_vocab_size() - backend.get_vocab_size(with_added_tokens=False)
+    return size + added if type(size) is int and size > 0 else None
 
 
 def _around(backend: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:

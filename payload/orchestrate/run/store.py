@@ -40,7 +40,7 @@ from payload.run_lock import is_supervised, starting
 from payload.run_repair import known_config, known_state, make_room
 from payload.storage.checkpoints import fetch_newest, whole_checkpoints
 from payload.storage.here import fetch_whole, is_address, run_address
-from payload.storage.objects import StoreReader
+from payload.storage.objects import StoreError, StoreReader, StoreRefusedError
 from payload.storage.owner import require_own_store
 from payload.storage.records import fetch_records
 from payload.storage.restore import has_run, last_step
@@ -371,6 +371,9 @@ def _view_ranks(paths: RunPaths, *, now_unix: float) -> Iterator[RankView]:
         )
 
 
+_OTHER_FOLDER = "Bring the one in the store into another folder with --runs-dir DIR."
+
+
 def resumable_run(
     named: str,
     *,
@@ -402,10 +405,17 @@ def resumable_run(
         overrides = [f"storage.results={results}", *overrides]
     paths = RunPaths(runs_dir / address.last())
     is_here = paths.root.exists()
-    with watched_store(address, env=env, say=say) as store:
+    try:
+        with watched_store(address, env=env, say=say) as store:
+            if not is_here:
+                fetch_whole(store, paths)
+            own = known_identity(paths)
+            require_own_store(store, own, place=str(paths.root), fix=_OTHER_FOLDER)
+    except (StoreError, StoreRefusedError) as error:
         if not is_here:
-            fetch_whole(store, paths)
-        require_own_store(store, known_identity(paths), place=str(paths.root))
+            raise
+        # The place that runs it restores from the store, and compares then.
+        say(f"warning: {error} The run in {paths.root} is not compared with the store's.")
     if not is_here:
         say(f"run {paths.run_id} comes from {address}")
     return paths, overrides if has_config else [*_data_of(paths), *overrides]
@@ -438,7 +448,8 @@ def collect_from_store(
         raise ConfigError(f"{store.address}: there is no run.")
     # Also of a folder that was not there a moment ago: a run of that name may have begun.
     _require_copy(store, paths)
-    require_own_store(store, known_identity(paths), place=str(paths.root))
+    own = known_identity(paths)
+    require_own_store(store, own, place=str(paths.root), fix=_OTHER_FOLDER)
     with alone(paths, "copy"):
         _take_records(store, paths, say=say)
     with alone(paths, "checkpoint"):
@@ -489,7 +500,7 @@ def _take_checkpoint(
     found = fetch_newest(
         store,
         paths.checkpoints,
-        identity=known_identity(paths).identity,
+        run=known_identity(paths),
         passed_over=lambda name, why: say(f"warning: {name} in the store is passed over: {why}"),
     )
     return max(filter(None, (here, found)), key=checkpoint_step, default=None)
