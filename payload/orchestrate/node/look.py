@@ -41,18 +41,25 @@ _SMI_CHARS = 2**16
 _VISIBLE_CHARS = 4096
 _VERSION_CHARS = 64
 
-# A program of its own: a folder whose server is away holds whoever looks at it.
+# A program of its own: a folder whose server is away holds whoever looks at it. It is killed when
+# it takes too long, so the file has no name while it is written, and a later trial removes one that
+# was left between the two.
 _TRY_FOLDER = """
-import errno, os, sys
-name = os.path.join(sys.argv[1], f".tileforge-preflight-{os.uname().nodename}-{os.getpid()}")
+import contextlib, errno, os, sys
+folder, own = sys.argv[1], f".tileforge-preflight-{os.uname().nodename}-"
 try:
+    for name in os.listdir(folder):
+        if name.startswith(own) and not os.path.exists(f"/proc/{name[len(own):]}"):
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(folder, name))
+    name = os.path.join(folder, f"{own}{os.getpid()}")
     descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     try:
+        os.unlink(name)
         os.write(descriptor, b"preflight")
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-        os.unlink(name)
 except OSError as error:
     print(errno.errorcode.get(error.errno, "EIO"))
 """
