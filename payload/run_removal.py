@@ -130,6 +130,6 @@ def _finish(holder: Path) -> None:
 def _unless_gone(
     _function: object, _path: object, found: tuple[object, BaseException, object]
 ) -> None:
-    """Let a removal go on where another command, which is at the same one, was faster."""
+    """Ignore a file that another command has removed meanwhile."""
     if not isinstance(found[1], FileNotFoundError):
         raise found[1]

@@ -30,8 +30,8 @@ class StoreAddress:
     path: str
     """The prefix of objects' names without a slash at its ends, or the folder's absolute path."""
     num_below: int = field(default=0, compare=False)
-    """How many of the path's last parts lie below the folder that a person named. Others who write
-    there could put a symlink in their place, so none is followed."""
+    """Number of the path's last parts below the folder that the user configured. Anyone who can
+    write there could replace one with a symlink, so these are opened without following links."""
 
     def under(self, name: str) -> StoreAddress:
         """Return the address of `name` below this one."""

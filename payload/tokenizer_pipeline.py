@@ -1,8 +1,8 @@
 """CONTRACT: the canonical form of a tokenizer.json: all that changes tokens, and nothing else.
 
 Two files with one form give the same tokens. The defaults are those that the package `tokenizers`
-(0.22) uses for a key that a file lacks. A step of a kind that is not known here stays as the file
-has it, so that a difference is never overlooked.
+uses for a missing key. A step of an unknown kind is compared as it is in the file, so a difference
+always changes the form.
 """
 
 from __future__ import annotations

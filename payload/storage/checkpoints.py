@@ -32,6 +32,7 @@ from payload.results import fsync_folder
 from payload.run_identity import RunIdentity, checkpoint_identity
 from payload.storage.objects import (
     ABSENT,
+    SMALL_BYTES,
     ConflictError,
     MissingObjectError,
     ObjectStore,
@@ -250,6 +251,8 @@ def _require_sizes(store: StoreReader, manifest: Manifest, prefix: str) -> None:
     """Before anything large is fetched."""
     there = {entry.name: entry.bytes for entry in store.entries(prefix)}
     for name, entry in manifest.files.items():
+        if name == TRAINER_FILE and entry.bytes > SMALL_BYTES:
+            raise CheckpointError(f"{name}: {entry.bytes} bytes are too many")
         size = there.get(f"{prefix}{name}")
         if size != entry.bytes:
             found = "missing" if size is None else f"{size} bytes"

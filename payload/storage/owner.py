@@ -123,8 +123,8 @@ def stored_identity(store: StoreReader) -> RunIdentity | None:
 
 
 _FIX = (
-    "Bring the one in the store into another folder with --runs-dir DIR, or go on with the one "
-    "here alone: --set storage.results=none"
+    "Bring the stored run into another folder with --runs-dir DIR, or continue this one without "
+    "a store: --set storage.results=none"
 )
 
 

@@ -138,7 +138,7 @@ def test_ctrl_c_leaves_whole_json_of_what_was_made(folder: Path) -> None:
 def test_a_signal_leaves_whole_json_of_what_was_made(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The same in the test's own process."""
+    """In this process, with the signal raised while text is generated."""
     say = command._say_model
 
     def say_and_interrupt(weights: str, model: CausalLM) -> None:

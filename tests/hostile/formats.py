@@ -49,7 +49,7 @@ from tests.supervise.planned import plan_stand_in
 from tests.train.alone import train_alone
 
 ALL_READS = 24_000
-"""How often damaged bytes are read by all formats in the whole of their test."""
+"""Number of damaged samples over all formats, in the complete test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Format:
     read: Callable[[bytes], object]
     """Raises TileforgeError, or returns what it made of the bytes."""
     damages: int | None = None
-    """How often its bytes are damaged in `ALL_READS`; None = as often as every other's."""
+    """Number of its samples in `ALL_READS`; None = the same as for the other formats."""
 
     def __str__(self) -> str:
         return self.name

@@ -53,12 +53,16 @@ class Stored:
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Stored:
-    store = open_store(parse_store_address(str(tmp_path / "store")).under("r"))
-    checkpoint = write_checkpoint(tmp_path / "elsewhere", 2, seed=0)
+    return stored_in(open_store(parse_store_address(str(tmp_path / "store")).under("r")), tmp_path)
+
+
+def stored_in(store: ObjectStore, folder: Path) -> Stored:
+    """Put a run of two steps into a store."""
+    checkpoint = write_checkpoint(folder / "elsewhere", 2, seed=0)
     upload = Upload(checkpoint)
     upload.send(store, may_write=lambda: None)
     upload.close()
-    made = Stored(store, RunPaths(tmp_path / "runs" / "r"), checkpoint)
+    made = Stored(store, RunPaths(folder / "runs" / "r"), checkpoint)
     made.put({"run.toml": b"", "metrics.jsonl": rows(2), "logs/rank_0000.log": b"two\n"})
     made.put({"identity.json": MINE.to_json().encode()})
     return made
@@ -146,15 +150,10 @@ PLANTED = {
 def test_only_records_are_taken_and_nothing_else_blocks_them(tmp_path: Path) -> None:
     """A bucket takes such names, those of over 255 bytes and NUL among them."""
     store = Planted(tmp_path / "store")
-    checkpoint = write_checkpoint(tmp_path / "elsewhere", 2, seed=0)
-    upload = Upload(checkpoint)
-    upload.send(store, may_write=lambda: None)
-    upload.close()
-    made = Stored(store, RunPaths(tmp_path / "runs" / "r"), checkpoint)
-    made.put({"run.toml": b"", "metrics.jsonl": rows(2), "logs/rank_0000.log": b"two\n"})
+    made = stored_in(store, tmp_path)
     said: list[str] = []
     found = collect_from_store(store, made.paths, say=said.append)
-    assert found is not None and content_of(found) == content_of(checkpoint)
+    assert found is not None and content_of(found) == content_of(made.checkpoint)
     there = {str(path.relative_to(made.paths.root)) for path in made.paths.root.rglob("*")}
     assert {name.partition("/")[0] for name in there if not name.endswith(".lock")} == {
         *("run.toml", "identity.json", "metrics.jsonl", "logs", "checkpoints")
@@ -163,7 +162,7 @@ def test_only_records_are_taken_and_nothing_else_blocks_them(tmp_path: Path) -> 
     restored = RunPaths(tmp_path / "resumed" / "r")
     fetch_run(store, restored)
     again = restore(store, restored, say=said.append)
-    assert again is not None and content_of(again) == content_of(checkpoint)
+    assert again is not None and content_of(again) == content_of(made.checkpoint)
     assert "warning: logs/rank_0001.log is not brought here: it is over 1 GiB" in said
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -16,16 +15,16 @@ from payload.errors import ConfigError, ExitCode, UsageError
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.store import Order, collect_from_store, resumable_run
-from payload.results import RunPaths, last_record, write_json
+from payload.results import RunPaths, write_json
 from payload.run_config import RunConfig, load_run_config
 from payload.run_identity import RunIdentity, known_identity
 from payload.storage.objects import ObjectStore, open_store
 from payload.storage.owner import OWNER, Owner, stored_identity
 from payload.storage.restore import restore
-from payload.storage.uploader import Uploader
 from payload.store_address import parse_store_address
 from payload.store_state import StoreState
 from tests.storage.folders import content_of, write_checkpoint
+from tests.storage.uploading import upload_all
 from tests.support.identities import MINE, THEIRS, write_identity
 from tests.support.run_folders import make_run
 
@@ -40,9 +39,9 @@ def store(tmp_path: Path) -> ObjectStore:
     """A store in which a run of another person lies, of the same name."""
     theirs = make_run(tmp_path / "theirs" / "exp1")
     write_identity(theirs, THEIRS)
-    checkpoint(theirs.checkpoints, 20, seed=2, identity=THEIRS.identity)
+    write_checkpoint(theirs.checkpoints, 20, seed=2, run=THEIRS)
     made = store_at(tmp_path / "results" / "exp1")
-    upload(theirs, made, is_new=True)
+    upload_all(theirs, made, is_new=True)
     return made
 
 
@@ -51,40 +50,12 @@ def mine(tmp_path: Path) -> RunPaths:
     """An unrelated run of this machine."""
     results = f"storage.results={tmp_path / 'results'}"
     paths = make_run(tmp_path / "runs" / "exp1", settings=[results], status="stopped")
-    checkpoint(paths.checkpoints, 10, seed=1, identity=MINE.identity)
+    write_checkpoint(paths.checkpoints, 10, seed=1, run=MINE)
     return write_identity(paths)
 
 
 def store_at(folder: Path) -> ObjectStore:
     return open_store(parse_store_address(str(folder)))
-
-
-def checkpoint(checkpoints: Path, step: int, *, seed: int, identity: str | None) -> Path:
-    """Write one whose trainer.json says of which run it is."""
-    folder = write_checkpoint(checkpoints, step, seed=seed)
-    content = json.dumps({"step": step, "identity": identity}).encode()
-    (folder / "trainer.json").write_bytes(content)
-    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    sha256 = hashlib.sha256(content).hexdigest()
-    manifest["files"]["trainer.json"] = {"bytes": len(content), "sha256": sha256}
-    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-    return folder
-
-
-def upload(
-    paths: RunPaths, store: ObjectStore, *, is_new: bool = False
-) -> tuple[StoreState, list[str]]:
-    """Bring all that is there; return the last state and what was said."""
-    receiver, sender = os.pipe()
-    os.close(sender)
-    said: list[str] = []
-    with os.fdopen(receiver) as commands:
-        Uploader(paths, store, keep=2, final_wait_s=3.0, is_new=is_new, say=said.append).run(
-            commands
-        )
-    state = last_record(StoreState, paths.store_state)
-    assert state is not None
-    return state, said
 
 
 def all_of(folder: Path) -> dict[str, bytes]:
@@ -167,7 +138,7 @@ def test_every_way_from_a_store_asks_whose_run_it_is(
         own.unlink(missing_ok=True)
     with pytest.raises(ConfigError, match=words):
         collect_from_store(store, mine, say=print)
-    state, said = upload(mine, store)
+    state, said = upload_all(mine, store)
     assert state.lost and not state.is_drained and owner.words() in str(state.problem)
     assert all_of(tmp_path / "results") == there
     assert f"warning: {state.problem}" in said
@@ -180,7 +151,7 @@ def make_older(store: ObjectStore) -> None:
     store.remove("identity.json")
     folder = Path(str(store.address)) / "checkpoints"
     shutil.rmtree(folder)
-    checkpoint(folder, 20, seed=2, identity=None)
+    write_checkpoint(folder, 20, seed=2, run=RunIdentity())
 
 
 def put(store: ObjectStore, name: str, content: bytes) -> None:
@@ -198,7 +169,7 @@ def test_whatever_is_left_in_a_store_says_whose_it_is(
         store.remove("identity.json")
     found = stored_identity(store)
     assert found is not None and found.identity == THEIRS.identity
-    state, _ = upload(mine, store)
+    state, _ = upload_all(mine, store)
     assert state.lost and THEIRS.words() in str(state.problem)
 
 
@@ -209,8 +180,8 @@ def test_a_run_is_restored_and_continued_from_its_own_store(
     assert settle(paths).identity == THEIRS.identity
     found = restore(store, paths, say=print)
     assert found == paths.checkpoint(20)
-    checkpoint(paths.checkpoints, 30, seed=3, identity=THEIRS.identity)
-    assert upload(paths, store)[0].checkpoint == "step_00000030"
+    write_checkpoint(paths.checkpoints, 30, seed=3, run=THEIRS)
+    assert upload_all(paths, store)[0].checkpoint == "step_00000030"
     assert owner_of(store).identity == THEIRS.identity
     assert resume(str(store.address), tmp_path / "elsewhere") == paths
 
@@ -233,7 +204,7 @@ def test_an_older_run_goes_on_in_its_own_folder_and_gets_its_identity(
     assert "warning: run exp1 is of an older version" in said and own.identity in said
     assert settle(mine) == own and "older version" not in capsys.readouterr().err
     assert restore(store, mine, say=print) == mine.checkpoint(20)
-    assert upload(mine, store)[0].is_drained
+    assert upload_all(mine, store)[0].is_drained
     assert owner_of(store).identity == own.identity
 
 
@@ -249,7 +220,7 @@ def test_an_older_run_goes_on_from_its_store_alone_with_a_warning(
     own = settle(paths)
     assert "of an older version" in " ".join(capsys.readouterr().err.split())
     assert restore(store, paths, say=print) == paths.checkpoint(20)
-    assert upload(paths, store)[0].is_drained and owner_of(store).identity == own.identity
+    assert upload_all(paths, store)[0].is_drained and owner_of(store).identity == own.identity
 
 
 def test_a_checkpoint_of_another_run_is_not_taken_from_the_store(
@@ -257,7 +228,7 @@ def test_a_checkpoint_of_another_run_is_not_taken_from_the_store(
 ) -> None:
     """Somebody who may write to the store puts a newer one beside the run's own."""
     own = store_at(tmp_path / "own" / "exp1")
-    upload(mine, own)
+    upload_all(mine, own)
     planted = tmp_path / "own" / "exp1" / "checkpoints" / "step_00000020"
     shutil.copytree(tmp_path / "theirs" / "exp1" / "checkpoints" / planted.name, planted)
     said: list[str] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -171,17 +172,28 @@ def test_huge_and_foreign_objects_keep_no_sound_checkpoint_from_being_brought(
         (run / name).parent.mkdir(exist_ok=True)
         with (run / name).open("wb") as file:
             file.truncate(SMALL_BYTES + 1)
+    large = write_checkpoint(run / "checkpoints", 8, seed=3)
+    with (large / "trainer.json").open("wb") as file:
+        file.truncate(SMALL_BYTES + 1)
+    manifest = json.loads((large / "manifest.json").read_text())
+    manifest["files"]["trainer.json"]["bytes"] = SMALL_BYTES + 1
+    (large / "manifest.json").write_text(json.dumps(manifest))
     deep = run / "logs"
     for _ in range(300):
         deep.mkdir()
         deep /= "d"
     store = FolderStore(StoreAddress(None, str(team)).under("exp1"))
     said: list[str] = []
-    found = fetch_newest(
-        store, tmp_path / "here", run=MINE, passed_over=lambda name, _: said.append(name)
-    )
+    why: list[str] = []
+
+    def pass_over(name: str, problem: str) -> None:
+        said.append(name)
+        why.append(problem)
+
+    found = fetch_newest(store, tmp_path / "here", run=MINE, passed_over=pass_over)
+    assert "are too many" in why[1] and "this run's is" in why[2]
     assert found is not None and contents(found) == contents(sound)
-    assert said == ["step_00000009", "step_00000007", "step_00000006"]
-    assert sorted(stored_manifests(store)) == ["step_00000005", "step_00000006", "step_00000007"]
+    assert said == [f"step_{step:08d}" for step in (9, 8, 7, 6)]
+    assert sorted(stored_manifests(store)) == [f"step_{step:08d}" for step in (5, 6, 7, 8)]
     there = stored_identity(store)
     assert there is not None and there.identity in (MINE.identity, THEIRS.identity)

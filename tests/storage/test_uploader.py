@@ -23,6 +23,7 @@ from payload.storage.uploader import Uploader
 from payload.store_address import parse_store_address
 from payload.store_state import StoreState
 from tests.storage.folders import content_of, write_checkpoint
+from tests.storage.uploading import upload_all
 from tests.support.identities import MINE, write_identity
 
 
@@ -36,28 +37,6 @@ def paths(tmp_path: Path) -> RunPaths:
 @pytest.fixture
 def store(tmp_path: Path) -> ObjectStore:
     return open_store(parse_store_address(str(tmp_path / "store" / "a-run")))
-
-
-def upload_all(
-    paths: RunPaths, store: ObjectStore, *, is_new: bool = False
-) -> tuple[StoreState, list[str]]:
-    """Let an uploader bring what is there, and return its last state and its words."""
-    receiver, sender = os.pipe()
-    os.close(sender)
-    said: list[str] = []
-    with os.fdopen(receiver) as commands:
-        Uploader(
-            paths,
-            store,
-            keep=2,
-            final_wait_s=3.0,
-            is_new=is_new,
-            say=said.append,
-            first_pause_s=0.05,
-        ).run(commands)
-    state = last_record(StoreState, paths.store_state)
-    assert state is not None
-    return state, said
 
 
 def once(fail: StoreError, real: Callable[..., object]) -> Callable[..., object]:

@@ -1,6 +1,7 @@
 """A process that has imported torch and the payload, and runs programs in its forks.
 
-`server_name` starts it once for a session. tests.support.forked asks it for forks.
+`server_name` starts it once for a session. tests.support.forked requests the forks. Training in
+them calibrates briefly.
 """
 
 from __future__ import annotations
@@ -191,7 +192,8 @@ def _become(request: Mapping[str, Any], descriptors: list[int], peer: int) -> No
     os.environ.clear()
     os.environ.update(request["env"])
     status = _run(request["words"])
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    # As at the end of every Python: executors' threads wait for it, and only then can be joined.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

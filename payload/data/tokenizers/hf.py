@@ -21,7 +21,7 @@ from payload.data.tokenizers.hf_fast import HfFast
 from payload.errors import DataError, TileforgeError
 from payload.hf_folder import CONFIG_FILE, TOKENIZER_FILES
 from payload.tokenizer_identity import TOKENIZER_FILE, identity_of, parse_tokenizer
-from payload.untrusted import one_line, parse_json, read_bytes, shown
+from payload.untrusted import is_failure, one_line, parse_json, read_bytes, shown
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -139,9 +139,9 @@ def build_backend(
         backend.no_padding()
         backend.encode("a b", add_special_tokens=True)
     except BaseException as problem:
-        if isinstance(problem, Exception) or type(problem).__name__ == "PanicException":
-            raise error(f"{path}: cannot be loaded: {one_line(problem)} {_FIX}") from None
-        raise
+        if not is_failure(problem):
+            raise
+        raise error(f"{path}: cannot be loaded: {one_line(problem)} {_FIX}") from None
     return backend
 
 

@@ -371,7 +371,7 @@ def _view_ranks(paths: RunPaths, *, now_unix: float) -> Iterator[RankView]:
         )
 
 
-_OTHER_FOLDER = "Bring the one in the store into another folder with --runs-dir DIR."
+_OTHER_FOLDER = "Bring the stored run into another folder with --runs-dir DIR."
 
 
 def resumable_run(
