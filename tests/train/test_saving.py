@@ -127,9 +127,11 @@ def test_the_next_checkpoint_waits_for_the_one_before_it(tmp_path: Path) -> None
     optimizers = trained_optimizers()
     saving = Saving(tmp_path, keep=2, tokenizer={}, waiting=lambda: None)
     for step in (7, 8, 9):
-        begin(saving, tmp_path / f"step_{step:08d}", optimizers)
+        gated = Gated(optimizers.state_tensors())
+        begin(saving, tmp_path / f"step_{step:08d}", optimizers, gated)
         kept = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".partial")
         assert kept == [f"step_{each:08d}" for each in range(max(7, step - 2), step)]
+        gated.gate.set()
     saving.finish()
     assert not manifest_problems(tmp_path / "step_00000009")
 
