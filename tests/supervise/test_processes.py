@@ -23,10 +23,11 @@ from tests.supervise.planned import wait_for
 pytestmark = pytest.mark.processes
 
 SLEEP = "import time; time.sleep(600)"
-# A child that has dropped the mark from its environment.
+# A child that has dropped the mark from its environment; its end does not end its parent.
 PARENT = f"""
 import subprocess, sys
-subprocess.Popen([sys.executable, "-c", {SLEEP!r}], env={{}}).wait()
+child = subprocess.Popen([sys.executable, "-c", {SLEEP!r}], env={{}})
+{SLEEP}
 """
 
 
