@@ -20,6 +20,8 @@ from tests.support.chat_data import conversations, make_model, make_tokenizer, p
 from tests.support.launching import mpirun, run, train_program
 from tests.train.alone import forget_accelerate, train_alone
 
+pytestmark = pytest.mark.processes  # some render a template, which a process does
+
 USER = {"role": "user", "content": "what is red"}
 ANSWER = {"role": "assistant", "content": "a word"}
 OR_SKIP = "Correct it, or leave such rows out with --skip-bad."

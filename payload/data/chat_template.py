@@ -1,25 +1,21 @@
 """A model's chat template: messages in, the text that the model was trained on out.
 
-A template is a Jinja program that came with somebody's model, so it runs in Jinja's sandbox, with
-the functions that transformers gives it.
+A template is a Jinja program that came with somebody's model. It runs in Jinja's sandbox, with the
+functions that transformers gives it, in a process that has little memory and time.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
+from payload.data.template_process import TemplateFailedError, TemplateProcess
 from payload.errors import DataError
 from payload.untrusted import one_line, parse_json, read_bytes
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 TEMPLATE_FILE = "chat_template.jinja"
 _CONFIG_FILE = "tokenizer_config.json"
@@ -42,15 +38,12 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTemplate:
-    """A template that was read, with the special tokens that it may name."""
+    """A template that was read and compiled."""
 
     where: str
     source: str
     """The Jinja program."""
-    template: Template
-    tokens: Mapping[str, str]
-    marks: tuple[str, str]
-    """Marks that rendering puts around a `{% generation %}` block."""
+    process: TemplateProcess
 
     def sha256(self) -> str:
         """Return the program's hash."""
@@ -67,8 +60,10 @@ class ChatTemplate:
 
         Raises DataError with the template's own words when it refuses these messages.
         """
-        marked = self._marked(messages, add_generation_prompt=add_generation_prompt)
-        return marked.replace(self.marks[0], "").replace(self.marks[1], "")
+        text: str = self._ask(
+            "render", messages=_plain(messages), add_generation_prompt=add_generation_prompt
+        )
+        return text
 
     def render_for_training(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
         """Return the conversation as text, and the parts of it that the assistant wrote.
@@ -77,53 +72,14 @@ class ChatTemplate:
         is rendered up to and including each answer: what the answer adds is its part. Raises
         DataError also where that rewrites what came before.
         """
-        if _GENERATION.search(self.source):
-            return self._marked_spans(messages)
-        return self._added_spans(messages)
+        marked = _GENERATION.search(self.source) is not None
+        text, spans = self._ask("render_for_training", messages=_plain(messages), marked=marked)
+        return text, [(start, end) for start, end in spans]
 
-    def _marked_spans(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        marked = self._marked(messages, add_generation_prompt=False)
-        pieces: list[str] = []
-        spans: list[Span] = []
-        length = 0
-        for part in re.split(f"({self.marks[0]}|{self.marks[1]})", marked):
-            if part == self.marks[0]:
-                spans.append((length, length))
-            elif part == self.marks[1]:
-                spans[-1] = (spans[-1][0], length)
-            else:
-                pieces.append(part)
-                length += len(part)
-        return "".join(pieces), spans
-
-    def _added_spans(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        whole = self.render(messages, add_generation_prompt=False)
-        spans = []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self.render(messages[:number], add_generation_prompt=True)
-            after = self.render(messages[: number + 1], add_generation_prompt=False)
-            if not (after.startswith(before) and whole.startswith(after)):
-                raise DataError(
-                    f"{self.where}: it renders message {number + 1} of {len(messages)} otherwise "
-                    "when others follow, so the assistant's part cannot be told from the text. "
-                    "Put {% generation %} and {% endgeneration %} around that part in the "
-                    "template, and name the file with --chat-template."
-                )
-            spans.append((len(before), len(after)))
-        return whole, spans
-
-    def _marked(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        from jinja2 import TemplateError
-
+    def _ask(self, what: str, **request: object) -> Any:
         try:
-            return self.template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                **self.tokens,
-            )
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            return self.process.ask(what, **request)
+        except TemplateFailedError as error:
             raise DataError(f"{self.where}: {one_line(error)} {_FIX}") from None
 
 
@@ -159,44 +115,15 @@ def load_chat_template(path: Path, *, tokenizer: Path) -> ChatTemplate:
 
 
 def _chat_template(text: str, path: Path, config: Mapping[str, Any]) -> ChatTemplate:
-    # Nobody's message can have them: they are another pair in every process.
-    name = secrets.token_hex(8)
-    marks = (f"\x02{name}\x02", f"\x03{name}\x03")
-    compiled = _compiled(text, path, marks)
-    return ChatTemplate(
-        where=str(path), source=text, template=compiled, tokens=_tokens(config), marks=marks
-    )
-
-
-def _compiled(text: str, path: Path, marks: tuple[str, str]) -> Template:
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """transformers' `{% generation %}` block, around what the assistant wrote."""
-
-        tags = {"generation"}  # noqa: RUF012 - Jinja wants it so
-
-        def parse(self, parser: Parser) -> nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
-
-        def mark(self, caller: Callable[[], str]) -> str:
-            return marks[0] + caller() + marks[1]
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = _now
     try:
-        return environment.from_string(text)
-    except (TemplateError, RecursionError) as error:
+        process = TemplateProcess(text, _tokens(config))
+    except TemplateFailedError as error:
         raise DataError(f"{path}: is no template: {one_line(error)} {_FIX}") from None
+    return ChatTemplate(where=str(path), source=text, process=process)
+
+
+def _plain(messages: Sequence[Message]) -> list[dict[str, str]]:
+    return [dict(message) for message in messages]
 
 
 def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -219,20 +146,3 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     content = _NO_LIMIT.sub(rb"\1null", content)
     raw = parse_json(content, where=str(path), fix=_FIX, error=DataError)
     return raw if isinstance(raw, Mapping) else {}
-
-
-def _to_json(value: object, indent: int | None = None, **_: object) -> str:
-    """Return JSON as transformers' filter does: without HTML's escapes, which Jinja's own has."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise(message: str) -> NoReturn:
-    from jinja2 import TemplateError
-
-    raise TemplateError(str(message))
-
-
-def _now(form: str) -> str:
-    import datetime
-
-    return datetime.datetime.now().strftime(form)

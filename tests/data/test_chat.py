@@ -33,6 +33,8 @@ from tests.support.chat_data import (
     write_rows,
 )
 
+pytestmark = pytest.mark.processes  # the template is rendered by one
+
 LENGTH = 128
 ROWS = [{"messages": each} for each in conversations(60, turns=2)]
 

@@ -85,6 +85,7 @@ def prepare(
     )  # fmt: skip
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("task", ["text", "classify", "chat", "preference"])
 def test_an_empty_vocabulary_is_refused_by_every_task(tmp_path: Path, task: str) -> None:
     done = prepare(tmp_path, empty(tmp_path / "model"), task=task)

@@ -23,6 +23,8 @@ from tests.support.chat_data import MARKED_TEMPLATE, make_tokenizer, turn, write
 from tests.support.preference_data import pairs
 
 prepare = partial(chat_data.prepare, task="preference")
+pytestmark = pytest.mark.processes  # the template is rendered by one
+
 LENGTH = 64
 ROWS = pairs(40)
 

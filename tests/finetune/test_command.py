@@ -101,6 +101,7 @@ def test_a_dry_run_prints_everything_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("in_process")
 def test_where_nothing_fits_the_smallest_method_is_named_and_in_fp32_the_smaller_dtype(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

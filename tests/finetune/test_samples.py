@@ -32,6 +32,7 @@ def test_a_document_s_prompt_is_at_most_its_first_half(tmp_path: Path) -> None:
         assert 0 < len(prompt) <= len(text) * 0.6
 
 
+@pytest.mark.processes
 def test_a_conversation_s_prompt_ends_where_the_answer_begins(tmp_path: Path) -> None:
     chats = conversations(40)
     source = write_rows(tmp_path / "rows.jsonl", [{"messages": each} for each in chats])

@@ -24,6 +24,8 @@ CHATML = (
 # transformers writes its "no limit" as this integer of 31 digits.
 CONFIG = '{"eos_token": "<|endoftext|>", "model_max_length": 1000000000000000019884624838656}'
 
+pytestmark = pytest.mark.processes  # the template is rendered by one
+
 Talk = Callable[..., int]
 
 

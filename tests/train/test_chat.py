@@ -25,7 +25,7 @@ from tests.support.launching import losses
 from tests.train.alone import train_alone
 from tests.train.task_runs import BATCH, CHAT_LENGTH, CHAT_STEPS, LR, SEED, chat_config
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("one_thread")]
 
 Messages = list[dict[str, str]]
 

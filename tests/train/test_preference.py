@@ -46,7 +46,7 @@ from tests.train.task_runs import (
     preference_config,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("one_thread")]
 
 FASTER = ("optimizer.lr=0.01", "optimizer.min_lr=0.01")
 FAST_LORA = (*LORA, *FASTER)

@@ -1,0 +1,104 @@
+"""The process that renders a chat template, as the one sees it that started it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+CPU_SECONDS = 10
+"""Processor time for one conversation; the longest of real ones take some hundredths."""
+MEMORY_BYTES = 2**30
+"""Address space of the process, with Python's own 50 MiB."""
+
+_WORKER = Path(__file__).with_name("template_worker.py")
+_MAX_ANSWER_BYTES = 512 * 2**20
+
+
+class TemplateFailedError(Exception):
+    """The template failed, in its own words or by what it cost."""
+
+
+class TemplateProcess:
+    """A process that has compiled one template. It is started again when a conversation ended it.
+
+    Every method raises TemplateFailedError.
+    """
+
+    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+        """`tokens` are those that the Jinja program `source` may name, such as `bos_token`."""
+        self._template = {"source": source, "tokens": dict(tokens)}
+        self._worker: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+        self.start()
+
+    def start(self) -> None:
+        """Compile the template in a new process."""
+        self._worker = subprocess.Popen(
+            [sys.executable, "-P", str(_WORKER), str(CPU_SECONDS), str(MEMORY_BYTES)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        self._owner = os.getpid()
+        weakref.finalize(self, _end, self._worker, self._owner)
+        self._exchange({"do": "compile", **self._template})
+
+    def ask(self, what: str, **request: object) -> Any:
+        """Return what the worker's method `what` answers."""
+        # A fork has its parent's pipes: two that ask would get each other's answers.
+        if self._worker is None or self._owner != os.getpid():
+            self.start()
+        return self._exchange({"do": what, **request})
+
+    def _exchange(self, request: Mapping[str, object]) -> Any:
+        worker = self._worker
+        assert worker is not None and worker.stdin is not None and worker.stdout is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                worker.stdin.write(json.dumps(request).encode() + b"\n")
+                worker.stdin.flush()
+            content = worker.stdout.readline(_MAX_ANSWER_BYTES)
+            if not content:
+                worker.wait()
+        except BaseException:
+            self._forget()
+            raise
+        if not content.endswith(b"\n"):
+            # The rest of the answer would be taken for the next one's.
+            self._forget()
+            raise TemplateFailedError(_how_it_ended(worker.returncode))
+        answer = json.loads(content)
+        if "error" in answer:
+            raise TemplateFailedError(answer["error"])
+        return answer["answer"]
+
+    def _forget(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            _end(worker, self._owner)
+
+
+def _how_it_ended(status: int) -> str:
+    if status == -signal.SIGPROF:
+        return f"it took over {CPU_SECONDS} s of processor time for one conversation."
+    how = signal.Signals(-status).name if status < 0 else f"exit code {status}"
+    return f"the process that renders it ended with {how}."
+
+
+def _end(worker: subprocess.Popen[bytes], owner: int) -> None:
+    if os.getpid() != owner:
+        return
+    worker.kill()
+    for pipe in (worker.stdin, worker.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+    worker.wait()

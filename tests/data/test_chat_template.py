@@ -1,0 +1,127 @@
+"""A chat template is a stranger's program: what it costs and what it hides."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from payload.data import template_process
+from payload.data.chat_template import ChatTemplate, load_chat_template
+from payload.errors import DataError
+
+pytestmark = pytest.mark.processes
+
+MESSAGES = [
+    {"role": "user", "content": "two and two"},
+    {"role": "assistant", "content": " four "},
+]
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+MARKED = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+AROUND = MARKED.replace("{% generation %}", "{% set part %}{% generation %}").replace(
+    "{% endgeneration %}", "{% endgeneration %}{% endset %}{{ HERE }}"
+)
+
+
+def template(tmp_path: Path, source: str) -> ChatTemplate:
+    path = tmp_path / "chat_template.jinja"
+    path.write_text(source, encoding="utf-8")
+    return load_chat_template(path, tokenizer=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% break %}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ messages | xmlattr }}",
+        "{{ {'a b': 1} | xmlattr }}",
+        "{{ 10 ** 5000 }}",
+        "{{ messages[0].content.encode('utf-16') | tojson }}",
+        "{{ '\\ud800' }}",
+        "{% set f = namespace(x='a' * 1000) %}{% for _ in range(40) %}"
+        "{% set f.x = f.x + f.x %}{% endfor %}{{ f.x | length }}",
+        "{{ 'a' * (70 * 2 ** 20) }}",
+        "(" * 100_000,
+        "{{ " + "(" * 100_000 + " }}",
+    ],
+    ids=lambda source: source[:24],
+)
+def test_a_template_that_fails_in_its_own_way_is_one_line(source: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as raised:
+        template(tmp_path, source + "{{ messages[9].content + 1 }}").render_for_training(MESSAGES)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 9 ** (9 ** 9) }}",
+        "{% set n = messages | length + 7 %}{{ n ** (n ** n) }}",
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    ],
+)
+def test_a_template_that_does_not_end_is_ended(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_process, "CPU_SECONDS", 1)
+    with pytest.raises(DataError, match="it took over 1 s of processor time"):
+        template(tmp_path, source).render(MESSAGES, add_generation_prompt=False)
+
+
+def test_after_a_conversation_that_ended_the_process_the_next_one_is_rendered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_process, "CPU_SECONDS", 1)
+    slow = "{% if messages[0].content == 'slow' %}{{ 9 ** (messages[0].n ** 9) }}{% endif %}"
+    made = template(tmp_path, slow + PLAIN)
+    for _ in range(2):
+        with pytest.raises(DataError, match="processor time"):
+            made.render(
+                [{"role": "user", "content": "slow", "n": 9}],  # type: ignore[dict-item]
+                add_generation_prompt=False,
+            )
+        assert made.render(MESSAGES, add_generation_prompt=False).startswith("<user>two")
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["part[1:]", "part | trim", "part | upper", "part | reverse", "part ~ part | length"],
+)
+def test_a_template_that_changes_its_marked_part_is_refused(change: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"changes what its \{% generation %\} blocks made"):
+        template(tmp_path, AROUND.replace("HERE", change)).render_for_training(MESSAGES)
+
+
+def test_a_block_in_a_block_is_refused(tmp_path: Path) -> None:
+    nested = MARKED.replace("{{ m.content }}", "{% generation %}a{% endgeneration %}", 1)
+    with pytest.raises(DataError, match="has one in another"):
+        template(tmp_path, nested).render_for_training(MESSAGES)
+
+
+@pytest.mark.parametrize("source", [PLAIN, MARKED, AROUND.replace("HERE", "part")])
+def test_the_assistants_part_is_found(source: str, tmp_path: Path) -> None:
+    messages = [*MESSAGES, *MESSAGES]
+    text, spans = template(tmp_path, source).render_for_training(messages)
+    assert text == "<user>two and two<assistant> four " * 2
+    parts = [text[start:end] for start, end in spans]
+    assert parts == (["<assistant> four "] * 2 if source == PLAIN else [" four "] * 2)
+
+
+def test_a_fork_has_a_process_of_its_own(tmp_path: Path) -> None:
+    made = template(tmp_path, PLAIN)
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        text = made.render([{"role": "user", "content": "child"}], add_generation_prompt=False)
+        os.write(write, text.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 100) == b"<user>child"
+    for each in (read, write):
+        os.close(each)
+    assert made.render(MESSAGES[:1], add_generation_prompt=False) == "<user>two and two"
