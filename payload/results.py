@@ -87,6 +87,11 @@ class RunPaths:
         return self.root / "identity.json"
 
     @property
+    def sent(self) -> Path:
+        """sent.json: what of the operator's machine may go to the run's nodes."""
+        return self.root / "sent.json"
+
+    @property
     def inventory(self) -> Path:
         """inventory.json: the nodes of this run."""
         return self.root / "inventory.json"

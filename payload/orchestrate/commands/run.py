@@ -39,6 +39,11 @@ class ConfigOptions:
     config: Path | None
     overrides: Sequence[str]
 
+    def named(self) -> frozenset[str]:
+        """Return the settings that a person names by these options; all of a config file's."""
+        given = {each.partition("=")[0].strip() for each in self.overrides}
+        return frozenset(given if self.config is None else {*given, "data.dir", "model.init"})
+
     def load(
         self, *, resumed: RunPaths | None = None, say: Callable[[str], None] = lambda _: None
     ) -> RunConfig:
@@ -222,7 +227,7 @@ def _order(
     Raises ConfigError, and PreflightError for what would fail at the site.
     """
     env, code_env = access.environment(), access.code_environment()
-    resumed = None
+    resumed, named = None, options.named()
     if options.resume:
         resumed, overrides = resumable_run(
             options.resume,
@@ -255,6 +260,7 @@ def _order(
         env=env,
         talk=talk,
         held=held,
+        named=named,
     )
 
 

@@ -170,6 +170,8 @@ class Order:
     """Closed when the command no longer needs to keep others from starting the run."""
     identity: str = field(default_factory=new_identity)
     """For a run that has none yet."""
+    named: frozenset[str] = frozenset()
+    """Settings that the command itself names, and not only the run's own records."""
 
     def auto_size(self) -> int | None:
         """Return the micro-batch that the last plan chose for `auto`; None for a new run."""
