@@ -225,6 +225,7 @@ def fetch_checkpoint(
             manifest = load_manifest(partial)
             _require_sizes(store, manifest, prefix)
             size = sum(entry.bytes for entry in manifest.files.values())
+            _require_room(store, name, size, checkpoints)
             say(f"bringing {name} ({size / 1e9:.2f} GB) from {store.address}")
             # First the file that says of which run it is: what follows may be large.
             for file in sorted(manifest.files, key=lambda file: file != TRAINER_FILE):
@@ -257,6 +258,25 @@ def _require_sizes(store: StoreReader, manifest: Manifest, prefix: str) -> None:
         if size != entry.bytes:
             found = "missing" if size is None else f"{size} bytes"
             raise CheckpointError(f"{name}: {found}, the manifest says {entry.bytes} bytes")
+
+
+def _require_room(store: StoreReader, name: str, size: int, checkpoints: Path) -> None:
+    """Raise PreflightError where `size` bytes do not fit the disk.
+
+    CheckpointError where no checkpoint of the run can be as large: all have the same tensors.
+    """
+    free = shutil.disk_usage(checkpoints).free
+    if size <= free:
+        return
+    sizes: dict[str, int] = {}
+    for entry in store.entries(f"{FOLDER}/"):
+        folder = PurePosixPath(entry.name).parent.name
+        sizes[folder] = sizes.get(folder, 0) + entry.bytes
+    least = min((sizes[each] for each in whole_checkpoints(store) if each != name), default=size)
+    needs = f"it needs {size / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB are free"
+    if size > 2 * least:
+        raise CheckpointError(f"{needs}; another one of the run has {least / 1e9:,.2f} GB")
+    raise PreflightError(f"{store.address.under(f'{FOLDER}/{name}')}: {needs}. Free disk space.")
 
 
 def _require_own(folder: Path, run: RunIdentity) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ExitCode
+from payload.errors import ExitCode, PreflightError
 from payload.run_identity import RunIdentity
 from payload.storage.__main__ import main
 from payload.storage.checkpoints import fetch_newest, remove_checkpoints, stored_manifests
@@ -159,6 +159,26 @@ def test_a_name_with_an_escape_sequence_reaches_no_terminal(
     assert capsys.readouterr().out == "exp1\n"
 
 
+def write_vast_checkpoint(checkpoints: Path, step: int) -> None:
+    """A checkpoint of this run, by what it says, that no disk has room for."""
+    folder = write_checkpoint(checkpoints, step, seed=4)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(2**50)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["model.safetensors"]["bytes"] = 2**50
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_checkpoint_that_does_not_fit_ends_a_resume_where_it_is_the_only_one(
+    team: Path, tmp_path: Path
+) -> None:
+    write_vast_checkpoint(team / "exp1" / "checkpoints", 10)
+    store = FolderStore(StoreAddress(None, str(team)).under("exp1"))
+    with pytest.raises(PreflightError, match=r"needs 1,125,899\.91 GB, .* Free disk space"):
+        fetch_newest(store, tmp_path / "here", run=MINE, passed_over=lambda *_: None)
+    assert list((tmp_path / "here").iterdir()) == []
+
+
 def test_huge_and_foreign_objects_keep_no_sound_checkpoint_from_being_brought(
     team: Path, tmp_path: Path
 ) -> None:
@@ -178,6 +198,7 @@ def test_huge_and_foreign_objects_keep_no_sound_checkpoint_from_being_brought(
     manifest = json.loads((large / "manifest.json").read_text())
     manifest["files"]["trainer.json"]["bytes"] = SMALL_BYTES + 1
     (large / "manifest.json").write_text(json.dumps(manifest))
+    write_vast_checkpoint(run / "checkpoints", 10)
     deep = run / "logs"
     for _ in range(300):
         deep.mkdir()
@@ -191,9 +212,10 @@ def test_huge_and_foreign_objects_keep_no_sound_checkpoint_from_being_brought(
         why.append(problem)
 
     found = fetch_newest(store, tmp_path / "here", run=MINE, passed_over=pass_over)
-    assert "are too many" in why[1] and "this run's is" in why[2]
+    assert "another one of the run has" in why[0]
+    assert "are too many" in why[2] and "this run's is" in why[3]
     assert found is not None and contents(found) == contents(sound)
-    assert said == [f"step_{step:08d}" for step in (9, 8, 7, 6)]
-    assert sorted(stored_manifests(store)) == [f"step_{step:08d}" for step in (5, 6, 7, 8)]
+    assert said == [f"step_{step:08d}" for step in (10, 9, 8, 7, 6)]
+    assert sorted(stored_manifests(store)) == [f"step_{step:08d}" for step in (5, 6, 7, 8, 10)]
     there = stored_identity(store)
     assert there is not None and there.identity in (MINE.identity, THEIRS.identity)
