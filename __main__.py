@@ -19,7 +19,7 @@ from infra.encryption import KeyAccess, KeyAccessArgs
 from infra.failures import shown_plainly
 from infra.identity import ClusterIdentity, IdentityArgs
 from infra.inventory_output import inventory_output
-from infra.labels import cluster_labels, last_expiry
+from infra.labels import cluster_labels, last_expiry, program_identity
 from infra.measured import last_measured_speed
 from infra.network import ClusterNetwork, NetworkArgs
 from infra.nodes import ClusterNodes, NodesArgs
@@ -31,6 +31,7 @@ from payload.cloud_prices import read_catalog
 root = Path(__file__).resolve().parent
 with shown_plainly():
     config, authorized_keys = load_config(root)
+    identity_of_cluster = program_identity(root, config.cluster)
     catalog = read_catalog(root / ".cluster", now_unix=time.time())
     cost = price_of_cluster(config, catalog)
     files = BootstrapFiles.load(root / "bootstrap")
@@ -47,6 +48,7 @@ google = pulumi_gcp.Provider("google", project=config.project, region=config.reg
 on_google = pulumi.ResourceOptions(providers=[google])
 labels = cluster_labels(
     cluster=config.cluster,
+    identity=identity_of_cluster,
     expires_unix=int(time.time()) + (config.max_lifetime_s() or 0),
     extra=config.extra_labels(),
 )

@@ -5,6 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
+
+import pulumi
+
+from payload.cluster_identity import IDENTITY_LABEL, settle_cluster_identity
 
 CLUSTER = "tileforge-cluster"
 EXPIRES = "tileforge-expires"
@@ -18,19 +23,31 @@ IGNORED = ("description",)
 """For `ignore_changes`, wherever the description is a `mark`."""
 
 
-def cluster_labels(*, cluster: str, expires_unix: int, extra: dict[str, str]) -> dict[str, str]:
+def program_identity(root: Path, cluster: str) -> str:
+    """Return the identity of the cluster that the stack builds; a preview makes none to keep.
+
+    `root` is the project's folder. Raises ConfigError.
+    """
+    is_preview = pulumi.runtime.is_dry_run()
+    return settle_cluster_identity(root, cluster, stack=pulumi.get_stack(), writes=not is_preview)
+
+
+def cluster_labels(
+    *, cluster: str, identity: str, expires_unix: int, extra: dict[str, str]
+) -> dict[str, str]:
     """Labels of a resource that costs or can leak."""
-    own = {CLUSTER: cluster, EXPIRES: str(expires_unix), "managed-by": "pulumi"}
+    own = {CLUSTER: cluster, IDENTITY_LABEL: identity, EXPIRES: str(expires_unix)}
+    own["managed-by"] = "pulumi"
     return extra | own
 
 
 def mark(labels: dict[str, str], text: str = "") -> str:
-    """The description of what cannot have labels: `text`, then the same two of them.
+    """The description of what cannot have labels: `text`, then the same three of them.
 
     Some kinds are rebuilt, network and machines with them, when their description changes, and
     the expiry is another one each time that the program runs: so IGNORED goes with it.
     """
-    own = " ".join(f"{name}={labels[name]}" for name in (CLUSTER, EXPIRES))
+    own = " ".join(f"{name}={labels[name]}" for name in (CLUSTER, IDENTITY_LABEL, EXPIRES))
     return f"{text}. {own}" if text else own
 
 

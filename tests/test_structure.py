@@ -13,7 +13,6 @@ from tests.support.import_graph import cycles, import_graph
 from tests.support.import_rules import tree_of
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST_FILES = {"payload/orchestrate": 45, "payload/supervise": 12}
 MOST_INVENTORY_FILES = 15
 MOST_TOY_LINES = 59
 MOST_ENTRIES = {"payload/orchestrate": 10}
@@ -26,12 +25,6 @@ def test_no_module_imports_itself_through_others(folder: str) -> None:
     graph = import_graph(ROOT / folder, root=ROOT)
     assert len(graph) > 5 and any(graph.values())
     assert cycles(graph) == []
-
-
-@pytest.mark.parametrize(("folder", "most"), MOST_FILES.items())
-def test_a_package_keeps_to_its_number_of_files(folder: str, most: int) -> None:
-    modules = [path for path in (ROOT / folder).rglob("*.py") if path.name != "__init__.py"]
-    assert len(modules) <= most
 
 
 @pytest.mark.parametrize(("folder", "most"), MOST_ENTRIES.items())

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from payload.cluster_identity import IDENTITY_LABEL, ClusterIdentity
 from tests.formats.commands import Commands, Done
 from tests.formats.recorded import Recorded, read_json
 from tests.orchestrate.cloud.fake_pulumi import FakePulumi
@@ -19,6 +20,7 @@ from tests.orchestrate.cloud.test_failures import DETAILS
 from tests.orchestrate.cloud.test_prices import CATALOG
 from tests.support.formats import assert_format, assert_keys, keys_of
 from tests.support.golden_files import GOLDEN
+from tests.support.identities import CLUSTER
 
 pytestmark = pytest.mark.processes
 
@@ -172,12 +174,17 @@ def test_no_file_of_a_stack_changes_without_its_version(stack: Stack) -> None:
     doctor = stack.run("doctor", "--json")
     up = stack.run("up", "--yes", "--next-zone")
     assert up.status == 0, up.err
-    stack.cloud.add_node("dev-node-9", labels={"tileforge-cluster": "dev"})
+    own = read_json(stack.own("identity.json"))["identity"]
+    for name, identity in (("dev-node-9", {IDENTITY_LABEL: own}), ("dev-node-8", {})):
+        stack.cloud.add_node(name, labels={"tileforge-cluster": "dev", **identity})
     sweep = stack.run("sweep", "--cluster", "dev", "--json")
     assert stack.run("plan", "--inventory", "stack", "--set", "model.preset=tiny").status == 0
     new = stack.recorded.new_json
     assert_format("prices", [new(stack.folder / ".cluster" / "prices.json")], maps=("rates",))
     assert_format("stack", [new(stack.own("stack.json"))], maps=("node_usd",))
+    built = ClusterIdentity(identity=CLUSTER, stack="dev")
+    settled = [new(stack.own("identity.json")), json.loads(built.to_json())]
+    assert_format("cluster_identity", settled)
     assert_format("zones", [new(stack.own("zones.json"))])
     assert_format("host_keys", [new(stack.own("host_keys.json"))], also=ELSEWHERE)
     (plan,) = filter(stack.recorded.is_new, stack.own(".").glob("preview-*.json"))

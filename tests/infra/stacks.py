@@ -6,7 +6,9 @@ import asyncio
 import contextvars
 import json
 import runpy
+import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from pulumi.runtime.settings import set_root_resource
 from pulumi.runtime.stack import run_in_stack
 
 from infra.config import PROJECT
+from tests.support.identities import write_cluster_identity
 
 ROOT = Path(__file__).resolve().parents[2]
 NOW_UNIX = 1_800_000_000
@@ -143,12 +146,17 @@ def deploy(
     key = folder / ".cluster" / stack / "id_ed25519.pub"
     key.parent.mkdir(parents=True, exist_ok=True)
     key.write_text(f"{public_key}\n", encoding="utf-8")
+    write_cluster_identity(folder, stack, stack=stack)
+    # The program keeps what belongs to a cluster beside itself.
+    shutil.copy(ROOT / "__main__.py", folder)
+    with suppress(FileExistsError):
+        (folder / "bootstrap").symlink_to(ROOT / "bootstrap")
     values = {"project": "my-project", "operatorPublicKeyFile": str(key)} | dict(settings)
     environment = {"PULUMI_CONFIG": json.dumps(as_pulumi_hands_over(values))}
     monitor, recorded = _Monitor(), Recorded()
 
     def program() -> None:
-        runpy.run_path(str(ROOT / "__main__.py"), run_name="__main__")
+        runpy.run_path(str(folder / "__main__.py"), run_name="__main__")
 
     async def run() -> None:
         mocks.set_mocks(

@@ -1,11 +1,32 @@
-"""Identities of runs that tests write by hand."""
+"""Identities of runs and clusters that tests write by hand."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from payload.cluster_identity import IDENTITY_LABEL, ClusterIdentity
 from payload.results import RunPaths, write_whole
 from payload.run_identity import RunIdentity
 
 MINE, THEIRS = RunIdentity(identity="1" * 32), RunIdentity(identity="2" * 32)
+CLUSTER, ANOTHER_CLUSTER = "0123456789abcdef", "f" * 16
+
+
+def cluster_labels(
+    cluster: str, identity: str = CLUSTER, *, expires: int = 1_700_000_000
+) -> dict[str, str]:
+    """Labels of what is built for a cluster, which is over by default."""
+    return {
+        "tileforge-cluster": cluster,
+        IDENTITY_LABEL: identity,
+        "tileforge-expires": str(expires),
+    }
+
+
+def write_cluster_identity(folder: Path, cluster: str, *, stack: str | None = None) -> None:
+    """Let `folder` be the one that has built a cluster."""
+    known = ClusterIdentity(identity=CLUSTER, stack=stack)
+    write_whole(folder / ".cluster" / cluster / "identity.json", known.to_json())
 
 
 def write_identity(paths: RunPaths, run: RunIdentity = MINE) -> RunPaths:

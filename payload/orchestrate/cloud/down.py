@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from payload.checkpoint_files import checkpoint_step
+from payload.cluster_identity import known_cluster_identity
 from payload.errors import ConfigError, ExitCode, TileforgeError
 from payload.hints import command
 from payload.inventory import ClusterInventory, Node
+from payload.orchestrate.cloud.firewall import stack_state
 from payload.orchestrate.cloud.google import Endpoints, Google
 from payload.orchestrate.cloud.operations import Operations
+from payload.orchestrate.cloud.ownership import ownership_of
 from payload.orchestrate.cloud.pulumi import Pulumi, cluster_name, settings
+from payload.orchestrate.cloud.same_name import require_own_state
 from payload.orchestrate.cloud.stack import (
     MachineGoneError,
     StackOutputs,
@@ -345,15 +349,19 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
     google = Google(project, endpoints=Endpoints.from_env(env))
     # Before anything is destroyed: without these the last step could not look.
     google.check_credentials()
+    state = stack_state(pulumi)
+    own = ownership_of(state, known_cluster_identity(folder, cluster))
+    if state.parts:
+        require_own_state(google, cluster, own, kept="nothing was destroyed", talk=talk)
     stake = None
     if not options.without_collect:
         stake = at_stake(cluster, outputs, env, folder=folder, runs_dir=options.runs_dir, talk=talk)
     bucket = None
     if options.delete_bucket is not None:
-        bucket = find_bucket(google, options.delete_bucket, cluster=cluster)
+        bucket = find_bucket(google, options.delete_bucket, cluster=cluster, own=own)
     _say_steps(stake, cluster, project, bucket, talk=talk)
     if options.dry_run:
-        found = look(google, cluster, folder=folder, keep_buckets=True)
+        found = look(google, cluster, folder=folder, keep_buckets=True, ownership=own)
         text_console(stderr=False).print(found.table())
         talk.print("dry run: nothing was collected or destroyed")
         return ExitCode.OK
@@ -371,7 +379,7 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
         operations = Operations(
             pulumi=pulumi, cluster=cluster, folder=folder, talk=talk, assume_yes=options.yes
         )
-        destroy_and_look(operations, google, steps=3)
+        destroy_and_look(operations, google, state=state, steps=3)
         if bucket is not None:
             delete_bucket(google, bucket)
             talk.print(f"gs://{bucket.name}: deleted")

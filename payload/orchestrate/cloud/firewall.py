@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from payload.cluster_identity import identity_in
 from payload.errors import CloudError, ExitCode, TileforgeError
 from payload.hints import command
 from payload.orchestrate.cloud.google import Google, request_of
@@ -23,7 +24,7 @@ from payload.orchestrate.cloud.pulumi import (
     type_of,
     urn_field,
 )
-from payload.orchestrate.cloud.resources import Resource, last_word
+from payload.orchestrate.cloud.resources import Resource, last_word, marks
 from payload.untrusted import build, checked, parse_json, printable
 
 INSTANCE = "gcp:compute/instance:Instance"
@@ -56,6 +57,8 @@ class StackState:
     """Their names."""
     parts: tuple[tuple[str, str | None], ...]
     """URN and, where the cloud gave one, id of everything; a rebuilt one has another id."""
+    identity: str | None = None
+    """The cluster's, by the labels that the program last asked for; None of an older version."""
 
 
 def stack_state(pulumi: Pulumi) -> StackState:
@@ -64,6 +67,7 @@ def stack_state(pulumi: Pulumi) -> StackState:
     return StackState(
         machines=tuple(_names(each.urn for each in resources)),
         parts=tuple((each.urn, each.id) for each in resources),
+        identity=next(filter(None, map(_identity_of, resources)), None),
     )
 
 
@@ -98,6 +102,15 @@ def _resources(pulumi: Pulumi) -> Sequence[_Resource]:
     text = pulumi.ask("stack", "export")
     export = build(_Export, parse_json(text, where=where, fix=NEWER), where=where, fix=NEWER)
     return (export.deployment or _Deployment()).resources or ()
+
+
+def _identity_of(resource: _Resource) -> str | None:
+    inputs = resource.inputs or {}
+    labels = inputs.get("labels")
+    # What is secret or damaged in a state is no text.
+    told = labels.items() if isinstance(labels, dict) else ()
+    described = marks(str(inputs.get("description") or ""))
+    return identity_in({key: str(value) for key, value in told}) or identity_in(described)
 
 
 def _names(urns: Iterable[str]) -> list[str]:

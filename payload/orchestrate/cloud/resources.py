@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from payload.cluster_identity import IDENTITY_LABEL
 from payload.errors import ConfigError
 from payload.untrusted import printable
 
@@ -16,7 +17,7 @@ KEPT_LABEL = "tileforge-kept"
 """On what outlives `pulumi destroy` on purpose: the results bucket."""
 BUCKET, SERVICE_ACCOUNT, DNS_ZONE = "bucket", "service account", "DNS zone"
 FILESTORE = "Filestore instance"
-_MARK = re.compile(rf"(?<!\S)({CLUSTER_LABEL}|{EXPIRES_LABEL})=([a-z0-9-]+)(?!\S)")
+_MARK = re.compile(rf"(?<!\S)({CLUSTER_LABEL}|{IDENTITY_LABEL}|{EXPIRES_LABEL})=([a-z0-9-]+)(?!\S)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +244,14 @@ def by_cluster(
         if owner is not None:
             found.setdefault(owner, []).append(resource)
     return {name: in_order(found[name]) for name in sorted(found)}
+
+
+def is_made_by_program(resource: Resource, cluster: str) -> bool:
+    """Return whether label or name say that it was built for a cluster of this name."""
+    labelled = resource.labels.get(CLUSTER_LABEL)
+    return labelled == cluster or (
+        labelled is None and _owner_by_name(resource, {cluster}) is not None
+    )
 
 
 def _owner_by_name(resource: Resource, names: Collection[str]) -> str | None:

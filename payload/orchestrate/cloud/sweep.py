@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -17,6 +18,7 @@ from rich.table import Table
 
 from payload.cloud_need import CLOUD_NAME
 from payload.cloud_prices import filestore_price
+from payload.cluster_identity import PATTERN, WANTED, identity_in, known_cluster_identity
 from payload.errors import (
     CloudAuthError,
     CloudError,
@@ -28,9 +30,17 @@ from payload.errors import (
 )
 from payload.hints import command
 from payload.orchestrate.cloud.failures import StackBusyError, explain
+from payload.orchestrate.cloud.firewall import StackState
 from payload.orchestrate.cloud.google import CloudMissingError, Endpoints, Google
 from payload.orchestrate.cloud.listing import list_everything, remove
-from payload.orchestrate.cloud.operations import Operations, carrying_label
+from payload.orchestrate.cloud.operations import Operations
+from payload.orchestrate.cloud.ownership import (
+    NO_IDENTITY,
+    Ownership,
+    describe_others,
+    ownership_of,
+    removable,
+)
 from payload.orchestrate.cloud.resources import (
     BUCKET,
     CLUSTER_LABEL,
@@ -41,9 +51,11 @@ from payload.orchestrate.cloud.resources import (
     by_cluster,
     check_cluster_name,
     expiry_of,
+    in_order,
+    is_made_by_program,
 )
 from payload.orchestrate.cloud.stack import recall, remembered_clusters
-from payload.orchestrate.run.console import confirm, text_console
+from payload.orchestrate.run.console import confirm, confirm_by_name, text_console
 from payload.untrusted import checked, shown
 
 _SCHEMA_VERSION = 1
@@ -58,6 +70,10 @@ class Sweep:
     cluster: str | None
     left: Mapping[str, Sequence[Resource]]
     """By cluster: what should not be there."""
+    owns: Callable[[Resource], bool]
+    """Tells what of `left` may be removed from here: what carries the cluster's identity."""
+    others: Sequence[Resource] = ()
+    """What has a named cluster's name or lies in its network, and is not its own."""
     kept: Sequence[Resource] = ()
     """Resources that stay on purpose: buckets."""
     living: Mapping[str, Sequence[Resource]] = field(default_factory=dict)
@@ -70,6 +86,10 @@ class Sweep:
     def all_left(self) -> list[Resource]:
         """Return everything that should not be there."""
         return [each for resources in self.left.values() for each in resources]
+
+    def removable(self) -> list[Resource]:
+        """Return what is left and may be removed from here, in the order of removal."""
+        return removable(filter(self.owns, self.all_left()))
 
     def named(self) -> list[str]:
         """Return the options of `sweep` that look for the same."""
@@ -106,6 +126,8 @@ class Sweep:
                 self._row(table, cluster, each, self._word(resources))
         for each in self.kept:
             self._row(table, self.cluster or "-", each, "kept: it holds results")
+        for each in self.others:
+            self._row(table, "-", each, "not this cluster's")
         for cluster, resources in self.living.items():
             for each in resources:
                 self._row(table, cluster, each, self._word(resources))
@@ -139,9 +161,11 @@ class Sweep:
             word: {c: [asdict(each) for each in found] for c, found in group.items()}
             for word, group in groups.items()
         }
-        kept = [asdict(each) for each in self.kept]
+        kept, others = ([asdict(each) for each in group] for group in (self.kept, self.others))
         document = {"schema_version": _SCHEMA_VERSION, "project": self.project, **listed}
-        return json.dumps(document | {"kept": kept, "blind": list(self.blind)}, indent=2)
+        return json.dumps(
+            document | {"kept": kept, "others": others, "blind": list(self.blind)}, indent=2
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +174,7 @@ class SweepOptions:
 
     cluster: str | None
     project: str | None
+    identity: str | None
     keep_buckets: bool
     delete: bool
     json: bool
@@ -160,20 +185,71 @@ def sweep(options: SweepOptions, env: Mapping[str, str]) -> int:
     """Look, show, and remove when asked to."""
     folder = Path.cwd()
     project = project_of(options.project, options.cluster, env, folder=folder)
+    _check_identity(options)
     google = Google(project, endpoints=Endpoints.from_env(env))
-    found = look(google, options.cluster, folder=folder, keep_buckets=options.keep_buckets)
+    named = _named_proof(options, folder)
+    again = partial(
+        look,
+        google,
+        options.cluster,
+        folder=folder,
+        keep_buckets=options.keep_buckets,
+        ownership=named,
+    )
+    found = again()
     talk = text_console(stderr=True)
-    if options.delete and found.all_left() and not found.may_live():
+    if options.delete and found.removable() and not found.may_live():
         _show(found, as_json=False)
-        _remove(google, found, assume_yes=options.yes, talk=talk)
-        found = look(google, options.cluster, folder=folder, keep_buckets=options.keep_buckets)
+        if named is not None and not confirm_by_name(
+            f"Identity {options.identity} is not of this folder's cluster, as far as it is known "
+            "here. Remove what carries it?",
+            name=str(options.cluster),
+        ):
+            raise TeardownError("nothing was removed.")
+        _remove(google, found, assume_yes=options.yes or named is not None, talk=talk)
+        found = again()
     _show(found, as_json=options.json)
     conclude(found, talk=talk)
     return ExitCode.OK
 
 
-def look(google: Google, cluster: str | None, *, folder: Path, keep_buckets: bool) -> Sweep:
-    """Return the resources of `cluster` in the project, or of every expired cluster."""
+def _named_proof(options: SweepOptions, folder: Path) -> Ownership | None:
+    """Return what --identity proves, where it names another cluster than the folder's own."""
+    if options.identity is None or options.cluster is None:
+        return None
+    if options.identity in _folders_own(folder, options.cluster).identities:
+        return None
+    return Ownership(identities=frozenset((options.identity,)), cluster=options.cluster)
+
+
+def _check_identity(options: SweepOptions) -> None:
+    """Raise UsageError for an --identity that cannot be."""
+    identity = options.identity
+    if identity is None:
+        return
+    if not (identity == NO_IDENTITY or PATTERN.fullmatch(identity)):
+        raise UsageError(
+            f"--identity {shown(identity)}: must be {WANTED} as `sweep` prints them, or "
+            f"{NO_IDENTITY!r} for what has no identity."
+        )
+    if options.cluster is None:
+        raise UsageError("--identity: name the cluster, too: --cluster NAME")
+
+
+def look(
+    google: Google,
+    cluster: str | None,
+    *,
+    folder: Path,
+    keep_buckets: bool,
+    ownership: Ownership | None = None,
+) -> Sweep:
+    """Return the resources of `cluster` in the project, or of every expired cluster.
+
+    `ownership` proves what is the named cluster's own; else the identity that `folder` keeps of it
+    does. Where there is no proof, all that was built for a cluster of the name counts as left, and
+    nothing of it as removable.
+    """
     if cluster is not None:
         check_cluster_name(cluster)
     now_unix = time.time()
@@ -185,8 +261,19 @@ def look(google: Google, cluster: str | None, *, folder: Path, keep_buckets: boo
     )
     listing = list_everything(google)
     owned = by_cluster(listing.resources, known=names)
+    proofs = {name: _folders_own(folder, name) for name in owned}
+    others: list[Resource] = []
     if cluster is not None:
-        owned = {name: found for name, found in owned.items() if name == cluster}
+        proof = proofs[cluster] = ownership or proofs.get(cluster) or Ownership()
+        group = owned.get(cluster, [])
+        mine, others = proof.split(group)
+        if not proof.is_known:
+            mine = [each for each in group if is_made_by_program(each, cluster)]
+            others = [each for each in group if each not in mine]
+        # A bucket of results is nobody else's where it says nothing of an identity.
+        old = [each for each in others if each.kind == BUCKET and not identity_in(each.labels)]
+        others = [each for each in others if each not in old]
+        owned = {cluster: [*mine, *old]} if mine or old else {}
     buckets = [r for found in owned.values() for r in found if r.kind == BUCKET]
     kept = [r for r in buckets if keep_buckets or KEPT_LABEL in r.labels]
     rest = {n: [r for r in found if r not in kept] for n, found in owned.items()}
@@ -200,6 +287,8 @@ def look(google: Google, cluster: str | None, *, folder: Path, keep_buckets: boo
         project=google.project,
         cluster=cluster,
         left={name: found for name, found in rest.items() if name not in living},
+        owns=lambda each: any(proof.owns(each) for proof in proofs.values()),
+        others=others,
         kept=kept,
         living=living,
         blind=listing.blind,
@@ -218,16 +307,20 @@ def conclude(found: Sweep, *, talk: Console) -> None:
             f"live where nobody could look, so nothing is removed: {'; '.join(found.blind)} If you "
             f"know that it is over: sweep --cluster {next(iter(found.left))} --delete"
         )
+    for line in describe_others(found.others):
+        talk.print(f"not this cluster's, and left alone: {line}")
     if left:
-        for each in left:
-            note = "  # deletes the results in it" if each.kind == BUCKET else ""
-            talk.print(f"remove with: {each.removal(project=found.project)}{note}")
+        _say_how_to_remove(found, talk=talk)
         usd = [price for each in left if (price := found.usd(each)) is not None]
         cost = f", at least ${sum(usd):.2f}/h" if usd else ""
         again = command("orchestrate", "sweep", *found.named(), "--delete")
         raise TeardownError(
-            f"{len(left)} resource(s) {whose} left in project {found.project}{cost}. The commands "
-            f"above remove them, in this order; or: {again}"
+            f"{len(left)} resource(s) {whose} left in project {found.project}{cost}. "
+            + (
+                f"The commands above remove them, in this order; or: {again}"
+                if found.removable()
+                else ""
+            )
             + (f" And not everything was seen: {'; '.join(found.blind)}" if found.blind else "")
         )
     if found.blind:
@@ -242,6 +335,30 @@ def conclude(found: Sweep, *, talk: Console) -> None:
         f"0 resources {whose} left in project {found.project}: looked for {len(KINDS) + 3} kinds "
         "in all zones and regions"
     )
+
+
+def _say_how_to_remove(found: Sweep, *, talk: Console) -> None:
+    """Print the commands that remove what is this cluster's; name whose the rest is."""
+    mine = in_order(filter(found.owns, found.all_left()))
+    for each in mine:
+        note = "  # deletes the results in it" if each.kind == BUCKET else ""
+        talk.print(f"remove with: {each.removal(project=found.project)}{note}")
+    for cluster, resources in found.left.items():
+        for line in describe_others([each for each in resources if each not in mine]):
+            talk.print(
+                f"cluster {cluster}, not known to be built from this folder, {line}. Remove it "
+                "where it was built; or: "
+                + command("orchestrate", "sweep", "--cluster", cluster, "--project", found.project)
+                + " --identity ID --delete"
+            )
+
+
+def _folders_own(folder: Path, cluster: str) -> Ownership:
+    """Return the proof that a folder has of its cluster; none where its record is damaged."""
+    identity = None
+    with suppress(ConfigError):
+        identity = known_cluster_identity(folder, cluster)
+    return Ownership(identities=frozenset((identity,) if identity else ()))
 
 
 def project_of(
@@ -281,9 +398,7 @@ def _show(found: Sweep, *, as_json: bool) -> None:
 
 
 def _remove(google: Google, found: Sweep, *, assume_yes: bool, talk: Console) -> None:
-    going = [each for each in found.all_left() if each.kind != BUCKET]
-    if not going:
-        return
+    going = found.removable()
     if not confirm(
         f"Remove these {len(going)} resource(s) from {found.project}? Buckets stay.",
         assume_yes=assume_yes,
@@ -299,24 +414,28 @@ _DELETES_AT_ONCE = 8
 _WORDS = ("destroy", "--yes", "--skip-preview", "--exclude-protected")
 
 
-def destroy_and_look(operations: Operations, google: Google, *, steps: int) -> None:
+def destroy_and_look(
+    operations: Operations, google: Google, *, state: StackState, steps: int
+) -> None:
     """Destroy and look, as the last two of so many steps; look also when the destroy has failed.
 
-    What carries the cluster's label and is left is removed after a question. Raises TeardownError
-    when something is left, or when it cannot be shown that nothing is.
+    `state` is the stack's before. What is left and is the cluster's own, by its identity or by that
+    state, is removed after a question. Raises TeardownError when something is left, or when it
+    cannot be shown that nothing is.
     """
     talk = operations.talk
+    own = ownership_of(state, known_cluster_identity(operations.folder, operations.cluster))
     trouble = _destroy(operations)
     talk.print(f"{steps - 1}/{steps} destroy: " + (f"FAILED: {trouble}" if trouble else "done"))
-    found = _look(operations, google)
+    found = _look(operations, google, own)
     # While somebody else builds, what is not in the stack is about to be.
     if not isinstance(trouble, StackBusyError):
-        removed = _remove_labelled(operations, google, found)
+        removed = _remove_own(operations, google, found)
         if trouble is not None and (removed or not found.left):
             trouble = _destroy(operations)
         if removed:
-            found = _look(operations, google)
-    if found.left:
+            found = _look(operations, google, own)
+    if found.left or found.others:
         text_console(stderr=False).print(found.table())
     try:
         conclude(found, talk=talk)
@@ -336,10 +455,10 @@ def _destroy(operations: Operations) -> TileforgeError | None:
     return explain(update) if update.status != 0 else None
 
 
-def _look(operations: Operations, google: Google) -> Sweep:
-    cluster = operations.cluster
+def _look(operations: Operations, google: Google, own: Ownership) -> Sweep:
+    cluster, folder = operations.cluster, operations.folder
     try:
-        return look(google, cluster, folder=operations.folder, keep_buckets=True)
+        return look(google, cluster, folder=folder, keep_buckets=True, ownership=own)
     except (CloudError, CloudAuthError) as error:
         again = f"sweep --cluster {cluster} --project {google.project}"
         raise TeardownError(
@@ -347,13 +466,13 @@ def _look(operations: Operations, google: Google) -> Sweep:
         ) from None
 
 
-def _remove_labelled(operations: Operations, google: Google, found: Sweep) -> bool:
-    """Remove what is left with the cluster's own label, after a question; False for nothing."""
-    going = carrying_label(found.all_left(), operations.cluster)
+def _remove_own(operations: Operations, google: Google, found: Sweep) -> bool:
+    """Remove what is left of the cluster's own, after a question; False for nothing."""
+    going = found.removable()
     if not going:
         return False
     operations.talk.print(
-        f"left with the label of {operations.cluster}: "
+        f"left of cluster {operations.cluster}: "
         + ", ".join(f"{each.kind} {each.name}" for each in going)
     )
     if not confirm(f"Remove these {len(going)}?", assume_yes=operations.assume_yes):
@@ -395,10 +514,11 @@ class _ObjectPage:
     next_page_token: str = checked("", key="nextPageToken")
 
 
-def find_bucket(google: Google, name: str, *, cluster: str) -> Bucket:
+def find_bucket(google: Google, name: str, *, cluster: str, own: Ownership) -> Bucket:
     """Return the cluster's results bucket of this name, with its size.
 
-    Raises ConfigError for one that is not the cluster's, and as Google.ask does.
+    One of an older version has no identity, and is known by its labels. Raises ConfigError for one
+    that is not the cluster's, and as Google.ask does.
     """
     what = f"bucket {shown(name)}"
     if not CLOUD_NAME.fullmatch(name):
@@ -410,7 +530,10 @@ def find_bucket(google: Google, name: str, *, cluster: str) -> Bucket:
             f"--delete-bucket {name}: there is no such bucket. See what is there: sweep --cluster "
             f"{cluster} --project {google.project}"
         ) from None
-    if found.labels.get(CLUSTER_LABEL) != cluster or KEPT_LABEL not in found.labels:
+    identity = identity_in(found.labels)
+    is_own = identity is None or identity in own.identities
+    labelled = found.labels.get(CLUSTER_LABEL) == cluster and KEPT_LABEL in found.labels
+    if not (is_own and labelled):
         raise ConfigError(
             f"--delete-bucket {name}: it is no results bucket of cluster {cluster}, by its labels, "
             f"so it stays. Delete it by hand: gcloud storage rm --recursive gs://{name}"

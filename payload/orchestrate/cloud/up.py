@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from payload.cloud_need import CLOUD_NAME, need_of, text_list
+from payload.cluster_identity import settle_cluster_identity
 from payload.errors import CapacityError, ConfigError, ExitCode, TeardownError, TileforgeError
 from payload.hints import command
 from payload.orchestrate.cloud.down import AtStake, at_stake
@@ -32,6 +33,7 @@ from payload.orchestrate.cloud.firewall import (
 )
 from payload.orchestrate.cloud.google import Endpoints, Google
 from payload.orchestrate.cloud.operations import Operations, orphans, remove_orphans
+from payload.orchestrate.cloud.ownership import ownership_of
 from payload.orchestrate.cloud.pulumi import (
     Pulumi,
     Step,
@@ -41,6 +43,8 @@ from payload.orchestrate.cloud.pulumi import (
     settings,
     type_of,
 )
+from payload.orchestrate.cloud.resources import Resource
+from payload.orchestrate.cloud.same_name import of_this_name, take_over
 from payload.orchestrate.cloud.stack import outputs_if_any, read_outputs, remember, remember_plan
 from payload.orchestrate.cloud.sweep import destroy_and_look, project_of
 from payload.orchestrate.run.console import confirm, text_console
@@ -50,6 +54,7 @@ from payload.untrusted import build, check_schema, checked, parse_json, read_byt
 
 _UP = ("up", "--yes", "--skip-preview")
 _EXISTS = ("Error 409", "alreadyExists", "already exists")
+_CREATING = ("create", "create-replacement", "replace")
 _NEEDS_STOP = "requires stopping it"
 
 Saves = Callable[[Sequence[str], str, str], bool]
@@ -110,6 +115,8 @@ class Builder:
     operations: Operations
     google: Callable[[], Google]
     """Made when it is needed: its libraries take a second to import."""
+    identity: str
+    """The cluster's own: what carries it and is not in the stack was left by a broken `up`."""
     zones: Sequence[str]
     """The config's other zones, to try in turn; empty without --next-zone."""
     spot: bool
@@ -226,14 +233,12 @@ class Builder:
         """Remove what Google has of the cluster and the stack has not; False for nothing."""
         operations = self.operations
         google, state = self.google(), stack_state(operations.pulumi)
-        found = orphans(google, operations.cluster, state)
+        found = orphans(google, state, self.identity)
         self._cleared = True
         return bool(found) and remove_orphans(
             google,
             operations.cluster,
             found,
-            state=state,
-            folder=operations.folder,
             assume_yes=operations.assume_yes,
             talk=operations.talk,
         )
@@ -308,6 +313,7 @@ class UpOptions:
     next_zone: bool
     keep_on_failure: bool
     without_collect: bool
+    take_over: str | None
     dry_run: bool
     yes: bool
 
@@ -330,7 +336,20 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
     before = stack_state(pulumi)
     there = before.machines
     _make_key(known, cluster, there=there, talk=talk)
+    identity = settle_cluster_identity(folder, cluster, told=before.identity)
+
+    def google() -> Google:
+        project = project_of(known.get("project"), cluster, env, folder=folder)
+        return Google(project, endpoints=Endpoints.from_env(env))
+
     preview = operations.preview()
+    others: Sequence[Resource] = ()
+    creates = any(
+        step.op in _CREATING and type_of(step.urn).startswith("gcp:") for step in preview.steps
+    )
+    if creates or before.parts:
+        own = ownership_of(before, identity)
+        others = of_this_name(google(), cluster, own, take_over=options.take_over, talk=talk)
     going = machines_that_go(preview) if there else []
     if there and changes_metadata(preview):
         talk.print(
@@ -348,17 +367,16 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
         talk.print("nothing was built")
         return ExitCode.OK
     _refuse_if_changed(pulumi, before, kept="nothing was built")
+    if others and not take_over(google(), others, cluster=cluster, talk=talk):
+        talk.print("nothing was built")
+        return ExitCode.OK
     remember_plan(cluster, known, folder=folder)
     if stake is not None:
         stake.bring_home(env, **_WORDS)
-
-    def google() -> Google:
-        project = project_of(known.get("project"), cluster, env, folder=folder)
-        return Google(project, endpoints=Endpoints.from_env(env))
-
     builder = Builder(
         operations=operations,
         google=google,
+        identity=identity,
         zones=zones,
         spot=need_of(known).spot != "false",
         there=there,
@@ -513,7 +531,7 @@ def _take_back(
         if not confirm("Remove what was built?", assume_yes=operations.assume_yes):
             return with_words(error, _how_to_remove())
         _refuse_if_changed(pulumi, after, kept="nothing was removed")
-        destroy_and_look(operations, google(), steps=2)
+        destroy_and_look(operations, google(), state=after, steps=2)
     except KeyboardInterrupt:
         talk.print(f"up was interrupted. {_how_to_remove()}")
         raise

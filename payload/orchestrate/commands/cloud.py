@@ -56,6 +56,12 @@ def _add_up(commands: Commands) -> None:
         action="store_true",
         help="replace machines even if results on them are not here",
     )
+    parser.add_argument(
+        "--take-over",
+        metavar="ID",
+        help="remove what another cluster of the same name and of this identity has, after its "
+        "name was typed; `none` for what has no identity",
+    )
     parser.add_argument("--dry-run", action="store_true", help="only the preview")
     add_runs_dir(parser)
     _add_yes(parser)
@@ -112,12 +118,21 @@ def _add_sweep(commands: Commands) -> None:
     parser.add_argument("--cluster", metavar="NAME", help="(default: every expired cluster)")
     _add_project(parser)
     parser.add_argument(
+        "--identity",
+        metavar="ID",
+        help="act on what carries this identity, of another folder's cluster, after its name was "
+        "typed; `none` for what has no identity",
+    )
+    parser.add_argument(
         "--keep-buckets",
         action="store_true",
         help="no bucket counts as left, not only those that Pulumi keeps on purpose",
     )
     parser.add_argument(
-        "--delete", action="store_true", help="remove what is left, but no bucket, after a question"
+        "--delete",
+        action="store_true",
+        help="remove what is left and carries the identity of this folder's cluster, but no "
+        "bucket, after a question",
     )
     _add_yes(parser)
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")

@@ -14,6 +14,7 @@ from infra.labels import mark
 from payload.orchestrate.cloud.google import VARIABLE, Endpoints, Google
 from tests.orchestrate.cloud.fake_pulumi import FakePulumi
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, CloudStandIn
+from tests.support.identities import cluster_labels, write_cluster_identity
 
 KEY = "AAAAC3NzaC1lZDI1NTE5AAAAIGhvc3Qga2V5IHRoYXQgdGhlIHRlc3RzIHBpbiwgMzJi"
 
@@ -28,6 +29,7 @@ class Site:
         self.env = {"PATH": f"{self.pulumi.bin}", VARIABLE: cloud.url, "HOME": str(folder)}
         self.sleeps: list[float] = []
         self.configure(cluster="mine", project=PROJECT, zones=[ZONE])
+        write_cluster_identity(folder, "mine")
         self.pulumi.machines()
         (folder / "Pulumi.yaml").write_text("name: tileforge\nruntime: python\n")
 
@@ -48,10 +50,8 @@ class Site:
 
     def build(self, *, cluster: str = "mine", nodes: int = 3, expires_in_s: float = 3600) -> None:
         """Leave what `pulumi up` leaves, in the cloud and as the stack's outputs."""
-        labels = {
-            "tileforge-cluster": cluster,
-            "tileforge-expires": str(int(time.time() + expires_in_s)),
-        }
+        write_cluster_identity(self.folder, cluster)
+        labels = cluster_labels(cluster, expires=int(time.time() + expires_in_s))
         names = [f"{cluster}-{i}" for i in range(nodes)]
         for name in names:
             self.cloud.add_node(name, labels=labels)

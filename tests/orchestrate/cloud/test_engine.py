@@ -22,11 +22,12 @@ from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.fake_pulumi import ENGINE
 from tests.orchestrate.cloud.stacks import Capture, head_says, own_key, words
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE
+from tests.support.identities import cluster_labels
 
 pytestmark = pytest.mark.processes
 
 NODES = ("dev-node-0", "dev-node-1")
-LABELS = {"tileforge-cluster": "dev", "tileforge-expires": "1795408579"}
+LABELS = cluster_labels("dev", expires=1795408579)
 NETWORK = f"https://www.googleapis.com/compute/v1/projects/{PROJECT}/global/networks/dev-network"
 ACCOUNT = f"dev-nodes@{PROJECT}.iam.gserviceaccount.com"
 BETWEEN = [
@@ -196,23 +197,10 @@ def test_what_a_kill_left_outside_the_state_is_removed_and_built_again(
     own_key(dev, "dev")
     assert main(["up", "--yes", "--without-collect"], dev.env) == ExitCode.OK
     err = capsys.readouterr().err
-    assert "with the label of dev, but not in the stack: router dev-router, firewall rule" in err
+    assert "with the identity of dev, but not in the stack: router dev-router, firewall rule" in err
     assert dev.cloud.count("^DELETE .*/subnetworks/dev-subnet") == 1
     assert dev.cloud.count("^DELETE .*/dev-router-2") == 0
     assert words(dev).count("up --yes --skip-preview") == 2
-
-
-def test_what_this_folder_and_stack_never_built_is_left_alone(dev: Site, capsys: Capture) -> None:
-    """Another stack of the same name may be alive in the project."""
-    add_orphans(dev)
-    dev.pulumi.replay("up-pending", status=1)
-    (dev.folder / ".cluster/dev").mkdir(parents=True)
-    assert main(["up"], dev.env) == ExitCode.USAGE  # no yes
-    dev.configure(cluster="dev", zones=[ZONE])  # nothing is remembered without a project
-    env = {**dev.env, "GOOGLE_CLOUD_PROJECT": PROJECT}
-    assert main(["up", "--yes", "--keep-on-failure"], env) == ExitCode.CONFIG
-    assert "they may be another stack's" in capsys.readouterr().err.splitlines()[-1]
-    assert dev.cloud.count("^DELETE") == 0
 
 
 def test_a_refresh_names_the_machine_that_is_gone(dev: Site, capsys: Capture) -> None:
@@ -327,7 +315,7 @@ def test_down_removes_what_the_stack_never_knew(
     dev.pulumi.replay("destroy-pending", status=1, times=1)
     assert main(["down", "--yes"], dev.env) == ExitCode.OK
     err = capsys.readouterr().err
-    assert "left with the label of dev: router dev-router, firewall rule dev-allow-nodes" in err
+    assert "left of cluster dev: router dev-router, firewall rule dev-allow-nodes" in err
     assert err.index("2/3 destroy: FAILED") < err.index("3/3 sweep: clean")
     assert not any(dev.cloud.items.values())
 

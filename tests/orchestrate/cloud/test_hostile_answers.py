@@ -50,11 +50,12 @@ from tests.orchestrate.cloud.test_doctor import family_limit
 from tests.orchestrate.cloud.test_failures import failed
 from tests.orchestrate.cloud.test_prices import sku
 from tests.orchestrate.test_inventory_fuzz import HOSTILE
+from tests.support.identities import cluster_labels
 
 pytestmark = pytest.mark.processes
 
 CRYPTO_KEY = f"projects/{PROJECT}/locations/{REGION}/keyRings/r/cryptoKeys/k"
-LABELS = {"tileforge-cluster": "mine", "tileforge-expires": "1700000000"}
+LABELS = cluster_labels("mine")
 NEED = Need(
     machine_type="c4-standard-8",
     disk_type="hyperdisk-balanced",

@@ -14,6 +14,7 @@ from payload.orchestrate.cloud.down import Head
 from payload.orchestrate.ssh.keys import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Answers, Capture, copy_of_run, own_key, words
+from tests.orchestrate.cloud.standin import PROJECT
 from tests.orchestrate.cloud.test_failures import DETAILS, PLAIN
 
 pytestmark = pytest.mark.processes
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.processes
 def test_next_zone_moves_on_through_the_configs_zones(site: Site, capsys: Capture) -> None:
     zones = ["us-central1-f", "us-central1-c", "us-central1-b"]
     site.build()
-    site.configure(cluster="mine", zones=zones)
+    site.configure(cluster="mine", project=PROJECT, zones=zones)
     site.pulumi.on("config", "set")
     site.pulumi.on("preview")
     site.pulumi.on("up", out="done\n")
@@ -39,7 +40,7 @@ def test_next_zone_moves_on_through_the_configs_zones(site: Site, capsys: Captur
 
 def test_next_zone_ends_with_the_last_one(site: Site, capsys: Capture) -> None:
     zones = ["us-central1-f", "us-central1-c"]
-    site.configure(cluster="mine", zones=json.dumps(zones))
+    site.configure(cluster="mine", project=PROJECT, zones=json.dumps(zones))
     site.pulumi.on("config", "set")
     site.pulumi.on("preview")
     site.pulumi.on("up", out=PLAIN, status=255)
@@ -50,7 +51,7 @@ def test_next_zone_ends_with_the_last_one(site: Site, capsys: Capture) -> None:
 
 
 def test_next_zone_needs_a_next_zone(site: Site, capsys: Capture) -> None:
-    site.configure(cluster="mine", zones=["us-central1-a"])
+    site.configure(cluster="mine", project=PROJECT, zones=["us-central1-a"])
     assert main(["up", "--yes", "--next-zone"], site.env) == ExitCode.CONFIG
     assert "--next-zone: the config has 1 zone(s)" in capsys.readouterr().err
     assert words(site) == []
@@ -61,7 +62,7 @@ def test_next_zone_does_not_leave_results_behind_in_the_old_one(
 ) -> None:
     make_operator_key(site.folder / "key")
     site.build()
-    site.configure(cluster="mine", zones=["us-central1-f", "us-central1-b"])
+    site.configure(cluster="mine", project=PROJECT, zones=["us-central1-f", "us-central1-b"])
     own_key(site)
     site.pulumi.machines("mine-0", "mine-1")
     site.pulumi.on("preview", out="+ 1 to create\n")
@@ -91,7 +92,7 @@ def test_next_zone_ends_machines_once_and_then_asks_no_more(
     site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.build()
-    site.configure(cluster="mine", zones=[f"us-central1-{zone}" for zone in "fcb"])
+    site.configure(cluster="mine", project=PROJECT, zones=[f"us-central1-{zone}" for zone in "fcb"])
     own_key(site)
     site.pulumi.machines("mine-0", "mine-1")
     site.pulumi.on("config", "set")
@@ -130,7 +131,7 @@ def firsts(site: Site) -> list[str]:
 
 def test_next_zone_remembers_which_zones_were_full(site: Site, capsys: Capture) -> None:
     site.build()
-    site.configure(cluster="mine", zones=ZONES)
+    site.configure(cluster="mine", project=PROJECT, zones=ZONES)
     site.pulumi.on("config", "set")
     site.pulumi.on("preview")
     site.pulumi.on("up", out=PLAIN, status=255)
@@ -153,7 +154,7 @@ def test_a_zone_that_was_full_is_passed_over_for_hours_and_that_is_one_line(
     site: Site, capsys: Capture
 ) -> None:
     site.build()
-    site.configure(cluster="mine", zones=ZONES)
+    site.configure(cluster="mine", project=PROJECT, zones=ZONES)
     site.pulumi.on("config", "set")
     site.pulumi.on("preview")
     site.pulumi.on("up", out="done\n")
@@ -174,7 +175,7 @@ def test_a_zone_that_was_full_is_passed_over_for_hours_and_that_is_one_line(
 )
 def test_a_damaged_memory_of_zones_is_none(site: Site, text: str, capsys: Capture) -> None:
     site.build()
-    site.configure(cluster="mine", zones=ZONES)
+    site.configure(cluster="mine", project=PROJECT, zones=ZONES)
     site.pulumi.on("preview")
     site.pulumi.on("up", out="done\n")
     write_full_zones(site, text)
@@ -184,7 +185,7 @@ def test_a_damaged_memory_of_zones_is_none(site: Site, text: str, capsys: Captur
 
 def test_without_next_zone_a_full_zone_is_tried_again(site: Site, capsys: Capture) -> None:
     site.build()
-    site.configure(cluster="mine", zones=ZONES)
+    site.configure(cluster="mine", project=PROJECT, zones=ZONES)
     site.pulumi.on("preview")
     site.pulumi.on("up", out="done\n")
     write_full_zones(site, json.dumps({"schema_version": 1, "zones": [full(ZONES[0], hours=1)]}))

@@ -11,6 +11,7 @@ from infra.labels import cluster_labels, mark
 from payload.orchestrate.cloud.resources import Resource, by_cluster, expiry_of, marks
 from tests.infra.stacks import CASES
 from tests.support.golden_files import GOLDEN
+from tests.support.identities import CLUSTER
 
 UNLABELLED = {
     "Network": "network",
@@ -99,7 +100,7 @@ def test_in_a_network_that_is_a_clusters_by_name_alone_only_its_own_things_are()
 
 def test_a_label_or_a_description_goes_before_a_name() -> None:
     a, b = (
-        cluster_labels(cluster=name, expires_unix=1, extra={"owner": "ada"})
+        cluster_labels(cluster=name, identity=CLUSTER, expires_unix=1, extra={"owner": "ada"})
         for name in ("a", "a-b")
     )
     resources = [

@@ -8,15 +8,17 @@ import time
 
 import pytest
 
+from infra.labels import mark
 from payload.errors import ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud.pulumi import Pulumi
 from payload.orchestrate.cloud.stack import read_outputs, remember
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.standin import PROJECT, ZONE, Fault
+from tests.support.identities import cluster_labels
 
 Capture = pytest.CaptureFixture[str]
-LABELS = {"tileforge-cluster": "mine", "tileforge-expires": "1700000000"}
+LABELS = cluster_labels("mine")
 
 
 def sweep(site: Site, *arguments: str) -> int:
@@ -65,7 +67,6 @@ def test_everything_left_is_listed_with_what_removes_it(site: Site, capsys: Capt
         "addresses delete mine-ip --global",
         "addresses delete mine-ip --region=us-central1",
         "forwarding-rules delete mine-rule --global",
-        "firewall-rules delete added-by-hand --project",
         "firewall-rules delete mine-allow-ssh --project",
         "resource-policies delete mine-placement --region=us-central1",
         "networks subnets delete mine-subnet --region=us-central1",
@@ -82,8 +83,13 @@ def test_everything_left_is_listed_with_what_removes_it(site: Site, capsys: Capt
         "--quiet"
     )
     last = err.splitlines()[-1]
-    assert last.startswith("error: 20 resource(s) of cluster mine left in project acme-lab, at le")
+    assert last.startswith("error: 19 resource(s) of cluster mine left in project acme-lab, at le")
     assert "$1.59/h" in last
+    assert "added-by-hand" in out and not any("added-by-hand" in each for each in commands)
+    assert (
+        "not this cluster's, and left alone: without an identity since " in err
+        and "UTC: firewall rule added-by-hand" in err
+    )
 
 
 def test_without_a_name_only_what_has_expired_counts(site: Site, capsys: Capture) -> None:
@@ -216,8 +222,9 @@ def test_things_of_a_kind_are_removed_at_once_and_kinds_in_turn(site: Site) -> N
 
 
 def test_the_clusters_service_account_is_found_and_removed(site: Site, capsys: Capture) -> None:
-    # Of a stack whose accounts have no description yet.
-    site.cloud.add_service_account("mine-nodes", shown="Nodes of the Tileforge cluster mine")
+    site.cloud.add_service_account(
+        "mine-nodes", shown="Nodes of the Tileforge cluster mine", description=mark(LABELS)
+    )
     site.cloud.add_service_account(
         "mine-two-nodes", shown="Nodes of the Tileforge cluster mine-two"
     )

@@ -29,6 +29,7 @@ from tests.orchestrate.cloud.stacks import (
 )
 from tests.orchestrate.cloud.standin import PROJECT
 from tests.orchestrate.cloud.test_failures import DETAILS, LOCKED
+from tests.support.identities import cluster_labels
 from tests.support.waiting import DEADLINE_S, wait_until
 from tests.test_architecture import ROOT
 
@@ -172,7 +173,7 @@ def test_what_an_up_that_failed_has_left_is_seen(site: Site, capsys: Capture) ->
     assert main(["sweep", "--delete", "--yes"], site.env) == ExitCode.OK
     assert site.cloud.count("^DELETE") == 0
     site.cloud.drop("networks", "mine-network")
-    labels = {"tileforge-cluster": "mine", "tileforge-expires": "1700000000"}
+    labels = cluster_labels("mine")
     site.cloud.add("networks", "mine-network", place="global", labels={}, description=mark(labels))
     capsys.readouterr()
     assert main(["sweep"], site.env) == ExitCode.TEARDOWN

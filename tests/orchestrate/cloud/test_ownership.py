@@ -1,0 +1,285 @@
+"""Two clusters of one name in a project: nobody removes or adopts what is the other one's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.labels import mark
+from payload.cluster_identity import known_cluster_identity, settle_cluster_identity
+from payload.errors import ConfigError, ExitCode
+from payload.orchestrate.__main__ import main
+from payload.orchestrate.cloud.ownership import Ownership
+from payload.orchestrate.cloud.resources import Resource
+from tests.infra.stacks import deploy
+from tests.orchestrate.cloud.conftest import Site
+from tests.orchestrate.cloud.fake_pulumi import step
+from tests.orchestrate.cloud.stacks import Answers, Capture, head_says, own_key, stay, words
+from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE
+from tests.support.identities import ANOTHER_CLUSTER, CLUSTER, cluster_labels
+
+pytestmark = pytest.mark.processes
+
+URN = "urn:pulumi:dev::tileforge::gcp:compute/network:Network::mine-network"
+NETWORK = "https://x/global/networks/mine-network"
+THEIRS = cluster_labels("mine", ANOTHER_CLUSTER, expires=1_900_000_000)
+OLDER = {key: value for key, value in THEIRS.items() if key != "tileforge-identity"}
+
+
+def another_cluster(site: Site, labels: dict[str, str]) -> None:
+    """Add what somebody else has built in the project, with our cluster's name."""
+    described = {"labels": {}, "description": mark({"tileforge-identity": "", **labels})}
+    if "tileforge-identity" not in labels:
+        described["description"] = "tileforge-cluster=mine"
+    site.cloud.add("networks", "mine-network", place="global", **described)
+    site.cloud.add("routers", "mine-router", place=REGION, **described, network=NETWORK)
+    site.cloud.add_node("mine-0", labels=labels)
+    site.cloud.add("disks", "mine-0", place=ZONE, labels=labels)
+
+
+@pytest.fixture
+def shared(site: Site, request: pytest.FixtureRequest) -> Site:
+    """A project with another cluster of our name, and a stack that plans to build one."""
+    another_cluster(site, getattr(request, "param", THEIRS))
+    site.pulumi.on("preview", events=step("create", URN))
+    site.pulumi.on("up")
+    site.pulumi.on("stack", "output", "--json", out="{}")
+    own_key(site)
+    return site
+
+
+def at_terminal(monkeypatch: pytest.MonkeyPatch, answers: str) -> None:
+    monkeypatch.setattr("sys.stdin", Answers(answers))
+
+
+def state_lists(site: Site, **ids: str) -> None:
+    """From now on the stack's state has these resources: ids by name."""
+    kind = "gcp:compute/network:Network"
+    resources = [
+        {"urn": f"urn:pulumi:dev::tileforge::{kind}::{name}", "id": each}
+        for name, each in ids.items()
+    ]
+    site.pulumi.on("stack", "export", out=json.dumps({"deployment": {"resources": resources}}))
+
+
+def untouched(site: Site) -> bool:
+    return site.cloud.count("^DELETE") == 0 and not {"up", "destroy"} & {
+        each.split()[0] for each in words(site)
+    }
+
+
+@pytest.mark.parametrize(
+    ("shared", "identity"),
+    [(THEIRS, ANOTHER_CLUSTER), (OLDER, None)],
+    indirect=["shared"],
+)
+@pytest.mark.parametrize("is_new_folder", [True, False])
+def test_up_refuses_before_it_builds_anything(
+    shared: Site, identity: str | None, is_new_folder: bool, capsys: Capture
+) -> None:
+    """The attack: `up --yes` called the other one's twelve resources orphans, and removed them."""
+    if is_new_folder:
+        (shared.folder / ".cluster" / "mine" / "identity.json").unlink()
+    assert main(["up", "--yes"], shared.env) == ExitCode.CONFIG
+    last = capsys.readouterr().err.splitlines()[-1]
+    whose = f"of identity {identity}" if identity else "without an identity"
+    assert f"{whose} since " in last and "instance mine-0" in last and "router mine-router" in last
+    assert "pulumi config set cluster NAME" in last and "--take-over ID" in last
+    assert untouched(shared)
+
+
+@pytest.mark.parametrize("shared", [THEIRS, OLDER], indirect=True)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["down", "--yes"],
+        ["sweep", "--cluster", "mine", "--project", PROJECT, "--delete", "--yes"],
+    ],
+)
+@pytest.mark.parametrize("is_new_folder", [True, False])
+def test_down_and_sweep_leave_the_other_cluster_alone(
+    shared: Site,
+    command: list[str],
+    is_new_folder: bool,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The attack: both removed it, with its head, without ever having built anything."""
+    head_says(monkeypatch)
+    shared.pulumi.on("destroy", out="destroyed\n")
+    if is_new_folder:
+        (shared.folder / ".cluster" / "mine" / "identity.json").unlink()
+    code = main(command, shared.env)
+    said = capsys.readouterr().err
+    assert code == (ExitCode.TEARDOWN if is_new_folder else ExitCode.OK), said
+    assert "instance mine-0" in said and "remove with" not in said
+    assert ("--identity ID" in said) is is_new_folder
+    assert shared.cloud.count("^DELETE") == 0
+
+
+@pytest.mark.parametrize("shared", [THEIRS], indirect=True)
+@pytest.mark.parametrize(
+    ("identity", "typed", "code"),
+    [
+        (ANOTHER_CLUSTER, "y\nmine\n", ExitCode.OK),
+        (ANOTHER_CLUSTER, "y\ny\n", ExitCode.OK),
+        (CLUSTER, "y\nmine\n", ExitCode.CONFIG),
+        ("none", "y\nmine\n", ExitCode.CONFIG),
+    ],
+)
+def test_a_cluster_is_taken_over_by_its_identity_and_its_name(
+    shared: Site,
+    identity: str,
+    typed: str,
+    code: ExitCode,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    at_terminal(monkeypatch, typed)
+    monkeypatch.setattr("payload.orchestrate.cloud.up._conclude", lambda *_, **__: ExitCode.OK)
+    assert main(["up", "--take-over", identity], shared.env) == code, capsys.readouterr().err
+    is_taken = identity == ANOTHER_CLUSTER and typed.endswith("mine\n")
+    assert untouched(shared) is not is_taken
+    assert shared.cloud.count("^DELETE") == (4 if is_taken else 0)
+
+
+def test_yes_does_not_take_over(shared: Site, capsys: Capture) -> None:
+    code = main(["up", "--yes", "--take-over", ANOTHER_CLUSTER], shared.env)
+    assert code == ExitCode.USAGE
+    assert "Only a person at a terminal" in capsys.readouterr().err and untouched(shared)
+
+
+@pytest.mark.parametrize(
+    ("identity", "gone"), [(ANOTHER_CLUSTER, "mine-0"), ("none", "mine-older")]
+)
+def test_sweep_removes_one_identity_after_the_name_was_typed(
+    shared: Site, identity: str, gone: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared.cloud.add("addresses", "mine-older", place="global", labels=OLDER)
+    shared.cloud.add("instances", "somebodys", place=ZONE, labels={}, network=NETWORK)
+    words = ["sweep", "--cluster", "mine", "--project", PROJECT, "--identity", identity, "--delete"]
+    assert main([*words, "--yes"], shared.env) == ExitCode.USAGE
+    at_terminal(monkeypatch, "yes\n")
+    assert main(words, shared.env) == ExitCode.TEARDOWN and shared.cloud.count("^DELETE") == 0
+    at_terminal(monkeypatch, "mine\n")
+    assert main(words, shared.env) == ExitCode.OK, capsys.readouterr().err
+    left = {each["name"] for items in shared.cloud.items.values() for each in items}
+    assert {"mine-0", "mine-older"} - left == {gone} and "somebodys" in left
+
+
+@pytest.mark.parametrize("wrong", ["x", "0123", CLUSTER.upper(), "-1"])
+def test_an_identity_that_is_none_is_refused(wrong: str, site: Site, capsys: Capture) -> None:
+    words = ["sweep", "--cluster", "mine", "--project", PROJECT, f"--identity={wrong}"]
+    assert main(words, site.env) == ExitCode.USAGE
+    assert "16 hexadecimal digits" in capsys.readouterr().err
+
+
+def test_a_strangers_machine_in_the_network_is_named_and_left(
+    site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: it was listed under "remove with", and `sweep --delete --yes` removed it."""
+    head_says(monkeypatch)
+    site.build()
+    site.cloud.add(
+        "instances",
+        "database",
+        place=ZONE,
+        labels={},
+        networkInterfaces=[{"network": NETWORK}],
+    )
+    words = ["sweep", "--cluster", "mine", "--project", PROJECT, "--delete", "--yes"]
+    stay(site, "mine-network")
+    assert main([*words, "--keep-buckets"], site.env) == ExitCode.TEARDOWN
+    said = capsys.readouterr()
+    assert "instance database" in said.err and "not this cluster's" in said.out
+    assert [each["name"] for each in site.cloud.items["instances", ZONE]] == ["database"]
+
+
+def test_what_the_state_lists_and_is_anothers_by_now_is_left_alone(
+    shared: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ours was removed without Pulumi, and somebody else has built under the same names."""
+    head_says(monkeypatch)
+    state_lists(shared, network=f"projects/{PROJECT}/global/networks/mine-network")
+    for command in (["up", "--yes"], ["down", "--yes"]):
+        assert main(command, shared.env) == ExitCode.CONFIG
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert "is another cluster's by now, so nothing was" in last and "pulumi state" in last
+    assert untouched(shared)
+
+
+def test_the_state_is_the_proof_for_an_older_versions_cluster(
+    site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head_says(monkeypatch)
+    another_cluster(site, OLDER)
+    (site.folder / ".cluster" / "mine" / "identity.json").unlink()
+    state_lists(
+        site,
+        network=f"projects/{PROJECT}/global/networks/mine-network",
+        node=f"projects/{PROJECT}/zones/{ZONE}/instances/mine-0",
+    )
+    site.pulumi.on("stack", "output", "--json", out="{}")
+    site.pulumi.on("destroy", out="destroyed\n")
+    assert main(["down", "--yes"], site.env) == ExitCode.OK
+    left = [each["name"] for items in site.cloud.items.values() for each in items]
+    assert left == ["mine-router"]  # the state does not list it
+    assert "without an identity since" in capsys.readouterr().err
+
+
+def test_an_identity_comes_back_from_the_state(shared: Site) -> None:
+    """A fresh clone has no .cluster folder, and the same stack."""
+    shutil.rmtree(shared.folder / ".cluster")
+    own_key(shared)
+    resource = {"urn": URN, "id": "x", "inputs": {"description": mark(THEIRS)}}
+    document = {"deployment": {"resources": [resource]}}
+    shared.pulumi.on("stack", "export", out=json.dumps(document))
+    assert main(["up", "--dry-run"], shared.env) == ExitCode.OK
+    assert known_cluster_identity(shared.folder, "mine") == ANOTHER_CLUSTER
+
+
+def test_a_folder_has_one_identity_of_a_cluster_and_one_stack(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: settle_cluster_identity(tmp_path, "dev"), range(16)))
+    assert len(set(made)) == 1 and known_cluster_identity(tmp_path, "dev") == made[0]
+    assert settle_cluster_identity(tmp_path, "dev", stack="a") == made[0]
+    with pytest.raises(ConfigError, match="stack a builds a cluster of this name"):
+        settle_cluster_identity(tmp_path, "dev", stack="b")
+    assert settle_cluster_identity(tmp_path, "dev", stack="a", told=CLUSTER) == CLUSTER
+    assert known_cluster_identity(tmp_path, "dev") == CLUSTER
+    assert settle_cluster_identity(tmp_path, "other", writes=False) != CLUSTER
+    assert known_cluster_identity(tmp_path, "other") is None
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"schema_version": 1}', '{"identity": "x"}'])
+def test_a_damaged_identity_is_never_replaced(content: str, tmp_path: Path) -> None:
+    path = tmp_path / ".cluster" / "dev" / "identity.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match="bring it back"):
+        settle_cluster_identity(tmp_path, "dev")
+    assert path.read_text(encoding="utf-8") == content
+
+
+def test_the_program_labels_all_that_it_builds(tmp_path: Path) -> None:
+    labelled: list[dict[str, Any]] = []
+    for resource in deploy({}, folder=tmp_path).resources:
+        inputs = resource["inputs"]
+        if "labels" in inputs or "tileforge-cluster" in inputs.get("description", ""):
+            labelled.append(inputs)
+            text = json.dumps(inputs.get("labels") or inputs["description"])
+            assert CLUSTER in text, resource["name"]
+    assert len(labelled) > 12
+
+
+@pytest.mark.parametrize("labels", [THEIRS, {}])
+def test_an_id_is_no_proof_for_what_has_another_identity(labels: dict[str, str]) -> None:
+    disk = Resource(kind="disk", name="mine-0", location=ZONE, labels=labels)
+    state = Ownership(known=(f"projects/{PROJECT}/zones/{ZONE}/instances/mine-0",))
+    assert state.lists(disk) and state.owns(disk) is (labels == {})
+    assert state.belies(disk) is (labels == THEIRS)
