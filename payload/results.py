@@ -87,9 +87,9 @@ class RunPaths:
         return self.root / "identity.json"
 
     @property
-    def sent(self) -> Path:
-        """sent.json: what of the operator's machine may go to the run's nodes."""
-        return self.root / "sent.json"
+    def named(self) -> Path:
+        """named.json: settings that a person has named on this machine."""
+        return self.root / "named.json"
 
     @property
     def inventory(self) -> Path:

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from payload.checkpoint_files import (
@@ -104,6 +104,17 @@ def config_to_resume(paths: RunPaths, *, overrides: Sequence[str]) -> tuple[RunC
             "--config FILE."
         )
     config = parse_run_config(text, overrides=overrides, where=str(sound))
+    with suppress(ConfigError):
+        # A checkpoint says how the run was trained, and not where anything is or goes.
+        own = load_run_config(paths.config, overrides=overrides)
+        config = replace(
+            config,
+            data=replace(config.data, dir=own.data.dir),
+            storage=own.storage,
+            slurm=own.slurm,
+            track=own.track,
+            limits=own.limits,
+        )
     return config, f"{problem} The settings are those of checkpoint {sound.name}."
 
 

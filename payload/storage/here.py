@@ -14,6 +14,7 @@ from pathlib import Path
 
 from payload.errors import ConfigError, ExitCode, PreflightError, UsageError
 from payload.hints import command
+from payload.named_settings import note_named
 from payload.results import RunPaths
 from payload.run_config import RunConfig, load_run_config
 from payload.storage.data import fetch_data
@@ -144,6 +145,7 @@ def fetch_whole(store: StoreReader, paths: RunPaths) -> None:
         ) from None
     try:
         fetch_run(store, RunPaths(staging))
+        note_named(RunPaths(staging), {"storage.results": str(store.address.parent())})
         staging.chmod(0o755)
         try:
             staging.rename(paths.root)

@@ -33,7 +33,8 @@ def test_a_run_resumed_from_the_store_alone_has_the_recorded_losses(
     shutil.rmtree(recorded.run_dir("kept"))
     token = read_json(recorded.store / "kept" / "owner.json")["token"]
     words = ("run", "--resume", recorded.store / "kept", "--inventory", "local")
-    commands.do(*words, "--set", "train.steps=12", folder=recorded.project)
+    more = ("--set", "train.steps=12", "--set", "data.dir=data/text")
+    commands.do(*words, *more, folder=recorded.project)
     require_continued(recorded.run_dir("kept"), "kept")
     optimizer = recorded.stored_checkpoint("kept") / "optimizer.safetensors"
     tensors = tensors_in(optimizer)

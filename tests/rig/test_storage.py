@@ -115,19 +115,16 @@ def test_a_run_whose_machines_are_deleted_ends_bitwise_equal_on_new_ones(
     wait_s = random.Random(20).uniform(0, 2)
     delete_in_the_middle(two_clusters.machines[:2], bucket, "lost", wait_s=wait_s)
 
-    # Someone who has neither the run's folder nor its settings. The data is found where the first
-    # one had it: the bucket's run.toml names a folder of a node that is gone.
+    # Someone who has neither the run's folder nor its settings. The bucket's run.toml names a folder
+    # of a node that is gone, and plan.json that of the first one; a person has to agree to it.
     second = operator_of(
         two_clusters, bucket, cluster=1, key=operator_key, folder=tmp_path / "second"
     )
-    code, said = second.do(
-        *second.on_cluster("run"),
-        "--quick",
-        "--resume",
-        f"{RESULTS}/lost",
-        "--set",
-        "track.to=none",
-    )
+    words = [*second.on_cluster("run"), "--quick", "--resume", f"{RESULTS}/lost"]
+    words += ["--set", "track.to=none"]
+    code, said = second.do(*words)
+    assert code == ExitCode.CONFIG and f"--set data.dir={first.data}" in said, said
+    code, said = second.do(*words, "--set", f"data.dir={first.data}")
     assert code == ExitCode.OK, said
     code, said = second.do(*second.run_words("whole", *SETTINGS, "storage.results=none"), "--quick")
     assert code == ExitCode.OK, said

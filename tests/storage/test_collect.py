@@ -156,7 +156,7 @@ def test_only_records_are_taken_and_nothing_else_blocks_them(tmp_path: Path) -> 
     assert found is not None and content_of(found) == content_of(made.checkpoint)
     there = {str(path.relative_to(made.paths.root)) for path in made.paths.root.rglob("*")}
     assert {name.partition("/")[0] for name in there if not name.endswith(".lock")} == {
-        *("run.toml", "identity.json", "metrics.jsonl", "logs", "checkpoints")
+        *("run.toml", "identity.json", "named.json", "metrics.jsonl", "logs", "checkpoints")
     }
     assert {name for name in there if name.startswith("logs/")} == {"logs/rank_0000.log"}
     restored = RunPaths(tmp_path / "resumed" / "r")

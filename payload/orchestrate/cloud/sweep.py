@@ -73,7 +73,7 @@ class Sweep:
     owns: Callable[[Resource], bool]
     """Tells what of `left` may be removed from here: what carries the cluster's identity."""
     others: Sequence[Resource] = ()
-    """What has a named cluster's name or lies in its network, and is not its own."""
+    """Resources with a named cluster's name, or in its network, that are not its own."""
     kept: Sequence[Resource] = ()
     """Resources that stay on purpose: buckets."""
     living: Mapping[str, Sequence[Resource]] = field(default_factory=dict)

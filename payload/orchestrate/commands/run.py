@@ -15,6 +15,7 @@ from rich.console import Console
 from payload.batch_size import as_recorded, left_open
 from payload.errors import ConfigError, DataError, ExitCode
 from payload.launch.plan import auto_batch_size
+from payload.named_settings import reaching, require_named
 from payload.orchestrate.planning import InventorySite, PlannedRun
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.follow import EndOptions, Tails, follow
@@ -40,9 +41,8 @@ class ConfigOptions:
     overrides: Sequence[str]
 
     def named(self) -> frozenset[str]:
-        """Return the settings that a person names by these options; all of a config file's."""
-        given = {each.partition("=")[0].strip() for each in self.overrides}
-        return frozenset(given if self.config is None else {*given, "data.dir", "model.init"})
+        """Return the settings that --set names, as `section.key`."""
+        return frozenset(each.partition("=")[0].strip() for each in self.overrides)
 
     def load(
         self, *, resumed: RunPaths | None = None, say: Callable[[str], None] = lambda _: None
@@ -239,8 +239,12 @@ def _order(
             say=talk.print,
         )
         options = replace(options, overrides=overrides)
+        if any(each.startswith("storage.results=") for each in overrides):
+            named |= {"storage.results"}
         site.hold_to_resume(resumed, env, held, talk)
     config, auto_size = options.load(resumed=resumed, say=talk.print), None
+    if resumed is not None and options.config is None:
+        require_named(resumed, reaching(config), named=named)
     config = settle_results(config, bucket=bucket)
     if resumed is not None:
         _refuse_when_finished(resumed, config)
@@ -260,7 +264,6 @@ def _order(
         env=env,
         talk=talk,
         held=held,
-        named=named,
     )
 
 

@@ -21,6 +21,7 @@ from payload.inventory import ClusterInventory
 from payload.launch.plan import LaunchPlan, auto_batch_size, operators_data
 from payload.launch.ranks import Rank, load_ranks
 from payload.metrics_log import read_metrics
+from payload.named_settings import note_brought, note_named, reaching
 from payload.orchestrate.run.mirror import alone, inside, mirror_file, read_mirrored
 from payload.results import (
     LATEST,
@@ -170,8 +171,6 @@ class Order:
     """Closed when the command no longer needs to keep others from starting the run."""
     identity: str = field(default_factory=new_identity)
     """For a run that has none yet."""
-    named: frozenset[str] = frozenset()
-    """Settings that the command itself names, and not only the run's own records."""
 
     def auto_size(self) -> int | None:
         """Return the micro-batch that the last plan chose for `auto`; None for a new run."""
@@ -197,6 +196,7 @@ class Order:
                 paths, is_new=is_made, fresh=self.identity, say=lambda line: self.talk.print(line)
             )
             before = None if is_made else _text_of(paths.config)
+            note_named(paths, reaching(self.config))
             write_whole(paths.config, self.config.to_toml())
         try:
             with room_for(paths):
@@ -472,6 +472,8 @@ def _take_records(store: StoreReader, paths: RunPaths, *, say: Callable[[str], N
     """Bring the records that are not here; all of them where the store's run is further."""
     gone = ("identity.json", "inventory.json", "hosts", "ranks.json")
     names = [each.name for each in store.entries() if each.name not in gone]
+    note_brought(paths)
+    note_named(paths, {"storage.results": str(store.address.parent())})
     with TemporaryDirectory(prefix=".stored.", dir=paths.root) as folder:
         staged = RunPaths(Path(folder))
         fetch_records(store, staged.root, names=[paths.metrics.name, paths.state.name])

@@ -26,6 +26,7 @@ from payload.inventory import ClusterInventory, Node
 from payload.launch.environment import RUN_DIR
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import load_ranks
+from payload.named_settings import note_named
 from payload.orchestrate.run.mirror import (
     Wanted,
     alone,
@@ -270,6 +271,7 @@ class RemoteRun:
             plan = LaunchPlan.load(staging.plan)
             if (plan.run_id, plan.environment.get(RUN_DIR)) != (run_id, str(self.run_dir)):
                 raise AnswerError(f"{head.node.name}: its plan.json is of another run.")
+            note_named(staging, {})
             note_seen(staging, alive=True, ssh_key=self._key)
             staging.root.chmod(0o755)
             staging.root.rename(self.paths.root)

@@ -29,7 +29,6 @@ from payload.launch_sections import LimitsSection
 from payload.orchestrate.planning import InventorySite, PlannedRun, plan_run
 from payload.orchestrate.preflight.checks import check_cluster, lock_sha, operator_key
 from payload.orchestrate.preflight.report import Report, try_if_new, with_known_trial
-from payload.orchestrate.run.sent import note_sent, require_named
 from payload.orchestrate.run.store import Order, is_copy, require_new, room_for
 from payload.orchestrate.run.there import RemoteRun, require_own_there
 from payload.orchestrate.sites.choose import (
@@ -157,8 +156,6 @@ class Ssh(InventorySite):
             data=order.config.data.folder(),
             weights=_weights(order.config.model.init, resumes=order.resumes),
         )
-        if order.resumes:
-            require_named(order.paths, local.settings(order.config), named=order.named)
         key, talk = self._key(), self._talk
         with ExitStack() as held:
             cluster = held.enter_context(self._connect(key))
@@ -325,7 +322,6 @@ class Ssh(InventorySite):
             run_key = install_run_key(cluster, inventory, name=name, lasts_s=lasts_s)
             planned = self._plan(order, report, answers, code=code, run_key=run_key)
             with order.folder() as paths:
-                note_sent(paths, local.settings(order.config))
                 own = known_identity(paths)
                 require_own_there(cluster.connect(inventory.head), run.run_dir, own)
                 # First there: where a connection breaks, a resumed run's records here stay.
@@ -391,11 +387,6 @@ class _LocalFiles:
     data: Path
     weights: Weights | None
     """Initial weights, if they are a folder here."""
-
-    def settings(self, config: RunConfig) -> dict[str, str]:
-        """Return the settings that name them, with their values."""
-        found = {"data.dir": config.data.dir}
-        return found if self.weights is None else {**found, "model.init": config.model.init}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

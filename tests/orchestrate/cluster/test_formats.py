@@ -15,7 +15,8 @@ pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
 def test_the_copy_of_a_run_and_the_trial_of_its_cluster(trained: Trained) -> None:
     copy = trained.operator.paths("far").root
     assert_format("mirror", [json.loads((copy / "mirror.json").read_text(encoding="utf-8"))])
-    assert_format("sent", [json.loads((copy / "sent.json").read_text(encoding="utf-8"))])
+    named = json.loads((copy / "named.json").read_text(encoding="utf-8"))
+    assert_format("named", [named], maps=("settings",))
     assert_keys("names.copy", names_in(copy), version=None)
     trial = trained.operator.folder / ".cluster" / "test" / "trial.json"
     found = json.loads(trial.read_text(encoding="utf-8"))

@@ -1,0 +1,244 @@
+"""A resumed run's own records name no data, model, store or sbatch option that a person has not."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from payload.errors import ConfigError, ExitCode
+from payload.inventory import Access
+from payload.named_settings import note_named, reaching, require_named
+from payload.orchestrate.__main__ import main
+from payload.orchestrate.sites.local import Local
+from payload.orchestrate.sites.ssh import Ssh
+from payload.results import RunPaths
+from payload.run_config import RunConfig, load_run_config, parse_run_config
+from payload.run_repair import config_to_resume
+from payload.storage.objects import open_store
+from payload.storage.records import fetch_records
+from payload.store_address import parse_store_address
+from tests.launch.inventories import make_inventory
+from tests.orchestrate.test_commands import Workplace
+from tests.storage.folders import write_checkpoint
+from tests.storage.uploading import upload_all
+from tests.support.identities import MINE, write_identity
+from tests.support.run_folders import make_run
+
+Plant = Callable[..., str]
+
+
+class StartedError(Exception):
+    """Something is being started."""
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Workplace:
+    return Workplace(tmp_path)
+
+
+@pytest.fixture
+def plant(tmp_path: Path, workplace: Workplace) -> Plant:
+    """Put a run into a store, with a run.toml that says more than it should."""
+
+    def put(*settings: str) -> str:
+        usual = [
+            f"data.dir={workplace.data}",
+            f"storage.results={tmp_path / 'results'}",
+            "data.sequence_length=16",
+            "model.preset=tiny",
+        ]
+        planted = make_run(tmp_path / "node" / "one", settings=[*usual, *settings])
+        write_identity(planted)
+        write_checkpoint(planted.checkpoints, 10, seed=1, run=MINE)
+        address = str(tmp_path / "results" / "one")
+        upload_all(planted, open_store(parse_store_address(address)), is_new=True)
+        return address
+
+    return put
+
+
+@pytest.fixture(autouse=True)
+def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop a start where the site is asked for it."""
+
+    def start(*_: object) -> None:
+        raise StartedError
+
+    for site in (Local, Ssh):
+        monkeypatch.setattr(site, "start", start)
+
+
+@pytest.fixture(params=["local", "cluster"])
+def resume(
+    request: pytest.FixtureRequest, workplace: Workplace, tmp_path: Path
+) -> Callable[..., int]:
+    """Resume a run at a site."""
+    inventory = "local"
+    if request.param == "cluster":
+        nodes = replace(make_inventory(num_nodes=2), access=Access(kind="direct"))
+        path = tmp_path / "inventory.json"
+        path.write_text(nodes.to_json(), encoding="utf-8")
+        inventory = str(path)
+
+    def run(named: str, *more: str) -> int:
+        words = ("run", "--resume", named, "--inventory", inventory, *more)
+        return main(workplace.arguments(*words), os.environ)
+
+    return run
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("is_here", [False, True])
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("model.init", "PRIVATE"),
+        ("storage.results", "ELSEWHERE"),
+        ("slurm.extra", "--container=/store/bundle"),
+        ("slurm.account", "theirs"),
+    ],
+)
+def test_a_store_names_nothing_of_this_machine(
+    setting: str,
+    value: str,
+    is_here: bool,
+    plant: Plant,
+    resume: Callable[..., int],
+    workplace: Workplace,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The attacks: private weights and data were sent, another store written, sbatch told."""
+    (tmp_path / "private").mkdir()
+    value = {"PRIVATE": str(tmp_path / "private"), "ELSEWHERE": str(tmp_path / "other")}.get(
+        value, value
+    )
+    stored = plant(f"{setting}={value}")
+    if is_here:
+        assert main(workplace.arguments("collect", stored), os.environ) == ExitCode.OK
+    capsys.readouterr()
+    assert resume("one" if is_here else stored) == ExitCode.CONFIG
+    said = capsys.readouterr().err
+    assert f"data.dir={workplace.data}" in said
+    is_pinned = setting == "storage.results" and not is_here
+    assert (f"--set {setting}={value}" in said) is not is_pinned
+    assert not (tmp_path / "other").exists()
+    named = ["--set", f"data.dir={workplace.data}", "--set", f"{setting}={value}"]
+    if setting != "model.init":  # there is no model in it
+        with pytest.raises(StartedError):
+            resume("one", *named)
+
+
+@pytest.mark.processes
+def test_what_was_found_in_a_store_stays_there(
+    plant: Plant, resume: Callable[..., int], workplace: Workplace, tmp_path: Path
+) -> None:
+    stored = plant()
+    with pytest.raises(StartedError):
+        resume(stored, "--set", f"data.dir={workplace.data}")
+    paths = RunPaths(workplace.runs / "one")
+    known = json.loads(paths.named.read_text(encoding="utf-8"))["settings"]
+    assert known == {"storage.results": [str(tmp_path / "results")]}
+
+
+@pytest.mark.processes
+def test_a_folder_of_an_older_version_is_this_machines_until_a_store_adds_to_it(
+    plant: Plant, resume: Callable[..., int], workplace: Workplace, tmp_path: Path
+) -> None:
+    stored = plant()
+    assert main(workplace.arguments("collect", stored), os.environ) == ExitCode.OK
+    paths = RunPaths(workplace.runs / "one")
+    paths.named.unlink()
+    with pytest.raises(StartedError):
+        resume("one")
+    settings = tmp_path / "results" / "one" / "run.toml"
+    settings.write_text(settings.read_text().replace('extra = ""', 'extra = "--container=x"'))
+    paths.metrics.unlink(missing_ok=True)
+    (tmp_path / "results" / "one" / "metrics.jsonl").write_text(
+        '{"schema_version": 1, "step": 9, "val_loss": 1.0, "val_tokens": 1, "time_unix": 1.0}\n'
+    )
+    assert main(workplace.arguments("collect", stored), os.environ) == ExitCode.OK
+    assert load_run_config(paths.config).slurm.extra == "--container=x"
+    assert resume("one") == ExitCode.CONFIG
+
+
+@pytest.mark.processes
+def test_a_checkpoint_says_how_a_run_was_trained_and_not_where_it_goes(tmp_path: Path) -> None:
+    """The attack: one planted checkpoint with another seed brought all of its settings."""
+    paths = make_run(tmp_path / "one", settings=["storage.results=/mine", "data.dir=/my/data"])
+    theirs = parse_run_config(
+        "",
+        overrides=[
+            *("run.seed=7", "storage.results=/theirs", "data.dir=/their/data"),
+            *("slurm.extra=--container=x", "limits.max_hours=900"),
+        ],
+        where="test",
+    )
+    checkpoint = write_checkpoint(paths.checkpoints, 3, seed=0, run=MINE)
+    state = json.dumps({"identity": MINE.identity, "config_toml": theirs.to_toml(), "step": 3})
+    replace_in(checkpoint, "trainer.json", state)
+    config, warning = config_to_resume(paths, overrides=["train.steps=9"])
+    assert warning is not None and config.run.seed == 7 and config.train.steps == 9
+    kept = (config.storage.results, config.data.dir, config.slurm.extra, config.limits.max_hours)
+    assert kept == ("/mine", "/my/data", "", RunConfig().limits.max_hours)
+
+
+def replace_in(checkpoint: Path, name: str, text: str) -> None:
+    """Put another file into a checkpoint, and into its manifest."""
+    import hashlib
+
+    (checkpoint / name).write_text(text, encoding="utf-8")
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"][name] = {
+        "bytes": len(text.encode()),
+        "sha256": hashlib.sha256(text.encode()).hexdigest(),
+    }
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_what_was_named_once_is_known_by_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = RunPaths(tmp_path / "one")
+    paths.root.mkdir()
+    monkeypatch.chdir(tmp_path)
+    note_named(paths, {"data.dir": "data"})
+    note_named(paths, {"data.dir": "gs://b/data", "model.init": str(tmp_path / "model")})
+    for place in ("data", str(tmp_path / "data"), "gs://b/data"):
+        require_named(paths, {"data.dir": place})
+    for place in ("data/more", "gs://b/data2", "/", str(tmp_path), str(tmp_path / "model")):
+        with pytest.raises(ConfigError, match=r"nobody has named data\.dir"):
+            require_named(paths, {"data.dir": place})
+        require_named(paths, {"data.dir": place}, named={"data.dir"})
+    with pytest.raises(ConfigError, match=r"nobody has named model\.init") as raised:
+        require_named(paths, {"model.init": "\x1b[31m"}, named={"data.dir"})
+    assert "\x1b" not in str(raised.value)
+
+
+def test_defaults_and_models_of_a_hub_reach_nothing(tmp_path: Path) -> None:
+    assert reaching(RunConfig()) == {}
+    hub = parse_run_config("", overrides=["model.init=org/model"], where="test")
+    assert reaching(hub) == {}
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", '{"settings": "/"}', '{"settings": {"data.dir": "/"}}', "[]"]
+)
+def test_a_damaged_record_allows_nothing(content: str, tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.named.write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match="nobody has named"):
+        require_named(paths, {"data.dir": "/"})
+
+
+def test_the_record_never_comes_from_a_store(tmp_path: Path) -> None:
+    (tmp_path / "store" / "one").mkdir(parents=True)
+    for name in ("named.json", "run.toml"):
+        (tmp_path / "store" / "one" / name).write_text('{"settings": {"data.dir": ["/"]}}')
+    store = open_store(parse_store_address(str(tmp_path / "store" / "one")))
+    assert fetch_records(store, tmp_path / "run") == ["run.toml"]
