@@ -115,8 +115,8 @@ def test_a_run_whose_machines_are_deleted_ends_bitwise_equal_on_new_ones(
     wait_s = random.Random(20).uniform(0, 2)
     delete_in_the_middle(two_clusters.machines[:2], bucket, "lost", wait_s=wait_s)
 
-    # Someone who has neither the run's folder nor its settings. The bucket's run.toml names a folder
-    # of a node that is gone, and plan.json that of the first one; a person has to agree to it.
+    # Someone who has neither the run's folder nor its settings. The bucket's run.toml names a
+    # folder of a node that is gone, plan.json the first one's: a person has to agree to that.
     second = operator_of(
         two_clusters, bucket, cluster=1, key=operator_key, folder=tmp_path / "second"
     )
