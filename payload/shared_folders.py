@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from payload.interpreter import code_environment, module_words
 from payload.inventory import SHARED_FOLDER
 from payload.run_config import RunConfig
 from payload.untrusted import printable
@@ -86,7 +87,7 @@ class _Look:
 
     def __init__(self, folder: str, env: Mapping[str, str]) -> None:
         self.folder = folder
-        self._env = dict(env)
+        self._env = code_environment(env)
         self._answered_s = time.monotonic()
         self._error = ""
         self._process: subprocess.Popen[bytes] | None = None
@@ -119,7 +120,7 @@ class _Look:
         # A machine without memory for it must not end the run: then nothing is known.
         with suppress(OSError):
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "payload.shared_folders", self.folder],
+                module_words("payload.shared_folders", self.folder),
                 env=self._env,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from payload.interpreter import code_environment, module_words
 from payload.results import RunPaths
 from payload.untrusted import one_line
 
@@ -83,12 +82,9 @@ def report_process(words: Sequence[str], *, is_live: bool = False) -> subprocess
 def _start(
     program: str, words: Sequence[str], *, stderr: int, stdin: int = subprocess.DEVNULL
 ) -> subprocess.Popen[str]:
-    root = str(Path(__file__).resolve().parents[1])
-    before = os.environ.get("PYTHONPATH")
     return subprocess.Popen(
-        # -P: a folder called payload where the user is does not come first.
-        [sys.executable, "-P", "-m", program, *words],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([root, *([before] if before else [])])},
+        module_words(program, *words),
+        env=code_environment(os.environ),
         stdin=stdin,
         stdout=subprocess.DEVNULL,
         stderr=stderr,

@@ -16,6 +16,7 @@ from typing import Any
 
 from payload.errors import INTERRUPTED, ConfigError, ExitCode, TileforgeError, UsageError
 from payload.hints import command
+from payload.interpreter import code_environment, module_words
 from payload.results import DEFAULT_RUNS_DIR, write_whole
 from payload.tasks import TASK_KINDS
 from payload.untrusted import printable
@@ -82,7 +83,8 @@ def _finetune(arguments: argparse.Namespace) -> int:
     more = ["--detach"] if arguments.detach else []
     more += ["--samples"] if decided.is_sampled and not arguments.no_samples else []
     # In this process's place: signals reach it, and its exit code is this command's.
-    os.execv(sys.executable, [sys.executable, "-m", "payload.orchestrate", *decided.run, *more])
+    program = module_words("payload.orchestrate", *decided.run, *more)
+    os.execve(program[0], program, code_environment(os.environ))
 
 
 def _run_words(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -106,7 +108,8 @@ def _require_unedited(config: Path, text: str, *, force: bool) -> None:
 def _ask(words: Sequence[str]) -> Any:
     """Return the JSON that a program of the project prints; its error line becomes an exception."""
     done = subprocess.run(
-        [sys.executable, "-m", *words],
+        module_words(*words),
+        env=code_environment(os.environ),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -124,7 +127,7 @@ def _ask(words: Sequence[str]) -> Any:
 
 def _call(words: Sequence[str]) -> int:
     """Run a program of the project to its end, pass signals on, and return its exit code."""
-    process = subprocess.Popen([sys.executable, "-m", *words])
+    process = subprocess.Popen(module_words(*words), env=code_environment(os.environ))
 
     def forward(number: int, _frame: FrameType | None) -> None:
         process.send_signal(number)

@@ -8,6 +8,7 @@ of `payload.generate`, which always takes the likeliest token.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from payload.data.packed_blocks import Split
 from payload.data.show import read_samples
 from payload.data_folder import VAL_NAME, DataMeta, load_meta
 from payload.errors import ConfigError, DataError, ExitCode, TileforgeError
+from payload.interpreter import code_environment, module_words
 from payload.results import RunPaths, write_whole
 from payload.run_config import load_run_config
 from payload.run_samples import SAMPLES_NAME, Sample, write_samples
@@ -137,7 +139,8 @@ def _continued(prompts: Sequence[str], *, checkpoint: str) -> list[str]:
         words = ["--checkpoint", checkpoint, "--prompts-file", str(file), "--json"]
         words += ["--max-new-tokens", str(_NEW_TOKENS), "--temperature", "0", "--num-samples", "1"]
         done = subprocess.run(
-            [sys.executable, "-m", "payload.generate", *words],
+            module_words("payload.generate", *words),
+            env=code_environment(os.environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

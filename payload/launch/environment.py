@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from payload.interpreter import SAFE_PATH
 from payload.launch.ranks import Rank
 from payload.rank_variables import TORCH, names
 
@@ -116,6 +117,7 @@ def common_environment(
         "MASTER_PORT": str(rendezvous.port),
         # Lines reach the rank's log as they are printed.
         "PYTHONUNBUFFERED": "1",
+        **SAFE_PATH,
     }
     if python_path:
         variables["PYTHONPATH"] = python_path

@@ -20,6 +20,7 @@ from types import FrameType
 
 import payload
 from payload.errors import PreflightError
+from payload.interpreter import module_words
 from payload.results import RunPaths
 from payload.untrusted import one_line
 
@@ -85,7 +86,8 @@ def local_stack(
     with TemporaryDirectory(prefix="tileforge-dashboard-") as folder, _Programs(env) as programs:
         home = Path(folder)
         _copy_files(files, home)
-        exporter = [python, "-m", "payload.monitor.exporter", "--run-dir", str(paths.root)]
+        words = ["--run-dir", str(paths.root)]
+        exporter = module_words("payload.monitor.exporter", *words, python=python)
         _backfill(exporter, home, env=env, say=say)
         # The same label as the history's, so that both are one curve.
         _target(

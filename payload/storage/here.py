@@ -14,6 +14,7 @@ from pathlib import Path
 
 from payload.errors import ConfigError, ExitCode, PreflightError, UsageError
 from payload.hints import command
+from payload.interpreter import code_environment, module_words
 from payload.named_settings import note_named
 from payload.results import RunPaths
 from payload.run_config import RunConfig, load_run_config
@@ -77,9 +78,12 @@ def try_store_here(
     The same holds for `new_run`, a run's id, that the store has already. The attempt is a process
     of its own: one that touches a dead mount hangs, and cannot even be killed.
     """
-    words = [sys.executable, *check_words(address, new_run=new_run)]
     process = subprocess.Popen(
-        words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+        check_words(address, new_run=new_run),
+        env=code_environment(env),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
     )
     try:
         _, said = process.communicate(timeout=timeout_s)
@@ -95,10 +99,12 @@ def try_store_here(
     require_stored(process.returncode, said)
 
 
-def check_words(address: StoreAddress, *, new_run: str | None) -> list[str]:
-    """Return Python's arguments that try a store."""
+def check_words(
+    address: StoreAddress, *, new_run: str | None, python: str = sys.executable
+) -> list[str]:
+    """Return the command line that tries a store."""
     run = [] if new_run is None else ["--new", new_run]
-    return ["-m", "payload.storage", "check", *run, str(address)]
+    return module_words("payload.storage", "check", *run, str(address), python=python)
 
 
 def require_stored(status: int, said: bytes, *, where: str = "") -> None:

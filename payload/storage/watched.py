@@ -12,7 +12,6 @@ import json
 import os
 import select
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ from dataclasses import asdict
 from typing import Any, BinaryIO, cast
 
 from payload.errors import TileforgeError
+from payload.interpreter import code_environment, module_words
 from payload.storage.objects import (
     ConflictError,
     MissingObjectError,
@@ -86,8 +86,8 @@ class _WatchedStore:
         self._note_s = note_s
         words = ["serve", "--below", str(address.num_below), str(address)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "payload.storage", *words],
-            env=dict(env),
+            module_words("payload.storage", *words),
+            env=code_environment(env),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from payload.errors import ConfigError, ExitCode, TileforgeError
 from payload.hints import command
+from payload.interpreter import code_environment, module_words
 from payload.launch.agents import AgentJob, end_of_agent
 from payload.launch.environment import RUN_DIR
 from payload.rank_variables import NODE_RANK, SLURM_NODE
@@ -102,13 +103,16 @@ class _Agent:
     def __init__(self, job: AgentJob, node_rank: int, address: str) -> None:
         self.address = address
         self._is_here = node_rank == 0
-        words = [sys.executable, "-m", "payload.supervise.agents", "--node"]
+        words = module_words("payload.supervise.agents", "--node")
         if not self._is_here:
             names = ("PYTHONPATH", RUN_DIR)
             settings = {name: job.environment[name] for name in names if name in job.environment}
             words = remote_argv(address, ssh=job.ssh, words=words, environment=settings)
         self.process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, preexec_fn=die_with_parent(signal.SIGKILL)
+            words,
+            env=code_environment(os.environ),
+            stdin=subprocess.PIPE,
+            preexec_fn=die_with_parent(signal.SIGKILL),
         )
         told = {"job": job.to_json(), "node_rank": node_rank, "address": address}
         assert self.process.stdin is not None

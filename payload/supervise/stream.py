@@ -25,6 +25,7 @@ from signal import SIGKILL
 from typing import Any
 
 from payload.errors import ConfigError
+from payload.interpreter import module_words
 from payload.inventory import Node
 from payload.launch.liveness import SILENT_S, NodeHeartbeat
 from payload.launch.plan import LaunchPlan
@@ -297,14 +298,14 @@ def heartbeat_argv(
     node: Node, *, plan: LaunchPlan, run_dir: Path, lifeline_s: float, folders: Sequence[str] = ()
 ) -> list[str]:
     """Return ssh or srun as the launcher uses it, with the program that tells how the node is."""
-    program = [plan.program[0], "-m", "payload.supervise.heartbeat", "--run-dir", str(run_dir)]
-    watched = [f"--folder={folder}" for folder in folders]
+    words = ["--run-dir", str(run_dir), "--lifeline", f"{lifeline_s:g}"]
+    words += [f"--folder={folder}" for folder in folders]
     python_path = plan.environment.get("PYTHONPATH")
     return remote_argv(
         node.name,
         ssh=(*plan.ssh, *_SSH_OPTIONS),
         node_command=plan.node_command,
-        words=[*program, "--lifeline", f"{lifeline_s:g}", *watched],
+        words=module_words("payload.supervise.heartbeat", *words, python=plan.program[0]),
         environment={"PYTHONPATH": python_path} if python_path else {},
     )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -16,6 +15,7 @@ from dataclasses import replace
 from typing import BinaryIO
 
 from payload.errors import PreflightError
+from payload.interpreter import code_environment, module_words
 from payload.launch.plan import LaunchPlan
 from payload.results import RunPaths, RunState, last_record, write_json
 from payload.run_config import RunConfig
@@ -166,10 +166,9 @@ class Uploading:
         _kill(process)
 
     def _start(self, verb: str, *more: str, stderr: int | BinaryIO) -> subprocess.Popen[str]:
-        program = [sys.executable, "-m", "payload.storage"]
         return subprocess.Popen(
-            [*program, verb, "--run-dir", str(self._paths.root), *more],
-            env=dict(self._env),
+            module_words("payload.storage", verb, "--run-dir", str(self._paths.root), *more),
+            env=code_environment(self._env),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=stderr,

@@ -69,8 +69,9 @@ def environment() -> dict[str, str]:
 
 def run_here(words: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
     """Run `python -m payload.data` or `payload.orchestrate` in this process, which has torch."""
-    python, flag, name, *rest = words
-    assert (python, flag) == (sys.executable, "-m")
+    python, *flags, name = words[:4]
+    rest = words[4:]
+    assert (python, *flags) == (sys.executable, "-P", "-m")
     with (
         contextlib.redirect_stdout(io.StringIO()) as out,
         contextlib.redirect_stderr(io.StringIO()) as err,

@@ -17,6 +17,7 @@ run_dir="$PWD/runs/tiny-1"
 export PATH="$checkout"/.venv/bin:$PATH PYTHONPATH="$checkout"
 export OMP_NUM_THREADS=1
 export PYTHONUNBUFFERED=1
+export PYTHONSAFEPATH=1
 export GLIBC_TUNABLES=glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296:glibc.malloc.hugetlb=1
 export GOMP_SPINCOUNT=3000
 mkdir -p "$run_dir"

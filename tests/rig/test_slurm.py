@@ -292,7 +292,7 @@ def test_torchrun_s_stuck_ranks_end_after_their_supervisor_while_the_allocation_
         allocation = pool.submit(cluster.type, asked, timeout_s=400)
         wait_for_steps(paths)
         second.exec(["pkill", "-STOP", "-f", "^[^ ]*python[^ ]* -m payload[.]train "])
-        supervisor = "^[^ ]*python[^ ]* -m payload[.]supervise --run-dir "
+        supervisor = "^[^ ]*python[^ ]* -P -m payload[.]supervise --run-dir "
         cluster.login.exec(["pkill", "-KILL", "-f", supervisor])
         for node in (first, second):
             wait_until(partial(has_no_run, node), what=f"{node.name}'s end", timeout_s=WAIT_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from payload.errors import ConfigError
+from payload.interpreter import SAFE_PATH
 from payload.inventory import ClusterInventory
 from payload.launch.arithmetic import work_out
 from payload.launch.environment import malloc_environment, spin_environment
@@ -54,6 +55,7 @@ def export_job(
     environment = {
         "OMP_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",
+        **SAFE_PATH,
         **malloc_environment(config.malloc()),
         **spin_environment(),
     }

@@ -24,6 +24,7 @@ from payload.cloud_need import Need, need_of
 from payload.cloud_prices import disk_price, machine_price, nat_price
 from payload.errors import INTERRUPTED, BudgetError, ConfigError, ExitCode, TileforgeError
 from payload.hints import command
+from payload.interpreter import code_environment, module_words
 from payload.launch.ranks import place_ranks
 from payload.orchestrate.cloud.google import REQUEST_LOG, Endpoints, Google
 from payload.orchestrate.cloud.listing import remove
@@ -260,8 +261,8 @@ class Rehearsal:
         log = self.folder / f"{len(self.steps) + 1:02}-{words[0]}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "payload.orchestrate", *words],
-                env=self.env,
+                module_words("payload.orchestrate", *words),
+                env=code_environment(self.env),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

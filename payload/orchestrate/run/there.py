@@ -22,6 +22,7 @@ from payload.errors import (
     RankLostError,
     TileforgeError,
 )
+from payload.interpreter import module_words
 from payload.inventory import ClusterInventory, Node
 from payload.launch.environment import RUN_DIR
 from payload.launch.plan import LaunchPlan
@@ -101,14 +102,14 @@ class RemoteRun:
     def start(self, *, grace_s: float, name: str) -> Begun:
         """Start the supervisor on the head, which `name` has claimed; see node/control.py."""
         plan = LaunchPlan.load(self.paths.plan)
-        argv = [plan.program[0], "-m", "payload.supervise", "--run-dir", str(self.run_dir)]
+        words = ["--run-dir", str(self.run_dir), "--grace", f"{grace_s:g}"]
         return self._act(
             self.inventory.head,
             Begun,
             action="start",
             name=name,
             timeout_s=_START_S,
-            argv=[*argv, "--grace", f"{grace_s:g}"],
+            argv=module_words("payload.supervise", *words, python=plan.program[0]),
             python_path=plan.environment["PYTHONPATH"],
         )
 

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from payload.errors import ConfigError, ExitCode, PreflightError, TileforgeError, UsageError
+from payload.interpreter import code_environment, module_words
 from payload.inventory import Access, ClusterInventory, Node
 from payload.launch.environment import launcher_environment
 from payload.launch.launchers.base import Launcher, Reach
@@ -283,11 +284,8 @@ def look(
 ) -> dict[str, NodeSight]:
     """Let every node tell what it has, by srun. Raises PreflightError."""
     told = json.dumps({"targets": targets, "folders": [str(folder) for folder in folders]})
-    kept = launcher_environment(env, {}, keeps=LAUNCHER.keeps)
-    root = LocalAccess(env).python_path()
-    if root:
-        kept["PYTHONPATH"] = root
-    program = [sys.executable, "-m", "payload.orchestrate.sites.allocation", "--look", told]
+    kept = code_environment(launcher_environment(env, {}, keeps=LAUNCHER.keeps))
+    program = module_words("payload.orchestrate.sites.allocation", "--look", told)
     words = [*each_node_command("srun", len(names)), "--quiet", *program]
     printed = ask(words, kept, timeout_s=_LOOK_S)
     sights = {}
@@ -445,13 +443,12 @@ def _supervise(paths: RunPaths, env: Mapping[str, str], *, grace_s: float) -> in
     write_json(
         paths.job, replace(job, pid=os.getpid(), restarts=int(env.get("SLURM_RESTART_COUNT", 0)))
     )
-    words = [sys.executable, "-m", "payload.supervise", "--run-dir", str(paths.root)]
-    words += ["--grace", f"{grace_s:g}"]
+    words = ["--run-dir", str(paths.root), "--grace", f"{grace_s:g}"]
     words += found.access.supervisor_words()
-    root = found.access.python_path()
     # From here on the supervisor takes them, once it is ready.
     signal.pthread_sigmask(signal.SIG_BLOCK, control.STOP_SIGNALS)
-    os.execve(sys.executable, words, dict(env) | ({"PYTHONPATH": root} if root else {}))
+    program = module_words("payload.supervise", *words)
+    os.execve(program[0], program, code_environment(env))
 
 
 if __name__ == "__main__":

@@ -296,7 +296,7 @@ def try_store(
     The same holds for `new_run`, a run's id, that the store has already.
     """
     root = PurePosixPath(answer.home, NODE_FOLDER, f"payload-{code.digest}")
-    program = [str(VENV / "bin" / "python"), *check_words(address, new_run=new_run)]
+    program = check_words(address, new_run=new_run, python=str(VENV / "bin" / "python"))
     done = head.run(["env", f"PYTHONPATH={root}", *program], timeout_s=TRY_STORE_S)
     require_stored(done.status, done.stderr, where=f"{head.node.name}: ")
 

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -20,12 +19,12 @@ from shutil import which
 
 from rich.console import Console
 
-import payload
 from payload.checkpoint_files import require_room
 from payload.core_speed import has_bf16, typical_core_flops_per_s
 from payload.engines import require_means_here
 from payload.errors import ExitCode, PreflightError, RankLostError, UsageError
 from payload.hints import run_command
+from payload.interpreter import code_environment, code_path, module_words
 from payload.inventory import RANK_PORTS, Node
 from payload.launch.launchers.base import Launcher, Reach
 from payload.launch.launchers.registry import AUTO
@@ -76,8 +75,7 @@ class LocalAccess:
 
     def code_environment(self) -> dict[str, str]:
         """Return the same with this code on Python's path, for modules of it."""
-        python_path = self.python_path()
-        return self.environment() | ({"PYTHONPATH": python_path} if python_path else {})
+        return code_environment(self._env)
 
     def interfaces(self, nodes: Sequence[Node]) -> Mapping[str, str]:
         """Return loopback for every node."""
@@ -138,13 +136,8 @@ class LocalAccess:
         return Reach(interface=LOOPBACK)
 
     def python_path(self) -> str | None:
-        """Return the payload package's parent folder, or None when it is installed."""
-        root = Path(payload.__file__).parent.parent
-        installed = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
-        if root in installed:
-            return None
-        known = self._env.get("PYTHONPATH")
-        return f"{root}{os.pathsep}{known}" if known else str(root)
+        """Return the PYTHONPATH of this code's processes, or None when it is installed."""
+        return code_path(self._env)
 
     def tcmalloc(self) -> str:
         """Return tcmalloc's path. Raises PreflightError with the line that installs it."""
@@ -183,17 +176,12 @@ class LocalAccess:
         Unless detached, it stops the run when this process dies.
         """
         owner = [] if detached else ["--owner-pid", str(os.getpid())]
-        command = [self.python, "-m", "payload.supervise", "--run-dir", str(paths.root), *owner]
-        command += self.supervisor_words()
+        words = ["--run-dir", str(paths.root), *owner, *self.supervisor_words()]
         paths.logs.mkdir(parents=True, exist_ok=True)
-        env = dict(self._env)
-        python_path = self.python_path()
-        if python_path:
-            env["PYTHONPATH"] = python_path
         with paths.supervisor_log.open("ab") as log, control.held_back(control.STOP_SIGNALS):
             return subprocess.Popen(
-                [*command, "--grace", str(grace_s)],
-                env=env,
+                module_words("payload.supervise", *words, "--grace", str(grace_s)),
+                env=self.code_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

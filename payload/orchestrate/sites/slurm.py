@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from payload.errors import INTERRUPTED, ConfigError, ExitCode, PreflightError
+from payload.interpreter import module_words
 from payload.orchestrate.run.mirror import mirror_file
 from payload.orchestrate.run.report import log_tail
 from payload.orchestrate.run.store import Order
@@ -124,14 +125,14 @@ def render_script(
         if value is not None:
             options.append(f"--{key}={value}")
     options += shlex.split(slurm.extra)
-    words = [access.python, "-m", "payload.orchestrate.sites.allocation"]
-    words += ["--run-dir", str(paths.root), "--grace", f"{grace_s:g}"]
+    words = ["--run-dir", str(paths.root), "--grace", f"{grace_s:g}"]
+    program = module_words("payload.orchestrate.sites.allocation", *words, python=access.python)
     root = access.python_path()
     lines = ["#!/bin/sh", *(f"#SBATCH {shlex.quote(option)}" for option in options)]
     lines += [f"cd {shlex.quote(str(Path.cwd()))} || exit {int(ExitCode.PREFLIGHT)}"]
     lines += [f"export PYTHONPATH={shlex.quote(root)}"] if root else []
     # In the shell's place: Slurm's signals to the batch script then reach the supervisor.
-    return "\n".join([*lines, f"exec {shlex.join(words)}", ""])
+    return "\n".join([*lines, f"exec {shlex.join(program)}", ""])
 
 
 def _pattern(path: Path) -> str:

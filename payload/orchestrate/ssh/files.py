@@ -25,7 +25,14 @@ from payload.checkpoint_files import (
     manifest_problems,
     sha256_of,
 )
-from payload.errors import AnswerError, CheckpointError, PreflightError, TileforgeError
+from payload.errors import (
+    AnswerError,
+    CheckpointError,
+    ConfigError,
+    PreflightError,
+    TileforgeError,
+)
+from payload.interpreter import module_words
 from payload.orchestrate.run.mirror import inside, make_folder, set_aside_no_folder
 from payload.orchestrate.ssh.connection import Connection, SFTPClient
 from payload.orchestrate.ssh.streams import NODE_FOLDER, Finished, NodeLook, ask, require_known
@@ -371,15 +378,9 @@ def build_kernels(
     Returns why there are none, or None: ranks train without them, only slower.
     """
     root = home / NODE_FOLDER / f"payload-{code.digest}"
-    argv = [
-        "env",
-        f"PYTHONPATH={root}",
-        str(venv / "bin" / "python"),
-        "-m",
-        "payload.train.kernels",
-    ]
+    program = module_words("payload.train.kernels", python=str(venv / "bin" / "python"))
     try:
-        done = connection.run(argv, timeout_s=_BUILD_S)
+        done = connection.run(["env", f"PYTHONPATH={root}", *program], timeout_s=_BUILD_S)
     except PreflightError as error:
         return str(error)
     if done.status == 0:
@@ -395,7 +396,8 @@ def make_room_for(
 
     Returns a sentence for each. Raises PreflightError.
     """
-    argv = ["env", f"PYTHONPATH={python_path}", python, "-m", "payload.run_repair", str(run_dir)]
+    program = module_words("payload.run_repair", str(run_dir), python=python)
+    argv = ["env", f"PYTHONPATH={python_path}", *program]
     said = connection.check_run(argv, timeout_s=_LOOK_S).decode(errors="replace")
     return printable(said).splitlines()
 

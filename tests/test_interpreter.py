@@ -1,0 +1,131 @@
+"""Processes of ours in a folder whose modules somebody else wrote."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from payload.interpreter import SAFE_PATH, code_environment, code_path, module_words
+from payload.launch.environment import Rendezvous, common_environment
+from payload.launch.plan import rank_words
+from payload.shared_folders import _Look
+from payload.storage.here import try_store_here
+from payload.storage.watched import watched_store
+from payload.store_address import StoreAddress, parse_store_address
+
+REPO = Path(__file__).resolve().parents[1]
+_BY_THE_LAUNCHER = {
+    "payload/launch/agents.py",
+    "payload/launch/launchers/torchrun.py",
+    "payload/launch/plan.py",
+    "payload/orchestrate/preflight/trial.py",
+}
+"""Command lines of launchers and ranks: `common_environment` has `SAFE_PATH` for them."""
+_PRINTED = {"payload/hints.py"}
+
+
+@pytest.fixture
+def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a folder with modules of our and of the standard library's names current.
+
+    Returns the file that they write where one of them is imported.
+    """
+    sprung, folder = tmp_path / "sprung", tmp_path / "cloned"
+    code = f"open({str(sprung)!r}, 'a').write(__name__)\nraise SystemExit(9)\n"
+    for name in ("payload/__init__.py", "json.py", "argparse.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(code)
+    monkeypatch.chdir(folder)
+    # As `tileforge` and a checkout's `python -m payload` leave it: nothing says where the code is.
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    return sprung
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> StoreAddress:
+    folder = tmp_path / "store"
+    folder.mkdir()
+    (folder / "run.toml").write_text("x")
+    return parse_store_address(str(folder), setting="test")
+
+
+@pytest.mark.processes
+def test_the_store_helpers_take_no_code_from_the_current_folder(
+    trap: Path, store: StoreAddress
+) -> None:
+    with watched_store(store, env=os.environ, say=print) as reader:
+        assert [each.name for each in reader.entries()] == ["run.toml"]
+    try_store_here(store, env=os.environ)
+    assert not trap.exists()
+
+
+@pytest.mark.processes
+def test_a_look_at_a_shared_folder_takes_no_code_from_the_current_folder(
+    trap: Path, tmp_path: Path
+) -> None:
+    look = _Look(str(tmp_path), os.environ)
+    try:
+        process = look._process
+        assert process is not None and process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), True)
+        assert process.stdout.readline() == b"\n"
+    finally:
+        look.close()
+    assert not trap.exists()
+
+
+@pytest.mark.processes
+def test_what_a_launcher_starts_takes_no_code_from_the_current_folder(trap: Path) -> None:
+    there = common_environment(
+        run_id="r",
+        run_dir="/r",
+        rendezvous=Rendezvous(address="127.0.0.1", port=1, interfaces={}),
+        malloc="default",
+        tcmalloc=None,
+        oversubscribed=False,
+        python_path=code_path({}),
+    )
+    done = subprocess.run(
+        [sys.executable, *rank_words(Path("/r"))[:2], "--help"],
+        env={**os.environ, **there},
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, trap.exists()) == (0, False)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("module", ["payload.supervise", "payload.orchestrate.sites.allocation"])
+def test_a_module_takes_no_code_from_the_current_folder(trap: Path, module: str) -> None:
+    done = subprocess.run(
+        module_words(module, "--help"),
+        env=code_environment({**os.environ, "PYTHONPATH": f"/absent{os.pathsep}"}),
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, trap.exists()) == (0, False)
+
+
+def test_the_code_is_first_on_the_path_and_an_empty_entry_is_not_handed_on() -> None:
+    root = str(REPO)
+    assert code_path({}) == root
+    assert code_path({"PYTHONPATH": f":/a::{root}:"}) == f"{root}:/a"
+    assert code_environment({"A": "b"}) == {"A": "b", "PYTHONPATH": root}
+    assert SAFE_PATH == {"PYTHONSAFEPATH": "1"}
+
+
+def test_every_module_is_started_by_module_words() -> None:
+    """`-m` without `-P` before it: the current folder's modules come first."""
+    found = set()
+    for path in sorted((REPO / "payload").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.List | ast.Tuple):
+                words = [each.value if isinstance(each, ast.Constant) else 0 for each in node.elts]
+                if "-m" in words and "-P" not in words:
+                    found.add(path.relative_to(REPO).as_posix())
+    assert found == _BY_THE_LAUNCHER | _PRINTED
