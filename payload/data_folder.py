@@ -14,7 +14,15 @@ from payload.errors import ConfigError, DataError
 from payload.hf_folder import TOKENIZER_FILES
 from payload.remake import how_to_make_again, missing_data
 from payload.tasks import TaskKind
-from payload.untrusted import build, check_schema, checked, parse_json, read_bytes, shown
+from payload.untrusted import (
+    PLAIN_TEXT,
+    build,
+    check_schema,
+    checked,
+    parse_json,
+    read_bytes,
+    shown,
+)
 
 META_NAME = "meta.json"
 TRAIN_NAME = "train.bin"
@@ -161,7 +169,7 @@ class DataMeta:
     """Where the first few of them are and what was wrong."""
     text_bytes: int = checked(low=0)
     """UTF-8 bytes that were tokenized."""
-    source: str
+    source: str = checked(pattern=PLAIN_TEXT, wanted="one line without control characters")
     """Kind and place, as in `jsonl: corpus/part-*.jsonl`."""
     revision: str | None
     """The hub's commit, the Python version for `stdlib`, else None."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from payload.results import DEFAULT_RUNS_DIR, RunPaths
+from payload.untrusted import printable
 
 CONSOLE = "TILEFORGE_CONSOLE"
 """Where `tileforge` lies, in the environment of what it starts."""
@@ -24,6 +25,15 @@ _CONSOLE_WORDS = {
 """Names that stand for a program after `tileforge`."""
 
 
+def quoted(text: str) -> str:
+    """Return text as one word of a shell's command line that is shown to people.
+
+    What people see has no control characters, and one that is removed after quoting may take a
+    quote with it: the rest of the text would be the shell's.
+    """
+    return shlex.quote(printable(text))
+
+
 def program_name() -> str:
     """Return how the user calls the one command: `tileforge`, its path, or `python -m payload`."""
     console = os.environ.get(CONSOLE)
@@ -31,7 +41,7 @@ def program_name() -> str:
         return f"{_interpreter_words()} -m payload"
     found = shutil.which("tileforge")
     is_on_path = found is not None and Path(found).absolute() == Path(console).absolute()
-    return "tileforge" if is_on_path else shlex.quote(console)
+    return "tileforge" if is_on_path else quoted(console)
 
 
 def command(program: str, *arguments: str) -> str:
@@ -42,9 +52,9 @@ def command(program: str, *arguments: str) -> str:
     Otherwise the interpreter's path, PYTHONPATH or `cd` are added.
     """
     if CONSOLE in os.environ and program in _CONSOLE_WORDS:
-        rest = map(shlex.quote, (*_CONSOLE_WORDS[program], *arguments))
+        rest = map(quoted, (*_CONSOLE_WORDS[program], *arguments))
         return " ".join([program_name(), *rest])
-    words = [_interpreter_words(), "-m", f"payload.{program}", *map(shlex.quote, arguments)]
+    words = [_interpreter_words(), "-m", f"payload.{program}", *map(quoted, arguments)]
     return " ".join(words)
 
 
@@ -79,13 +89,13 @@ def _command_words(
     # `make -C` and a script's `cd` leave the user's shell where it was.
     shell_folder = env.get("TILEFORGE_SHELL_FOLDER")
     if shell_folder and Path(shell_folder).resolve() != cwd.resolve():
-        before = f"cd {shlex.quote(str(cwd))} && "
+        before = f"cd {quoted(str(cwd))} && "
     if root != cwd.resolve() and root not in [Path(folder).resolve() for folder in site_folders]:
         # Repeated even if it is set here: it may have been set for this one command.
         old = env.get("PYTHONPATH", "").split(os.pathsep)
         others = [entry for entry in old if entry and Path(cwd, entry).resolve() != root]
-        before += f"PYTHONPATH={shlex.quote(os.pathsep.join([str(root), *others]))} "
-    return before + shlex.quote(_interpreter(executable, cwd=cwd, path=env.get("PATH", "")))
+        before += f"PYTHONPATH={quoted(os.pathsep.join([str(root), *others]))} "
+    return before + quoted(_interpreter(executable, cwd=cwd, path=env.get("PATH", "")))
 
 
 def _interpreter(executable: str, *, cwd: Path, path: str) -> str:

@@ -47,6 +47,8 @@ _SEQUENCES = re.compile(
     r"|(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?"
     r"|\x1b[ -/]*[0-~]?"
 )
+PLAIN_TEXT = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f-\x9f]*")
+"""One line without control characters: what a path or a description in a command line may be."""
 _MAX_INTEGER_DIGITS = 19  # 64-bit.
 _SHOWN_CHARS = 60
 _LINE_CHARS = 300

@@ -10,7 +10,15 @@ from pathlib import Path
 
 from payload.errors import ConfigError
 from payload.launch.arithmetic import Arithmetic
-from payload.untrusted import RUN_ID, build, check_schema, checked, parse_json, read_bytes
+from payload.untrusted import (
+    PLAIN_TEXT,
+    RUN_ID,
+    build,
+    check_schema,
+    checked,
+    parse_json,
+    read_bytes,
+)
 
 SCHEMA_VERSION = 1
 _FIX = "Start the run again."
@@ -34,7 +42,7 @@ class LaunchPlan:
     """Network interface of each node by the node's name."""
     program: tuple[str, ...]
     """The program of each rank, below `payload.supervise.rank`."""
-    work_dir: str
+    work_dir: str = checked(pattern=PLAIN_TEXT, wanted="a path without control characters")
     """Working folder of the ranks; relative paths of the config start here."""
     master_port: int = checked(low=1, high=65535)
     world_size: int = checked(low=1)

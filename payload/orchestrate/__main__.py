@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import payload
 from payload.errors import INTERRUPTED, ExitCode, TileforgeError, UsageError
-from payload.hints import command
+from payload.hints import command, quoted
 from payload.launch.exports.registry import ENGINES
 from payload.orchestrate.commands import run, status
 from payload.orchestrate.commands.cloud import add_cloud_commands, add_runs_dir, typed
@@ -183,7 +182,7 @@ def _export(arguments: argparse.Namespace, access: LocalAccess) -> int:
     if arguments.out is None:
         text_console(stderr=False).print(text.removesuffix("\n"))
     else:
-        where = shlex.quote(str(arguments.out))
+        where = quoted(str(arguments.out))
         try:
             write_whole(arguments.out, text)
         except OSError as error:

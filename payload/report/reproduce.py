@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from payload.data_folder import DataMeta
-from payload.hints import command, run_command
+from payload.hints import command, quoted, run_command
 from payload.report.markup import Html, figure, join, plain, tag, text
 from payload.report.sections import section
 from payload.report.source import Run
@@ -25,7 +24,7 @@ def reproduce(run: Run) -> Html:
     """Return the commands that make the run again, and those that go on with it."""
     lines = []
     if run.plan is not None:
-        lines.append(f"cd {shlex.quote(run.plan.work_dir)}")
+        lines.append(f"cd {quoted(run.plan.work_dir)}")
     if run.data is not None:
         lines += prepare_lines(run.data, out=run.config.data.dir)
     lines.append(command("orchestrate", "run", "--config", _short(run.paths.config)))
@@ -59,12 +58,11 @@ def prepare_lines(meta: DataMeta, *, out: str) -> Sequence[str]:
     data that is in a bucket by itself.
     """
     if is_bucket_address(out):
-        return [printable(f"# The run brings its data from {out} by itself.")]
+        return [_comment(f"The run brings its data from {out} by itself.")]
     kind, _, place = meta.source.partition(": ")
     source = _source_words(kind, place, revision=meta.revision)
     if source is None:
-        said = f"# Repeat the command that made {out} of {meta.source}."
-        return [printable(said).replace("\n", " ")]
+        return [_comment(f"Repeat the command that made {out} of {meta.source}.")]
     words = [*source, *_task_words(meta), "--tokenizer", meta.tokenizer]
     lines = [command("data", "prepare", *words, "--out", out)]
     if kind not in _NAMED or meta.task != "text":
@@ -73,6 +71,10 @@ def prepare_lines(meta: DataMeta, *, out: str) -> Sequence[str]:
             "repeat that command: meta.json does not have them."
         )
     return lines
+
+
+def _comment(words: str) -> str:
+    return "# " + printable(words).replace("\n", " ")
 
 
 def _source_words(kind: str, place: str, *, revision: str | None) -> list[str] | None:

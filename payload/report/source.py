@@ -20,7 +20,7 @@ from payload.run_config import RunConfig
 from payload.run_repair import known_config, known_state, known_summary
 from payload.run_samples import SAMPLES_NAME, Sample, read_samples
 from payload.store_state import StoreState
-from payload.untrusted import RUN_ID, build, checked, parse_json, read_bytes, shown
+from payload.untrusted import PLAIN_TEXT, RUN_ID, build, checked, parse_json, read_bytes, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Plan:
 
     launcher: str
     argv: tuple[str, ...]
-    work_dir: str
+    work_dir: str = checked(pattern=PLAIN_TEXT, wanted="a path without control characters")
     world_size: int = checked(low=1)
     nodes: int = checked(low=1)
     arithmetic: Arithmetic

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -21,13 +22,16 @@ from payload.launch.plan import LaunchPlan, rank_program, rank_words
 from payload.launch.ranks import place_ranks
 from payload.launch_sections import LaunchSection
 from payload.models.spec import ModelSpec
+from payload.report.source import Plan as ReportedPlan
 from payload.run_config import RunConfig, parse_run_config
 from payload.step_time import UPDATE_S_PER_WEIGHT
 from payload.training_sections import PrecisionSection
+from payload.untrusted import build
 from tests.launch.inventories import make_inventory
 from tests.support.golden_files import assert_golden
 
 RUN = Path("/runs/a run")
+FIXTURE = Path(__file__).parents[1] / "fixtures/9e71e47/project/runs/full/plan.json"
 INVENTORY = make_inventory(num_nodes=2, physical_cores=4, numa_domains=2)
 PLACEMENT = place_ranks(INVENTORY.nodes, LaunchSection())
 RENDEZVOUS = Rendezvous(address="10.0.0.2", port=29400, interfaces={})
@@ -167,6 +171,15 @@ def test_plan_reads_back_as_it_was_written() -> None:
 def test_a_damaged_plan_is_said_to_be_one(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^plan\.json: .*Start the run again\.$"):
         LaunchPlan.from_json(text, where="plan.json")
+
+
+@pytest.mark.parametrize("reader", [LaunchPlan, ReportedPlan])
+def test_a_plan_with_control_characters_in_its_folder_is_refused(reader: type) -> None:
+    raw = json.loads(FIXTURE.read_text())
+    build(reader, raw, where="plan.json")
+    for name in ("/a\x1b]' ; touch PWNED; '\x07b", "/a\nb", "/a\x9bm"):
+        with pytest.raises(ConfigError, match="path without control characters"):
+            build(reader, raw | {"work_dir": name}, where="plan.json")
 
 
 def test_a_plan_of_another_release_is_refused() -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from payload.data.__main__ import main, parser
-from payload.data_folder import ChatRecord, DataMeta, load_meta
+from payload.data.sources.files import describe_inputs
+from payload.data_folder import META_NAME, ChatRecord, DataMeta, load_meta
+from payload.errors import DataError
+from payload.hints import quoted
+from payload.report.markup import text
 from payload.report.reproduce import prepare_lines
 from tests.support.data_folders import make_data_folder
 
@@ -103,3 +109,43 @@ def test_the_command_makes_the_same_data_again(tmp_path: Path) -> None:
     typed = shlex.split(prepare_lines(load_meta(first), out=str(second))[0])
     assert main([*typed[typed.index("prepare") :], "--quiet"]) == 0
     assert load_meta(second) == load_meta(first)
+
+
+ESCAPES = (
+    "a\x1b]' ; touch PWNED; '\x07b",
+    "a'\x9bm' $(touch PWNED) '",
+    "\x1b]a\x07'; touch PWNED #",
+)
+"""The escape sequence goes with a quote where it is removed from a quoted word."""
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_a_control_character_does_not_take_a_quote_with_it(name: str, meta: DataMeta) -> None:
+    """The page shows no control character: nothing may be removed after quoting."""
+    line, _ = prepare_lines(
+        replace(meta, source=f"jsonl: {name}", tokenizer=name), out=f"data/{name}"
+    )
+    shown = unescape(text(line))
+    typed = shlex.split(shown)
+    assert typed == shlex.split(line)
+    assert len(typed[typed.index("prepare") :]) == 9
+    assert shlex.split(f"cd {unescape(text(quoted(name)))}")[2:] == []
+
+
+def test_a_comment_on_the_page_has_one_line(meta: DataMeta) -> None:
+    lines = prepare_lines(meta, out="gs://bucket/data\ntouch PWNED")
+    assert [line.count("\n") for line in lines] == [0]
+
+
+@pytest.mark.parametrize("name", [*ESCAPES, "a\nb"])
+def test_a_source_with_control_characters_is_refused_and_never_written(
+    name: str, tmp_path: Path
+) -> None:
+    folder = make_data_folder(tmp_path / "data")
+    path = folder / META_NAME
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps(raw | {"source": describe_inputs("jsonl", [Path(name)])}))
+    load_meta(folder)
+    path.write_text(json.dumps(raw | {"source": f"jsonl: {name}"}))
+    with pytest.raises(DataError, match="one line without control characters"):
+        load_meta(folder)

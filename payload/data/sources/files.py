@@ -17,6 +17,7 @@ from payload.data.documents import PIECE_BYTES, Batch, Batcher, Cursor, Survey, 
 from payload.data.sources import SourceRequest
 from payload.data.sources.sections import Division, divide
 from payload.errors import DataError
+from payload.untrusted import printable
 
 STDLIB_VAL_FRACTION = 0.02
 """For about 1,800 files: 36 with 117,000 tokens."""
@@ -98,7 +99,8 @@ class ColumnFiles:
 def describe_inputs(kind: str, given: Sequence[Path]) -> str:
     """Kind and place for people: the first three and how many more."""
     shown = ", ".join(str(path) for path in given[:3])
-    return f"{kind}: {shown}" + (f" and {len(given) - 3} more" if len(given) > 3 else "")
+    more = f" and {len(given) - 3} more" if len(given) > 3 else ""
+    return printable(f"{kind}: {shown}{more}").replace("\n", " ")
 
 
 class TextSource:
