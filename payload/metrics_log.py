@@ -11,7 +11,9 @@ import os
 import sys
 import time
 import typing
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -20,7 +22,15 @@ from typing import Any, Literal
 from payload.untrusted import checked, open_regular
 
 _MAX_LINE_BYTES = 2**20  # A row with the times of 10,000 ranks has half of it.
-_MAX_BYTES = 2**30  # Three million steps; a larger file is damaged.
+_MAX_BYTES = 2**30
+_MAX_ROWS = 3_000_000
+"""A larger file is damaged."""
+_HELD_BYTES = 2**28  # A step without the ranks' times has 350 bytes, as a dict 1,600.
+_HELD_ROWS = 1_000_000
+_MOST_NAMES = 64
+_BYTES_PER_LIST = 64
+_MOST_SHORT_LISTS = 16
+"""A confusion matrix of as many labels has lists of that length."""
 _MOST_READ_BYTES = 2**24
 _MAX_INTEGER = 2**63
 
@@ -116,37 +126,55 @@ def rank_times(row: Mapping[str, Any]) -> RankTimes | None:
 
 
 def read_metrics(path: Path) -> list[Mapping[str, Any]]:
-    """Return all sound rows of a metrics.jsonl; none where there is no such file."""
-    try:
-        return [row for _, row in read_lines(path) if row is not None]
-    except OSError:
-        return []
+    """Return the sound rows of a metrics.jsonl; none where there is no such file.
+
+    Of one that is too long for the memory they are the newest: a million, from the last 256 MiB.
+    """
+    return list(deque(stream_metrics(path, newest=True), maxlen=_HELD_ROWS))
+
+
+def stream_metrics(path: Path, *, newest: bool = False) -> Iterator[Mapping[str, Any]]:
+    """Yield the sound rows of a metrics.jsonl one by one, `newest` of the last 256 MiB alone."""
+    with suppress(OSError):
+        yield from (row for _, row in read_lines(path, newest=newest) if row is not None)
 
 
 def read_val_losses(path: Path) -> dict[int, float]:
     """Return the validation losses of a metrics.jsonl by step."""
-    return {row["step"]: row["val_loss"] for row in read_metrics(path) if "val_loss" in row}
+    return {row["step"]: row["val_loss"] for row in stream_metrics(path) if "val_loss" in row}
 
 
-def read_lines(path: Path) -> Iterator[tuple[bytes, Mapping[str, Any] | None]]:
+def read_lines(
+    path: Path, *, newest: bool = False
+) -> Iterator[tuple[bytes, Mapping[str, Any] | None]]:
     """Yield each complete line with its row, which is None for a damaged one.
 
-    A last line still being written is left out. Raises OSError.
+    A last line still being written is left out. With `newest` the lines are those of the last
+    256 MiB. Raises OSError.
     """
     with open_regular(path) as file:
-        left = _MAX_BYTES
-        while left > 0 and (line := file.readline(_MAX_LINE_BYTES)):
-            left -= len(line)
+        left, rows = _MAX_BYTES, _MAX_ROWS
+        before = os.fstat(file.fileno()).st_size - _HELD_BYTES
+        if newest and before > 0:
+            file.seek(before - 1)
+            file.readline(_MAX_LINE_BYTES)  # to the end of a line
+            left = rows = _HELD_BYTES
+        while left > 0 and rows > 0 and (line := file.readline(_MAX_LINE_BYTES)):
+            left, rows = left - len(line), rows - 1
             if line.endswith(b"\n"):
                 yield line, parse_row(line)
             elif len(line) == _MAX_LINE_BYTES:
                 yield line, None
-        if left <= 0:
+        if left <= 0 or rows <= 0:
             yield b"", None
 
 
 def parse_row(line: bytes) -> Mapping[str, Any] | None:
-    """Return the row that a line holds, or None if it is none of ours."""
+    """Return the row that a line holds, or None if it is not a valid metrics row."""
+    # Before it is parsed: a line of empty lists takes twenty times its length in memory.
+    lists = line.count(b"[") + line.count(b"{")
+    if lists > _MOST_SHORT_LISTS + len(line) // _BYTES_PER_LIST or line.count(b":") > _MOST_NAMES:
+        return None
     try:
         row = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):
@@ -193,11 +221,9 @@ def _identity(path: Path) -> tuple[int, int]:
     return found.st_ino, found.st_size
 
 
-def missing_steps(
-    rows: Iterable[Mapping[str, Any]], *, trained: int
-) -> tuple[tuple[int, int], ...]:
-    """Return the first and last of each range of steps, up to `trained`, that have no row."""
-    there = sorted({row["step"] for row in rows if "loss" in row and row["step"] <= trained})
+def missing_steps(steps: Iterable[int], *, trained: int) -> tuple[tuple[int, int], ...]:
+    """Return the first and last of each range of steps up to `trained` that `steps` lacks."""
+    there = sorted({step for step in steps if step <= trained})
     ends = zip([0, *there], [*there, trained + 1], strict=True)
     return tuple((before + 1, after - 1) for before, after in ends if after - before > 1)
 

@@ -11,7 +11,7 @@ from typing import Any
 from payload.checkpoint_files import best_checkpoints, checkpoint_step
 from payload.errors import ConfigError
 from payload.inventory import ClusterInventory
-from payload.metrics_log import missing_steps, read_metrics, read_val_losses
+from payload.metrics_log import missing_steps, read_val_losses, stream_metrics
 from payload.results import RunPaths, Summary
 from payload.stragglers import find_stragglers
 
@@ -22,9 +22,8 @@ _WARM_UP_STEPS = 3
 def with_metrics(summary: Summary, paths: RunPaths) -> Summary:
     """Return the summary with what metrics.jsonl says, and the steps whose rows are lost."""
     newest = paths.newest_checkpoint()
-    return with_rows(
-        summary, read_metrics(paths.metrics), saved_step=checkpoint_step(newest) if newest else 0
-    )
+    saved_step = checkpoint_step(newest) if newest else 0
+    return with_rows(summary, list(stream_metrics(paths.metrics)), saved_step=saved_step)
 
 
 def with_rows(summary: Summary, rows: Sequence[Mapping[str, Any]], *, saved_step: int) -> Summary:
@@ -34,7 +33,7 @@ def with_rows(summary: Summary, rows: Sequence[Mapping[str, Any]], *, saved_step
     """
     steps = [row for row in rows if "loss" in row]
     trained = max(saved_step, steps[-1]["step"] if steps else 0)
-    missing = missing_steps(rows, trained=trained)
+    missing = missing_steps((row["step"] for row in steps), trained=trained)
     summary = replace(summary, steps=trained, missing_metrics=missing)
     val_losses = [row["val_loss"] for row in rows if "val_loss" in row]
     if val_losses:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from payload.classification import MOST_LABELS_LOGGED, ClassMetrics
 from payload.metrics_log import (
     EvalMetrics,
     RankTimes,
@@ -18,9 +20,12 @@ from payload.metrics_log import (
     missing_steps,
     parse_row,
     rank_times,
+    read_lines,
     read_metrics,
+    stream_metrics,
     to_json_line,
 )
+from payload.storage.restore import last_step
 
 
 def step_metrics(step: int) -> StepMetrics:
@@ -122,6 +127,80 @@ def test_a_row_with_the_times_of_4096_ranks_is_read(tmp_path: Path) -> None:
     assert found is not None and found.wait == times
 
 
+def test_of_a_file_too_long_for_the_memory_the_newest_rows_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines(range(1, 101)))
+    size = path.stat().st_size
+    monkeypatch.setattr("payload.metrics_log._HELD_BYTES", size // 2)
+    found = steps_of(path)
+    assert (found[0] - 1) * size // 100 == pytest.approx(size / 2, rel=0.05) and found[-1] == 100
+    monkeypatch.setattr("payload.metrics_log._HELD_ROWS", 7)
+    assert steps_of(path) == list(range(94, 101))
+    # What is not held in memory counts every row.
+    assert [row["step"] for row in stream_metrics(path)] == list(range(1, 101))
+
+
+def test_a_file_of_too_many_rows_is_damaged_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines(range(1, 11)))
+    monkeypatch.setattr("payload.metrics_log._MAX_ROWS", 4)
+    assert [row and row["step"] for _, row in read_lines(path)] == [1, 2, 3, 4, None]
+
+
+def test_the_last_step_is_found_without_holding_the_rows(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    row = b'{"step":9,"val_loss":0,"val_tokens":0}\n'
+    path.write_bytes(row * 50_000)
+    tracemalloc.start()
+    try:
+        assert last_step(path) == 9
+        assert tracemalloc.get_traced_memory()[1] < len(row) * 50_000
+    finally:
+        tracemalloc.stop()
+    assert last_step(tmp_path / "absent") == -1
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        {"x": [[]] * 20_000},
+        {"x": [{}] * 20_000},
+        {str(number): 1 for number in range(20_000)},
+    ],
+    ids=["lists", "objects", "names"],
+)
+def test_a_row_that_takes_far_more_memory_than_its_line_is_none(junk: dict[str, object]) -> None:
+    tracemalloc.start()
+    try:
+        line = json.dumps(SOUND | junk, separators=(",", ":")).encode()
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        assert parse_row(line) is None
+        assert tracemalloc.get_traced_memory()[1] - before < len(line)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("labels", [2, 3, 10, 16, 30, MOST_LABELS_LOGGED])
+def test_a_row_with_a_confusion_matrix_is_read(labels: int) -> None:
+    matrix = ((0,) * labels,) * labels
+    row = ClassMetrics(
+        step=1,
+        val_loss=0.5,
+        val_tokens=9,
+        val_texts=9,
+        val_accuracy=1.0,
+        val_f1=1.0,
+        val_confusion=matrix,
+    )
+    found = parse_row(to_json_line(row).encode())
+    assert found is not None and len(found["val_confusion"]) == labels
+
+
 def test_what_is_no_file_has_no_rows(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("nowhere")
@@ -143,6 +222,5 @@ def test_what_is_no_file_has_no_rows(tmp_path: Path) -> None:
 def test_steps_without_a_row_are_known(
     steps: list[int], trained: int, missing: tuple[tuple[int, int], ...], words: str
 ) -> None:
-    rows = [{"step": step, "loss": 1.0} for step in steps]
-    assert missing_steps(rows, trained=trained) == missing
+    assert missing_steps(steps, trained=trained) == missing
     assert describe_missing(missing) == words

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from payload.checkpoint_files import checkpoint_step, newest_sound
 from payload.errors import ConfigError
-from payload.metrics_log import read_metrics, read_val_losses
+from payload.metrics_log import read_val_losses, stream_metrics
 from payload.results import RunPaths, last_record, write_whole
 from payload.run_identity import RunIdentity, known_identity
 from payload.storage.checkpoints import fetch_checkpoint, fetch_newest, whole_checkpoints
@@ -130,9 +129,7 @@ def _take_metrics(paths: RunPaths) -> None:
 
 def last_step(metrics: Path) -> int:
     """Return the last step of a metrics file; -1 where it has none."""
-    with suppress(OSError):
-        return max((int(row["step"]) for row in read_metrics(metrics)), default=-1)
-    return -1
+    return max((int(row["step"]) for row in stream_metrics(metrics, newest=True)), default=-1)
 
 
 def _fetch_best(

@@ -25,7 +25,6 @@ from payload.metrics_log import (
     describe_missing,
     missing_steps,
     read_lines,
-    read_metrics,
     to_json_line,
 )
 from payload.results import RankExit, RankProgress, RunPaths, require_file, set_aside, write_whole
@@ -123,7 +122,7 @@ class MetricsFile:
         content = b"".join(kept.values())
         if path.is_symlink() or not path.exists() or path.stat().st_size != len(content):
             write_whole(path, content.decode())
-        missing = missing_steps(read_metrics(path), trained=step)
+        missing = missing_steps((at for kind, at in kept if kind == "loss"), trained=step)
         if missing:
             log.warning(
                 f"{path}: the rows of step(s) {describe_missing(missing)} are lost. The checkpoint "

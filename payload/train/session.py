@@ -16,7 +16,7 @@ from payload.deepspeed_config import render_deepspeed
 from payload.engines import require_fp8_package
 from payload.errors import ConfigError
 from payload.mesh import require_tensor_ranks_on_a_node
-from payload.metrics_log import read_metrics
+from payload.metrics_log import stream_metrics
 from payload.models.fit import require_split
 from payload.models.spec import Dtype
 from payload.remake import no_range_hashes
@@ -341,5 +341,5 @@ def _lacks_evaluation(config: RunConfig, paths: RunPaths, step: int) -> bool:
     """Return whether an evaluation is wanted at `step` and metrics.jsonl has none."""
     every = config.train.eval_every
     wanted = step in (0, config.train.steps) or (every > 0 and step % every == 0)
-    rows = read_metrics(paths.metrics)
+    rows = stream_metrics(paths.metrics)
     return wanted and not any("val_loss" in row and row["step"] == step for row in rows)
