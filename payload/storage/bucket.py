@@ -134,12 +134,18 @@ class BucketStore:
             )
             return content.getvalue(), int(blob.generation)
 
-    def fetch(self, name: str, into: BinaryIO, *, progressed: Callable[[], None]) -> None:
+    def fetch(
+        self, name: str, into: BinaryIO, *, most_bytes: int, progressed: Callable[[], None]
+    ) -> None:
         """Write a whole object to `into`, part by part."""
         blob = self._blob(name)
         with self._plainly(f"reading {self.address.under(name)}"):
             blob.reload(timeout=self._timeout, retry=self._retry())
             size, generation = int(blob.size), blob.generation
+            if size > most_bytes:
+                raise TooLargeError(
+                    f"{self.address.under(name)}: it has more than {most_bytes:,} bytes"
+                )
             for start in range(0, size, _PART_BYTES):
                 end = min(size, start + _PART_BYTES)
                 # A part at a time into memory, so that a retry never leaves half of one behind.

@@ -291,12 +291,18 @@ def _require_own(folder: Path, run: RunIdentity) -> None:
 
 
 def _fetch_file(store: StoreReader, name: str, path: Path, manifest: Manifest) -> None:
+    entry = manifest.files[path.name]
     for _ in range(_FETCHES):
         with path.open("wb") as file:
-            store.fetch(name, file, progressed=lambda: None)
+            try:
+                store.fetch(name, file, most_bytes=entry.bytes, progressed=lambda: None)
+            except TooLargeError:
+                raise CheckpointError(
+                    f"{path.name}: it is larger than the {entry.bytes} bytes of the manifest"
+                ) from None
             file.flush()
             os.fsync(file.fileno())
-        if sha256_of(path) == manifest.files[path.name].sha256:
+        if sha256_of(path) == entry.sha256:
             return
     raise CheckpointError(f"{path.name}: its sha256 is not the manifest's")
 

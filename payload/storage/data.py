@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from payload.checkpoint_files import sha256_of
-from payload.data_folder import META_NAME, load_meta
+from payload.data_folder import META_NAME, DataFile, load_meta
 from payload.errors import DataError
-from payload.storage.objects import MissingObjectError, StoreReader
-from payload.untrusted import parse_json, read_bytes
+from payload.storage.objects import MissingObjectError, StoreReader, TooLargeError
+from payload.untrusted import build, parse_json, read_bytes
 
 _TRIES = 3
 _REPLACED = ".replaced-"
@@ -41,8 +41,10 @@ def fetch_data(store: StoreReader, folder: Path, *, say: Callable[[str], None]) 
         staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
             (staging / META_NAME).write_bytes(meta)
-            for name in _file_names(meta, where=str(store.address.under(META_NAME))):
-                _fetch(store, name, staging / name)
+            sizes = _file_sizes(meta, where=str(store.address.under(META_NAME)))
+            _require_room(store, sum(sizes.values()), staging)
+            for name, size in sizes.items():
+                _fetch(store, name, staging / name, size=size)
             _verify(store, staging)
             if folder.is_dir():  # a run may be training on it
                 folder.rename(f"{folder}{_REPLACED}{secrets.token_hex(4)}")
@@ -88,21 +90,36 @@ def _is_here(folder: Path, meta: bytes) -> bool:
     return True
 
 
-def _file_names(meta: bytes, *, where: str) -> list[str]:
-    """List the files that a meta.json names; the folder's own reader checks the rest of it."""
+def _file_sizes(meta: bytes, *, where: str) -> dict[str, int]:
+    """Return the size of each file in a meta.json; the folder's own reader checks the rest."""
     raw = parse_json(meta, where=where, error=DataError)
     found = [raw.get(key) for key in ("files", "tokenizer_files")] if isinstance(raw, dict) else []
-    names = [name for each in found if isinstance(each, dict) for name in each]
-    odd = [name for name in names if Path(name).name != name or name.startswith(".")]
-    if odd:
-        raise DataError(f"{where}: {odd[0][:60]!r} is no file of a data folder.")
-    return names
+    sizes: dict[str, int] = {}
+    for name, entry in (item for each in found if isinstance(each, dict) for item in each.items()):
+        if Path(name).name != name or name.startswith("."):
+            raise DataError(f"{where}: {name[:60]!r} is no file of a data folder.")
+        sizes[name] = build(DataFile, entry, where=f"{where}: {name}", error=DataError).bytes
+    return sizes
 
 
-def _fetch(store: StoreReader, name: str, path: Path) -> None:
+def _require_room(store: StoreReader, size: int, folder: Path) -> None:
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise DataError(
+            f"data.dir = {store.address}: it needs {size / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB "
+            f"are free in {folder.parent}. Free disk space."
+        )
+
+
+def _fetch(store: StoreReader, name: str, path: Path, *, size: int) -> None:
     try:
         with path.open("wb") as file:
-            store.fetch(name, file, progressed=lambda: None)
+            store.fetch(name, file, most_bytes=size, progressed=lambda: None)
+    except TooLargeError:
+        raise DataError(
+            f"data.dir = {store.address}: {name} is larger than {META_NAME} says. Copy the folder "
+            "there again."
+        ) from None
     except MissingObjectError:
         raise DataError(f"data.dir = {store.address}: {name} is missing. Copy it there.") from None
 
@@ -111,16 +128,16 @@ def _verify(store: StoreReader, folder: Path) -> None:
     """Compare sizes and hashes; a file that came over damaged is fetched again."""
     for _ in range(_TRIES):
         meta = load_meta(folder)
-        wrong = [
-            name
+        wrong = {
+            name: entry.bytes
             for name, entry in meta.all_files().items()
             if sha256_of(folder / name) != entry.sha256
-        ]
+        }
         if not wrong:
             return
-        for name in wrong:
-            _fetch(store, name, folder / name)
+        for name, size in wrong.items():
+            _fetch(store, name, folder / name, size=size)
     raise DataError(
-        f"data.dir = {store.address}: the sha256 of {wrong[0]} is not that of {META_NAME}. Copy "
-        "the folder there again."
+        f"data.dir = {store.address}: the sha256 of {next(iter(wrong))} is not that of "
+        f"{META_NAME}. Copy the folder there again."
     )

@@ -115,15 +115,22 @@ class FolderStore:
     def read(self, name: str) -> tuple[bytes, int]:
         """Return a small file's content and generation."""
         with self._opened(name) as file:
-            found = os.fstat(file.fileno())
-            if found.st_size > SMALL_BYTES:
-                raise TooLargeError(f"{self._root / name}: {found.st_size} bytes are too many")
-            return file.read(), found.st_mtime_ns
+            # What is read counts: the file may grow meanwhile.
+            content = file.read(SMALL_BYTES + 1)
+            if len(content) > SMALL_BYTES:
+                raise _too_large(self._root / name, SMALL_BYTES)
+            return content, os.fstat(file.fileno()).st_mtime_ns
 
-    def fetch(self, name: str, into: BinaryIO, *, progressed: Callable[[], None]) -> None:
+    def fetch(
+        self, name: str, into: BinaryIO, *, most_bytes: int, progressed: Callable[[], None]
+    ) -> None:
         """Copy a whole file, part by part."""
+        left = most_bytes
         with self._opened(name) as file:
-            while part := file.read(_PART_BYTES):
+            while part := file.read(min(_PART_BYTES, left + 1)):
+                left -= len(part)
+                if left < 0:
+                    raise _too_large(self._root / name, most_bytes)
                 into.write(part)
                 progressed()
 
@@ -237,6 +244,10 @@ class FolderStore:
                     f"{words}. Name a folder in storage.results that this user can write."
                 ) from None
             raise StoreError(words) from None
+
+
+def _too_large(path: Path, most_bytes: int) -> TooLargeError:
+    return TooLargeError(f"{path}: it has more than {most_bytes:,} bytes")
 
 
 def _refused(error: OSError, path: Path) -> OSError | StoreRefusedError:

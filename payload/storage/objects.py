@@ -40,7 +40,7 @@ class MissingObjectError(StoreError):
 
 
 class TooLargeError(StoreError):
-    """An object is larger than anything that is read into memory: no program of ours wrote it."""
+    """An object is larger than its reader takes: no program of ours wrote it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +72,14 @@ class StoreReader(Protocol):
     def read(self, name: str) -> tuple[bytes, int]:
         """Return a small object's content and generation. Raises MissingObjectError."""
 
-    def fetch(self, name: str, into: BinaryIO, *, progressed: Callable[[], None]) -> None:
-        """Write a whole object to `into`, a file at its start. Raises MissingObjectError."""
+    def fetch(
+        self, name: str, into: BinaryIO, *, most_bytes: int, progressed: Callable[[], None]
+    ) -> None:
+        """Write a whole object to `into`, a file at its start.
+
+        Raises MissingObjectError, and TooLargeError where it has more than `most_bytes`: the
+        listing may be of before.
+        """
 
 
 class ObjectStore(StoreReader, Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -17,7 +18,9 @@ from payload.storage.objects import (
     ConflictError,
     MissingObjectError,
     ObjectStore,
+    StoredObject,
     StoreReader,
+    TooLargeError,
 )
 from payload.untrusted import no_follow
 
@@ -25,6 +28,9 @@ EVERY_S = 30.0
 BYTES_PER_TURN = 8 * 2**20
 """A file that is larger is uploaded the more rarely, as objects cannot grow: see `Records`."""
 _MOST_BYTES = 2**30
+_MOST_LOG_BYTES = 4 * 2**30
+_MOST_LOGS = 20_000
+"""Logs and profiles together, of a run that is brought from a store."""
 
 
 class Records:
@@ -97,33 +103,76 @@ def fetch_records(
 ) -> list[str]:
     """Bring the run's records, or those of `names`, to the folder `root`; return their names.
 
-    Raises PreflightError where they cannot be written.
+    Logs and profiles may take half of the free disk space, and 4 GiB at most: whoever may write to
+    the store can list large files that take no space there. `say` gets a line for what is left
+    out. Raises PreflightError where they cannot be written.
     """
+    chosen = set(names)
+    found = [
+        each
+        for each in store.entries()
+        if _is_record(each.name) and (not chosen or each.name in chosen)
+    ]
+    logs = [each for each in found if each.name not in _NAMES]
     brought = []
-    for entry in store.entries():
-        if not _is_record(entry.name) or (names and entry.name not in names):
-            continue
-        if entry.bytes > _MOST_BYTES:
-            say(f"warning: {entry.name} is not brought here: it is over 1 GiB")
-            continue
-        with suppress(MissingObjectError):
-            try:
-                _fetch(store, entry.name, root / entry.name)
-            except OSError as error:
-                raise PreflightError(
-                    f"{root / entry.name}: cannot be written ({error.strerror}). Free disk space."
-                ) from None
+    for entry in found:
+        if entry.name in _NAMES and _bring(store, entry, root, most_bytes=_MOST_BYTES, say=say):
             brought.append(entry.name)
+    room = min(_MOST_LOG_BYTES, _free_bytes(root) // 2) if logs else 0
+    left_out = logs[_MOST_LOGS:]
+    for entry in logs[:_MOST_LOGS]:
+        if room < entry.bytes <= _MOST_BYTES:
+            left_out.append(entry)
+        elif _bring(store, entry, root, most_bytes=min(room, _MOST_BYTES), say=say):
+            brought.append(entry.name)
+            room -= (root / entry.name).stat().st_size
+    if left_out:
+        say(
+            f"warning: {len(left_out)} log(s) or profile(s) are not brought here, the first "
+            f"{left_out[0].name}: all of them are over {_MOST_LOG_BYTES // 2**30} GiB, over half "
+            f"of the free disk space, or over {_MOST_LOGS:,}"
+        )
     return brought
 
 
-def _fetch(store: StoreReader, name: str, path: Path) -> None:
+def _free_bytes(folder: Path) -> int:
+    there = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
+    return shutil.disk_usage(there).free
+
+
+def _bring(
+    store: StoreReader,
+    entry: StoredObject,
+    root: Path,
+    *,
+    most_bytes: int,
+    say: Callable[[str], None],
+) -> bool:
+    """Bring one file and return True; `say` gets a line for one that is too large."""
+    name, path = entry.name, root / entry.name
+    try:
+        if entry.bytes <= _MOST_BYTES:
+            _fetch(store, name, path, most_bytes=most_bytes)
+            return True
+        say(f"warning: {name} is not brought here: it is over 1 GiB")
+    except TooLargeError:
+        say(f"warning: {name} is not brought here: it is larger than the store lists")
+    except MissingObjectError:
+        pass
+    except OSError as error:
+        raise PreflightError(
+            f"{path}: cannot be written ({error.strerror}). Free disk space."
+        ) from None
+    return False
+
+
+def _fetch(store: StoreReader, name: str, path: Path, *, most_bytes: int) -> None:
     """Bring one file: beside, then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with open(partial, "wb", opener=no_follow) as file:
-            store.fetch(name, file, progressed=lambda: None)
+            store.fetch(name, file, most_bytes=most_bytes, progressed=lambda: None)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

@@ -123,9 +123,11 @@ class _WatchedStore:
         generation = self._ask("read", name, into=content)
         return content.getvalue(), int(generation)
 
-    def fetch(self, name: str, into: BinaryIO, *, progressed: Callable[[], None]) -> None:
+    def fetch(
+        self, name: str, into: BinaryIO, *, most_bytes: int, progressed: Callable[[], None]
+    ) -> None:
         """Write a whole object to `into`."""
-        self._ask("fetch", name, into=into, progressed=progressed)
+        self._ask("fetch", name, str(most_bytes), into=into, progressed=progressed)
 
     def _ask(
         self,
@@ -230,7 +232,9 @@ def serve(address: StoreAddress, requests: BinaryIO, answers: BinaryIO) -> None:
                 send(content)
                 tell(done=generation)
             else:
-                store.fetch(words[0], cast(BinaryIO, _Sink(send)), progressed=lambda: None)
+                name, most_bytes = words
+                sink = cast(BinaryIO, _Sink(send))
+                store.fetch(name, sink, most_bytes=int(most_bytes), progressed=lambda: None)
                 tell(done=None)
         except (StoreError, StoreRefusedError) as error:
             tell(error=str(error), kind=type(error).__name__)

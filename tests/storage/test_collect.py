@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -22,7 +22,13 @@ from payload.run_config import load_run_config, parse_run_config
 from payload.run_lock import RunLock
 from payload.storage.checkpoints import Upload
 from payload.storage.folder import FolderStore
-from payload.storage.objects import ObjectStore, StoredObject, StoreReader, open_store
+from payload.storage.objects import (
+    ObjectStore,
+    StoredObject,
+    StoreReader,
+    TooLargeError,
+    open_store,
+)
 from payload.storage.restore import fetch_run, restore
 from payload.store_address import StoreAddress, parse_store_address
 from tests.storage.folders import content_of, write_checkpoint
@@ -180,12 +186,76 @@ class Planted(FolderStore):
         ]
         return [*super().entries(prefix), *(e for e in planted if e.name.startswith(prefix))]
 
-    def fetch(self, name: str, into: BinaryIO, *, progressed: Callable[[], None]) -> None:
+    def fetch(
+        self, name: str, into: BinaryIO, *, most_bytes: int, progressed: Callable[[], None]
+    ) -> None:
         """Give the content of one."""
         if name in PLANTED:
             into.write(PLANTED[name])
         else:
-            super().fetch(name, into, progressed=progressed)
+            super().fetch(name, into, most_bytes=most_bytes, progressed=progressed)
+
+
+def test_what_has_grown_since_the_listing_is_left_at_the_limit(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored.put({"logs/rank_0000.log": b"two\n"})
+    monkeypatch.setattr("payload.storage.records._MOST_BYTES", 50_000)
+    written: list[int] = []
+    read = FolderStore.fetch
+
+    def fetch(self: FolderStore, name: str, into: BinaryIO, **limits: Any) -> None:
+        if name.endswith((".log", ".safetensors")):
+            with Path(self.address.path, name).open("ab") as file:
+                file.write(bytes(100_000))
+        try:
+            read(self, name, into, **limits)
+        finally:
+            written.append(into.tell())
+
+    monkeypatch.setattr(FolderStore, "fetch", fetch)
+    said: list[str] = []
+    found = collect_from_store(stored.store, stored.paths, say=said.append)
+    assert found is None and not stored.paths.logs.exists()
+    assert any("logs/rank_0000.log is not brought here: it is larger" in line for line in said)
+    assert any("step_00000002 in the store is passed over" in line for line in said)
+    assert max(written) < 50_000
+
+
+def test_a_small_object_that_grows_while_it_is_read_is_refused(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def before(descriptor: int) -> os.stat_result:
+        now = os.stat(descriptor)
+        return os.stat_result((*now[:6], 0, *now[7:10]))
+
+    monkeypatch.setattr("payload.storage.folder.os.fstat", before)
+    monkeypatch.setattr("payload.storage.folder.SMALL_BYTES", 10)
+    with pytest.raises(TooLargeError):
+        stored.store.read("metrics.jsonl")
+
+
+def test_logs_and_profiles_together_have_a_limit_and_leave_half_of_the_disk(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = {f"logs/{name}.log": bytes(size) for name, size in (("a", 300), ("b", 300), ("c", 99))}
+    stored.put({**logs, "logs/rank_0000.log": b"", "profile/operators.json": bytes(300)})
+    monkeypatch.setattr("payload.storage.records._free_bytes", lambda folder: 800)
+    said: list[str] = []
+    assert collect_from_store(stored.store, stored.paths, say=said.append) is not None
+    brought = sorted(path.name for path in stored.paths.logs.iterdir())
+    assert brought == ["a.log", "c.log", "rank_0000.log"] and not stored.paths.profile.exists()
+    (warning,) = [line for line in said if "not brought" in line]
+    assert "2 log(s) or profile(s) are not brought here, the first logs/b.log" in warning
+    assert stored.paths.metrics.read_bytes() == rows(2)
+
+    monkeypatch.undo()
+    monkeypatch.setattr("payload.storage.records._MOST_LOG_BYTES", 300)
+    said.clear()
+    collect_from_store(
+        stored.store, RunPaths(stored.paths.root.parent.parent / "r"), say=said.append
+    )
+    assert ["the first logs/b.log" in line for line in said if "not brought" in line] == [True]
 
 
 @pytest.mark.processes

@@ -24,10 +24,12 @@ from payload.storage.objects import (
     MissingObjectError,
     ObjectStore,
     StoreRefusedError,
+    TooLargeError,
     check_store,
     open_store,
 )
 from payload.storage.owner import LostOwnershipError, claim, new_token, require_owner
+from payload.storage.watched import watched_store
 from payload.store_address import parse_store_address, settled_results
 from tests.storage.folders import content_of, write_checkpoint
 from tests.storage.server import BUCKET, Faults, FaultyProxy
@@ -90,8 +92,16 @@ def test_names_are_listed_by_their_beginning_and_their_first_part(store: ObjectS
 def test_a_large_object_comes_back_part_by_part(store: ObjectStore) -> None:
     content, into = os.urandom(9_000_000), io.BytesIO()
     put(store, "large", content)
-    store.fetch("large", into, progressed=lambda: None)
+    store.fetch("large", into, most_bytes=len(content), progressed=lambda: None)
     assert into.getvalue() == content
+    less = len(content) - 1
+    with pytest.raises(TooLargeError, match=r"more than 8,999,999 bytes"):
+        store.fetch("large", io.BytesIO(), most_bytes=less, progressed=lambda: None)
+    with (
+        watched_store(store.address, env=os.environ, say=print) as watched,
+        pytest.raises(TooLargeError, match=r"more than 8,999,999 bytes"),
+    ):
+        watched.fetch("large", io.BytesIO(), most_bytes=less, progressed=lambda: None)
 
 
 def test_a_checkpoint_goes_there_and_back_and_its_manifest_goes_first(
