@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from payload.errors import ConfigError
 from payload.orchestrate.sites.cluster import local_weights
+from payload.orchestrate.ssh.connection import Connection
+from payload.orchestrate.ssh.files import send_files
 
 
 def make_folder(folder: Path, *, content: bytes = b"weights") -> Path:
@@ -121,3 +126,25 @@ def test_weights_that_cannot_be_used_are_refused_before_anything_starts(
 def test_a_path_that_leads_nowhere_is_no_hub_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder here"):
         local_weights(str(tmp_path / "absent"))
+
+
+class LacksAll:
+    """A node without any file; nothing can be sent to it."""
+
+    def check_run(self, argv: Sequence[str], *, timeout_s: float) -> bytes:
+        return b""
+
+    def run(self, argv: Sequence[str], *, timeout_s: float) -> SimpleNamespace:
+        return SimpleNamespace(stdout=b"")
+
+
+def test_a_link_that_has_taken_a_file_s_place_is_not_sent(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model")
+    found = local_weights(str(folder))
+    assert found is not None
+    secret = tmp_path / "id_ed25519"
+    secret.write_text("a private key")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(secret)
+    with pytest.raises(ConfigError, match="so it is not sent"):
+        send_files(cast(Connection, LacksAll()), folder, PurePosixPath("/there"), found.files)

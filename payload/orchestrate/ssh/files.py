@@ -49,14 +49,26 @@ _CHECKPOINT_FILE = re.compile(r"\w[\w.-]{0,120}\.(?:json|safetensors|txt|model|j
 
 
 def put(
-    connection: Connection, source: Path, target: str, *, mode: int = 0o644, timeout_s: float
+    connection: Connection,
+    source: Path,
+    target: str,
+    *,
+    sha256: str | None = None,
+    mode: int = 0o644,
+    timeout_s: float,
 ) -> None:
     """Copy a file to `target` on the node, a path from the login's home or an absolute one.
 
-    Raises SshUnreachableError when the connection breaks (do it again: it goes on from there), and
-    PreflightError when the node cannot store it.
+    `sha256` is what the file has to have: in its place may be a link to a file that is not to be
+    sent. Raises ConfigError where it has another, SshUnreachableError when the connection breaks
+    (do it again: it goes on from there), and PreflightError when the node cannot store it.
     """
     digest = sha256_of(source)
+    if sha256 not in (None, digest):
+        raise ConfigError(
+            f"{source}: its sha256 is not the one that its folder's files say, so it is not sent. "
+            "Copy or prepare the folder again."
+        )
     _equal_or_once_more(
         connection,
         what=f"{source} -> {target}",
@@ -431,7 +443,8 @@ def send_files(
     for name, sha256 in files.items():
         timeout_s = _COPY_S + (source / name).stat().st_size / _SLOWEST_BYTES_PER_S
         if not _has(connection, target / name, sha256, timeout_s=timeout_s):
-            put(connection, source / name, str(target / name), timeout_s=timeout_s)
+            place = str(target / name)
+            put(connection, source / name, place, sha256=sha256, timeout_s=timeout_s)
 
 
 def _has(
