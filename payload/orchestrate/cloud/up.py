@@ -357,6 +357,8 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
         step.op in _CREATING and type_of(step.urn).startswith("gcp:") for step in preview.steps
     )
     if creates or before.parts:
+        # With other credentials than Pulumi's, nothing that is built could be removed.
+        google().check_access()
         own = ownership_of(before, identity)
         others = of_this_name(google(), cluster, own, take_over=options.take_over, talk=talk)
     going = machines_that_go(preview) if there else []
@@ -382,6 +384,7 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
     remember_plan(cluster, known, folder=folder)
     if stake is not None:
         stake.bring_home(env, **_WORDS)
+
     builder = Builder(
         operations=operations,
         google=google,

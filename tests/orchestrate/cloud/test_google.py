@@ -76,7 +76,27 @@ def test_every_page_is_read_and_each_with_retries(site: Site) -> None:
         (
             "Required 'compute.instances.list' permission for 'projects/acme-lab'",
             "forbidden",
-            "Ask for a role that allows it",
+            "compute.instances.list is in roles/compute.viewer. The project's owner gives it",
+        ),
+        ("The caller does not have permission", "forbidden", "Ask for a role that allows it"),
+        (
+            "Your application is authenticating by using local Application Default Credentials. "
+            "The compute.googleapis.com API requires a quota project, which is not set by default.",
+            "SERVICE_DISABLED",
+            "gcloud auth application-default set-quota-project acme-lab",
+        ),
+        (
+            "This API method requires billing to be enabled. Please enable billing on project "
+            "#1051023892108 by visiting https://console.developers.google.com/billing/enable then "
+            "retry.",
+            "forbidden",
+            "gcloud billing projects link acme-lab --billing-account=ACCOUNT",
+        ),
+        (
+            "Request is prohibited by organization's policy. vpcServiceControlsUniqueIdentifier: "
+            "VQQnKfXtZ16NHnOmdJAy0E92tVT",
+            "forbidden",
+            "A perimeter of VPC Service Controls forbids requests from here",
         ),
     ],
 )

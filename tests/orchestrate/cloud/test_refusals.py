@@ -268,7 +268,7 @@ CASES = {
     # golang.org/x/oauth2/google, default.go
     "a missing file of credentials": (
         "google: error getting credentials using GOOGLE_APPLICATION_CREDENTIALS environment "
-        "variable: open /home/ann/key.json: no such file or directory",
+        "variable: open /srv/key.json: no such file or directory",
         ExitCode.AUTH,
         "GOOGLE_APPLICATION_CREDENTIALS leads to a file that cannot be read",
         "or take the variable away and log in",
