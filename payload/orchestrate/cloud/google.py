@@ -410,13 +410,14 @@ def _load(login: GoogleLogin) -> Any:
     import google.auth
     from google.auth import impersonated_credentials
     from google.auth.exceptions import GoogleAuthError
-    from google.oauth2.credentials import Credentials
+    from google.oauth2 import credentials as oauth2
 
     source = login.source() if login.variable else None
     credentials: Any
     try:
         if login.variable == TOKEN:
-            credentials = Credentials(source)
+            token: Any = oauth2.Credentials
+            credentials = token(source)
         elif isinstance(source, Path):
             credentials, _ = google.auth.load_credentials_from_file(str(source), scopes=_SCOPES)
         elif source is not None:
@@ -480,10 +481,8 @@ def _wait_s(error: Exception, pause_s: float) -> float | None:
     from google.api_core import exceptions
     from google.auth.exceptions import TransportError
 
-    if _is_for_good(error):
-        return None
     if isinstance(error, (requests.ConnectionError, requests.Timeout, TransportError)):
-        return pause_s
+        return None if _is_for_good(error) else pause_s
     if not isinstance(error, exceptions.GoogleAPICallError):
         return None
     entries = _attribute(error, "errors") or ()

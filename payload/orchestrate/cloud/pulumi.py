@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, Literal, TypeVar
 
 from payload.cloud_need import Need
 from payload.errors import ConfigError, ExitCode
+from payload.orchestrate.cloud.proxy import past_the_proxy
 from payload.untrusted import NODE_NAME, build, check_type, checked, parse_json, printable, shown
 
 _MOST_EVENT_BYTES = 2**25
@@ -309,7 +310,7 @@ class Pulumi:
                 "underscores, such as dev or my-org/tileforge/dev."
             )
         self.stack = stack
-        self._env = {**env, "PULUMI_SKIP_UPDATE_CHECK": "true"}
+        self._env = {**past_the_proxy(env), "PULUMI_SKIP_UPDATE_CHECK": "true"}
         self._folder = folder
         self._timeout_s = timeout_s
 

@@ -88,6 +88,23 @@ def policy_fix(constraint: str) -> str:
     return f"{_ASK}, or {other}" if other else _ASK
 
 
+def billing_fix(project: str) -> str:
+    """Return what to do about a project without billing."""
+    return (
+        "The project has no billing account, or a closed one. Link one: gcloud billing projects "
+        f"link {project} --billing-account=ACCOUNT (`gcloud billing accounts list` shows yours)"
+    )
+
+
+def bucket_fix(bucket: str) -> str:
+    """Return what to do about a bucket that may not be used."""
+    return (
+        "The bucket is another project's, or this login may not use it. Its owner allows it: "
+        f"gcloud storage buckets add-iam-policy-binding gs://{bucket} --member=user:YOU "
+        "--role=roles/storage.admin; or take another: pulumi config set bucket NAME"
+    )
+
+
 # Credentials and permissions: one of them among several problems is the one to tell.
 _ACCESS = (
     _rule(
@@ -104,8 +121,7 @@ _ACCESS = (
         r"requires billing to be enabled|has billing disabled|BILLING_DISABLED"
         r"|[Bb]illing account for (?:the owning )?project .{0,60}(?:not found|disabled|is closed)",
         CloudAuthError,
-        "The project has no billing account, or a closed one. Link one: gcloud billing projects "
-        "link {project} --billing-account=ACCOUNT (`gcloud billing accounts list` shows yours)",
+        billing_fix("{project}"),
     ),
     _rule(
         r"vpcServiceControlsUniqueIdentifier|VPC_SERVICE_CONTROLS|SECURITY_POLICY_VIOLATED",
@@ -163,9 +179,7 @@ _ACCESS = (
         r"|does not have storage\.buckets\.\w+ access to (?:the Google Cloud Storage bucket|"
         r"(?P<other>[a-z0-9._-]{3,222}))",
         CloudAuthError,
-        "The bucket is another project's, or this login may not use it. Its owner allows it: "
-        "gcloud storage buckets add-iam-policy-binding gs://{bucket} --member=user:YOU "
-        "--role=roles/storage.admin; or take another: pulumi config set bucket NAME",
+        bucket_fix("{bucket}"),
     ),
     _rule(
         r"googleapi: Error 40[13]|PERMISSION_DENIED|Permission denied"

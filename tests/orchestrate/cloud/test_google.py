@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
 import time
 
 import pytest
+import requests
 
 from payload.errors import CloudAuthError, CloudError, ConfigError
 from payload.orchestrate.cloud.google import VARIABLE, Endpoints
@@ -43,6 +45,39 @@ def test_a_cloud_that_cannot_be_reached_is_tried_again_and_then_an_error(site: S
         site.env[VARIABLE] = f"http://127.0.0.1:{holder.getsockname()[1]}"
         with pytest.raises(CloudError, match="listing instances: Google Cloud cannot be reached"):
             list_everything(site.google(retry_s=0.5, sleep=time.sleep))
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (
+            requests.exceptions.ProxyError(
+                "HTTPSConnectionPool(host='compute.googleapis.com', port=443): Max retries exceeded"
+                " with url: / (Caused by ProxyError('Unable to connect to proxy', OSError('Tunnel "
+                "connection failed: 407 Proxy Authentication Required')))"
+            ),
+            "export https_proxy=http://USER:PASSWORD@HOST:PORT",
+        ),
+        (
+            requests.exceptions.SSLError(
+                "HTTPSConnectionPool(host='compute.googleapis.com', port=443): Max retries exceeded"
+                " with url: / (Caused by SSLError(SSLCertVerificationError(1, '[SSL: "
+                "CERTIFICATE_VERIFY_FAILED] certificate verify failed: self-signed certificate in "
+                "certificate chain (_ssl.c:1016)')))"
+            ),
+            "export SSL_CERT_FILE=FILE REQUESTS_CA_BUNDLE=FILE",
+        ),
+    ],
+)
+def test_a_proxys_refusal_and_a_strange_certificate_are_said_at_once_with_their_fix(
+    site: Site, error: Exception, fix: str
+) -> None:
+    def request() -> None:
+        raise error
+
+    with pytest.raises(CloudError, match=re.escape(fix)):
+        site.google().ask("listing", request)
+    assert site.sleeps == []
 
 
 def test_a_rate_limit_that_comes_as_403_is_waited_for(site: Site) -> None:
