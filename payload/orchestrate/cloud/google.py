@@ -17,7 +17,7 @@ from urllib.parse import quote, urlsplit
 
 from payload.cloud_need import CLOUD_NAME
 from payload.errors import CloudAuthError, CloudError, ConfigError, TileforgeError
-from payload.orchestrate.cloud.credentials import TOKEN, GoogleLogin
+from payload.orchestrate.cloud.environment import TOKEN, GoogleLogin
 from payload.orchestrate.cloud.refusals import access_refusal, other_refusal
 from payload.untrusted import build, parse_json, printable, shown
 

@@ -11,9 +11,9 @@ from urllib.parse import urlencode
 
 from payload.cloud_need import Need
 from payload.errors import CloudAuthError, ExitCode, TileforgeError
+from payload.orchestrate.cloud.environment import address_of, proxy_of, spares_loopback
 from payload.orchestrate.cloud.google import REQUEST_S, CloudMissingError, Google, request_of
 from payload.orchestrate.cloud.project import Check, auth, check_boolean_policy, unknown
-from payload.orchestrate.cloud.proxy import address_of, proxy_of, spares_loopback
 from payload.orchestrate.cloud.refusals import QUOTA_PROJECT_FIX, billing_fix, bucket_fix
 from payload.untrusted import checked
 

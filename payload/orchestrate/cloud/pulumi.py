@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Literal, TypeVar
 
 from payload.cloud_need import Need
 from payload.errors import ConfigError, ExitCode
-from payload.orchestrate.cloud.proxy import past_the_proxy
+from payload.orchestrate.cloud.environment import past_the_proxy
 from payload.untrusted import NODE_NAME, build, check_type, checked, parse_json, printable, shown
 
 _MOST_EVENT_BYTES = 2**25

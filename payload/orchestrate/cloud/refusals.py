@@ -1,4 +1,4 @@
-"""What Google, its provider or the network refuses: the error that it is, its cause and its fix.
+"""Refusals of Google, its provider and the network: the error of each, its cause and its fix.
 
 Pure. The texts are Google's and the provider's, as their users report them.
 """

@@ -409,6 +409,7 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
         raise last from None
     except KeyboardInterrupt:
         talk.print(f"up was interrupted{_what_is_there(pulumi, preview)}. {_how_to_remove()}")
+        builder.restore_zones()
         raise
     return _conclude(pulumi, builder, update, options, talk=talk)
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 from payload.errors import AnswerError, ConfigError, NodesError, SshUnreachableError, TileforgeError
 from payload.inventory import RANK_PORTS, Access, Node
-from payload.orchestrate.cloud.credentials import GoogleLogin
+from payload.orchestrate.cloud.environment import GoogleLogin
 from payload.untrusted import RUN_ID, build, checked, parse_json, shown
 
 

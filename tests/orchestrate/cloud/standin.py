@@ -73,7 +73,7 @@ class CloudStandIn(Compute):
         self.images: dict[str, Document] | None = None
         """Fields of other projects' images, by name; None: there is every image."""
         self.bucket_rights: list[str] | None = None
-        """What the operator may do with a bucket; None: everything."""
+        """Permissions of the operator on a bucket; None: all."""
         self.skus: list[Document] | None = None
         """Entries of the billing catalog; None: the project has its API off."""
         self.policies: dict[str, bool] = {}

@@ -15,8 +15,8 @@ import pytest
 from infra.config import ClusterConfig
 from payload.cloud_need import DEFAULT_IMAGE
 from payload.errors import ExitCode
+from payload.orchestrate.cloud.environment import past_the_proxy
 from payload.orchestrate.cloud.prerequisites import check_proxy
-from payload.orchestrate.cloud.proxy import past_the_proxy
 from payload.orchestrate.cloud.pulumi import Pulumi
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.standin import PROJECT, REGION, Fault

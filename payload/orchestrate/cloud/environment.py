@@ -1,7 +1,8 @@
-"""The Google login that the environment names, read as Google's Pulumi provider reads it. Pure.
+"""The Google login and the proxy that the environment names. Pure.
 
-The provider's order (google/transport/config.go of terraform-provider-google): an access token, a
-key or its file, then application default credentials; and as whom they act.
+The login is read as Google's Pulumi provider reads it, in its order: an access token, a key or its
+file, then application default credentials; and as whom they act (google/transport/config.go of
+terraform-provider-google).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from payload.errors import CloudAuthError
 
@@ -82,3 +84,42 @@ class GoogleLogin:
         """Return where the credentials are from, in words."""
         whose = self.variable or "application default"
         return f"{whose}, as {self.impersonated}" if self.impersonated else whose
+
+
+# The parts of Pulumi (engine, providers, cluster program) talk over gRPC on 127.0.0.1. gRPC sends
+# that through a proxy unless no_proxy names the address; `localhost` is not enough, and a blank
+# behind a comma hides a name (https://github.com/pulumi/pulumi/issues/2651).
+_VARIABLES = ("https_proxy", "http_proxy", "all_proxy", "grpc_proxy")
+_EXCEPTIONS = ("no_proxy", "NO_PROXY")
+_LOOPBACK = ("127.0.0.1", "localhost")
+
+
+def proxy_of(env: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return the variable that names a proxy, and its value; None without a proxy."""
+    names = [name for lower in _VARIABLES for name in (lower, lower.upper())]
+    return next(((name, env[name]) for name in names if env.get(name)), None)
+
+
+def address_of(proxy: str) -> tuple[str, int] | None:
+    """Return host and port of a proxy's URL, or None when it is no URL."""
+    try:
+        parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+        port = parts.port or {"https": 443, "socks5": 1080}.get(parts.scheme, 80)
+    except ValueError:
+        return None
+    return (parts.hostname, port) if parts.hostname else None
+
+
+def spares_loopback(env: Mapping[str, str]) -> bool:
+    """Tell whether connections to 127.0.0.1 pass the proxy by, also those of gRPC."""
+    return "127.0.0.1" in env.get("no_proxy", env.get("NO_PROXY", "")).split(",")
+
+
+def past_the_proxy(env: Mapping[str, str]) -> dict[str, str]:
+    """Return `env` with 127.0.0.1 among the exceptions; unchanged where there is no proxy."""
+    if proxy_of(env) is None:
+        return dict(env)
+    named = next((env[name] for name in _EXCEPTIONS if env.get(name)), "")
+    kept = [each for each in map(str.strip, named.split(",")) if each]
+    value = ",".join(dict.fromkeys([*kept, *_LOOPBACK]))
+    return {**env, **dict.fromkeys(_EXCEPTIONS, value)}
