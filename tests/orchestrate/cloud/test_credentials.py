@@ -17,6 +17,7 @@ from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud.google import Endpoints, Google
 from payload.orchestrate.ssh.streams import ProxyProcess
 from tests.orchestrate.cloud.conftest import Site
+from tests.orchestrate.cloud.fake_pulumi import step
 from tests.orchestrate.cloud.stacks import Capture, own_key, words
 from tests.orchestrate.cloud.standin import PROJECT, Fault
 
@@ -184,7 +185,8 @@ def test_up_builds_nothing_with_credentials_that_work_for_pulumi_alone(
 ) -> None:
     own_key(site)
     site.configure(cluster="mine", project=PROJECT, zones=["us-central1-a"])
-    site.pulumi.on("preview")
+    network = "urn:pulumi:dev::tileforge::gcp:compute/network:Network::mine-network"
+    site.pulumi.on("preview", events=step("create", network))
     site.pulumi.on("up", out="done\n")
     site.cloud.faults.append(
         Fault(path=f"projects/{PROJECT}$", reason="forbidden", times=9, **fault)
