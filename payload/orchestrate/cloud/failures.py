@@ -83,8 +83,7 @@ class StockOut:
         if self.reason == "not offered":
             return (
                 f"{machine} is not offered in {tried}. Try the next zone of the config: {build} "
-                f"--next-zone; or see where it is: gcloud compute machine-types list --filter="
-                f"name={machine}"
+                f"--next-zone; or see what each has: {command('orchestrate', 'doctor')}"
             )
         if self.reason == "preempted":
             return (

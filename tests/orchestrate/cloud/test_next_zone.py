@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from payload.errors import ExitCode
+from payload.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud import down
 from payload.orchestrate.cloud.down import Head
@@ -250,3 +250,13 @@ def test_a_zone_with_a_machine_in_it_stays_first_in_the_config(site: Site, capsy
     up = ["up", "--yes", "--next-zone", "--keep-on-failure"]
     assert main(up, site.env) == ExitCode.PREFLIGHT
     assert firsts(site) == [ZONES[1]]
+
+
+def test_an_interrupt_leaves_the_zones_in_the_configs_order(site: Site, capsys: Capture) -> None:
+    site.configure(cluster="mine", project=PROJECT, zones=ZONES)
+    site.pulumi.on("config", "set")
+    site.pulumi.on("preview")
+    site.pulumi.replay("up-interrupted", status=1)
+    site.pulumi.on("up", out=NOT_OFFERED, status=255, times=1)
+    assert main(["up", "--yes", "--next-zone"], site.env) == INTERRUPTED
+    assert firsts(site) == [ZONES[1], ZONES[0]]
