@@ -20,7 +20,7 @@ _REGION = re.compile(r"[a-z]+-[a-z]+[0-9]+")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
 _IMAGE = re.compile(r"projects/[a-z0-9:.-]+/global/images/[a-z]([a-z0-9-]*[a-z0-9])?")
 _KMS_KEY = re.compile(
-    r"projects/[\w:.-]+/locations/[\w-]+/keyRings/[\w-]+/cryptoKeys/[\w-]+", re.ASCII
+    r"projects/[\w:.-]+/locations/(?P<location>[\w-]+)/keyRings/[\w-]+/cryptoKeys/[\w-]+", re.ASCII
 )
 _LABEL = re.compile(r"(?!tileforge|goog)[a-z][a-z0-9_-]{0,62}=[a-z0-9_-]{0,63}")
 _USER = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
@@ -181,10 +181,27 @@ def _disks(config: ClusterConfig) -> Iterator[Problem]:
         )
     if config.bucket not in ("create", "none") and not _BUCKET.fullmatch(config.bucket):
         yield "bucket", f" = {config.bucket!r}. Use none, create, or the name of a bucket."
-    if config.kms_key and not _KMS_KEY.fullmatch(config.kms_key):
+    if config.kms_key:
+        yield from _key(config)
+
+
+def _key(config: ClusterConfig) -> Iterator[Problem]:
+    key = _KMS_KEY.fullmatch(config.kms_key)
+    if key is None:
         yield (
             "kmsKey",
             f" = {config.kms_key!r}; projects/P/locations/L/keyRings/R/cryptoKeys/K is needed.",
+        )
+        return
+    # Disks take a key of their region or of a location around it; buckets and Filestore instances
+    # of a region take one of the region alone ("Cloud KMS region 'global' not available").
+    strict = config.bucket == "create" or config.shared_storage == "filestore"
+    location = key["location"]
+    if location != config.region and (strict or _REGION.fullmatch(location)):
+        yield (
+            "kmsKey",
+            f" = {config.kms_key!r}: its location is {location}, and the cluster's region is "
+            f"{config.region}. Take a key of that region: pulumi config set kmsKey NAME",
         )
 
 

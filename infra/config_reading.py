@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import pulumi
@@ -19,6 +19,13 @@ from payload.untrusted import parse_json, read_bytes, shown
 _MOST_KEY_BYTES = 2**18
 """Limit of the public key file: the most that user-data may have."""
 
+_LOGIN_KEYS = {
+    "gcp:credentials": "GOOGLE_CREDENTIALS",
+    "gcp:accessToken": "GOOGLE_OAUTH_ACCESS_TOKEN",
+    "gcp:impersonateServiceAccount": "GOOGLE_IMPERSONATE_SERVICE_ACCOUNT",
+}
+"""Settings of the provider's login, with the variables that have the same effect."""
+
 Problems = list[tuple[str, str]]
 
 
@@ -33,7 +40,38 @@ def load_config(root: Path) -> tuple[ClusterConfig, tuple[str, ...]]:
     raw = {key.removeprefix(prefix) for key in there if key.startswith(prefix)}
     settings = pulumi.Config(PROJECT)
     values = {key: settings.get(key) or "" for key in sorted(raw)}
+    _check_login_keys(there)
+    values |= _from_provider(values)
     return read_config(values, stack=pulumi.get_stack(), root=root, missing_key=_missing_key)
+
+
+def _check_login_keys(keys: Iterable[str]) -> None:
+    """Raise ConfigError for a login of the provider's that would stay unused.
+
+    The program makes its own provider, which these settings do not reach; the environment does, and
+    the orchestrator reads it too.
+    """
+    found = [key for key in sorted(keys) if key in _LOGIN_KEYS]
+    if found:
+        lines = "".join(
+            f"\n  {key} has no effect. Remove it: pulumi config rm {key}; and set "
+            f"{_LOGIN_KEYS[key]} in the environment"
+            for key in found
+        )
+        raise ConfigError(f"the stack's settings have {len(found)} problem(s):{lines}")
+
+
+def _from_provider(values: Mapping[str, str]) -> dict[str, str]:
+    """Return project and region of the provider's settings, where this program's are not set.
+
+    `doctor` reads them so, too: payload/orchestrate/cloud/pulumi.py.
+    """
+    provider = pulumi.Config("gcp")
+    return {
+        key: given
+        for key in ("project", "region")
+        if values.get(key, "") in ("", KEYS[key].default) and (given := provider.get(key))
+    }
 
 
 def _missing_key(public_file: Path) -> str:

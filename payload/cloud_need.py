@@ -16,6 +16,8 @@ CLOUD_NAME = re.compile(r"[a-z0-9][a-z0-9._:@-]{0,252}")
 Scope = Literal["region", "project"]
 Spot = Literal["false", "true", "auto"]
 SPOT: tuple[Spot, ...] = ("false", "true", "auto")
+DEFAULT_IMAGE = "projects/ubuntu-os-cloud/global/images/ubuntu-2404-noble-amd64-v20260918"
+"""The boot image of a config that names none, as in Pulumi.yaml."""
 _KMS_KEY = re.compile(r"projects/[\w:.-]+/locations/[\w-]+/keyRings/[\w-]+/cryptoKeys/[\w-]+", re.A)
 
 # The compute quotas count pd-balanced as SSD, too.
@@ -47,12 +49,20 @@ class Need:
     makes_bucket: bool = False
     cluster: str = ""
     """Empty where it is not known."""
-    image_project: str = "ubuntu-os-cloud"
-    """Project of the boot image."""
+    image: str = DEFAULT_IMAGE
+    """Boot image by its full name."""
+    bucket_name: str = ""
+    """The bucket that exists; empty for none, and for one that is made."""
     kms_key: str = ""
     """Empty for Google's own keys."""
     grants_key: bool = True
     """True if `up` lets Google's services use the key."""
+
+    @property
+    def image_project(self) -> str:
+        """Return the project of the boot image."""
+        words = self.image.split("/")
+        return words[1] if len(words) > 1 and words[0] == "projects" else "ubuntu-os-cloud"
 
     @property
     def family(self) -> str:
@@ -175,15 +185,17 @@ def need_of(settings: Mapping[str, Any]) -> Need:
         has_filestore=settings.get("sharedStorage") == "filestore",
         makes_bucket=settings.get("bucket") == "create",
         cluster=str(settings.get("cluster") or ""),
-        image_project=_image_project(str(settings.get("image") or "")),
+        image=str(settings.get("image") or DEFAULT_IMAGE),
+        bucket_name=_bucket(settings),
         kms_key=kms_key,
         grants_key=str(settings.get("kmsGrant") or "true").lower() != "false",
     )
 
 
-def _image_project(image: str) -> str:
-    words = image.split("/")
-    return words[1] if len(words) > 1 and words[0] == "projects" else Need().image_project
+def _bucket(settings: Mapping[str, Any]) -> str:
+    """Return the name of a bucket that exists. Raises ConfigError."""
+    name = settings.get("bucket") or "none"
+    return "" if name in ("none", "create") else _name(settings, "bucket", "")
 
 
 def _disk_type(name: str, machine: str) -> str:

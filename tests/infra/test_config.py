@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextvars
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
 
 from infra.config import KEYS, ClusterConfig
-from infra.config_reading import read_config
+from infra.config_reading import load_config, read_config
 from infra.machines import machine_type, machine_types
 from payload.errors import ConfigError
 from tests.infra.stacks import KEY, ROOT, as_pulumi_hands_over
@@ -115,6 +117,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"headDiskGb": 50}, r"headDiskGb = 50; use 0 for the same"),
     ({"bucket": "gs://mine"}, r"bucket = 'gs://mine'\. Use none, create, or the name"),
     ({"kmsKey": "my-key"}, r"kmsKey = 'my-key'; projects/P/locations"),
+    (
+        {"kmsKey": "projects/p/locations/europe-west4/keyRings/r/cryptoKeys/k"},
+        r"location is europe-west4, and the cluster's region is us-central1\. Take a key of that",
+    ),
+    (
+        {"kmsKey": "projects/p/locations/global/keyRings/r/cryptoKeys/k", "bucket": "create"},
+        r"its location is global, and the cluster's region is us-central1",
+    ),
     ({"threadsPerCore": 3}, r"threadsPerCore = 3\. Use one of: 1, 2"),
     (
         {"threadsPerCore": 2, "machineType": "h3-standard-88"},
@@ -219,6 +229,57 @@ GOOD: Mapping[str, dict[str, Any]] = {
 @pytest.mark.parametrize("settings", GOOD.values(), ids=GOOD)
 def test_what_can_be_had_is_accepted(root: Path, settings: dict[str, Any]) -> None:
     assert read(root, **settings)
+
+
+PROVIDERS = {"gcp:project": "acme-lab", "gcp:region": "europe-west4"}
+
+
+def load(values: dict[str, str], root: Path) -> ClusterConfig:
+    """The settings of a stack's whole config, as the program gets it from the engine."""
+    environment = {"PULUMI_CONFIG": json.dumps(values)}
+    with (
+        mock.patch.dict("os.environ", environment),
+        mock.patch("pulumi.get_stack", lambda: "dev"),
+    ):
+        return contextvars.Context().run(load_config, root)[0]
+
+
+@pytest.mark.parametrize(
+    ("own", "project", "region"),
+    [
+        ({}, "acme-lab", "europe-west4"),
+        # As Pulumi hands over the defaults of Pulumi.yaml.
+        ({"tileforge:project": "", "tileforge:region": "us-central1"}, "acme-lab", "europe-west4"),
+        (
+            {"tileforge:project": "my-project", "tileforge:region": "us-east5"},
+            "my-project",
+            "us-east5",
+        ),
+    ],
+)
+def test_project_and_region_of_the_provider_count_where_the_programs_are_not_set(
+    root: Path, own: dict[str, str], project: str, region: str
+) -> None:
+    zones = {"tileforge:zones": json.dumps([f"{region}-b"])}
+    config = load({**PROVIDERS, **own, **zones}, root)
+    assert (config.project, config.region) == (project, region)
+
+
+@pytest.mark.parametrize(
+    ("key", "variable"),
+    [
+        ("gcp:credentials", "GOOGLE_CREDENTIALS"),
+        ("gcp:accessToken", "GOOGLE_OAUTH_ACCESS_TOKEN"),
+        ("gcp:impersonateServiceAccount", "GOOGLE_IMPERSONATE_SERVICE_ACCOUNT"),
+    ],
+)
+def test_a_login_in_the_stacks_settings_is_refused_with_its_variable(
+    root: Path, key: str, variable: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({**PROVIDERS, key: "ya29.secret"}, root)
+    assert f"pulumi config rm {key}; and set {variable} in the environment" in str(caught.value)
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("machine", machine_types(), ids=lambda machine: str(machine.name))

@@ -29,6 +29,13 @@ from payload.cloud_prices import (
 from payload.errors import CloudAuthError, CloudError, ExitCode, TileforgeError, UsageError
 from payload.orchestrate.cloud.firewall import check_firewall
 from payload.orchestrate.cloud.google import CloudMissingError, Endpoints, Google, UnreadableError
+from payload.orchestrate.cloud.prerequisites import (
+    check_billing,
+    check_bucket,
+    check_image,
+    check_proxy,
+    check_quota_project,
+)
 from payload.orchestrate.cloud.project import (
     Check,
     ask_compute,
@@ -230,7 +237,7 @@ def doctor(options: DoctorOptions, env: Mapping[str, str]) -> int:
     google = Google(project, endpoints=Endpoints.from_env(env))
     # Of another project than the stack's, its firewall says nothing.
     own = pulumi if project == configured else None
-    checks = list(examine(google, need, own))
+    checks = [*check_proxy(env), *examine(google, need, own)]
     checks += check_gpus(need)
     checks += check_own_gpus(nvidia_here(env))
     checks.append(check_price(need, *fresh_catalog(google, folder=Path.cwd() / ".cluster")))
@@ -262,7 +269,8 @@ def examine(google: Google, need: Need, pulumi: Pulumi | None) -> Iterator[Check
     try:
         project = ask_compute(google, "Projects", "GetProjectRequest", what="project")
     except (CloudAuthError, CloudMissingError) as error:
-        fix = "" if "Enable it" in str(error) else f"Is {google.project} the project's id?"
+        known = bool(error.fix) and "Ask for" not in error.fix
+        fix = "" if known else f"Is {google.project} the project's id?"
         yield auth("Compute Engine", str(error), fix)
         return
     except UnreadableError as error:
@@ -273,9 +281,13 @@ def examine(google: Google, need: Need, pulumi: Pulumi | None) -> Iterator[Check
         return
     else:
         yield Check(name="Compute Engine", outcome="ok", found="answers for this project")
+    yield from check_quota_project(google)
+    yield check_billing(google)
     yield from check_services(google, need)
     yield from check_offers(google, need)
     yield from check_quotas(google, need, project)
+    yield from check_image(google, need)
+    yield from check_bucket(google, need)
     yield from check_policies(google, need)
     yield from check_key(google, need)
     if pulumi is not None:

@@ -9,17 +9,12 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Literal
 
-from payload.errors import (
-    CapacityError,
-    CloudAuthError,
-    CloudError,
-    ConfigError,
-    QuotaError,
-    TileforgeError,
-)
+from payload.errors import CapacityError, ConfigError, QuotaError, TileforgeError
 from payload.hints import command
 from payload.orchestrate.cloud.pulumi import STACK_TYPE, Update, name_of, refusal, type_of
+from payload.orchestrate.cloud.refusals import access_refusal, other_refusal
 from payload.untrusted import printable
 
 _ZONE = r"[a-z]+(?:-[a-z]+)+\d+-[a-z]"
@@ -38,23 +33,63 @@ _FREE_ZONES = (
     rf"""zonesAvailable["']?\s*[:=]>?\s*["']?((?:{_ZONE},? ?)+)""",
 )
 _MACHINE = re.compile(r"\bAn? ([a-z0-9]+-[a-z0-9-]+) VM instance")
+_NOT_OFFERED = re.compile(
+    r"Machine type with name '(?P<name>[a-z0-9-]{1,63})' does not exist in zone "
+    rf"'(?P<zone>{_ZONE})'"
+    rf"|zones/(?P<in>{_ZONE})/(?:machineTypes|diskTypes)/(?P<type>[a-z0-9-]{{1,63}})' was not found"
+)
+_PREEMPTED = re.compile(r"failed to start due to preemption|\bPREEMPTED\b")
+# Google deletes a spot machine that it takes back, and the provider waits for it in vain. SkyPilot
+# has met UNSUPPORTED_OPERATION instead (sky/provision/gcp/instance_utils.py).
+_GONE = re.compile(
+    r"couldn't find resource|/instances/[a-z0-9-]{1,63}' was not found|UNSUPPORTED_OPERATION"
+    r"|was present, but now absent"
+)
+_INSTANCE = "gcp:compute/instance:Instance"
+_CREATIONS = ("create", "create-replacement", "replace")
+
+Reason = Literal["full", "not offered", "preempted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockOut:
-    """The cloud's words about machines that are out of stock."""
+    """A zone that has no machine for the cluster, by the cloud's message."""
 
     machine_type: str | None
     full: Sequence[str]
     """Zones without one, in the order of the output."""
     free: Sequence[str]
     """Zones that the error says have some."""
+    reason: Reason = "full"
+
+    @property
+    def shown_reason(self) -> str:
+        """Return why the zone is passed over, for the list of such zones."""
+        if self.reason == "preempted":
+            return "took spot machines back"
+        word = "free" if self.reason == "full" else "offered"
+        return f"no {self.machine_type or 'such machine'} {word}"
+
+    def error(self, what: str) -> TileforgeError:
+        """Return the error of the operation `what`."""
+        kind = ConfigError if self.reason == "not offered" else CapacityError
+        return kind(f"{what}: {self.describe()}")
 
     def describe(self) -> str:
         """Return the cause and the next command."""
         machine = self.machine_type or "such machine"
         build = command("orchestrate", "up")
         tried = ", ".join(self.full) or "the zone that was tried"
+        if self.reason == "not offered":
+            return (
+                f"{machine} is not offered in {tried}. Try the next zone of the config: {build} "
+                f"--next-zone; or see what each has: {command('orchestrate', 'doctor')}"
+            )
+        if self.reason == "preempted":
+            return (
+                f"Google took a spot machine back while it was created, in {tried}. Try the next "
+                f"zone of the config: {build} --next-zone; or later"
+            )
         if self.free:
             zone = self.free[0]
             return (
@@ -70,6 +105,12 @@ class StockOut:
 def find_stock_out(output: str) -> StockOut | None:
     """Return the stock-out that Pulumi's output tells of, or None."""
     flat = " ".join(output.split())
+    missing = _NOT_OFFERED.search(flat)
+    if missing is not None:
+        name, zone = missing["name"] or missing["type"], missing["zone"] or missing["in"]
+        return StockOut(machine_type=name, full=[zone], free=[], reason="not offered")
+    if _PREEMPTED.search(flat):
+        return StockOut(machine_type=None, full=[], free=[], reason="preempted")
     if not _NO_CAPACITY.search(flat):
         return None
     machine = _MACHINE.search(flat)
@@ -176,25 +217,9 @@ _QUOTA = re.compile(
     r"(?: *dimensions = map\[[^\]]{0,200}?vm_family:(?P<family>\w{1,16}))?",
     re.ASCII,
 )
+# A limit of requests, which Google calls a quota too; nobody has to ask for more.
+_PER_MINUTE = re.compile(r"rateLimitExceeded|RATE_LIMIT_EXCEEDED|[Qq]ueries per minute")
 _QUOTA_WORDS = re.compile(r"QUOTA_EXCEEDED|quotaExceeded|Quota exceeded|quota limit .* exceeded")
-_API = re.compile(r"apis/api/([a-z.]+)/")
-_API_OFF = re.compile(r"has not been used in project|accessNotConfigured|SERVICE_DISABLED")
-_NO_CREDENTIALS = re.compile(
-    r"could not find default credentials|No credentials loaded|invalid_grant|reauth", re.I
-)
-_DENIED = re.compile(
-    r"googleapi: Error 40[13]|PERMISSION_DENIED|Permission denied|Required '[\w.]{1,99}' permission"
-)
-_PERMISSION = re.compile(r"Required '([\w.]{1,99})' permission|[Pp]ermission '([\w.]{1,99})'")
-_ROLES = {
-    "compute": "roles/compute.admin",
-    "iam": "roles/iam.serviceAccountAdmin",
-    "storage": "roles/storage.admin",
-    "dns": "roles/dns.admin",
-    "file": "roles/file.editor",
-    "cloudkms": "roles/cloudkms.admin",
-    "iap": "roles/iap.tunnelResourceAccessor",
-}
 # What the provider's own log has twice, and what only says that there is more to read.
 _PROVIDER_LOG = re.compile(r"\s*sdk-v[0-9]+/\w+\.go:[0-9]+: ")
 _SAYS_NOTHING = re.compile(
@@ -237,63 +262,6 @@ _WORDS = {
 }
 _UP = command("orchestrate", "up")
 _DOWN = command("orchestrate", "down")
-# What Google answers, what kind of failure that is, and what to do. The first that fits.
-_FIXES: tuple[tuple[re.Pattern[str], type[TileforgeError], str], ...] = (
-    (
-        re.compile(r"Error 409\b|alreadyExists|already exists"),
-        ConfigError,
-        "It is in Google Cloud, but not in the stack, as after an answer that was lost. Repeat: "
-        f"{_UP}, which first removes what carries this cluster's label",
-    ),
-    (
-        re.compile(r"the change requires stopping it"),
-        ConfigError,
-        "It was changed outside Pulumi, and only a stopped machine can be changed back. Build it "
-        f"again: {_UP}",
-    ),
-    (
-        re.compile(r"resourceInUseByAnotherResource|already being used by"),
-        ConfigError,
-        f"What uses it is not in the stack. Remove both: {_DOWN}",
-    ),
-    (
-        re.compile(r"because it is protected"),
-        ConfigError,
-        f"A results bucket of an older release. Remove all but the bucket: {_DOWN}",
-    ),
-    (
-        re.compile(r"dial tcp|connection re(fused|set)|no such host|i/o timeout|TLS handshake|EOF"),
-        CloudError,
-        "Google Cloud cannot be reached from here. See to the network, then repeat the command",
-    ),
-    (
-        re.compile(r"Error 5[0-9][0-9]\b|Internal error|backendError"),
-        CloudError,
-        "The failure is on Google's side. Repeat the command",
-    ),
-    (
-        re.compile(r"Error 404\b.*images/|images/.*(not found|notFound)"),
-        ConfigError,
-        "There is no such image, or it may not be used. Look: gcloud compute images list; then: "
-        "pulumi config set image NAME",
-    ),
-    (
-        re.compile(r"Error 40[04]\b.*(serviceAccount|service account|iam\.gserviceaccount)", re.I),
-        CloudError,
-        "Google has not yet spread the account that was just made. Repeat the command",
-    ),
-    (
-        re.compile(r"Error 404\b|notFound"),
-        ConfigError,
-        f"It went while it was being used. Repeat: {_UP}",
-    ),
-    (
-        re.compile(r"Error 400\b"),
-        ConfigError,
-        "Google does not allow these settings together. Change the one that it names: "
-        "pulumi config set KEY VALUE",
-    ),
-)
 
 
 class StackBusyError(ConfigError):
@@ -333,14 +301,28 @@ def problems_of(update: Update) -> list[Problem]:
     return list(dict.fromkeys([*found, *broken]))
 
 
-def stock_out_of(update: Update) -> StockOut | None:
-    """Return the stock-out that made the operation fail, or None."""
-    return find_stock_out("\n".join(each.message for each in problems_of(update)))
+def stock_out_of(update: Update, *, spot: bool = False) -> StockOut | None:
+    """Return the stock-out that made the operation fail, or None.
+
+    `spot` says that the machines are spot ones: one that is gone while it is created was preempted.
+    """
+    problems = problems_of(update)
+    found = find_stock_out("\n".join(each.message for each in problems))
+    if found is not None or not spot:
+        return found
+    created = {step.urn for step in update.failures if step.op in _CREATIONS}
+    if any(
+        type_of(each.urn) == _INSTANCE and each.urn in created and _GONE.search(each.message)
+        for each in problems
+    ):
+        return StockOut(machine_type=None, full=[], free=[], reason="preempted")
+    return None
 
 
-def explain(update: Update) -> TileforgeError:
+def explain(update: Update, *, spot: bool = False) -> TileforgeError:
     """Return the error that a failed operation amounts to, with its exit code.
 
+    `spot` is as for stock_out_of.
     A stock-out goes before quota: Google reports some as QUOTA_EXCEEDED, with the zones that have
     capacity in the details (https://github.com/GoogleCloudPlatform/ai-on-gke/issues/849).
     """
@@ -358,15 +340,14 @@ def explain(update: Update) -> TileforgeError:
             f"{what}: failed with status {update.status}, and its engine does not say why.{seen} "
             f"Its output: {update.log or 'none'}"
         )
-    flat = " ".join(each.message for each in problems)
-    stock_out = find_stock_out(flat)
+    stock_out = stock_out_of(update, spot=spot)
     if stock_out is not None:
-        return CapacityError(f"{what}: {stock_out.describe()}")
-    for known in (_quota_error, _access_error):
-        error = known(what, problems, flat)
-        if error is not None:
-            return error
-    return _other_error(what, problems)
+        return stock_out.error(what)
+    return (
+        _quota_error(what, problems)
+        or _access_error(what, problems)
+        or _other_error(what, problems)
+    )
 
 
 def _not_started(update: Update) -> TileforgeError:
@@ -380,7 +361,10 @@ def _not_started(update: Update) -> TileforgeError:
     )
 
 
-def _quota_error(what: str, problems: Sequence[Problem], flat: str) -> TileforgeError | None:
+def _quota_error(what: str, problems: Sequence[Problem]) -> TileforgeError | None:
+    flat = " ".join(each.message for each in problems)
+    if _PER_MINUTE.search(flat):
+        return None
     quotas = "; ".join(_once(_quota_words(flat)))
     if not quotas and not _QUOTA_WORDS.search(flat):
         return None
@@ -393,40 +377,21 @@ def _quota_error(what: str, problems: Sequence[Problem], flat: str) -> Tileforge
     )
 
 
-def _access_error(what: str, problems: Sequence[Problem], flat: str) -> TileforgeError | None:
-    if _API_OFF.search(flat):
-        named = _API.search(flat)
-        api = named.group(1) if named else "compute.googleapis.com"
-        return CloudAuthError(f"{what}: {api} is off. Enable it: gcloud services enable {api}")
-    if _NO_CREDENTIALS.search(flat):
-        return CloudAuthError(
-            f"{what}: there are no Google Cloud credentials, or they have expired. Log in: gcloud "
-            "auth application-default login"
-        )
-    denied = [each for each in problems if _DENIED.search(each.message)]
-    if not denied:
-        return None
-    return CloudAuthError(f"{what}: {_cut(str(denied[0]))}. {_role_advice(flat)}")
-
-
-def _role_advice(flat: str) -> str:
-    permission = _PERMISSION.search(flat)
-    service = permission.group(1).partition(".")[0] if permission else ""
-    role = _ROLES.get(service)
-    if permission is None or role is None:
-        return "Ask for the roles in docs/operating.md."
-    return (
-        f"{permission.group(1)} is in {role}. The project's owner gives it: gcloud projects "
-        f"add-iam-policy-binding PROJECT --member=user:YOU --role={role}"
-    )
+def _access_error(what: str, problems: Sequence[Problem]) -> TileforgeError | None:
+    """Return the error of the first problem with credentials or permissions, or None."""
+    for each in problems:
+        refusal = access_refusal(each.message)
+        if refusal is not None:
+            return refusal.error(f"{what}: {_cut(str(each))}. {refusal.advice}")
+    return None
 
 
 def _other_error(what: str, problems: Sequence[Problem]) -> TileforgeError:
     first = problems[0]
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    for pattern, kind, fix in _FIXES:
-        if pattern.search(first.message):
-            return kind(f"{what}: {_cut(str(first))}{more}. {fix}")
+    known = other_refusal(first.message)
+    if known is not None:
+        return known.error(f"{what}: {_cut(str(first))}{more}. {known.advice}")
     if _TRACEBACK.search(first.message):
         return ConfigError(
             f"{what}: the cluster program failed: {_cut(first.message[-300:])}. This is a bug: "

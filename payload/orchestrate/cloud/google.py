@@ -10,13 +10,15 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 from urllib.parse import quote, urlsplit
 
 from payload.cloud_need import CLOUD_NAME
 from payload.errors import CloudAuthError, CloudError, ConfigError, TileforgeError
+from payload.orchestrate.cloud.environment import TOKEN, GoogleLogin
+from payload.orchestrate.cloud.refusals import access_refusal, other_refusal
 from payload.untrusted import build, parse_json, printable, shown
 
 VARIABLE = "TILEFORGE_API_ENDPOINT"
@@ -46,18 +48,20 @@ class Endpoints:
     template: str | None = None
     """With `{service}` where the service's name goes; None for Google's public addresses."""
     request_log: Path | None = None
+    login: GoogleLogin = field(default_factory=GoogleLogin)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Endpoints:
-        """Return the endpoint in TILEFORGE_API_ENDPOINT. Raises ConfigError."""
+        """Return the endpoint in TILEFORGE_API_ENDPOINT, and the login. Raises ConfigError."""
+        login = GoogleLogin.from_env(env)
         text, log = env.get(VARIABLE, "").rstrip("/"), env.get(REQUEST_LOG)
         request_log = Path(log) if log else None
         if not text:
-            return cls(request_log=request_log)
+            return cls(request_log=request_log, login=login)
         problem = _problem(text)
         if problem:
             raise ConfigError(f"{VARIABLE} = {text!r}: {problem}")
-        return cls(template=text, request_log=request_log)
+        return cls(template=text, request_log=request_log, login=login)
 
     def url(self, service: Service) -> str:
         """Return scheme and host, without a slash at the end."""
@@ -100,14 +104,12 @@ def _is_loopback(host: str) -> bool:
 
 
 REQUEST_S = 30.0
+_SCOPES = ("https://www.googleapis.com/auth/cloud-platform",)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 16.0
 _TRY_AGAIN = (429, 500, 502, 503, 504)
 _RATE_REASONS = frozenset({"rateLimitExceeded", "userRateLimitExceeded"})
-_DISABLED = re.compile(r"SERVICE_DISABLED|accessNotConfigured|has not been used in project")
 # The libraries put "GET https://...: " in front of what Google says.
 _REQUEST = re.compile(r"^[A-Z]+ https?://\S+: ")
-_API = re.compile(r"apis/api/([a-z.]+)/")
-_LOG_IN = "Log in: gcloud auth application-default login"
 # A list has at most 500 entries a page, and no project a million of anything.
 MOST_PAGES = 2000
 
@@ -291,15 +293,42 @@ class Google:
         raise endless(what)
 
     def check_credentials(self) -> str:
-        """Return whose credentials these are, in a word. Raises CloudAuthError."""
+        """Return whose credentials these are, in words. Raises CloudAuthError."""
         with self._lock:
             credentials = self._credentials_or_raise()
-        return str(getattr(credentials, "service_account_email", None) or "application default")
+        email = getattr(credentials, "service_account_email", None)
+        where = self._endpoints.login.describe()
+        return f"{email} ({where})" if email else where
+
+    def lacks_quota_project(self) -> bool:
+        """Tell whether it is a person's login that says no project for APIs that want one."""
+        with self._lock:
+            credentials = self._credentials_or_raise()
+        return bool(getattr(credentials, "refresh_token", None)) and not getattr(
+            credentials, "quota_project_id", None
+        )
+
+    def check_access(self) -> None:
+        """Request the project. Raises CloudAuthError, CloudError, or ConfigError for no such one.
+
+        What is built with credentials that work nowhere else would have to be removed by hand.
+        """
+        request = request_of("GetProjectRequest", project=self.project)
+        client = self.compute("Projects")
+        try:
+            self.ask("project", lambda: client.get(request=request, retry=None, timeout=REQUEST_S))
+        except CloudMissingError:
+            raise ConfigError(
+                f"project = {self.project!r}: there is no such project, or this login "
+                f"({self.check_credentials()}) may not see it. `gcloud projects list` shows yours; "
+                "then: pulumi config set project ID"
+            ) from None
 
     def _credentials_or_raise(self) -> Any:
         if self._credentials is None:
             with _quiet():
-                self._credentials = _anonymous() if self._endpoints.is_loopback() else _default()
+                loopback = self._endpoints.is_loopback()
+                self._credentials = _anonymous() if loopback else _load(self._endpoints.login)
         return self._credentials
 
     def _explained(self, error: Exception, what: str) -> TileforgeError:
@@ -309,28 +338,27 @@ class Google:
 
         if isinstance(error, InvalidJSONError):
             return _unreadable(error, what)
-        message = _attribute(error, "message") or _attribute(error, "__str__")
-        said = _REQUEST.sub("", one_line(str(message)))
-        if isinstance(error, auth.RefreshError):
-            return CloudAuthError(f"{what}: these credentials are refused ({said}). {_LOG_IN}")
+        message = str(_attribute(error, "message") or _attribute(error, "__str__"))
+        said = _REQUEST.sub("", one_line(message))
+        is_refused = isinstance(error, auth.GoogleAuthError) and not isinstance(
+            error, auth.TransportError
+        )
+        if is_refused or isinstance(error, exceptions.Unauthorized):
+            renewal = self._endpoints.login.renewal()
+            return CloudAuthError(f"{what}: these credentials are refused ({said})", fix=renewal)
         if isinstance(error, exceptions.NotFound):
             return CloudMissingError(f"{what}: {said}")
-        if isinstance(error, exceptions.Unauthorized):
-            return CloudAuthError(f"{what}: these credentials are refused ({said}). {_LOG_IN}")
         if isinstance(error, exceptions.Forbidden):
-            return CloudAuthError(f"{what}: {said} {self._permission_fix(error, said)}")
+            more = f"{_attribute(error, 'errors')} {_attribute(error, 'details')}"
+            known = access_refusal(one_line(f"{said} {more}", longest=2000), project=self.project)
+            fix = known.advice if known else "Ask for a role that allows it, see docs/operating.md"
+            return CloudAuthError(f"{what}: {said}", fix=f"{fix}.")
         if isinstance(error, exceptions.GoogleAPICallError):
             again = " Try again." if error.code in _TRY_AGAIN else ""
             return CloudError(f"{what}: Google Cloud answers {error.code}: {said}{again}")
-        return CloudError(f"{what}: Google Cloud cannot be reached ({said}). See to the network.")
-
-    def _permission_fix(self, error: Any, said: str) -> str:
-        more = f"{_attribute(error, 'errors')} {_attribute(error, 'details')}"
-        if not _DISABLED.search(f"{said} {more}"):
-            return "Ask for a role that allows it, see docs/operating.md."
-        named = _API.search(said)
-        api = named.group(1) if named else "compute.googleapis.com"
-        return f"Enable it: gcloud services enable {api} --project={self.project}"
+        known = other_refusal(one_line(message, longest=2000), project=self.project)
+        fix = known.advice if known else "See to the network"
+        return CloudError(f"{what}: Google Cloud cannot be reached ({said}). {fix}.")
 
 
 def request_of(name: str, **fields: Any) -> Any:
@@ -366,6 +394,7 @@ def _quiet() -> Iterator[None]:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
         warnings.filterwarnings("ignore", message=".*without a quota project.*")
         yield
 
@@ -376,18 +405,39 @@ def _anonymous() -> Any:
     return AnonymousCredentials()
 
 
-def _default() -> Any:
+def _load(login: GoogleLogin) -> Any:
+    """Return the credentials of a login. Raises CloudAuthError."""
     import google.auth
-    from google.auth.exceptions import DefaultCredentialsError
+    from google.auth import impersonated_credentials
+    from google.auth.exceptions import GoogleAuthError
+    from google.oauth2 import credentials as oauth2
 
-    scopes = ["https://www.googleapis.com/auth/cloud-platform"]
+    source = login.source() if login.variable else None
+    credentials: Any
     try:
-        credentials, _ = google.auth.default(scopes=scopes)
-    except DefaultCredentialsError:
+        if login.variable == TOKEN:
+            token: Any = oauth2.Credentials
+            credentials = token(source)
+        elif isinstance(source, Path):
+            credentials, _ = google.auth.load_credentials_from_file(str(source), scopes=_SCOPES)
+        elif source is not None:
+            key = parse_json(source, where=login.variable, error=CloudAuthError)
+            credentials, _ = google.auth.load_credentials_from_dict(key, scopes=_SCOPES)
+        else:
+            credentials, _ = google.auth.default(scopes=_SCOPES)
+    except (GoogleAuthError, AttributeError, KeyError, TypeError, ValueError):
+        # Their texts quote what they read.
+        where = f"in {login.variable}" if login.variable else "on this machine"
         raise CloudAuthError(
-            f"there are no Google Cloud credentials on this machine. {_LOG_IN}"
+            f"there are no Google Cloud credentials {where}. {login.renewal()}"
         ) from None
-    return credentials
+    if not login.impersonated:
+        return credentials
+    return impersonated_credentials.Credentials(
+        source_credentials=credentials,
+        target_principal=login.impersonated,
+        target_scopes=list(_SCOPES),
+    )
 
 
 _Errors = tuple[type[Exception], ...]
@@ -432,7 +482,7 @@ def _wait_s(error: Exception, pause_s: float) -> float | None:
     from google.auth.exceptions import TransportError
 
     if isinstance(error, (requests.ConnectionError, requests.Timeout, TransportError)):
-        return pause_s
+        return None if _is_for_good(error) else pause_s
     if not isinstance(error, exceptions.GoogleAPICallError):
         return None
     entries = _attribute(error, "errors") or ()
@@ -441,3 +491,8 @@ def _wait_s(error: Exception, pause_s: float) -> float | None:
         return None
     asked = getattr(error.response, "headers", {}).get("Retry-After", "")
     return max(float(asked), pause_s) if re.fullmatch("[0-9]{1,9}", asked) else pause_s
+
+
+def _is_for_good(error: Exception) -> bool:
+    """Tell whether it is a certificate or a proxy's login, which no repetition mends."""
+    return any(word in str(error) for word in ("CERTIFICATE_VERIFY_FAILED", "failed: 407"))

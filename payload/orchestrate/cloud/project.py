@@ -10,16 +10,16 @@ from typing import Any, Literal
 
 from payload.accelerators import FP8_CAPABILITY, NVIDIA_DRIVER_BRANCH, SPOT_ALONE, gpus_of
 from payload.cloud_need import Need, Scope
-from payload.errors import CloudError, ExitCode, TileforgeError
+from payload.errors import CloudAuthError, CloudError, ExitCode, TileforgeError
 from payload.inventory import Node
 from payload.nvidia import GpuNeed, NvidiaFacts, gpu_faults
 from payload.orchestrate.cloud.google import REQUEST_S, CloudMissingError, Google, request_of
+from payload.orchestrate.cloud.refusals import policy_fix
 from payload.untrusted import checked, shown
 
 Outcome = Literal["ok", "error", "warning", "unknown"]
 _KEY_ROLE = "roles/cloudkms.cryptoKeyEncrypterDecrypter"
 _MAY_GRANT = "cloudkms.cryptoKeys.setIamPolicy"
-_ASK_ADMINISTRATORS = "Ask the organization's administrators for an exception for this project"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +75,12 @@ def check_services(google: Google, need: Need) -> Iterator[Check]:
     try:
         pages = google.get_pages("serviceusage", path, what=what, shape=_ServicePage)
         names = {entry.config.name for page in pages for entry in page.services}
+    except CloudAuthError as error:
+        if "no quota project" in error.fix:
+            yield auth("quota project", error.cause, error.fix)
+        else:
+            yield unknown("APIs", error)
+        return
     except TileforgeError as error:
         yield unknown("APIs", error)
         return
@@ -183,66 +189,103 @@ class _Policy:
 
 
 def check_policies(google: Google, need: Need) -> Iterator[Check]:
-    """Check the organization policies that would keep the cluster from being built or reached."""
+    """Check the organization policies that would keep the cluster from being built or reached.
+
+    Each by its effective value: what the organization, its folders and the project say together.
+    """
     effects = {
         "compute.disableGuestAttributesAccess": "nodes could not publish their host keys",
         "iam.disableServiceAccountCreation": "the nodes' service account could not be made",
     }
     if not need.uses_os_login:
         effects["compute.requireOsLogin"] = "the operator's key would be ignored"
-    # Constraints that list what they allow: the value that has to be among it, and what to change.
-    listed = {
-        "compute.trustedImageProjects": (
-            f"projects/{need.image_project}",
-            "use an image of a project that is allowed: pulumi config set image",
-        )
+    for constraint, effect in effects.items():
+        yield check_boolean_policy(google, constraint, effect)
+    for constraint, values in _listed(google.project, need).items():
+        yield _listed_policy(google, constraint, values)
+
+
+def _listed(project: str, need: Need) -> dict[str, Sequence[Sequence[str]]]:
+    """Return the values that policies with lists have to allow, each with its groups."""
+    cluster, region = need.cluster or "CLUSTER", need.region
+    own = f"under:projects/{project}"
+    values: dict[str, Sequence[Sequence[str]]] = {
+        "compute.trustedImageProjects": [(f"projects/{need.image_project}",)],
+        "gcp.resourceLocations": [
+            (region, f"in:{region}-locations", f"in:{region.partition('-')[0]}-locations")
+        ],
     }
+    if need.has_nat:
+        subnetwork = f"projects/{project}/regions/{region}/subnetworks/{cluster}-subnet"
+        values["compute.restrictCloudNATUsage"] = [(subnetwork, own)]
     if need.has_public_head:
-        head = f"{need.cluster or 'CLUSTER'}-node-0"
-        listed["compute.vmExternalIpAccess"] = (
-            f"projects/{google.project}/zones/{need.zones[0]}/instances/{head}",
-            "reach the head through Google's proxy: pulumi config set accessMode iap",
-        )
-    for constraint in (*effects, *listed):
-        name = f"policy {constraint}"
-        path = f"/v2/projects/{google.project}/policies/{constraint}:getEffectivePolicy"
-        try:
-            policy = google.get("orgpolicy", path, what=name, shape=_Policy)
-        except TileforgeError as error:
-            yield unknown(name, error)
-            continue
-        rules = policy.spec.rules if policy.spec else ()
-        if constraint in listed:
-            value, fix = listed[constraint]
-            yield _listed_policy(name, rules, value=value, fix=fix)
-        elif any(rule.enforce for rule in rules):
-            more = ", or use accessMode oslogin." if constraint.endswith("OsLogin") else "."
-            yield auth(name, f"enforced: {effects[constraint]}", _ASK_ADMINISTRATORS + more)
-        else:
-            yield Check(name=name, outcome="ok", found="not enforced")
+        head = f"projects/{project}/zones/{need.zones[0]}/instances/{cluster}-node-0"
+        values["compute.vmExternalIpAccess"] = [(head, own)]
+    if not need.kms_key:
+        bucket = ("storage",) if need.makes_bucket else ()
+        file = ("file",) if need.has_filestore else ()
+        services = ("compute", *bucket, *file)
+        values["gcp.restrictNonCmekServices"] = [(f"{name}.googleapis.com",) for name in services]
+    return values
 
 
-def _listed_policy(name: str, rules: Sequence[_Rule], *, value: str, fix: str) -> Check:
-    """Check that a list constraint allows `value`."""
-    allowed = [
-        each.removeprefix("is:") for rule in rules if rule.values for each in rule.values.allowed
-    ]
-    denied = [
-        each.removeprefix("is:") for rule in rules if rule.values for each in rule.values.denied
-    ]
-    refused = auth(name, f"does not allow {value}", f"{_ASK_ADMINISTRATORS}, or {fix}.")
+def _rules(google: Google, constraint: str) -> Sequence[_Rule]:
+    path = f"/v2/projects/{google.project}/policies/{constraint}:getEffectivePolicy"
+    policy = google.get("orgpolicy", path, what=f"policy {constraint}", shape=_Policy)
+    return policy.spec.rules if policy.spec else ()
+
+
+def check_boolean_policy(google: Google, constraint: str, effect: str) -> Check:
+    """Check that a policy with the given effect is not enforced."""
+    name = f"policy {constraint}"
+    try:
+        rules = _rules(google, constraint)
+    except TileforgeError as error:
+        return unknown(name, error)
+    if any(rule.enforce for rule in rules):
+        return auth(name, f"enforced: {effect}", f"{policy_fix(constraint)}.")
+    return Check(name=name, outcome="ok", found="not enforced")
+
+
+def _listed_policy(google: Google, constraint: str, values: Sequence[Sequence[str]]) -> Check:
+    """Check that a list constraint allows each value, by itself or by a group that it is in."""
+    name, fix = f"policy {constraint}", f"{policy_fix(constraint)}."
+    try:
+        rules = _rules(google, constraint)
+    except TileforgeError as error:
+        return unknown(name, error)
+    found = [_allows(rules, each) for each in values]
+    for wanted in ("refused", "unknown"):
+        for (answer, why), value in zip(found, values, strict=True):
+            if answer == wanted == "refused":
+                return auth(name, f"does not allow {value[0]}", fix)
+            if answer == wanted:
+                return Check(name=name, outcome="unknown", found=why, fix=f"If it does not: {fix}")
+    shown_values = ", ".join(value[0] for value in values)
+    return Check(name=name, outcome="ok", found=f"allows {shown_values}")
+
+
+def _allows(rules: Sequence[_Rule], value: Sequence[str]) -> tuple[str, str]:
+    """Return allowed, refused or unknown, and why it is unknown; `value` with its groups."""
+    allowed, denied = (
+        {
+            each.removeprefix("is:")
+            for rule in rules
+            if rule.values
+            for each in (rule.values.allowed if kind == "allowed" else rule.values.denied)
+        }
+        for kind in ("allowed", "denied")
+    )
     if any(rule.condition for rule in rules):
-        found = f"allows {value} under conditions alone, which are not looked at"
-        return Check(name=name, outcome="unknown", found=found, fix=f"Else {fix}.")
-    if any(rule.deny_all for rule in rules) or value in denied:
-        return refused
-    if any(rule.allow_all for rule in rules) or value in allowed or not allowed + denied:
-        return Check(name=name, outcome="ok", found=f"allows {value}")
-    hierarchy = [each for each in allowed + denied if ":" in each]
-    if hierarchy:
-        found = f"names {shown(hierarchy[0])}; whether {value} is in it is not looked at"
-        return Check(name=name, outcome="unknown", found=found, fix=f"If it is not: {fix}.")
-    return refused if allowed else Check(name=name, outcome="ok", found=f"allows {value}")
+        return "unknown", f"allows {value[0]} under conditions alone, which are not looked at"
+    if any(rule.deny_all for rule in rules) or denied & set(value):
+        return "refused", ""
+    if any(rule.allow_all for rule in rules) or allowed & set(value) or not allowed | denied:
+        return "allowed", ""
+    groups = sorted(each for each in allowed | denied if ":" in each)
+    if groups:
+        return "unknown", f"names {shown(groups[0])}; whether {value[0]} is in it is not looked at"
+    return ("refused" if allowed else "allowed"), ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

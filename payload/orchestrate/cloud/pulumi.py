@@ -11,7 +11,9 @@ from pathlib import Path
 from shutil import which
 from typing import Any, BinaryIO, Literal, TypeVar
 
+from payload.cloud_need import Need
 from payload.errors import ConfigError, ExitCode
+from payload.orchestrate.cloud.environment import past_the_proxy
 from payload.untrusted import NODE_NAME, build, check_type, checked, parse_json, printable, shown
 
 _MOST_EVENT_BYTES = 2**25
@@ -308,7 +310,7 @@ class Pulumi:
                 "underscores, such as dev or my-org/tileforge/dev."
             )
         self.stack = stack
-        self._env = {**env, "PULUMI_SKIP_UPDATE_CHECK": "true"}
+        self._env = {**past_the_proxy(env), "PULUMI_SKIP_UPDATE_CHECK": "true"}
         self._folder = folder
         self._timeout_s = timeout_s
 
@@ -412,9 +414,14 @@ def refusal(shown: str, said: str) -> PulumiError:
     return PulumiError(f"`{shown}` failed: {telling[-1].removeprefix('error: ')}", "other")
 
 
+_PROVIDERS_TOO = {"project": "", "region": Need().region}
+"""Settings that the provider's take the place of, with their defaults."""
+
+
 def settings(pulumi: Pulumi) -> dict[str, Any]:
     """Return the stack's config by the keys' last part; the project's own keys before a provider's.
 
+    A key of the project's that has its default gives way to the provider's project and region.
     Raises PulumiError and ConfigError.
     """
     raw = pulumi.ask_json("config")
@@ -423,7 +430,11 @@ def settings(pulumi: Pulumi) -> dict[str, Any]:
     known: dict[str, Any] = {}
     for key in sorted(raw, key=lambda key: not key.startswith("gcp:")):
         entry = raw[key] if isinstance(raw[key], dict) else {}
-        known[key.rpartition(":")[2]] = entry.get("objectValue", entry.get("value"))
+        value, name = entry.get("objectValue", entry.get("value")), key.rpartition(":")[2]
+        # As the cluster program does: infra/config_reading.py.
+        if known.get(name) and value in ("", _PROVIDERS_TOO.get(name)):
+            continue
+        known[name] = value
     return known
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from payload.cloud_need import CLOUD_NAME, need_of, text_list
 from payload.cluster_identity import settle_cluster_identity
-from payload.errors import CapacityError, ConfigError, ExitCode, TeardownError, TileforgeError
+from payload.errors import ConfigError, ExitCode, TeardownError, TileforgeError
 from payload.hints import command
 from payload.orchestrate.cloud.down import AtStake, at_stake
 from payload.orchestrate.cloud.failures import (
@@ -150,7 +151,7 @@ class Builder:
             if update.status == 0:
                 return update
             more = []
-            stock_out = stock_out_of(update)
+            stock_out = stock_out_of(update, spot=self.spot)
             drifted = drifted_machines(update, done=self._rebuilt)
             if stock_out is not None:
                 self._next_zone(update, stock_out)
@@ -186,8 +187,8 @@ class Builder:
 
     def _note_full(self, stock_out: StockOut) -> None:
         """Keep for the next `up` that the zone has no machine now."""
-        now, machine = self.now_unix(), stock_out.machine_type or "such machine"
-        found = FullZone(zone=self._zone, time_unix=now, reason=f"no {machine} free")
+        now = self.now_unix()
+        found = FullZone(zone=self._zone, time_unix=now, reason=stock_out.shown_reason)
         others = FullZones.load(self.full_zones, now_unix=now).without(self._zone)
         FullZones(zones=(*others.zones, found)).save(self.full_zones)
 
@@ -210,11 +211,21 @@ class Builder:
         self._move(zone)
 
     def _move(self, zone: str) -> None:
-        """Put `zone` first in the stack's config."""
+        """Put `zone` first in the stack's config, where the cluster program reads it."""
         self._zone = zone
-        order = [zone, *(each for each in self.zones if each != zone)]
+        self._set_zones([zone, *(each for each in self.zones if each != zone)])
+
+    def _set_zones(self, order: Sequence[str]) -> None:
         for place, name in enumerate(order):
             self.operations.pulumi.ask("config", "set", "--path", f"zones[{place}]", name)
+
+    def restore_zones(self) -> None:
+        """Put the config's order back after a failure, unless a machine is in another zone now."""
+        if not self.zones or self._zone == self.zones[0]:
+            return
+        with suppress(TileforgeError):  # the error that `up` ends with says more
+            if not stack_state(self.operations.pulumi).machines:
+                self._set_zones(self.zones)
 
     def _ask_to_rebuild(self, update: Update, drifted: Sequence[Step]) -> None:
         names = [name_of(step.urn) for step in drifted]
@@ -244,13 +255,11 @@ class Builder:
         )
 
     def _failed(self, update: Update) -> TileforgeError:
-        error = explain(update)
-        if not isinstance(error, CapacityError):
-            return error
-        if len(self._tried) > 1:
+        error = explain(update, spot=self.spot)
+        if len(self._tried) > 1 and stock_out_of(update, spot=self.spot) is not None:
             tried = ", ".join(self._tried)
             error = with_words(error, f"Zones of the config that were tried: {tried}")
-        if self.spot:
+        if self.spot and error.exit_code == ExitCode.NO_CAPACITY:
             words = "Those were spot machines; for on-demand ones: pulumi config set spot false"
             error = with_words(error, words)
         return error
@@ -348,6 +357,8 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
         step.op in _CREATING and type_of(step.urn).startswith("gcp:") for step in preview.steps
     )
     if creates or before.parts:
+        # With other credentials than Pulumi's, nothing that is built could be removed.
+        google().check_access()
         own = ownership_of(before, identity)
         others = of_this_name(google(), cluster, own, take_over=options.take_over, talk=talk)
     going = machines_that_go(preview) if there else []
@@ -373,6 +384,7 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
     remember_plan(cluster, known, folder=folder)
     if stake is not None:
         stake.bring_home(env, **_WORDS)
+
     builder = Builder(
         operations=operations,
         google=google,
@@ -390,10 +402,14 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
         raise
     except TileforgeError as error:
         if there or options.keep_on_failure:
-            raise with_words(error, _how_to_remove()) from None
-        raise _take_back(error, operations, google) from None
+            last = with_words(error, _how_to_remove())
+        else:
+            last = _take_back(error, operations, google)
+        builder.restore_zones()
+        raise last from None
     except KeyboardInterrupt:
         talk.print(f"up was interrupted{_what_is_there(pulumi, preview)}. {_how_to_remove()}")
+        builder.restore_zones()
         raise
     return _conclude(pulumi, builder, update, options, talk=talk)
 

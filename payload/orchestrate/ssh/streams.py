@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 from payload.errors import AnswerError, ConfigError, NodesError, SshUnreachableError, TileforgeError
 from payload.inventory import RANK_PORTS, Access, Node
+from payload.orchestrate.cloud.environment import GoogleLogin
 from payload.untrusted import RUN_ID, build, checked, parse_json, shown
 
 
@@ -149,7 +150,8 @@ class ProxyProcess:
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 stderr=self._said,
-                env=dict(env),
+                # What the operator has set for gcloud itself goes first.
+                env=GoogleLogin.from_env(env).for_gcloud() | dict(env),
                 # A terminal's Ctrl-C goes to its whole group, and what it asks goes through here.
                 start_new_session=True,
             )

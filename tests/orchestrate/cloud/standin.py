@@ -28,6 +28,11 @@ from tests.orchestrate.cloud.standin_rules import RefusedError
 NUMBER = "415104041262"
 """The project's."""
 TOKEN = "of-a-stand-in"
+LISTED = (
+    *("compute.restrictCloudNATUsage", "compute.trustedImageProjects"),
+    *("compute.vmExternalIpAccess", "gcp.resourceLocations", "gcp.restrictNonCmekServices"),
+)
+"""Constraints of organization policies that list values."""
 _LOST = 0
 """A status: the connection is closed without an answer."""
 
@@ -64,6 +69,11 @@ class CloudStandIn(Compute):
         self.objects: dict[str, list[Document]] = {}
         """By bucket: name, generation and size of each object, old versions included."""
         self.services = {"compute", "iap", "iam", "storage"}
+        self.has_billing = True
+        self.images: dict[str, Document] | None = None
+        """Fields of other projects' images, by name; None: there is every image."""
+        self.bucket_rights: list[str] | None = None
+        """Permissions of the operator on a bucket; None: all."""
         self.skus: list[Document] | None = None
         """Entries of the billing catalog; None: the project has its API off."""
         self.policies: dict[str, bool] = {}
@@ -182,7 +192,7 @@ class CloudStandIn(Compute):
     ) -> tuple[int, Document, Mapping[str, str]]:
         """Status, document and headers for one request."""
         parts = urlsplit(target)
-        query = {name: values[0] for name, values in parse_qs(parts.query).items()}
+        query = {name: ",".join(values) for name, values in parse_qs(parts.query).items()}
         with self._lock:
             self.requests.append(f"{method} {target}")
             self.before_each(method, target)
@@ -224,7 +234,7 @@ class CloudStandIn(Compute):
                 return self._service_accounts(method, rest, query, body)
             case ["v2", "projects", _, "policies", name]:
                 constraint = name.removesuffix(":getEffectivePolicy")
-                if constraint in ("compute.trustedImageProjects", "compute.vmExternalIpAccess"):
+                if constraint in LISTED:
                     return {"spec": {"rules": self.rules.get(constraint, [{"allowAll": True}])}}
                 return {"spec": {"rules": [{"enforce": self.policies.get(constraint, False)}]}}
             case ["v1", "projects", _, "locations", "global", "services", _, "quotaInfos", _]:
@@ -234,7 +244,7 @@ class CloudStandIn(Compute):
             case ["v1", "projects", project]:
                 return {"projectNumber": NUMBER, "projectId": project, "lifecycleState": "ACTIVE"}
             case ["v1", "projects", _, "billingInfo"]:
-                return {"billingAccountName": "", "billingEnabled": True}
+                return {"billingAccountName": "", "billingEnabled": self.has_billing}
             case ["v3", "projects", _]:
                 return {"name": f"projects/{NUMBER}", "projectId": PROJECT}
             case ["v1", "projects", *_, "cryptoKeys", _]:
@@ -244,7 +254,11 @@ class CloudStandIn(Compute):
             case ["compute", "v1", "projects", project, "global", "images", name] if (
                 project != PROJECT
             ):
-                return {"name": name, "status": "READY", "diskSizeGb": "10"}
+                if self.images is not None and name not in self.images:
+                    raise MissingError(f"The resource '{path[12:]}' was not found")
+                features = {"guestOsFeatures": [{"type": "UEFI_COMPATIBLE"}]}
+                image = {"name": name, "status": "READY", "diskSizeGb": "10", **features}
+                return image | (self.images or {}).get(name, {})
             case ["compute", "v1", "projects", _, *rest]:
                 answer: Document = self.compute(method, rest, query, body)
                 return answer
@@ -300,6 +314,10 @@ class CloudStandIn(Compute):
             case (("PATCH" | "PUT"), []):
                 found[0].update(body)
                 return found[0]
+            case "GET", ["iam", "testPermissions"]:
+                asked = query["permissions"].split(",")
+                may = asked if self.bucket_rights is None else self.bucket_rights
+                return {"permissions": [each for each in asked if each in may]}
             case _, ["iam"]:
                 policy: Document = self.bucket_policies.setdefault(words[0], {"bindings": []})
                 policy |= body | {"etag": "CAE=", "version": 1}

@@ -12,6 +12,7 @@ import pytest
 from payload.cloud_need import need_of
 from payload.errors import ExitCode
 from payload.orchestrate.__main__ import main
+from payload.orchestrate.cloud.pulumi import Pulumi, settings
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, Fault
 from tests.support.nvidia_smi import L4, make_nvidia_smi
@@ -384,3 +385,22 @@ def test_a_config_without_sense_is_refused(
     configure(project, **settings)
     assert doctor(project) == ExitCode.CONFIG
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("own", "project", "region"),
+    [
+        ({}, "acme-lab", "europe-west4"),
+        ({"tileforge:project": "", "tileforge:region": "us-central1"}, "acme-lab", "europe-west4"),
+        ({"tileforge:project": "mine", "tileforge:region": "us-east5"}, "mine", "us-east5"),
+    ],
+)
+def test_doctor_reads_the_providers_project_and_region_as_the_program_does(
+    site: Site, own: dict[str, str], project: str, region: str
+) -> None:
+    # tests/infra/test_config.py has the same cases for the cluster program.
+    values = {"gcp:project": "acme-lab", "gcp:region": "europe-west4", **own}
+    document = {key: {"value": value} for key, value in values.items()}
+    site.pulumi.on("config", "--json", out=json.dumps(document))
+    known = settings(Pulumi(site.env, folder=site.folder))
+    assert (known["project"], known["region"]) == (project, region)

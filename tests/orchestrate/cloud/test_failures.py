@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from payload.errors import ExitCode
-from payload.orchestrate.cloud.failures import explain, find_stock_out
-from payload.orchestrate.cloud.pulumi import Diagnostic, Event, Update
+from payload.orchestrate.cloud.failures import explain, find_stock_out, stock_out_of
+from payload.orchestrate.cloud.pulumi import Diagnostic, Event, Step, Update
 
 # As pulumi-gcp prints it; the provider passes on the operation's error and its details.
 PLAIN = """
@@ -44,6 +44,15 @@ OFFERED_NOWHERE = """Error waiting for instance to create: The zone
 'projects/acme-lab/zones/europe-west3-c' does not have enough resources available to fulfill the
 request. '(resource type:compute)'. A c3-highmem-8 VM instance is not supported in the
 europe-west3-c zone with your configuration."""
+
+# https://github.com/gruntwork-io/terratest/issues/1132, with another type and zone.
+NOT_OFFERED = """Error creating instance: googleapi: Error 400: Invalid value for field \
+'resource.machineType': 'zones/us-central1-f/machineTypes/c3-highmem-8'. Machine type with name \
+'c3-highmem-8' does not exist in zone 'us-central1-f'., invalid"""
+NO_DISK_TYPE = """Error creating instance: googleapi: Error 404: The resource \
+'projects/acme-lab/zones/us-central1-f/diskTypes/hyperdisk-balanced' was not found, notFound"""
+# https://github.com/hashicorp/terraform-provider-google/issues/8665
+PREEMPTED = "Error waiting for instance to create: Instance failed to start due to preemption."
 
 # Of a backend that the project keeps itself, and of Pulumi Cloud.
 LOCKED = (
@@ -87,6 +96,62 @@ def test_a_stock_out_names_zones_without_and_with_machines(
     wanted = f"pulumi config set --path 'zones[0]' {free[0]} &&" if free else "up --next-zone"
     assert wanted in str(error)
     assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("output", "status", "reason", "words"),
+    [
+        (
+            NOT_OFFERED,
+            ExitCode.CONFIG,
+            "no c3-highmem-8 offered",
+            "c3-highmem-8 is not offered in ",
+        ),
+        (
+            NO_DISK_TYPE,
+            ExitCode.CONFIG,
+            "no hyperdisk-balanced offered",
+            "is not offered in us-cen",
+        ),
+        (
+            PREEMPTED,
+            ExitCode.NO_CAPACITY,
+            "took spot machines back",
+            "Google took a spot machine b",
+        ),
+    ],
+)
+def test_a_zone_without_the_type_and_a_preemption_are_the_next_zones_turn(
+    output: str, status: ExitCode, reason: str, words: str
+) -> None:
+    found = find_stock_out(output)
+    assert found is not None and found.shown_reason == reason
+    error = explain(failed(output))
+    assert error.exit_code == status
+    assert words in str(error) and "up --next-zone; or" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("spot", "op", "kind", "status"),
+    [
+        (True, "create", "instance:Instance", ExitCode.NO_CAPACITY),
+        (False, "create", "instance:Instance", ExitCode.CONFIG),
+        (True, "update", "instance:Instance", ExitCode.CONFIG),
+        (True, "create", "network:Network", ExitCode.CONFIG),
+    ],
+)
+def test_a_spot_machine_that_is_gone_while_it_is_created_was_preempted(
+    spot: bool, op: str, kind: str, status: ExitCode
+) -> None:
+    urn = f"urn:pulumi:dev::tileforge::gcp:compute/{kind}::dev-node-1"
+    message = "Error waiting for instance to create: couldn't find resource (21 retries)"
+    events = [
+        Event(time_unix=0.0, diagnostic=Diagnostic(message=message, severity="error", urn=urn)),
+        Event(time_unix=0.0, failed=Step(op=op, urn=urn)),
+    ]
+    update = Update(words=["up"], status=255, events=events)
+    assert explain(update, spot=spot).exit_code == status
+    assert (stock_out_of(update, spot=spot) is None) == (status == ExitCode.CONFIG)
 
 
 @pytest.mark.parametrize(

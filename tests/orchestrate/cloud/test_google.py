@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
 import time
 
 import pytest
+import requests
 
 from payload.errors import CloudAuthError, CloudError, ConfigError
 from payload.orchestrate.cloud.google import VARIABLE, Endpoints
@@ -45,6 +47,39 @@ def test_a_cloud_that_cannot_be_reached_is_tried_again_and_then_an_error(site: S
             list_everything(site.google(retry_s=0.5, sleep=time.sleep))
 
 
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (
+            requests.exceptions.ProxyError(
+                "HTTPSConnectionPool(host='compute.googleapis.com', port=443): Max retries exceeded"
+                " with url: / (Caused by ProxyError('Unable to connect to proxy', OSError('Tunnel "
+                "connection failed: 407 Proxy Authentication Required')))"
+            ),
+            "export https_proxy=http://USER:PASSWORD@HOST:PORT",
+        ),
+        (
+            requests.exceptions.SSLError(
+                "HTTPSConnectionPool(host='compute.googleapis.com', port=443): Max retries exceeded"
+                " with url: / (Caused by SSLError(SSLCertVerificationError(1, '[SSL: "
+                "CERTIFICATE_VERIFY_FAILED] certificate verify failed: self-signed certificate in "
+                "certificate chain (_ssl.c:1016)')))"
+            ),
+            "export SSL_CERT_FILE=FILE REQUESTS_CA_BUNDLE=FILE",
+        ),
+    ],
+)
+def test_a_proxys_refusal_and_a_strange_certificate_are_said_at_once_with_their_fix(
+    site: Site, error: Exception, fix: str
+) -> None:
+    def request() -> None:
+        raise error
+
+    with pytest.raises(CloudError, match=re.escape(fix)):
+        site.google().ask("listing", request)
+    assert site.sleeps == []
+
+
 def test_a_rate_limit_that_comes_as_403_is_waited_for(site: Site) -> None:
     site.cloud.faults.append(Fault(path=INSTANCES, status=403, reason="rateLimitExceeded"))
     assert list_everything(site.google()).blind == []
@@ -76,7 +111,27 @@ def test_every_page_is_read_and_each_with_retries(site: Site) -> None:
         (
             "Required 'compute.instances.list' permission for 'projects/acme-lab'",
             "forbidden",
-            "Ask for a role that allows it",
+            "compute.instances.list is in roles/compute.viewer. The project's owner gives it",
+        ),
+        ("The caller does not have permission", "forbidden", "Ask for a role that allows it"),
+        (
+            "Your application is authenticating by using local Application Default Credentials. "
+            "The compute.googleapis.com API requires a quota project, which is not set by default.",
+            "SERVICE_DISABLED",
+            "gcloud auth application-default set-quota-project acme-lab",
+        ),
+        (
+            "This API method requires billing to be enabled. Please enable billing on project "
+            "#1051023892108 by visiting https://console.developers.google.com/billing/enable then "
+            "retry.",
+            "forbidden",
+            "gcloud billing projects link acme-lab --billing-account=ACCOUNT",
+        ),
+        (
+            "Request is prohibited by organization's policy. vpcServiceControlsUniqueIdentifier: "
+            "VQQnKfXtZ16NHnOmdJAy0E92tVT",
+            "forbidden",
+            "A perimeter of VPC Service Controls forbids requests from here",
         ),
     ],
 )

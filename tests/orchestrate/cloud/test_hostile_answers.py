@@ -33,6 +33,7 @@ from payload.orchestrate.cloud.listing import (
     remove,
     service_accounts,
 )
+from payload.orchestrate.cloud.prerequisites import check_billing, check_bucket, check_image
 from payload.orchestrate.cloud.project import (
     ask_compute,
     check_key,
@@ -64,6 +65,7 @@ NEED = Need(
     kms_key=CRYPTO_KEY,
     makes_bucket=True,
 )
+WITH_BUCKET = Need(bucket_name="b-1")
 # Bodies that are no document in Google's or Pulumi's format.
 BODIES = (
     *(b"", b" ", b"null", b"0", b"[]", b"[[]]", b"{}", b"{", b'"x"', b"\xff", b"\x00", b"NaN"),
@@ -159,6 +161,9 @@ READS: dict[str, tuple[str, Callable[[Site], object]]] = {
         "/skus",
         lambda site: fresh_catalog(google(site), folder=site.folder / "no-cache"),
     ),
+    "billing": ("/billingInfo", lambda site: check_billing(google(site))),
+    "image": ("/global/images/", lambda site: list(check_image(google(site), Need()))),
+    "bucket": ("/storage/v1/b/b-1", lambda site: list(check_bucket(google(site), WITH_BUCKET))),
     "project number": ("/v3/projects", lambda site: list(check_key(google(site), NEED))),
     "key policy": (":getIamPolicy", lambda site: list(check_key(google(site), NEED))),
     "key permissions": (":testIam", lambda site: list(check_key(google(site), NEED))),
@@ -178,6 +183,7 @@ def full(site: Site) -> Site:
     cloud.project_quotas = {"NETWORKS": (5.0, 1.0)}
     cloud.family_limits = [family_limit("48", region=REGION, vm_family="C4")]
     cloud.rules["compute.vmExternalIpAccess"] = [{"values": {"allowedValues": ["under:folders/1"]}}]
+    cloud.add_bucket("b-1", labels={})
     cloud.skus = [sku("C3 Instance Core running in Iowa", 33_982_000)]
     cloud.key_members[CRYPTO_KEY] = [f"serviceAccount:service-{NUMBER}@x.example"]
     return site

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from payload.errors import ExitCode
+from payload.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud import down
 from payload.orchestrate.cloud.down import Head
@@ -15,7 +15,7 @@ from payload.orchestrate.ssh.keys import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Answers, Capture, copy_of_run, own_key, words
 from tests.orchestrate.cloud.standin import PROJECT
-from tests.orchestrate.cloud.test_failures import DETAILS, PLAIN
+from tests.orchestrate.cloud.test_failures import DETAILS, NOT_OFFERED, PLAIN, PREEMPTED
 
 pytestmark = pytest.mark.processes
 
@@ -191,3 +191,72 @@ def test_without_next_zone_a_full_zone_is_tried_again(site: Site, capsys: Captur
     write_full_zones(site, json.dumps({"schema_version": 1, "zones": [full(ZONES[0], hours=1)]}))
     assert main(["up", "--yes"], site.env) == ExitCode.OK
     assert firsts(site) == [] and "full within" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("refusal", "spot", "reason"),
+    [
+        (NOT_OFFERED, "false", "no c3-highmem-8 offered"),
+        (PREEMPTED, "true", "took spot machines back"),
+    ],
+)
+def test_next_zone_goes_on_where_a_zone_lacks_the_type_or_takes_a_spot_machine_back(
+    site: Site, capsys: Capture, refusal: str, spot: str, reason: str
+) -> None:
+    site.build()
+    site.configure(cluster="mine", project=PROJECT, zones=ZONES, spot=spot)
+    site.pulumi.on("config", "set")
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out="done\n")
+    site.pulumi.on("up", out=refusal, status=255, times=2)
+    assert main(["up", "--yes", "--next-zone"], site.env) == ExitCode.OK
+    assert words(site).count("up --yes --skip-preview") == 3
+    # The zone that worked is first, the others keep their order.
+    assert firsts(site) == [ZONES[1], ZONES[2]]
+    kept = json.loads((site.folder / ".cluster" / "mine" / "zones.json").read_text())
+    assert [(each["zone"], each["reason"]) for each in kept["zones"]] == [
+        (zone, reason) for zone in ZONES[:2]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "code"),
+    [(NOT_OFFERED, ExitCode.CONFIG), (PREEMPTED, ExitCode.NO_CAPACITY)],
+)
+def test_zones_that_failed_stay_where_they_were_in_the_config(
+    site: Site, capsys: Capture, refusal: str, code: ExitCode
+) -> None:
+    site.configure(cluster="mine", project=PROJECT, zones=ZONES, spot="true")
+    site.pulumi.on("config", "set")
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out=refusal, status=255)
+    assert main(["up", "--yes", "--next-zone"], site.env) == code
+    assert firsts(site) == [ZONES[1], ZONES[2], ZONES[0]]
+    asked = [each for each in words(site) if each.startswith("config set")]
+    assert asked[-3:] == [f"config set --path zones[{at}] {z}" for at, z in enumerate(ZONES)]
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"tried: {', '.join(ZONES)}" in last
+
+
+def test_a_zone_with_a_machine_in_it_stays_first_in_the_config(site: Site, capsys: Capture) -> None:
+    site.configure(cluster="mine", project=PROJECT, zones=ZONES)
+    site.pulumi.on("config", "set")
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out="error: googleapi: Error 500: backendError", status=255)
+    site.pulumi.on("up", out=NOT_OFFERED, status=255, times=1)
+    # Nothing is there when it begins, and one machine when it ends.
+    site.pulumi.machines("mine-0")
+    site.pulumi.on("stack", "export", out=json.dumps({"version": 3, "deployment": {}}), times=2)
+    up = ["up", "--yes", "--next-zone", "--keep-on-failure"]
+    assert main(up, site.env) == ExitCode.PREFLIGHT
+    assert firsts(site) == [ZONES[1]]
+
+
+def test_an_interrupt_leaves_the_zones_in_the_configs_order(site: Site, capsys: Capture) -> None:
+    site.configure(cluster="mine", project=PROJECT, zones=ZONES)
+    site.pulumi.on("config", "set")
+    site.pulumi.on("preview")
+    site.pulumi.replay("up-interrupted", status=1)
+    site.pulumi.on("up", out=NOT_OFFERED, status=255, times=1)
+    assert main(["up", "--yes", "--next-zone"], site.env) == INTERRUPTED
+    assert firsts(site) == [ZONES[1], ZONES[0]]

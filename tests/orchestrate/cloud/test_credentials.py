@@ -1,0 +1,195 @@
+"""Whose credentials requests have: the provider's variables, and what each of them lacks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+
+from payload.errors import CloudAuthError, ConfigError, ExitCode
+from payload.orchestrate.__main__ import main
+from payload.orchestrate.cloud.google import Endpoints, Google
+from payload.orchestrate.ssh.streams import ProxyProcess
+from tests.orchestrate.cloud.conftest import Site
+from tests.orchestrate.cloud.fake_pulumi import step
+from tests.orchestrate.cloud.stacks import Capture, own_key, words
+from tests.orchestrate.cloud.standin import PROJECT, Fault
+
+EMAIL = "robot@acme-lab.iam.gserviceaccount.com"
+TARGET = "builder@acme-lab.iam.gserviceaccount.com"
+
+
+def key() -> str:
+    """A service account's key, as Google gives one out; it opens nothing."""
+    private = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    pem = private.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    return json.dumps(
+        {
+            "type": "service_account",
+            "project_id": PROJECT,
+            "private_key_id": "1",
+            "private_key": pem.decode(),
+            "client_email": EMAIL,
+            "client_id": "1",
+            "token_uri": "https://oauth2.googleapis.com/token",
+        }
+    )
+
+
+def google(env: Mapping[str, str]) -> Google:
+    """The client of an environment; it is not asked to send anything."""
+    return Google(PROJECT, endpoints=Endpoints.from_env(env))
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "GOOGLE_CREDENTIALS",
+        "GOOGLE_CLOUD_KEYFILE_JSON",
+        "GCLOUD_KEYFILE_JSON",
+        "GOOGLE_APPLICATION_CREDENTIALS",
+    ],
+)
+def test_a_key_is_read_from_every_variable_of_the_provider(variable: str, tmp_path: Path) -> None:
+    path = tmp_path / "key.json"
+    path.write_text(key())
+    assert google({variable: str(path)}).check_credentials() == f"{EMAIL} ({variable})"
+    if variable != "GOOGLE_APPLICATION_CREDENTIALS":
+        assert google({variable: key()}).check_credentials() == f"{EMAIL} ({variable})"
+
+
+def test_a_token_goes_before_a_key_and_both_can_act_as_another(tmp_path: Path) -> None:
+    env = {"GOOGLE_OAUTH_ACCESS_TOKEN": "ya29.secret", "GOOGLE_CREDENTIALS": key()}
+    found = google(env)
+    assert found.check_credentials() == "GOOGLE_OAUTH_ACCESS_TOKEN"
+    assert not found.lacks_quota_project()
+    env["GOOGLE_IMPERSONATE_SERVICE_ACCOUNT"] = TARGET
+    shown = google(env).check_credentials()
+    assert shown == f"{TARGET} (GOOGLE_OAUTH_ACCESS_TOKEN, as {TARGET})"
+    assert "secret" not in repr(Endpoints.from_env(env))
+
+
+@pytest.mark.parametrize("quota_project", [None, "acme-lab"])
+def test_a_persons_login_has_a_quota_project_or_not(
+    quota_project: str | None, tmp_path: Path
+) -> None:
+    login = {"client_id": "1", "client_secret": "2", "refresh_token": "3"}
+    login |= {"type": "authorized_user"}
+    login |= {"quota_project_id": quota_project} if quota_project else {}
+    path = tmp_path / "adc.json"
+    path.write_text(json.dumps(login))
+    found = google({"GOOGLE_APPLICATION_CREDENTIALS": str(path)})
+    assert found.lacks_quota_project() == (quota_project is None)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words_of_it"),
+    [
+        ("GOOGLE_APPLICATION_CREDENTIALS", "/nowhere/key.json", "there is no such file"),
+        ("GOOGLE_CREDENTIALS", "~/nowhere/key.json", "there is no such file"),
+        ("GOOGLE_CREDENTIALS", "{", "GOOGLE_CREDENTIALS"),
+        ("GOOGLE_CREDENTIALS", "{}", "no Google Cloud credentials in GOOGLE_CREDENTIALS"),
+        ("GOOGLE_CREDENTIALS", '{"type": "service_account"}', "no Google Cloud credentials in"),
+    ],
+)
+def test_credentials_that_cannot_be_read_are_refused_with_their_variable(
+    variable: str, value: str, words_of_it: str
+) -> None:
+    with pytest.raises(CloudAuthError) as caught:
+        google({variable: value}).check_credentials()
+    assert words_of_it in str(caught.value) and variable in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("env", "fix"),
+    [
+        ({}, "gcloud auth application-default login"),
+        ({"GOOGLE_OAUTH_ACCESS_TOKEN": "x"}, "$(gcloud auth print-access-token)"),
+        ({"GOOGLE_CREDENTIALS": "x"}, "Give a key that is valid in GOOGLE_CREDENTIALS"),
+        ({"GOOGLE_IMPERSONATE_SERVICE_ACCOUNT": TARGET}, "roles/iam.serviceAccountTokenCreator"),
+    ],
+)
+def test_credentials_that_are_refused_say_how_to_renew_them(
+    site: Site, env: dict[str, str], fix: str
+) -> None:
+    site.env |= env
+    site.cloud.faults.append(Fault(path=f"projects/{PROJECT}$", status=401))
+    with pytest.raises(CloudAuthError) as caught:
+        site.google().check_access()
+    assert "these credentials are refused" in str(caught.value) and fix in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("env", "gcloud"),
+    [
+        ({}, {}),
+        ({"GOOGLE_OAUTH_ACCESS_TOKEN": "x"}, {}),
+        ({"GOOGLE_CREDENTIALS": "{}"}, {}),
+        (
+            {"GOOGLE_CREDENTIALS": "/k.json", "GOOGLE_IMPERSONATE_SERVICE_ACCOUNT": TARGET},
+            {
+                "CLOUDSDK_AUTH_CREDENTIAL_FILE_OVERRIDE": "/k.json",
+                "CLOUDSDK_AUTH_IMPERSONATE_SERVICE_ACCOUNT": TARGET,
+            },
+        ),
+        (
+            {
+                "GOOGLE_CREDENTIALS": "/k.json",
+                "CLOUDSDK_AUTH_CREDENTIAL_FILE_OVERRIDE": "/other.json",
+            },
+            {"CLOUDSDK_AUTH_CREDENTIAL_FILE_OVERRIDE": "/other.json"},
+        ),
+    ],
+)
+@pytest.mark.processes
+def test_the_way_to_the_head_has_the_same_login(
+    env: dict[str, str], gcloud: dict[str, str], tmp_path: Path
+) -> None:
+    printed = tmp_path / "env.json"
+    code = f"import json, os; json.dump(dict(os.environ), open({str(printed)!r}, 'w'))"
+    process = ProxyProcess([sys.executable, "-c", code], node="head", env=env)
+    assert process.socket.recv(1) == b""  # it has ended
+    process.close()
+    found = json.loads(printed.read_text())
+    assert {k: v for k, v in found.items() if k.startswith("CLOUDSDK_")} == gcloud
+
+
+def test_a_project_that_is_mistyped_is_refused_with_where_to_look(site: Site) -> None:
+    message = f"The resource 'projects/{PROJECT}' was not found"
+    site.cloud.faults.append(Fault(path=f"projects/{PROJECT}$", status=404, message=message))
+    with pytest.raises(ConfigError, match="gcloud projects list` shows yours; then: pulumi config"):
+        site.google().check_access()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        ({"status": 401, "message": "Invalid Credentials"}, ExitCode.AUTH),
+        ({"status": 403, "message": "The caller does not have permission"}, ExitCode.AUTH),
+        ({"status": 404, "message": "The resource was not found"}, ExitCode.CONFIG),
+    ],
+)
+def test_up_builds_nothing_with_credentials_that_work_for_pulumi_alone(
+    site: Site, capsys: Capture, fault: dict[str, Any], code: ExitCode
+) -> None:
+    own_key(site)
+    site.configure(cluster="mine", project=PROJECT, zones=["us-central1-a"])
+    network = "urn:pulumi:dev::tileforge::gcp:compute/network:Network::mine-network"
+    site.pulumi.on("preview", events=step("create", network))
+    site.pulumi.on("up", out="done\n")
+    site.cloud.faults.append(
+        Fault(path=f"projects/{PROJECT}$", reason="forbidden", times=9, **fault)
+    )
+    assert main(["up", "--yes"], site.env) == code
+    assert not [each for each in words(site) if each.startswith("up ")]
