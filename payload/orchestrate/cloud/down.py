@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +17,7 @@ from payload.errors import ConfigError, ExitCode, TileforgeError
 from payload.hints import command
 from payload.inventory import ClusterInventory, Node
 from payload.orchestrate.cloud.google import Endpoints, Google
+from payload.orchestrate.cloud.machine_status import start_head
 from payload.orchestrate.cloud.operations import Operations
 from payload.orchestrate.cloud.pulumi import Pulumi, cluster_name, settings
 from payload.orchestrate.cloud.stack import (
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 
 # A machine that has no host keys yet is booting, and nobody has reached it over SSH.
 _KEYS_S = 5.0
+_BOOT_S, _RETRY_S = 300.0, 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +83,18 @@ def ask_head(
     folder: Path,
     more_keys: Sequence[Path],
     talk: Console,
+    patience_s: float = 0.0,
 ) -> Head:
     """Ask it, and say so when it cannot be asked.
 
     The operator's key is the cluster's own in `folder`, else the first of `more_keys` that exists.
+    A head that boots is asked again for `patience_s`.
     """
     inventory = outputs.inventory
     name = inventory.head.name
     talk.print(f"asking {name} whether a run is going on")
-    head = _ask(outputs, env, folder=folder, more_keys=more_keys, talk=talk)
+    ends = time.monotonic() + patience_s
+    head = _ask(outputs, env, folder=folder, more_keys=more_keys, ends=ends, talk=talk)
     if head.is_gone:
         talk.print(f"{name}: its machine does not exist any more")
     if head.unasked:
@@ -102,6 +108,7 @@ def _ask(
     *,
     folder: Path,
     more_keys: Sequence[Path],
+    ends: float,
     talk: Console,
 ) -> Head:
     inventory = outputs.inventory
@@ -112,7 +119,7 @@ def _ask(
             Google(outputs.project, endpoints=Endpoints.from_env(env)),
             cache=own / "host_keys.json",
             say=talk.print,
-            deadline_s=_KEYS_S,
+            deadline_s=max(_KEYS_S, ends - time.monotonic()),
         )
     except MachineGoneError:
         return Head(is_gone=True)
@@ -122,10 +129,14 @@ def _ask(
     key = next((each for each in keys if each.exists()), None)
     if key is None:
         return Head(machine=node.instance_id, unasked=f"there is no key here: {keys[0]}")
-    try:
-        found = _runs(replace(inventory, nodes=(node,)), env, key=key)
-    except TileforgeError as error:
-        return Head(machine=node.instance_id, unasked=str(error))
+    while True:
+        try:
+            found = _runs(replace(inventory, nodes=(node,)), env, key=key)
+            break
+        except TileforgeError as error:
+            if time.monotonic() + _RETRY_S > ends:
+                return Head(machine=node.instance_id, unasked=str(error))
+        time.sleep(_RETRY_S)
     return Head(machine=node.instance_id, running=found.running, runs=found.runs)
 
 
@@ -226,15 +237,19 @@ def at_stake(
     folder: Path,
     runs_dir: Path,
     talk: Console,
+    patience_s: float = 0.0,
 ) -> AtStake:
-    """Look here and ask the head. Without `outputs` the cluster never came up, and has none."""
+    """Look here and ask the head. Without `outputs` the cluster never came up, and has none.
+
+    A head that boots is asked again for `patience_s`.
+    """
     copies = list(_copies(runs_dir, cluster, talk=talk))
     # Of a stack without outputs whatever had this name and results before is gone.
     ask, head = None, Head(is_gone=True)
     if outputs is not None:
         keys = [Path(mirrored.ssh_key) for _, mirrored, _ in copies]
         ask = partial(ask_head, outputs, env, folder=folder, more_keys=keys, talk=talk)
-        head = ask()
+        head = ask(patience_s=patience_s)
     for paths, mirrored, inventory in copies:
         if head.has_lost(inventory.head) and not _is_whole(paths, mirrored, None):
             talk.print(f"run {paths.run_id}: the machine that had its results is gone")
@@ -347,7 +362,22 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
     google.check_credentials()
     stake = None
     if not options.without_collect:
-        stake = at_stake(cluster, outputs, env, folder=folder, runs_dir=options.runs_dir, talk=talk)
+        boots = outputs is not None and start_head(
+            google,
+            outputs.inventory,
+            dry_run=options.dry_run,
+            assume_yes=options.yes,
+            talk=talk,
+        )
+        stake = at_stake(
+            cluster,
+            outputs,
+            env,
+            folder=folder,
+            runs_dir=options.runs_dir,
+            talk=talk,
+            patience_s=_BOOT_S if boots else 0.0,
+        )
     bucket = None
     if options.delete_bucket is not None:
         bucket = find_bucket(google, options.delete_bucket, cluster=cluster)

@@ -38,7 +38,8 @@ from payload.untrusted import NODE_NAME, build, check_schema, checked, parse_jso
 DEADLINE_S = 180.0
 _POLL_S = 3.0
 _CACHE_VERSION = 1
-_GONE = ("STOPPING", "STOPPED", "TERMINATED", "SUSPENDING", "SUSPENDED")
+STOPPED, ENDING = ("TERMINATED", "STOPPED", "SUSPENDED"), ("STOPPING", "SUSPENDING")
+"""Google's words for a machine that keeps its disk and does not run, or soon will not."""
 _UNWRITTEN = "of type 'Guest Attribute' was not found"
 _CONSTRAINT = "compute.disableGuestAttributesAccess"
 _KIND = re.compile(r"(ssh-|ecdsa-)[a-z0-9@.-]{1,58}")
@@ -78,10 +79,11 @@ class _Reader:
             )
         except CloudMissingError:
             raise _gone(node) from None
-        if found.status in _GONE:
+        if found.status in (*STOPPED, *ENDING):
             raise RankLostError(
-                f"{node.name}: its machine is {found.status}, not running. Bring the cluster up to "
-                f"date: {command('orchestrate', 'up')}"
+                f"{node.name}: its machine is {found.status}, not running. Its disk, with what is "
+                f"on it, is kept and billed. Start it: {command('orchestrate', 'up')}; or bring "
+                f"its results here and destroy it: {command('orchestrate', 'down')}"
             )
         return str(found.id)
 
@@ -353,7 +355,7 @@ def default_stack(env: Mapping[str, str], *, folder: Path) -> StackOutputs | str
     try:
         return read_outputs(Pulumi(env, folder=folder))
     except PulumiError as error:
-        if error.trouble == "other":
+        if error.is_fault:
             raise ConfigError(f"{error} (or name the cluster: --inventory local)") from None
         if error.trouble == "no stack":
             return "no Pulumi stack is selected, or nothing is up in it"

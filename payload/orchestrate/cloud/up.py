@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,15 @@ from typing import Any
 from rich.console import Console
 
 from payload.cloud_need import CLOUD_NAME, need_of, text_list
-from payload.errors import CapacityError, ConfigError, ExitCode, TeardownError, TileforgeError
+from payload.errors import (
+    CapacityError,
+    CloudAuthError,
+    CloudError,
+    ConfigError,
+    ExitCode,
+    TeardownError,
+    TileforgeError,
+)
 from payload.hints import command
 from payload.orchestrate.cloud.down import AtStake, at_stake
 from payload.orchestrate.cloud.failures import (
@@ -31,6 +39,12 @@ from payload.orchestrate.cloud.firewall import (
     stack_state,
 )
 from payload.orchestrate.cloud.google import Endpoints, Google
+from payload.orchestrate.cloud.machine_status import (
+    StoppedChoice,
+    machines_there,
+    places_in,
+    see_to_stopped,
+)
 from payload.orchestrate.cloud.operations import Operations, orphans, remove_orphans
 from payload.orchestrate.cloud.pulumi import (
     Pulumi,
@@ -118,6 +132,8 @@ class Builder:
     save: Saves
     full_zones: Path
     """The memory of zones that had no machine free."""
+    replaces: Sequence[str] = ()
+    """Words that let the first attempt replace machines."""
     now_unix: Callable[[], float] = time.time
     _left: list[str] = field(default_factory=list)
     _cleared: bool = False
@@ -136,7 +152,7 @@ class Builder:
 
         All nodes are in one zone, so another one ends the machines that were there: that is asked.
         """
-        more: list[str] = []
+        more, self.replaces = list(self.replaces), ()
         self._pass_over_full_zones()
         while True:
             update = self.operations.run(*_UP, *more)
@@ -149,7 +165,7 @@ class Builder:
                 self._next_zone(update, stock_out)
             elif drifted:
                 self._ask_to_rebuild(update, drifted)
-                more = [word for step in drifted for word in ("--replace", step.urn)]
+                more = replacing(step.urn for step in drifted)
             elif self._cleared or not _says_exists(update) or not self._clear():
                 raise self._failed(update)
 
@@ -251,6 +267,11 @@ class Builder:
         return error
 
 
+def replacing(urns: Iterable[str]) -> list[str]:
+    """Return the words that let Pulumi replace these resources."""
+    return [word for urn in urns for word in ("--replace", urn)]
+
+
 def drifted_machines(update: Update, *, done: set[str]) -> list[Step]:
     """Return the failed updates of machines that only a stopped machine can take."""
     stuck = {each.urn for each in problems_of(update) if _NEEDS_STOP in each.message}
@@ -268,19 +289,29 @@ def with_words(error: TileforgeError, words: str) -> TileforgeError:
     return again
 
 
-def remaining(state: StackState, update: Update | None) -> str:
+def remaining(machines: Sequence[str], preview: Update) -> str:
     """Return in words which machines are there, and what they cost an hour as far as is known."""
-    if not state.machines:
+    if not machines:
         return "no machine is there"
-    prices = _node_prices(update)
-    usd = sum(prices.get(name, 0.0) for name in state.machines)
+    prices = _node_prices(preview)
+    usd = sum(prices.get(name, 0.0) for name in machines)
     cost = f", ${usd:.2f}/h" if usd else ""
-    return f"{len(state.machines)} machine(s) are there{cost}: {', '.join(state.machines)}"
+    return f"{len(machines)} machine(s) are there{cost}: {', '.join(machines)}"
 
 
-def _node_prices(update: Update | None) -> dict[str, float]:
+def unknown_machines(error: TileforgeError, google: Google, cluster: str, preview: Update) -> str:
+    """Return the words for a failure after which the machines cannot be listed."""
+    usd = sum(_node_prices(preview).values())
+    cost = f"cost ${usd:.2f}/h" if usd else "cost an unknown price"
+    return (
+        f"it is unknown which machines exist ({str(error).rstrip('.')}); if all do, they {cost} "
+        f"until their lifetime ends. Look: sweep --cluster {cluster} --project {google.project}"
+    )
+
+
+def _node_prices(update: Update) -> dict[str, float]:
     """Return the prices in the stack's outputs that a preview expects; what is damaged is left."""
-    inventory = update.outputs.get("inventory") if update is not None else None
+    inventory = update.outputs.get("inventory")
     nodes = inventory.get("nodes") if isinstance(inventory, dict) else None
     return {
         each["name"]: float(each["hourly_usd"])
@@ -308,6 +339,8 @@ class UpOptions:
     next_zone: bool
     keep_on_failure: bool
     without_collect: bool
+    stopped: StoppedChoice | None
+    """What is done about stopped machines; None to ask."""
     dry_run: bool
     yes: bool
 
@@ -330,7 +363,24 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
     before = stack_state(pulumi)
     there = before.machines
     _make_key(known, cluster, there=there, talk=talk)
-    preview = operations.preview()
+
+    def google() -> Google:
+        project = project_of(known.get("project"), cluster, env, folder=folder)
+        return Google(project, endpoints=Endpoints.from_env(env))
+
+    replaces: list[str] = []
+    if there:
+        replaces = replacing(
+            see_to_stopped(
+                google(),
+                places_in(before),
+                choice=options.stopped,
+                dry_run=options.dry_run,
+                assume_yes=options.yes,
+                talk=talk,
+            )
+        )
+    preview = operations.preview(*replaces)
     going = machines_that_go(preview) if there else []
     if there and changes_metadata(preview):
         talk.print(
@@ -351,11 +401,6 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
     remember_plan(cluster, known, folder=folder)
     if stake is not None:
         stake.bring_home(env, **_WORDS)
-
-    def google() -> Google:
-        project = project_of(known.get("project"), cluster, env, folder=folder)
-        return Google(project, endpoints=Endpoints.from_env(env))
-
     builder = Builder(
         operations=operations,
         google=google,
@@ -364,6 +409,7 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
         there=there,
         save=results.save,
         full_zones=folder / ".cluster" / cluster / "zones.json",
+        replaces=replaces,
     )
     try:
         update = builder.build()
@@ -373,9 +419,10 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
     except TileforgeError as error:
         if there or options.keep_on_failure:
             raise with_words(error, _how_to_remove()) from None
-        raise _take_back(error, operations, google) from None
+        raise _take_back(error, operations, google(), preview) from None
     except KeyboardInterrupt:
-        talk.print(f"up was interrupted{_what_is_there(pulumi, preview)}. {_how_to_remove()}")
+        what = _what_is_there(operations, google(), preview)
+        talk.print(f"up was interrupted: {what}. {_how_to_remove()}")
         raise
     return _conclude(pulumi, builder, update, options, talk=talk)
 
@@ -405,11 +452,13 @@ def _conclude(
     return ExitCode.OK
 
 
-def _what_is_there(pulumi: Pulumi, preview: Update) -> str:
+def _what_is_there(operations: Operations, google: Google, preview: Update) -> str:
+    cluster = operations.cluster
     try:
-        return f": {remaining(stack_state(pulumi), preview)}"
-    except TileforgeError:
-        return ""
+        there = machines_there(google, cluster, stack_state(operations.pulumi))
+    except TileforgeError as error:
+        return unknown_machines(error, google, cluster, preview)
+    return remaining(there, preview)
 
 
 def _how_to_remove() -> str:
@@ -500,20 +549,32 @@ def _refuse_if_changed(pulumi: Pulumi, before: StackState, *, kept: str) -> None
 
 
 def _take_back(
-    error: TileforgeError, operations: Operations, google: Callable[[], Google]
+    error: TileforgeError, operations: Operations, google: Google, preview: Update
 ) -> TileforgeError:
-    """Remove what a first `up` has built before it failed; the error to end with."""
+    """Remove what a first `up` has built before it failed; the error to end with.
+
+    What was built is what Google has: a machine whose creation was accepted is not in the stack's
+    state where the answer to a later request was a refusal.
+    """
     pulumi, talk = operations.pulumi, operations.talk
     try:
         after = stack_state(pulumi)
-        if not after.machines:
+        try:
+            there = machines_there(google, operations.cluster, after)
+        except (CloudError, CloudAuthError) as blind:
+            if not after.machines:
+                words = unknown_machines(blind, google, operations.cluster, preview)
+                remove = f"; remove them: {command('orchestrate', 'down')}"
+                return TeardownError(str(with_words(error, f"And {words}{remove}")))
+            there = list(after.machines)
+        if not there:
             words = f"No machine was built. Remove the rest with: {command('orchestrate', 'down')}"
             return with_words(error, words)
-        talk.print(f"error: {error}\nbuilt before: {', '.join(after.machines)}")
+        talk.print(f"error: {error}\nbuilt before: {', '.join(there)}")
         if not confirm("Remove what was built?", assume_yes=operations.assume_yes):
             return with_words(error, _how_to_remove())
         _refuse_if_changed(pulumi, after, kept="nothing was removed")
-        destroy_and_look(operations, google(), steps=2)
+        destroy_and_look(operations, google, steps=2)
     except KeyboardInterrupt:
         talk.print(f"up was interrupted. {_how_to_remove()}")
         raise
