@@ -5,27 +5,30 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from payload.checkpoint_files import checkpoint_step
-from payload.errors import ConfigError, ExitCode, TileforgeError
+from payload.errors import ConfigError, ExitCode, TileforgeError, UsageError
 from payload.hints import command
 from payload.inventory import ClusterInventory, Node
 from payload.orchestrate.cloud.google import Endpoints, Google
 from payload.orchestrate.cloud.machine_status import start_head
 from payload.orchestrate.cloud.operations import Operations
-from payload.orchestrate.cloud.pulumi import Pulumi, cluster_name, settings
+from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError, cluster_name, settings
 from payload.orchestrate.cloud.stack import (
+    CACHE_FILE,
     MachineGoneError,
     StackOutputs,
     cluster_folder,
     outputs_if_any,
     pin_node,
+    recall_outputs,
     remember,
 )
 from payload.orchestrate.cloud.sweep import (
@@ -117,7 +120,7 @@ def _ask(
         node = pin_node(
             inventory.head,
             Google(outputs.project, endpoints=Endpoints.from_env(env)),
-            cache=own / "host_keys.json",
+            cache=own / CACHE_FILE,
             say=talk.print,
             deadline_s=max(_KEYS_S, ends - time.monotonic()),
         )
@@ -356,7 +359,7 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
     talk = text_console(stderr=True)
     folder = Path.cwd()
     pulumi = Pulumi(env, folder=folder, stack=options.stack)
-    cluster, project, outputs = _which(pulumi, options, env, folder=folder)
+    cluster, project, outputs = _which(pulumi, options, env, folder=folder, talk=talk)
     google = Google(project, endpoints=Endpoints.from_env(env))
     # Before anything is destroyed: without these the last step could not look.
     google.check_credentials()
@@ -417,10 +420,19 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
 
 
 def _which(
-    pulumi: Pulumi, options: DownOptions, env: Mapping[str, str], *, folder: Path
+    pulumi: Pulumi, options: DownOptions, env: Mapping[str, str], *, folder: Path, talk: Console
 ) -> tuple[str, str, StackOutputs | None]:
-    """Return the cluster, its project, and its outputs if it ever came up."""
-    outputs = outputs_if_any(pulumi)
+    """Return the cluster, its project, and its outputs if it ever came up.
+
+    Those of a damaged state are the ones that this folder remembers. Raises ConfigError where it
+    remembers none, unless results may be lost.
+    """
+    try:
+        outputs = outputs_if_any(pulumi)
+    except PulumiError as error:
+        if error.trouble != "damaged state":
+            raise
+        return _without_state(error, pulumi, options, env, folder=folder, talk=talk)
     if outputs is None:
         # It failed half-way, and is the one that must go.
         known = settings(pulumi)
@@ -432,6 +444,39 @@ def _which(
     if options.cluster not in (None, cluster):
         raise ConfigError(f"--cluster {options.cluster}: the stack's cluster is {cluster}.")
     return cluster, options.project or outputs.project, outputs
+
+
+def _without_state(
+    error: PulumiError,
+    pulumi: Pulumi,
+    options: DownOptions,
+    env: Mapping[str, str],
+    *,
+    folder: Path,
+    talk: Console,
+) -> tuple[str, str, StackOutputs | None]:
+    talk.print(f"warning: {error}")
+    known: dict[str, Any] = {}
+    with suppress(PulumiError):
+        known = settings(pulumi)
+    try:
+        cluster = options.cluster or cluster_name(pulumi, known)
+    except PulumiError:
+        raise UsageError("which cluster? Name it with --cluster.") from None
+    project = project_of(options.project or known.get("project"), cluster, env, folder=folder)
+    outputs = recall_outputs(folder, cluster, project=project)
+    if outputs is None and not options.without_collect:
+        raise ConfigError(
+            f"the state is damaged, and this folder has never reached {cluster}, so it is not "
+            "known whether results are on its head, and nothing was destroyed. Repair the state "
+            "as above; or destroy them too: "
+            + command(
+                *("orchestrate", "down", "--without-collect"),
+                *("--cluster", cluster, "--project", project),
+            )
+        )
+    talk.print(f"what {cluster} has in {project} comes from Google Cloud, without the state")
+    return cluster, project, outputs
 
 
 def _say_steps(

@@ -37,7 +37,8 @@ from payload.untrusted import NODE_NAME, build, check_schema, checked, parse_jso
 
 DEADLINE_S = 180.0
 _POLL_S = 3.0
-_CACHE_VERSION = 1
+_CACHE_VERSION, CACHE_FILE = 1, "host_keys.json"
+"""Name of the file in the cluster's folder that keeps the nodes and their host keys."""
 STOPPED, ENDING = ("TERMINATED", "STOPPED", "SUSPENDED"), ("STOPPING", "SUSPENDING")
 """Google's words for a machine that keeps its disk and does not run, or soon will not."""
 _UNWRITTEN = "of type 'Guest Attribute' was not found"
@@ -255,14 +256,18 @@ def _check(nodes: Sequence[Node]) -> None:
 
 def _read_cache(path: Path) -> dict[str, Node]:
     """Return what was pinned before; nothing when the file cannot be used."""
+    inventory = _cached_inventory(path)
+    return {} if inventory is None else {node.name: node for node in inventory.nodes}
+
+
+def _cached_inventory(path: Path) -> ClusterInventory | None:
     where = str(path)
     try:
         raw = parse_json(read_bytes(path), where=where)
         check_schema(raw, _CACHE_VERSION, where=where)
-        inventory = ClusterInventory.from_json(json.dumps(raw.get("inventory")), where=where)
+        return ClusterInventory.from_json(json.dumps(raw.get("inventory")), where=where)
     except (OSError, TileforgeError):
-        return {}
-    return {node.name: node for node in inventory.nodes}
+        return None
 
 
 def _write_cache(path: Path, inventory: ClusterInventory) -> None:
@@ -376,7 +381,7 @@ def load_stack(
     return pin_host_keys(
         outputs.inventory,
         google,
-        cache=cluster_folder(folder, outputs.inventory.cluster) / "host_keys.json",
+        cache=cluster_folder(folder, outputs.inventory.cluster) / CACHE_FILE,
         say=say,
     )
 
@@ -423,6 +428,22 @@ def recall(folder: Path, cluster: str) -> Remembered | None:
         return build(Remembered, raw, where=str(path))
     except (OSError, TileforgeError):
         return None
+
+
+def recall_outputs(folder: Path, cluster: str, *, project: str) -> StackOutputs | None:
+    """Return the outputs as this folder knows them from when it last reached the cluster's nodes.
+
+    They have neither price nor end. None where it has never reached them in this project.
+    """
+    known = recall(folder, cluster)
+    inventory = _cached_inventory(folder / ".cluster" / cluster / CACHE_FILE)
+    if known is None or inventory is None:
+        return None
+    if (inventory.cluster, known.project) != (cluster, project):
+        return None
+    return StackOutputs(
+        inventory=inventory, project=project, region=known.region, hourly_usd=None, expires=None
+    )
 
 
 def remembered_clusters(folder: Path) -> list[Remembered]:

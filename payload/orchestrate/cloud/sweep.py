@@ -31,6 +31,7 @@ from payload.orchestrate.cloud.failures import StackBusyError, explain
 from payload.orchestrate.cloud.google import CloudMissingError, Endpoints, Google
 from payload.orchestrate.cloud.listing import list_everything, remove
 from payload.orchestrate.cloud.operations import Operations, carrying_label
+from payload.orchestrate.cloud.pulumi import PulumiError
 from payload.orchestrate.cloud.resources import (
     BUCKET,
     CLUSTER_LABEL,
@@ -325,10 +326,10 @@ def destroy_and_look(operations: Operations, google: Google, *, steps: int) -> N
         raise TeardownError(f"{error}{f' ({trouble})' if trouble else ''}") from None
     talk.print(f"{steps}/{steps} sweep: clean")
     if trouble is not None:
-        raise TeardownError(
-            f"nothing of the cluster was found, but {trouble}. See `pulumi stack`, then: pulumi "
-            "refresh && pulumi destroy"
-        )
+        words = "See `pulumi stack`, then: pulumi refresh && pulumi destroy"
+        if isinstance(trouble, PulumiError) and trouble.trouble == "damaged state":
+            words = "Or go on in another stack: pulumi stack init NAME"
+        raise TeardownError(f"nothing of the cluster was found, but {trouble}. {words}")
 
 
 def _destroy(operations: Operations) -> TileforgeError | None:

@@ -1,4 +1,4 @@
-"""After a failure or an interrupt `up` reports the machines that Google lists, or that it cannot."""
+"""After a failure `up` reports the machines that Google lists, or that it cannot list them."""
 
 from __future__ import annotations
 
