@@ -57,6 +57,7 @@ from payload.orchestrate.cloud.pulumi import (
 )
 from payload.orchestrate.cloud.stack import outputs_if_any, read_outputs, remember, remember_plan
 from payload.orchestrate.cloud.sweep import destroy_and_look, project_of
+from payload.orchestrate.run.at_risk import cluster_warning, refuse_spot_without_bucket
 from payload.orchestrate.run.console import confirm, text_console
 from payload.orchestrate.ssh.keys import make_operator_key, operator_key_path
 from payload.results import write_whole
@@ -341,6 +342,8 @@ class UpOptions:
     without_collect: bool
     stopped: StoppedChoice | None
     """What is done about stopped machines; None to ask."""
+    results_may_be_lost: bool
+    """Build spot machines without a bucket, too."""
     dry_run: bool
     yes: bool
 
@@ -356,6 +359,8 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
             f"--next-zone: the config has {len(zones)} zone(s). Give more, in the order to try: "
             "pulumi config set --path 'zones[1]' ZONE"
         )
+    may_lose = options.results_may_be_lost or options.dry_run
+    refuse_spot_without_bucket(known, accepted=may_lose)
     cluster = cluster_name(pulumi, known)
     operations = Operations(
         pulumi=pulumi, cluster=cluster, folder=folder, talk=talk, assume_yes=options.yes
@@ -389,6 +394,9 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
         )
     results = _Results(pulumi, options, env, talk=talk)
     stake = results.look(going)
+    warning = cluster_warning(known)
+    if warning is not None:
+        talk.print(f"warning: {warning}")
     if options.dry_run:
         talk.print("dry run: nothing was built")
         return ExitCode.OK

@@ -62,6 +62,11 @@ def _add_up(commands: Commands) -> None:
         help="machines that were stopped: start them, replace them with their disks, or leave them "
         "(default: ask; with --yes, start those that Google itself has stopped)",
     )
+    parser.add_argument(
+        "--results-may-be-lost",
+        action="store_true",
+        help="build spot machines without a bucket, too, whose checkpoints are lost with them",
+    )
     parser.add_argument("--dry-run", action="store_true", help="only the preview")
     add_runs_dir(parser)
     _add_yes(parser)

@@ -16,6 +16,7 @@ from payload.batch_size import as_recorded, left_open
 from payload.errors import ConfigError, DataError, ExitCode
 from payload.launch.plan import auto_batch_size
 from payload.orchestrate.planning import InventorySite, PlannedRun
+from payload.orchestrate.run.at_risk import run_warning
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.follow import EndOptions, Tails, follow
 from payload.orchestrate.run.report import Estimate, estimate, print_plan, strategy_table
@@ -102,6 +103,9 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
     talk.print(chosen.headline())
     site = site_of(chosen, access, talk=talk)
     config = settle_results(options.load(), bucket=chosen.inventory.bucket)
+    warning = run_warning(chosen.inventory, config)
+    if warning is not None:
+        talk.print(warning)
     try:
         vocab_size: int | None = _check_data(config)
     except DataError as error:
@@ -139,13 +143,13 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
 
 def run(options: RunOptions, access: LocalAccess) -> int:
     """Start a run, or continue one, and follow it to its end."""
-    talk, bucket = text_console(stderr=True), None
+    talk, inventory = text_console(stderr=True), None
     site: Site
     if options.site is not None:
         site = find_site(options.site)
     else:
         chosen, access = _chosen(options, access)
-        bucket = chosen.inventory.bucket
+        inventory = chosen.inventory
         talk.print(chosen.headline())
         site = site_of(
             chosen,
@@ -156,7 +160,11 @@ def run(options: RunOptions, access: LocalAccess) -> int:
             quick=options.quick,
         )
     with ExitStack() as held:
+        bucket = None if inventory is None else inventory.bucket
         order = _order(options, site, access, bucket=bucket, talk=talk, held=held)
+        warning = None if inventory is None else run_warning(inventory, order.config)
+        if warning is not None:
+            talk.print(warning)
         tails = Tails(order.paths)
         started = site.start(order)
     with closing(started):

@@ -11,7 +11,7 @@ from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud.stack import remember_plan
 from payload.orchestrate.ssh.files import RunThere
 from tests.orchestrate.cloud.conftest import Site
-from tests.orchestrate.cloud.stacks import Capture, destroys, head_says, words
+from tests.orchestrate.cloud.stacks import Capture, head_says, words
 from tests.orchestrate.cloud.standin import PROJECT, ZONE
 
 pytestmark = pytest.mark.processes
