@@ -45,7 +45,7 @@ from payload.orchestrate.run.mirror import Mirrored, read_mirrored
 from payload.orchestrate.run.store import all_runs
 from payload.orchestrate.sites.local import LocalAccess
 from payload.orchestrate.ssh.keys import operator_key_path
-from payload.results import RunPaths, Summary, read_json
+from payload.results import RunPaths, Summary, read_json, write_whole
 from payload.untrusted import read_bytes
 
 if TYPE_CHECKING:
@@ -184,6 +184,15 @@ class AtStake:
         known = {paths.run_id for paths, _, _ in self.copies}
         there = [run.run_id for run in self.head.runs if run.state or run.checkpoint]
         return [run_id for run_id in there if run_id not in known]
+
+    def note_address(self, head: Node) -> None:
+        """Write the external address that the head has now into the copies of its runs."""
+        for paths, _, inventory in self.copies:
+            was = inventory.head
+            if was.instance_id == self.head.machine and was.external_address is not None:
+                node = replace(was, external_address=head.external_address)
+                now = replace(inventory, nodes=(node, *inventory.nodes[1:]))
+                write_whole(paths.inventory, now.to_json())
 
     def names(self) -> str:
         """Name the runs to collect, for people, and the one that goes on."""
@@ -365,13 +374,17 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
     google.check_credentials()
     stake = None
     if not options.without_collect:
-        boots = outputs is not None and start_head(
-            google,
-            outputs.inventory,
-            dry_run=options.dry_run,
-            assume_yes=options.yes,
-            talk=talk,
-        )
+        started = None
+        if outputs is not None:
+            started = start_head(
+                google,
+                outputs.inventory,
+                dry_run=options.dry_run,
+                assume_yes=options.yes,
+                talk=talk,
+            )
+        if outputs is not None and started is not None:
+            outputs = replace(outputs, inventory=started)
         stake = at_stake(
             cluster,
             outputs,
@@ -379,8 +392,10 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
             folder=folder,
             runs_dir=options.runs_dir,
             talk=talk,
-            patience_s=_BOOT_S if boots else 0.0,
+            patience_s=0.0 if started is None else _BOOT_S,
         )
+        if started is not None:
+            stake.note_address(started.head)
     bucket = None
     if options.delete_bucket is not None:
         bucket = find_bucket(google, options.delete_bucket, cluster=cluster)

@@ -32,7 +32,7 @@ from payload.orchestrate.cloud.firewall import INSTANCE, StackState, stack_state
 from payload.orchestrate.cloud.google import REQUEST_S, Endpoints, Google, one_line, request_of
 from payload.orchestrate.cloud.listing import list_machines, see_to_its_end
 from payload.orchestrate.cloud.operations import carrying_label
-from payload.orchestrate.cloud.project import Check, unknown
+from payload.orchestrate.cloud.project import Check, ask_compute, unknown
 from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError, type_of
 from payload.orchestrate.cloud.stack import ENDING, STOPPED
 from payload.orchestrate.run.console import confirm
@@ -54,6 +54,8 @@ _BY_OTHERS = {
 _ID = re.compile(r"projects/[^/]+/zones/(?P<zone>[^/]+)/instances/(?P<name>[^/]+)")
 _LINKS = "https://www.googleapis.com/compute/v1/"
 _START_S = 300.0
+_CLOCK_SLACK_S = 60.0
+"""How far this machine's clock may be ahead of Google's."""
 _UP = command("orchestrate", "up")
 _DOWN = command("orchestrate", "down")
 
@@ -75,13 +77,33 @@ class StoppedMachine:
         return f"{self.name} is {self.status}" + (f" ({self.reason})" if self.reason else "")
 
 
-def machines_there(google: Google, cluster: str, state: StackState) -> list[str]:
-    """Return the names of the machines that Google has of the cluster, or the stack's state lists.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachinesThere:
+    """The machines of a cluster, by Google's list and the stack's state."""
 
-    Raises CloudError when not every zone could be listed, and CloudAuthError.
+    names: tuple[str, ...]
+    older: tuple[str, ...]
+    """Those that are in Google Cloud alone, and were there before the operation began."""
+
+
+def machines_there(
+    google: Google, cluster: str, state: StackState, *, since_unix: float
+) -> MachinesThere:
+    """Return the machines that carry the cluster's label or are in the stack's state.
+
+    The operation began at `since_unix`. Raises CloudError when not every zone could be listed, and
+    CloudAuthError.
     """
-    labelled = [each.name for each in carrying_label(list_machines(google), cluster)]
-    return list(dict.fromkeys([*state.machines, *labelled]))
+    labelled = carrying_label(list_machines(google), cluster)
+    return MachinesThere(
+        names=tuple(dict.fromkeys([*state.machines, *(each.name for each in labelled)])),
+        older=tuple(
+            each.name
+            for each in labelled
+            if each.name not in state.machines
+            and (each.created_unix or 0.0) < since_unix - _CLOCK_SLACK_S
+        ),
+    )
 
 
 def places_in(state: StackState) -> dict[tuple[str, str], str]:
@@ -258,31 +280,42 @@ def start_head(
     dry_run: bool,
     assume_yes: bool,
     talk: Console,
-) -> bool:
+) -> ClusterInventory | None:
     """Name the stopped machines, and start the head, which has the results, after a question.
 
-    Returns whether it was started. Raises ConfigError after a no, and as `start` does.
+    Returns the inventory with the head's external address, which a start changes; None where it was
+    not started. Raises ConfigError after a no, and as `start` does.
     """
     try:
         found = stopped_machines(google, {(n.name, n.zone or "") for n in inventory.nodes})
     except (CloudError, CloudAuthError) as error:
         talk.print(f"warning: it is not known whether every machine runs: {error}")
-        return False
+        return None
     for each in found:
         talk.print(f"machine {each}")
     head = next((each for each in found if each.name == inventory.head.name), None)
     if head is None or head.status not in STOPPED:
-        return False
+        return None
     if dry_run:
         talk.print(f"{head.name} would be started first, to collect what is on its disk")
-        return False
+        return None
     if not confirm(f"Start {head.name} to collect what is on its disk?", assume_yes=assume_yes):
         raise ConfigError(
             f"{head.name} is {head.status}, and results may be on its disk, so nothing was "
             f"destroyed. Destroy them too: {_DOWN} --without-collect"
         )
     start(google, [head], talk=talk)
-    return True
+    node = inventory.head
+    if node.external_address is not None:
+        node = replace(node, external_address=_external_address(google, head))
+    return replace(inventory, nodes=(node, *inventory.nodes[1:]))
+
+
+def _external_address(google: Google, machine: StoppedMachine) -> str | None:
+    place = {"zone": machine.zone, "instance": machine.name}
+    found = ask_compute(google, "Instances", "GetInstanceRequest", what=machine.name, **place)
+    interfaces = [each for each in found.network_interfaces if each.access_configs]
+    return str(interfaces[0].access_configs[0].nat_i_p) or None if interfaces else None
 
 
 def stopped_words(inventory: ClusterInventory, env: Mapping[str, str]) -> list[str]:

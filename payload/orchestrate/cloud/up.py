@@ -40,6 +40,7 @@ from payload.orchestrate.cloud.firewall import (
 )
 from payload.orchestrate.cloud.google import Endpoints, Google
 from payload.orchestrate.cloud.machine_status import (
+    MachinesThere,
     StoppedChoice,
     machines_there,
     places_in,
@@ -419,6 +420,7 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
         full_zones=folder / ".cluster" / cluster / "zones.json",
         replaces=replaces,
     )
+    began_unix = time.time()
     try:
         update = builder.build()
     except StackBusyError:
@@ -427,7 +429,7 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
     except TileforgeError as error:
         if there or options.keep_on_failure:
             raise with_words(error, _how_to_remove()) from None
-        raise _take_back(error, operations, google(), preview) from None
+        raise _take_back(error, operations, google(), preview, since_unix=began_unix) from None
     except KeyboardInterrupt:
         what = _what_is_there(operations, google(), preview)
         talk.print(f"up was interrupted: {what}. {_how_to_remove()}")
@@ -463,10 +465,11 @@ def _conclude(
 def _what_is_there(operations: Operations, google: Google, preview: Update) -> str:
     cluster = operations.cluster
     try:
-        there = machines_there(google, cluster, stack_state(operations.pulumi))
+        state = stack_state(operations.pulumi)
+        there = machines_there(google, cluster, state, since_unix=time.time())
     except TileforgeError as error:
         return unknown_machines(error, google, cluster, preview)
-    return remaining(there, preview)
+    return remaining(there.names, preview)
 
 
 def _how_to_remove() -> str:
@@ -557,24 +560,34 @@ def _refuse_if_changed(pulumi: Pulumi, before: StackState, *, kept: str) -> None
 
 
 def _take_back(
-    error: TileforgeError, operations: Operations, google: Google, preview: Update
+    error: TileforgeError,
+    operations: Operations,
+    google: Google,
+    preview: Update,
+    *,
+    since_unix: float,
 ) -> TileforgeError:
     """Remove what a first `up` has built before it failed; the error to end with.
 
-    What was built is what Google has: a machine whose creation was accepted is not in the stack's
+    It began at `since_unix`. What it has built is what Google has: a machine whose creation was accepted is not in the stack's
     state where the answer to a later request was a refusal.
     """
     pulumi, talk = operations.pulumi, operations.talk
     try:
         after = stack_state(pulumi)
         try:
-            there = machines_there(google, operations.cluster, after)
+            found = machines_there(google, operations.cluster, after, since_unix=since_unix)
         except (CloudError, CloudAuthError) as blind:
             if not after.machines:
                 words = unknown_machines(blind, google, operations.cluster, preview)
                 remove = f"; remove them: {command('orchestrate', 'down')}"
                 return TeardownError(str(with_words(error, f"And {words}{remove}")))
-            there = list(after.machines)
+            found = MachinesThere(names=after.machines, older=())
+        there = found.names
+        if found.older:
+            # Another state may know them, and results may be on them.
+            words = f"Not of this `up`, and left: {', '.join(found.older)}. {_how_to_remove()}"
+            return with_words(error, words)
         if not there:
             words = f"No machine was built. Remove the rest with: {command('orchestrate', 'down')}"
             return with_words(error, words)

@@ -15,9 +15,10 @@ from payload.orchestrate.cloud import down
 from payload.orchestrate.cloud.down import Head
 from payload.orchestrate.cloud.google import Google
 from payload.orchestrate.cloud.machine_status import stopped_machines
+from payload.orchestrate.cloud.stack import StackOutputs
 from payload.orchestrate.run.mirror import read_mirrored, write_mirrored
 from payload.orchestrate.ssh.keys import make_operator_key
-from tests.orchestrate.cloud.conftest import Site
+from tests.orchestrate.cloud.conftest import Site, inventory_output
 from tests.orchestrate.cloud.stacks import (
     Answers,
     Capture,
@@ -264,3 +265,39 @@ def test_status_of_a_run_that_cannot_be_reached_shows_the_stopped_machine(
     write_mirrored(paths, replace(mirrored, alive=False, collected=""))
     assert main(shown, site.env) == ExitCode.OK
     assert site.cloud.requests == []
+
+
+def test_a_started_head_has_another_address_and_the_copies_of_its_runs_get_it(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster(site)
+    destroys(site)
+    stopped(site, "mine-0", MAINTENANCE)
+    inventory = inventory_output("mine", ["mine-0"], access={"kind": "direct"})
+    inventory["nodes"][0]["external_address"] = "203.0.113.7"
+    site.pulumi.outputs(
+        inventory=inventory,
+        project=PROJECT,
+        region="us-central1",
+    )
+    interfaces = [{"accessConfigs": [{"natIP": "203.0.113.99"}]}]
+    machine(site, "mine-0")["networkInterfaces"] = interfaces
+    ours, others = (
+        copy_of_run(site, name, alive=False, collected="", instance_id=number)
+        for name, number in (("one", "77"), ("two", "78"))
+    )
+    for paths in (ours, others):
+        was = ClusterInventory.load(paths.inventory)
+        node = replace(was.head, external_address="203.0.113.7")
+        paths.inventory.write_text(replace(was, nodes=(node,)).to_json())
+    asked = []
+
+    def ask(outputs: StackOutputs, *_: object, **__: object) -> Head:
+        asked.append(outputs.inventory.head.external_address)
+        return Head(machine="77")
+
+    monkeypatch.setattr(down, "ask_head", ask)
+    assert main(["down", "--yes"], site.env) == ExitCode.OK
+    assert asked[0] == "203.0.113.99"
+    heads = [ClusterInventory.load(paths.inventory).head for paths in (ours, others)]
+    assert [head.external_address for head in heads] == ["203.0.113.99", "203.0.113.7"]

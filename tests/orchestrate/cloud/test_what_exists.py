@@ -82,3 +82,18 @@ def test_no_machine_is_a_listing_without_one(site: Site, capsys: Capture) -> Non
     assert "No machine was built." in capsys.readouterr().err
     assert site.cloud.count("aggregated/instances") == 1
     assert not any(each.startswith("destroy") for each in words(site))
+
+
+def test_machines_that_were_there_before_are_left_with_what_is_on_them(
+    site: Site, capsys: Capture
+) -> None:
+    expects(site, "mine-0", "mine-1")
+    site.pulumi.on("up", out=f"error: {POLLS[0][0]}\n", status=255)
+    site.build(nodes=2)
+    for item in site.cloud.items["instances", ZONE]:
+        item["creationTimestamp"] = "2026-01-01T08:00:00.000-08:00"
+    assert main(["up", "--yes"], site.env) == ExitCode.QUOTA
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "Not of this `up`, and left: mine-0, mine-1." in last and "is billed" in last
+    assert site.cloud.count("^DELETE") == 0
+    assert not any(each.startswith("destroy") for each in words(site))
