@@ -69,7 +69,7 @@ class StoppedMachine:
     status: str
     """Google's word, such as TERMINATED."""
     reason: str = ""
-    """What stopped it, in words; empty where Google does not say."""
+    """Cause of the stop, in words; empty where Google does not say."""
     by_google: bool = False
     """True if Google is known to have stopped it; otherwise a person may have, on purpose."""
 

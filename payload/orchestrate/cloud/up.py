@@ -342,7 +342,7 @@ class UpOptions:
     keep_on_failure: bool
     without_collect: bool
     stopped: StoppedChoice | None
-    """What is done about stopped machines; None to ask."""
+    """Treatment of stopped machines; None to ask."""
     results_may_be_lost: bool
     """Build spot machines without a bucket, too."""
     dry_run: bool
@@ -375,11 +375,12 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
         return Google(project, endpoints=Endpoints.from_env(env))
 
     replaces: list[str] = []
-    if there:
+    places = places_in(before)
+    if places:
         replaces = replacing(
             see_to_stopped(
                 google(),
-                places_in(before),
+                places,
                 choice=options.stopped,
                 dry_run=options.dry_run,
                 assume_yes=options.yes,
@@ -569,8 +570,8 @@ def _take_back(
 ) -> TileforgeError:
     """Remove what a first `up` has built before it failed; the error to end with.
 
-    It began at `since_unix`. What it has built is what Google has: a machine whose creation was accepted is not in the stack's
-    state where the answer to a later request was a refusal.
+    It began at `since_unix`. What it has built is what Google has: a machine whose creation was
+    accepted is not in the stack's state where the answer to a later request was a refusal.
     """
     pulumi, talk = operations.pulumi, operations.talk
     try:

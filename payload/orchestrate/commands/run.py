@@ -103,9 +103,7 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
     talk.print(chosen.headline())
     site = site_of(chosen, access, talk=talk)
     config = settle_results(options.load(), bucket=chosen.inventory.bucket)
-    warning = run_warning(chosen.inventory, config)
-    if warning is not None:
-        talk.print(warning)
+    _warn_without_store(chosen, config, talk=talk)
     try:
         vocab_size: int | None = _check_data(config)
     except DataError as error:
@@ -143,13 +141,12 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
 
 def run(options: RunOptions, access: LocalAccess) -> int:
     """Start a run, or continue one, and follow it to its end."""
-    talk, inventory = text_console(stderr=True), None
+    talk, chosen = text_console(stderr=True), None
     site: Site
     if options.site is not None:
         site = find_site(options.site)
     else:
         chosen, access = _chosen(options, access)
-        inventory = chosen.inventory
         talk.print(chosen.headline())
         site = site_of(
             chosen,
@@ -160,11 +157,10 @@ def run(options: RunOptions, access: LocalAccess) -> int:
             quick=options.quick,
         )
     with ExitStack() as held:
-        bucket = None if inventory is None else inventory.bucket
+        bucket = None if chosen is None else chosen.inventory.bucket
         order = _order(options, site, access, bucket=bucket, talk=talk, held=held)
-        warning = None if inventory is None else run_warning(inventory, order.config)
-        if warning is not None:
-            talk.print(warning)
+        if chosen is not None:
+            _warn_without_store(chosen, order.config, talk=talk)
         tails = Tails(order.paths)
         started = site.start(order)
     with closing(started):
@@ -185,6 +181,13 @@ def run(options: RunOptions, access: LocalAccess) -> int:
         if problem:
             talk.print(f"note: the report has no samples: {printable(problem)}")
     return status
+
+
+def _warn_without_store(chosen: Chosen, config: RunConfig, *, talk: Console) -> None:
+    inventory = chosen.inventory
+    warning = run_warning(inventory.source, config, head=inventory.head.name)
+    if warning is not None:
+        talk.print(warning)
 
 
 def _chosen(options: PlanOptions | RunOptions, access: LocalAccess) -> tuple[Chosen, LocalAccess]:

@@ -8,7 +8,7 @@ from typing import Any
 from payload.cloud_need import need_of
 from payload.errors import ConfigError
 from payload.hints import command
-from payload.inventory import ClusterInventory
+from payload.inventory import Source
 from payload.run_config import RunConfig
 
 COPY_EVERY_S = 1800.0
@@ -18,20 +18,20 @@ _LIFETIME = "12h"
 _KEEP = "pulumi config set bucket create"
 
 
-def loses_checkpoints(inventory: ClusterInventory, config: RunConfig) -> bool:
-    """Return whether a run's checkpoints are lost with the cluster's machines.
+def loses_checkpoints(source: Source, config: RunConfig) -> bool:
+    """Return whether a run's checkpoints are lost with its machines, which `source` lists.
 
     `config` has its `storage.results` resolved. Machines that Pulumi did not build stay.
     """
-    return inventory.source == "pulumi" and config.storage.address() is None
+    return source == "pulumi" and config.storage.address() is None
 
 
-def run_warning(inventory: ClusterInventory, config: RunConfig) -> str | None:
+def run_warning(source: Source, config: RunConfig, *, head: str) -> str | None:
     """Return the warning of `plan` and `run` for a run without a store; None where it has one."""
-    if not loses_checkpoints(inventory, config):
+    if not loses_checkpoints(source, config):
         return None
     return (
-        f"warning: the run has no store. Its checkpoints are on {inventory.head.name}'s disk, and "
+        f"warning: the run has no store. Its checkpoints are on {head}'s disk, and "
         "are lost with that machine: at the end of its lifetime, or when Google takes a spot "
         "machine. While `run` or `attach` follows the run, the newest checkpoint is copied here "
         f"every {COPY_EVERY_S / 60:.0f} min. To keep them all: {_KEEP}, then "

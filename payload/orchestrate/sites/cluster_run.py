@@ -109,7 +109,7 @@ class ClusterRun(SiteRun):
     @contextmanager
     def followed(self, say: Callable[[str], None]) -> Iterator[None]:
         """Copy the newest checkpoint here now and then, where it would be lost with its machine."""
-        if not loses_checkpoints(self._run.inventory, known_config(self.paths)):
+        if not loses_checkpoints(self._run.inventory.source, known_config(self.paths)):
             yield
             return
         with closing(CheckpointCopies(self._run, say=say)):

@@ -10,7 +10,7 @@ import pytest
 
 from infra.config import ClusterConfig
 from payload.errors import ExitCode
-from payload.inventory import Access, ClusterInventory
+from payload.inventory import Access, Source
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.run.at_risk import cluster_warning, loses_checkpoints, run_warning
 from payload.orchestrate.run.console import text_console
@@ -88,11 +88,10 @@ def test_plan_and_run_say_it_on_a_cluster_of_a_stack(
 
 
 @pytest.mark.parametrize("source", ["file", "local", "slurm"])
-def test_machines_that_nobody_takes_away_are_no_risk(source: str) -> None:
-    stays: ClusterInventory = replace(OURS, source=source)  # type: ignore[arg-type]
-    assert run_warning(stays, NO_STORE) is None
-    assert loses_checkpoints(OURS, NO_STORE)
-    assert loses_checkpoints(OURS, RunConfig())
+def test_machines_that_nobody_takes_away_are_no_risk(source: Source) -> None:
+    assert run_warning(source, NO_STORE, head="node-0") is None
+    assert loses_checkpoints("pulumi", NO_STORE)
+    assert loses_checkpoints("pulumi", RunConfig())
 
 
 @pytest.mark.sshd
@@ -144,7 +143,7 @@ def test_what_cannot_be_copied_is_said_once_and_leaves_the_copy(run: RemoteRun, 
 @pytest.mark.sshd
 @pytest.mark.parametrize("source", ["pulumi", "file"])
 def test_a_run_without_a_store_on_a_stack_is_copied_when_it_is_followed(
-    run: RemoteRun, monkeypatch: pytest.MonkeyPatch, source: str
+    run: RemoteRun, monkeypatch: pytest.MonkeyPatch, source: Source
 ) -> None:
     begun = []
 
@@ -156,7 +155,7 @@ def test_a_run_without_a_store_on_a_stack_is_copied_when_it_is_followed(
             begun.append("ended")
 
     monkeypatch.setattr("payload.orchestrate.sites.cluster_run.CheckpointCopies", Copies)
-    run.inventory = replace(run.inventory, source=source)  # type: ignore[arg-type]
+    run.inventory = replace(run.inventory, source=source)
     with ClusterRun(run, talk=text_console(stderr=True)).followed(print):
         pass
     assert begun == (["begun", "ended"] if source == "pulumi" else [])

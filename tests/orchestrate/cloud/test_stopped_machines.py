@@ -40,7 +40,7 @@ URN = (
 
 
 def machine(site: Site, name: str) -> Document:
-    """What Google has of a machine."""
+    """Return the document that Google has of a machine."""
     return next(each for each in site.cloud.items["instances", ZONE] if each["name"] == name)
 
 
