@@ -94,7 +94,7 @@ class Smoke:
     def through(self) -> StackOutputs:
         """Everything up to the end of the training. Raises TileforgeError at the first bad step."""
         stack = f"stack:{self.pulumi.stack}" if self.pulumi.stack else "stack"
-        self._step("up", "up", "--yes", *self._stack())
+        self._step("up", "up", "--yes", "--results-may-be-lost", *self._stack())
         outputs = self._priced()
         job = ("--inventory", stack, *self._job(outputs))
         self._step("preflight", "preflight", *job, *_WAIT)
@@ -106,7 +106,7 @@ class Smoke:
         failed = remove(self.google, [node])
         self._note(f"kill {victim.name}", 1 if failed else 0, began, expected=(0,))
         self._step("the run notices", "attach", self.run_id, expected=(ExitCode.RANK_LOST,))
-        self._step("up again", "up", "--yes", *self._stack())
+        self._step("up again", "up", "--yes", "--results-may-be-lost", *self._stack())
         self._step("preflight again", "preflight", *job, *_WAIT)
         self._step("resume", "run", "--inventory", stack, "--resume", self.run_id)
         return outputs

@@ -15,7 +15,9 @@ def scheduling(config: ClusterConfig) -> compute.InstanceSchedulingArgs:
     - No restart by itself: it would set the limit's clock back.
     - Spot means preemptible, ended at maintenance, and an action that is named; unnamed, the state
       flaps (cloud-foundation-fabric, pull request 778).
-    - Compact placement, TDX and H3 do not migrate (cluster-toolkit, vm-instance/main.tf).
+    - Compact placement, TDX and H3 do not migrate (cluster-toolkit, vm-instance/main.tf). Host
+      maintenance stops them, and they keep their disks; `up` offers to start them.
+    - No `desired_status`: any `pulumi up` would start a machine that a person stopped on purpose.
     """
     spot = config.uses_spot()
     stays = config.machine().live_migrates and not (

@@ -14,7 +14,10 @@ from tests.engine.variants import VARIANTS
 from tests.orchestrate.cloud.standin import REGION, ZONE, CloudStandIn, Fault
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
-UP = ("orchestrate", "up", "--yes", "--keep-on-failure", "--without-collect")
+UP = (
+    *("orchestrate", "up", "--yes", "--keep-on-failure", "--without-collect"),
+    "--results-may-be-lost",
+)
 NODES = ("dev-node-0", "dev-node-1")
 
 

@@ -29,6 +29,7 @@ from payload.cloud_prices import (
 from payload.errors import CloudAuthError, CloudError, ExitCode, TileforgeError, UsageError
 from payload.orchestrate.cloud.firewall import check_firewall
 from payload.orchestrate.cloud.google import CloudMissingError, Endpoints, Google, UnreadableError
+from payload.orchestrate.cloud.machine_status import check_machines
 from payload.orchestrate.cloud.prerequisites import (
     check_billing,
     check_bucket,
@@ -292,6 +293,7 @@ def examine(google: Google, need: Need, pulumi: Pulumi | None) -> Iterator[Check
     yield from check_key(google, need)
     if pulumi is not None:
         yield from check_firewall(google, pulumi)
+        yield from check_machines(google, pulumi)
 
 
 def exit_code(checks: Sequence[Check]) -> ExitCode:

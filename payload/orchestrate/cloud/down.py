@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from payload.checkpoint_files import checkpoint_step
 from payload.cluster_identity import known_cluster_identity
-from payload.errors import ConfigError, ExitCode, TileforgeError
+from payload.errors import ConfigError, ExitCode, TileforgeError, UsageError
 from payload.hints import command
 from payload.inventory import ClusterInventory, Node
-from payload.orchestrate.cloud.firewall import stack_state
+from payload.orchestrate.cloud.firewall import StackState, stack_state
 from payload.orchestrate.cloud.google import Endpoints, Google
+from payload.orchestrate.cloud.machine_status import start_head
 from payload.orchestrate.cloud.operations import Operations
 from payload.orchestrate.cloud.ownership import ownership_of
-from payload.orchestrate.cloud.pulumi import Pulumi, cluster_name, settings
+from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError, cluster_name, settings
 from payload.orchestrate.cloud.same_name import require_own_state
 from payload.orchestrate.cloud.stack import (
+    CACHE_FILE,
     MachineGoneError,
     StackOutputs,
     cluster_folder,
     outputs_if_any,
     pin_node,
+    recall_outputs,
     remember,
 )
 from payload.orchestrate.cloud.sweep import (
@@ -44,7 +49,7 @@ from payload.orchestrate.run.mirror import Mirrored, read_mirrored
 from payload.orchestrate.run.store import all_runs
 from payload.orchestrate.sites.local import LocalAccess
 from payload.orchestrate.ssh.keys import operator_key_path
-from payload.results import RunPaths, Summary, read_json
+from payload.results import RunPaths, Summary, read_json, write_whole
 from payload.untrusted import read_bytes
 
 if TYPE_CHECKING:
@@ -53,6 +58,7 @@ if TYPE_CHECKING:
 
 # A machine that has no host keys yet is booting, and nobody has reached it over SSH.
 _KEYS_S = 5.0
+_BOOT_S, _RETRY_S = 300.0, 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,15 +90,18 @@ def ask_head(
     folder: Path,
     more_keys: Sequence[Path],
     talk: Console,
+    patience_s: float = 0.0,
 ) -> Head:
     """Ask it, and say so when it cannot be asked.
 
     The operator's key is the cluster's own in `folder`, else the first of `more_keys` that exists.
+    A head that boots is asked again for `patience_s`.
     """
     inventory = outputs.inventory
     name = inventory.head.name
     talk.print(f"asking {name} whether a run is going on")
-    head = _ask(outputs, env, folder=folder, more_keys=more_keys, talk=talk)
+    ends = time.monotonic() + patience_s
+    head = _ask(outputs, env, folder=folder, more_keys=more_keys, ends=ends, talk=talk)
     if head.is_gone:
         talk.print(f"{name}: its machine does not exist any more")
     if head.unasked:
@@ -106,6 +115,7 @@ def _ask(
     *,
     folder: Path,
     more_keys: Sequence[Path],
+    ends: float,
     talk: Console,
 ) -> Head:
     inventory = outputs.inventory
@@ -114,9 +124,9 @@ def _ask(
         node = pin_node(
             inventory.head,
             Google(outputs.project, endpoints=Endpoints.from_env(env)),
-            cache=own / "host_keys.json",
+            cache=own / CACHE_FILE,
             say=talk.print,
-            deadline_s=_KEYS_S,
+            deadline_s=max(_KEYS_S, ends - time.monotonic()),
         )
     except MachineGoneError:
         return Head(is_gone=True)
@@ -126,10 +136,14 @@ def _ask(
     key = next((each for each in keys if each.exists()), None)
     if key is None:
         return Head(machine=node.instance_id, unasked=f"there is no key here: {keys[0]}")
-    try:
-        found = _runs(replace(inventory, nodes=(node,)), env, key=key)
-    except TileforgeError as error:
-        return Head(machine=node.instance_id, unasked=str(error))
+    while True:
+        try:
+            found = _runs(replace(inventory, nodes=(node,)), env, key=key)
+            break
+        except TileforgeError as error:
+            if time.monotonic() + _RETRY_S > ends:
+                return Head(machine=node.instance_id, unasked=str(error))
+        time.sleep(_RETRY_S)
     return Head(machine=node.instance_id, running=found.running, runs=found.runs)
 
 
@@ -174,6 +188,15 @@ class AtStake:
         known = {paths.run_id for paths, _, _ in self.copies}
         there = [run.run_id for run in self.head.runs if run.state or run.checkpoint]
         return [run_id for run_id in there if run_id not in known]
+
+    def note_address(self, head: Node) -> None:
+        """Write the external address that the head has now into the copies of its runs."""
+        for paths, _, inventory in self.copies:
+            was = inventory.head
+            if was.instance_id == self.head.machine and was.external_address is not None:
+                node = replace(was, external_address=head.external_address)
+                now = replace(inventory, nodes=(node, *inventory.nodes[1:]))
+                write_whole(paths.inventory, now.to_json())
 
     def names(self) -> str:
         """Name the runs to collect, for people, and the one that goes on."""
@@ -230,15 +253,19 @@ def at_stake(
     folder: Path,
     runs_dir: Path,
     talk: Console,
+    patience_s: float = 0.0,
 ) -> AtStake:
-    """Look here and ask the head. Without `outputs` the cluster never came up, and has none."""
+    """Look here and ask the head. Without `outputs` the cluster never came up, and has none.
+
+    A head that boots is asked again for `patience_s`.
+    """
     copies = list(_copies(runs_dir, cluster, talk=talk))
     # Of a stack without outputs whatever had this name and results before is gone.
     ask, head = None, Head(is_gone=True)
     if outputs is not None:
         keys = [Path(mirrored.ssh_key) for _, mirrored, _ in copies]
         ask = partial(ask_head, outputs, env, folder=folder, more_keys=keys, talk=talk)
-        head = ask()
+        head = ask(patience_s=patience_s)
     for paths, mirrored, inventory in copies:
         if head.has_lost(inventory.head) and not _is_whole(paths, mirrored, None):
             talk.print(f"run {paths.run_id}: the machine that had its results is gone")
@@ -345,17 +372,38 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
     talk = text_console(stderr=True)
     folder = Path.cwd()
     pulumi = Pulumi(env, folder=folder, stack=options.stack)
-    cluster, project, outputs = _which(pulumi, options, env, folder=folder)
+    cluster, project, outputs = _which(pulumi, options, env, folder=folder, talk=talk)
     google = Google(project, endpoints=Endpoints.from_env(env))
     # Before anything is destroyed: without these the last step could not look.
     google.check_credentials()
-    state = stack_state(pulumi)
+    state = _state_if_readable(pulumi)
     own = ownership_of(state, known_cluster_identity(folder, cluster))
     if state.parts:
         require_own_state(google, cluster, own, kept="nothing was destroyed", talk=talk)
     stake = None
     if not options.without_collect:
-        stake = at_stake(cluster, outputs, env, folder=folder, runs_dir=options.runs_dir, talk=talk)
+        started = None
+        if outputs is not None:
+            started = start_head(
+                google,
+                outputs.inventory,
+                dry_run=options.dry_run,
+                assume_yes=options.yes,
+                talk=talk,
+            )
+        if outputs is not None and started is not None:
+            outputs = replace(outputs, inventory=started)
+        stake = at_stake(
+            cluster,
+            outputs,
+            env,
+            folder=folder,
+            runs_dir=options.runs_dir,
+            talk=talk,
+            patience_s=0.0 if started is None else _BOOT_S,
+        )
+        if started is not None:
+            stake.note_address(started.head)
     bucket = None
     if options.delete_bucket is not None:
         bucket = find_bucket(google, options.delete_bucket, cluster=cluster, own=own)
@@ -394,11 +442,30 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
     return ExitCode.OK
 
 
+def _state_if_readable(pulumi: Pulumi) -> StackState:
+    """Return the stack's state; of a damaged one nothing, so that the identity alone is proof."""
+    try:
+        return stack_state(pulumi)
+    except PulumiError as error:
+        if error.trouble != "damaged state":
+            raise
+        return StackState(machines=(), parts=())
+
+
 def _which(
-    pulumi: Pulumi, options: DownOptions, env: Mapping[str, str], *, folder: Path
+    pulumi: Pulumi, options: DownOptions, env: Mapping[str, str], *, folder: Path, talk: Console
 ) -> tuple[str, str, StackOutputs | None]:
-    """Return the cluster, its project, and its outputs if it ever came up."""
-    outputs = outputs_if_any(pulumi)
+    """Return the cluster, its project, and its outputs if it ever came up.
+
+    Those of a damaged state are the ones that this folder remembers. Raises ConfigError where it
+    remembers none, unless results may be lost.
+    """
+    try:
+        outputs = outputs_if_any(pulumi)
+    except PulumiError as error:
+        if error.trouble != "damaged state":
+            raise
+        return _without_state(error, pulumi, options, env, folder=folder, talk=talk)
     if outputs is None:
         # It failed half-way, and is the one that must go.
         known = settings(pulumi)
@@ -410,6 +477,39 @@ def _which(
     if options.cluster not in (None, cluster):
         raise ConfigError(f"--cluster {options.cluster}: the stack's cluster is {cluster}.")
     return cluster, options.project or outputs.project, outputs
+
+
+def _without_state(
+    error: PulumiError,
+    pulumi: Pulumi,
+    options: DownOptions,
+    env: Mapping[str, str],
+    *,
+    folder: Path,
+    talk: Console,
+) -> tuple[str, str, StackOutputs | None]:
+    talk.print(f"warning: {error}")
+    known: dict[str, Any] = {}
+    with suppress(PulumiError):
+        known = settings(pulumi)
+    try:
+        cluster = options.cluster or cluster_name(pulumi, known)
+    except PulumiError:
+        raise UsageError("which cluster? Name it with --cluster.") from None
+    project = project_of(options.project or known.get("project"), cluster, env, folder=folder)
+    outputs = recall_outputs(folder, cluster, project=project)
+    if outputs is None and not options.without_collect:
+        raise ConfigError(
+            f"the state is damaged, and this folder has never reached {cluster}, so it is not "
+            "known whether results are on its head, and nothing was destroyed. Repair the state "
+            "as above; or destroy them too: "
+            + command(
+                *("orchestrate", "down", "--without-collect"),
+                *("--cluster", cluster, "--project", project),
+            )
+        )
+    talk.print(f"what {cluster} has in {project} comes from Google Cloud, without the state")
+    return cluster, project, outputs
 
 
 def _say_steps(

@@ -291,7 +291,7 @@ def check_firewall(google: Google, pulumi: Pulumi) -> Iterator[Check]:
             return
         found = compare(google, network, wanted)
     except PulumiError as error:
-        if error.trouble == "other":
+        if error.is_fault:
             yield unknown("firewall", error)
         return
     except TileforgeError as error:

@@ -278,6 +278,18 @@ def list_everything(google: Google) -> Listing:
     return Listing(resources=found, blind=blind)
 
 
+def list_machines(google: Google) -> list[Resource]:
+    """Return the machines of all zones, whoever made them.
+
+    Raises CloudError when a zone could not be listed, and CloudAuthError.
+    """
+    blind: list[str] = []
+    found = list(_of_kind(google, KINDS[0], blind))
+    if blind:
+        raise CloudError(f"not every machine is seen: {'; '.join(blind)}")
+    return found
+
+
 def remove(google: Google, resources: Sequence[Resource]) -> list[str]:
     """Remove each, in order and to its end, but no bucket; returns what went wrong.
 
@@ -448,11 +460,11 @@ def _begin_to_remove(google: Google, resource: Resource) -> Callable[[], None]:
     )
     ends = time.monotonic() + _OPERATION_S
     return partial(
-        _see_to_its_end, google, operation, what, operations=operations, place=place, ends=ends
+        see_to_its_end, google, operation, what, operations=operations, place=place, ends=ends
     )
 
 
-def _see_to_its_end(
+def see_to_its_end(
     google: Google,
     operation: Any,
     what: str,
@@ -461,6 +473,10 @@ def _see_to_its_end(
     place: dict[str, str],
     ends: float,
 ) -> None:
+    """Wait until one of Compute Engine's operations is done, or until `ends` (monotonic, seconds).
+
+    Raises CloudError when it fails or takes longer, and as Google.ask does.
+    """
     # Not client.delete(): what it returns asks the public address, whatever api_endpoint says
     # (google-cloud-compute 1.48, _zone_operations_client).
     client = google.compute(f"{operations}Operations")

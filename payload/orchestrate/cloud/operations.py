@@ -76,9 +76,9 @@ class Operations:
             raise KeyboardInterrupt
         return update
 
-    def preview(self) -> Update:
+    def preview(self, *words: str) -> Update:
         """Run `pulumi preview` and print the plan. Raises the error that a failure amounts to."""
-        update = self.run("preview")
+        update = self.run("preview", *words)
         if update.status != 0:
             raise explain(update)
         plan = [step for step in update.steps if step.op in _PLANNED and _is_real(step)]

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, Literal, TypeVar
 
 from payload.cloud_need import Need
 from payload.errors import ConfigError, ExitCode
+from payload.hints import command
 from payload.orchestrate.cloud.environment import past_the_proxy
 from payload.untrusted import NODE_NAME, build, check_type, checked, parse_json, printable, shown
 
@@ -224,7 +225,9 @@ _STACK = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*){
 
 NEWER = "See that it is Pulumi 3.200 or newer: pulumi version"
 
-Trouble = Literal["not installed", "no project", "not logged in", "no stack", "other"]
+Trouble = Literal[
+    "not installed", "no project", "not logged in", "no stack", "damaged state", "other"
+]
 
 # Pulumi's own words; what each means and what to do.
 _COMPLAINTS: tuple[tuple[str, Trouble, str], ...] = (
@@ -244,6 +247,17 @@ _COMPLAINTS: tuple[tuple[str, Trouble, str], ...] = (
         r"passphrase must be set|incorrect passphrase",
         "not logged in",
         "Set PULUMI_CONFIG_PASSPHRASE or PULUMI_CONFIG_PASSPHRASE_FILE.",
+    ),
+    (
+        # Not with credentials that have expired, which Pulumi reports in the same way:
+        # https://github.com/pulumi/pulumi/issues/2801
+        r"unexpected end of JSON input|failed to load checkpoint: (invalid character|json:|.*EOF)"
+        r"|could not deserialize deployment|snapshot integrity failure",
+        "damaged state",
+        "The stack's state is damaged, as after a full disk. Either put the engine's copy, "
+        "STACK.json.bak, in the place of STACK.json beside it (after `pulumi login --local` in "
+        "~/.pulumi/stacks/tileforge), and repeat the command; or remove what Google has without "
+        f"the state: {command('orchestrate', 'sweep')} --cluster NAME --project P --delete",
     ),
 )
 
@@ -290,6 +304,11 @@ class PulumiError(ConfigError):
         self.trouble = trouble
         if trouble == "not logged in":
             self.exit_code = ExitCode.AUTH
+
+    @property
+    def is_fault(self) -> bool:
+        """Tell whether there may be a stack all the same, which could not be read."""
+        return self.trouble in ("damaged state", "other")
 
 
 class Pulumi:

@@ -217,7 +217,7 @@ _OTHERS = (
         r"Error 409\b|alreadyExists|already exists",
         ConfigError,
         "It is in Google Cloud, but not in the stack, as after an answer that was lost. Repeat: "
-        f"{_UP}, which first removes what carries this cluster's label",
+        f"{_UP}, which first removes what carries this cluster's identity",
     ),
     _rule(
         r"the change requires stopping it",

@@ -194,7 +194,7 @@ class Rehearsal:
 
     def through(self) -> None:
         """Take every step up to the healed cluster. Raises TileforgeError at the first bad step."""
-        up = ("up", "--yes", "--stack", STACK)
+        up = ("up", "--yes", "--results-may-be-lost", "--stack", STACK)
         self._step("doctor", "doctor", "--stack", STACK)
         self._step("up", *up)
         outputs = self._priced()

@@ -37,8 +37,10 @@ from payload.untrusted import NODE_NAME, build, check_schema, checked, parse_jso
 
 DEADLINE_S = 180.0
 _POLL_S = 3.0
-_CACHE_VERSION = 1
-_GONE = ("STOPPING", "STOPPED", "TERMINATED", "SUSPENDING", "SUSPENDED")
+_CACHE_VERSION, CACHE_FILE = 1, "host_keys.json"
+"""Name of the file in the cluster's folder that keeps the nodes and their host keys."""
+STOPPED, ENDING = ("TERMINATED", "STOPPED", "SUSPENDED"), ("STOPPING", "SUSPENDING")
+"""Google's words for a machine that keeps its disk and does not run, or soon will not."""
 _UNWRITTEN = "of type 'Guest Attribute' was not found"
 _CONSTRAINT = "compute.disableGuestAttributesAccess"
 _KIND = re.compile(r"(ssh-|ecdsa-)[a-z0-9@.-]{1,58}")
@@ -78,10 +80,11 @@ class _Reader:
             )
         except CloudMissingError:
             raise _gone(node) from None
-        if found.status in _GONE:
+        if found.status in (*STOPPED, *ENDING):
             raise RankLostError(
-                f"{node.name}: its machine is {found.status}, not running. Bring the cluster up to "
-                f"date: {command('orchestrate', 'up')}"
+                f"{node.name}: its machine is {found.status}, not running. Its disk, with what is "
+                f"on it, is kept and billed. Start it: {command('orchestrate', 'up')}; or bring "
+                f"its results here and destroy it: {command('orchestrate', 'down')}"
             )
         return str(found.id)
 
@@ -253,14 +256,18 @@ def _check(nodes: Sequence[Node]) -> None:
 
 def _read_cache(path: Path) -> dict[str, Node]:
     """Return what was pinned before; nothing when the file cannot be used."""
+    inventory = _cached_inventory(path)
+    return {} if inventory is None else {node.name: node for node in inventory.nodes}
+
+
+def _cached_inventory(path: Path) -> ClusterInventory | None:
     where = str(path)
     try:
         raw = parse_json(read_bytes(path), where=where)
         check_schema(raw, _CACHE_VERSION, where=where)
-        inventory = ClusterInventory.from_json(json.dumps(raw.get("inventory")), where=where)
+        return ClusterInventory.from_json(json.dumps(raw.get("inventory")), where=where)
     except (OSError, TileforgeError):
-        return {}
-    return {node.name: node for node in inventory.nodes}
+        return None
 
 
 def _write_cache(path: Path, inventory: ClusterInventory) -> None:
@@ -353,7 +360,7 @@ def default_stack(env: Mapping[str, str], *, folder: Path) -> StackOutputs | str
     try:
         return read_outputs(Pulumi(env, folder=folder))
     except PulumiError as error:
-        if error.trouble == "other":
+        if error.is_fault:
             raise ConfigError(f"{error} (or name the cluster: --inventory local)") from None
         if error.trouble == "no stack":
             return "no Pulumi stack is selected, or nothing is up in it"
@@ -374,7 +381,7 @@ def load_stack(
     return pin_host_keys(
         outputs.inventory,
         google,
-        cache=cluster_folder(folder, outputs.inventory.cluster) / "host_keys.json",
+        cache=cluster_folder(folder, outputs.inventory.cluster) / CACHE_FILE,
         say=say,
     )
 
@@ -421,6 +428,22 @@ def recall(folder: Path, cluster: str) -> Remembered | None:
         return build(Remembered, raw, where=str(path))
     except (OSError, TileforgeError):
         return None
+
+
+def recall_outputs(folder: Path, cluster: str, *, project: str) -> StackOutputs | None:
+    """Return the outputs as this folder knows them from when it last reached the cluster's nodes.
+
+    They have neither price nor end. None where it has never reached them in this project.
+    """
+    known = recall(folder, cluster)
+    inventory = _cached_inventory(folder / ".cluster" / cluster / CACHE_FILE)
+    if known is None or inventory is None:
+        return None
+    if (inventory.cluster, known.project) != (cluster, project):
+        return None
+    return StackOutputs(
+        inventory=inventory, project=project, region=known.region, hourly_usd=None, expires=None
+    )
 
 
 def remembered_clusters(folder: Path) -> list[Remembered]:

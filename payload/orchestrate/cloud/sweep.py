@@ -41,6 +41,7 @@ from payload.orchestrate.cloud.ownership import (
     ownership_of,
     removable,
 )
+from payload.orchestrate.cloud.pulumi import PulumiError
 from payload.orchestrate.cloud.resources import (
     BUCKET,
     CLUSTER_LABEL,
@@ -444,10 +445,10 @@ def destroy_and_look(
         raise TeardownError(f"{error}{f' ({trouble})' if trouble else ''}") from None
     talk.print(f"{steps}/{steps} sweep: clean")
     if trouble is not None:
-        raise TeardownError(
-            f"nothing of the cluster was found, but {trouble}. See `pulumi stack`, then: pulumi "
-            "refresh && pulumi destroy"
-        )
+        words = "See `pulumi stack`, then: pulumi refresh && pulumi destroy"
+        if isinstance(trouble, PulumiError) and trouble.trouble == "damaged state":
+            words = "Or go on in another stack: pulumi stack init NAME"
+        raise TeardownError(f"nothing of the cluster was found, but {trouble}. {words}")
 
 
 def _destroy(operations: Operations) -> TileforgeError | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,8 +13,15 @@ from typing import Any
 from rich.console import Console
 
 from payload.cloud_need import CLOUD_NAME, need_of, text_list
-from payload.cluster_identity import settle_cluster_identity
-from payload.errors import ConfigError, ExitCode, TeardownError, TileforgeError
+from payload.cluster_identity import known_cluster_identity, settle_cluster_identity
+from payload.errors import (
+    CloudAuthError,
+    CloudError,
+    ConfigError,
+    ExitCode,
+    TeardownError,
+    TileforgeError,
+)
 from payload.hints import command
 from payload.orchestrate.cloud.down import AtStake, at_stake
 from payload.orchestrate.cloud.failures import (
@@ -33,8 +40,15 @@ from payload.orchestrate.cloud.firewall import (
     stack_state,
 )
 from payload.orchestrate.cloud.google import Endpoints, Google
+from payload.orchestrate.cloud.machine_status import (
+    MachinesThere,
+    StoppedChoice,
+    machines_there,
+    places_in,
+    see_to_stopped,
+)
 from payload.orchestrate.cloud.operations import Operations, orphans, remove_orphans
-from payload.orchestrate.cloud.ownership import ownership_of
+from payload.orchestrate.cloud.ownership import Ownership, ownership_of
 from payload.orchestrate.cloud.pulumi import (
     Pulumi,
     Step,
@@ -48,6 +62,7 @@ from payload.orchestrate.cloud.resources import Resource
 from payload.orchestrate.cloud.same_name import of_this_name, take_over
 from payload.orchestrate.cloud.stack import outputs_if_any, read_outputs, remember, remember_plan
 from payload.orchestrate.cloud.sweep import destroy_and_look, project_of
+from payload.orchestrate.run.at_risk import cluster_warning, refuse_spot_without_bucket
 from payload.orchestrate.run.console import confirm, text_console
 from payload.orchestrate.ssh.keys import make_operator_key, operator_key_path
 from payload.results import write_whole
@@ -126,6 +141,8 @@ class Builder:
     save: Saves
     full_zones: Path
     """The memory of zones that had no machine free."""
+    replaces: Sequence[str] = ()
+    """Words that let the first attempt replace machines."""
     now_unix: Callable[[], float] = time.time
     _left: list[str] = field(default_factory=list)
     _cleared: bool = False
@@ -144,7 +161,7 @@ class Builder:
 
         All nodes are in one zone, so another one ends the machines that were there: that is asked.
         """
-        more: list[str] = []
+        more, self.replaces = list(self.replaces), ()
         self._pass_over_full_zones()
         while True:
             update = self.operations.run(*_UP, *more)
@@ -157,7 +174,7 @@ class Builder:
                 self._next_zone(update, stock_out)
             elif drifted:
                 self._ask_to_rebuild(update, drifted)
-                more = [word for step in drifted for word in ("--replace", step.urn)]
+                more = replacing(step.urn for step in drifted)
             elif self._cleared or not _says_exists(update) or not self._clear():
                 raise self._failed(update)
 
@@ -265,6 +282,17 @@ class Builder:
         return error
 
 
+def replacing(urns: Iterable[str]) -> list[str]:
+    """Return the words that let Pulumi replace these resources."""
+    return [word for urn in urns for word in ("--replace", urn)]
+
+
+def creates_anything(preview: Update) -> bool:
+    """Return whether `pulumi up` would make anything in Google Cloud."""
+    made = (step.urn for step in preview.steps if step.op in _CREATING)
+    return any(type_of(urn).startswith("gcp:") for urn in made)
+
+
 def drifted_machines(update: Update, *, done: set[str]) -> list[Step]:
     """Return the failed updates of machines that only a stopped machine can take."""
     stuck = {each.urn for each in problems_of(update) if _NEEDS_STOP in each.message}
@@ -282,19 +310,29 @@ def with_words(error: TileforgeError, words: str) -> TileforgeError:
     return again
 
 
-def remaining(state: StackState, update: Update | None) -> str:
+def remaining(machines: Sequence[str], preview: Update) -> str:
     """Return in words which machines are there, and what they cost an hour as far as is known."""
-    if not state.machines:
+    if not machines:
         return "no machine is there"
-    prices = _node_prices(update)
-    usd = sum(prices.get(name, 0.0) for name in state.machines)
+    prices = _node_prices(preview)
+    usd = sum(prices.get(name, 0.0) for name in machines)
     cost = f", ${usd:.2f}/h" if usd else ""
-    return f"{len(state.machines)} machine(s) are there{cost}: {', '.join(state.machines)}"
+    return f"{len(machines)} machine(s) are there{cost}: {', '.join(machines)}"
 
 
-def _node_prices(update: Update | None) -> dict[str, float]:
+def unknown_machines(error: TileforgeError, google: Google, cluster: str, preview: Update) -> str:
+    """Return the words for a failure after which the machines cannot be listed."""
+    usd = sum(_node_prices(preview).values())
+    cost = f"cost ${usd:.2f}/h" if usd else "cost an unknown price"
+    return (
+        f"it is unknown which machines exist ({str(error).rstrip('.')}); if all do, they {cost} "
+        f"until their lifetime ends. Look: sweep --cluster {cluster} --project {google.project}"
+    )
+
+
+def _node_prices(update: Update) -> dict[str, float]:
     """Return the prices in the stack's outputs that a preview expects; what is damaged is left."""
-    inventory = update.outputs.get("inventory") if update is not None else None
+    inventory = update.outputs.get("inventory")
     nodes = inventory.get("nodes") if isinstance(inventory, dict) else None
     return {
         each["name"]: float(each["hourly_usd"])
@@ -323,6 +361,10 @@ class UpOptions:
     keep_on_failure: bool
     without_collect: bool
     take_over: str | None
+    stopped: StoppedChoice | None
+    """Treatment of stopped machines; None to ask."""
+    results_may_be_lost: bool
+    """Build spot machines without a bucket, too."""
     dry_run: bool
     yes: bool
 
@@ -338,6 +380,8 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
             f"--next-zone: the config has {len(zones)} zone(s). Give more, in the order to try: "
             "pulumi config set --path 'zones[1]' ZONE"
         )
+    may_lose = options.results_may_be_lost or options.dry_run
+    refuse_spot_without_bucket(known, accepted=may_lose)
     cluster = cluster_name(pulumi, known)
     operations = Operations(
         pulumi=pulumi, cluster=cluster, folder=folder, talk=talk, assume_yes=options.yes
@@ -351,16 +395,30 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
         project = project_of(known.get("project"), cluster, env, folder=folder)
         return Google(project, endpoints=Endpoints.from_env(env))
 
-    preview = operations.preview()
-    others: Sequence[Resource] = ()
-    creates = any(
-        step.op in _CREATING and type_of(step.urn).startswith("gcp:") for step in preview.steps
-    )
-    if creates or before.parts:
+    def of_others() -> Sequence[Resource]:
         # With other credentials than Pulumi's, nothing that is built could be removed.
         google().check_access()
         own = ownership_of(before, identity)
-        others = of_this_name(google(), cluster, own, take_over=options.take_over, talk=talk)
+        return of_this_name(google(), cluster, own, take_over=options.take_over, talk=talk)
+
+    # Before a machine is started that the stack lists: it may be another cluster's by now.
+    others = of_others() if before.parts else ()
+    replaces: list[str] = []
+    places = places_in(before)
+    if places:
+        replaces = replacing(
+            see_to_stopped(
+                google(),
+                places,
+                choice=options.stopped,
+                dry_run=options.dry_run,
+                assume_yes=options.yes,
+                talk=talk,
+            )
+        )
+    preview = operations.preview(*replaces)
+    if not before.parts and creates_anything(preview):
+        others = of_others()
     going = machines_that_go(preview) if there else []
     if there and changes_metadata(preview):
         talk.print(
@@ -369,6 +427,9 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
         )
     results = _Results(pulumi, options, env, talk=talk)
     stake = results.look(going)
+    warning = cluster_warning(known)
+    if warning is not None:
+        talk.print(f"warning: {warning}")
     if options.dry_run:
         talk.print("dry run: nothing was built")
         return ExitCode.OK
@@ -384,7 +445,6 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
     remember_plan(cluster, known, folder=folder)
     if stake is not None:
         stake.bring_home(env, **_WORDS)
-
     builder = Builder(
         operations=operations,
         google=google,
@@ -394,7 +454,9 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
         there=there,
         save=results.save,
         full_zones=folder / ".cluster" / cluster / "zones.json",
+        replaces=replaces,
     )
+    began_unix = time.time()
     try:
         update = builder.build()
     except StackBusyError:
@@ -404,11 +466,12 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
         if there or options.keep_on_failure:
             last = with_words(error, _how_to_remove())
         else:
-            last = _take_back(error, operations, google)
+            last = _take_back(error, operations, google(), preview, since_unix=began_unix)
         builder.restore_zones()
         raise last from None
     except KeyboardInterrupt:
-        talk.print(f"up was interrupted{_what_is_there(pulumi, preview)}. {_how_to_remove()}")
+        what = _what_is_there(operations, google(), preview)
+        talk.print(f"up was interrupted: {what}. {_how_to_remove()}")
         builder.restore_zones()
         raise
     return _conclude(pulumi, builder, update, options, talk=talk)
@@ -439,11 +502,20 @@ def _conclude(
     return ExitCode.OK
 
 
-def _what_is_there(pulumi: Pulumi, preview: Update) -> str:
+def _what_is_there(operations: Operations, google: Google, preview: Update) -> str:
+    cluster = operations.cluster
     try:
-        return f": {remaining(stack_state(pulumi), preview)}"
-    except TileforgeError:
-        return ""
+        state = stack_state(operations.pulumi)
+        own = _own(operations, state)
+        there = machines_there(google, own, state, since_unix=time.time())
+    except TileforgeError as error:
+        return unknown_machines(error, google, cluster, preview)
+    return remaining(there.names, preview)
+
+
+def _own(operations: Operations, state: StackState) -> Ownership:
+    identity = known_cluster_identity(operations.folder, operations.cluster)
+    return ownership_of(state, identity)
 
 
 def _how_to_remove() -> str:
@@ -534,20 +606,43 @@ def _refuse_if_changed(pulumi: Pulumi, before: StackState, *, kept: str) -> None
 
 
 def _take_back(
-    error: TileforgeError, operations: Operations, google: Callable[[], Google]
+    error: TileforgeError,
+    operations: Operations,
+    google: Google,
+    preview: Update,
+    *,
+    since_unix: float,
 ) -> TileforgeError:
-    """Remove what a first `up` has built before it failed; the error to end with."""
+    """Remove what a first `up` has built before it failed; the error to end with.
+
+    It began at `since_unix`. What it has built is what Google has: a machine whose creation was
+    accepted is not in the stack's state where the answer to a later request was a refusal.
+    """
     pulumi, talk = operations.pulumi, operations.talk
     try:
         after = stack_state(pulumi)
-        if not after.machines:
+        try:
+            own = _own(operations, after)
+            found = machines_there(google, own, after, since_unix=since_unix)
+        except (CloudError, CloudAuthError) as blind:
+            if not after.machines:
+                words = unknown_machines(blind, google, operations.cluster, preview)
+                remove = f"; remove them: {command('orchestrate', 'down')}"
+                return TeardownError(str(with_words(error, f"And {words}{remove}")))
+            found = MachinesThere(names=after.machines, older=())
+        there = found.names
+        if found.older:
+            # Another state may know them, and results may be on them.
+            words = f"Not of this `up`, and left: {', '.join(found.older)}. {_how_to_remove()}"
+            return with_words(error, words)
+        if not there:
             words = f"No machine was built. Remove the rest with: {command('orchestrate', 'down')}"
             return with_words(error, words)
-        talk.print(f"error: {error}\nbuilt before: {', '.join(after.machines)}")
+        talk.print(f"error: {error}\nbuilt before: {', '.join(there)}")
         if not confirm("Remove what was built?", assume_yes=operations.assume_yes):
             return with_words(error, _how_to_remove())
         _refuse_if_changed(pulumi, after, kept="nothing was removed")
-        destroy_and_look(operations, google(), state=after, steps=2)
+        destroy_and_look(operations, google, state=after, steps=2)
     except KeyboardInterrupt:
         talk.print(f"up was interrupted. {_how_to_remove()}")
         raise

@@ -62,6 +62,17 @@ def _add_up(commands: Commands) -> None:
         help="remove what another cluster of the same name and of this identity has, after its "
         "name was typed; `none` for what has no identity",
     )
+    parser.add_argument(
+        "--stopped",
+        choices=("start", "replace", "leave"),
+        help="machines that were stopped: start them, replace them with their disks, or leave them "
+        "(default: ask; with --yes, start those that Google itself has stopped)",
+    )
+    parser.add_argument(
+        "--results-may-be-lost",
+        action="store_true",
+        help="build spot machines without a bucket, too, whose checkpoints are lost with them",
+    )
     parser.add_argument("--dry-run", action="store_true", help="only the preview")
     add_runs_dir(parser)
     _add_yes(parser)
@@ -82,7 +93,7 @@ def _add_doctor(commands: Commands) -> None:
         "What the cluster needs comes from the stack's config; flags go before it. Exit code 11 "
         "when a quota is too small, 13 when something is not permitted or not enabled, 10 when a "
         "type is not offered, or is sold only as spot, 31 when a firewall rule of the cluster is "
-        "not as its program has it.",
+        "not as its program has it, or a machine of it is stopped.",
     )
     parser.set_defaults(command=_doctor, runs_dir=None)
     _add_stack(parser)
@@ -150,6 +161,7 @@ def _add_down(commands: Commands) -> None:
         help="bring results home, destroy the cluster, look that nothing is left",
         description="Collect what is missing here of the cluster's runs, `pulumi destroy`, sweep. "
         "Nothing is destroyed when a run cannot be collected, or the head says that one goes on. "
+        "A stopped head is started for that, after a question. "
         "A results bucket stays without --delete-bucket. Exit code 60 when something is left.",
     )
     parser.set_defaults(command=_down)

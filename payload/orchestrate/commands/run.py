@@ -17,6 +17,7 @@ from payload.errors import ConfigError, DataError, ExitCode
 from payload.launch.plan import auto_batch_size
 from payload.named_settings import reaching, require_named
 from payload.orchestrate.planning import InventorySite, PlannedRun
+from payload.orchestrate.run.at_risk import run_warning
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.follow import EndOptions, Tails, follow
 from payload.orchestrate.run.report import Estimate, estimate, print_plan, strategy_table
@@ -102,6 +103,7 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
     talk.print(chosen.headline())
     site = site_of(chosen, access, talk=talk)
     config = settle_results(options.load(), bucket=chosen.inventory.bucket)
+    _warn_without_store(chosen, config, talk=talk)
     try:
         vocab_size: int | None = _check_data(config)
     except DataError as error:
@@ -139,13 +141,12 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
 
 def run(options: RunOptions, access: LocalAccess) -> int:
     """Start a run, or continue one, and follow it to its end."""
-    talk, bucket = text_console(stderr=True), None
+    talk, chosen = text_console(stderr=True), None
     site: Site
     if options.site is not None:
         site = find_site(options.site)
     else:
         chosen, access = _chosen(options, access)
-        bucket = chosen.inventory.bucket
         talk.print(chosen.headline())
         site = site_of(
             chosen,
@@ -156,7 +157,10 @@ def run(options: RunOptions, access: LocalAccess) -> int:
             quick=options.quick,
         )
     with ExitStack() as held:
+        bucket = None if chosen is None else chosen.inventory.bucket
         order = _order(options, site, access, bucket=bucket, talk=talk, held=held)
+        if chosen is not None:
+            _warn_without_store(chosen, order.config, talk=talk)
         tails = Tails(order.paths)
         started = site.start(order)
     with closing(started):
@@ -177,6 +181,13 @@ def run(options: RunOptions, access: LocalAccess) -> int:
         if problem:
             talk.print(f"note: the report has no samples: {printable(problem)}")
     return status
+
+
+def _warn_without_store(chosen: Chosen, config: RunConfig, *, talk: Console) -> None:
+    inventory = chosen.inventory
+    warning = run_warning(inventory.source, config, head=inventory.head.name)
+    if warning is not None:
+        talk.print(warning)
 
 
 def _chosen(options: PlanOptions | RunOptions, access: LocalAccess) -> tuple[Chosen, LocalAccess]:

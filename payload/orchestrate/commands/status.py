@@ -139,10 +139,13 @@ class DashboardOptions(ClusterRunChoice):
 
 def status(options: StatusOptions, access: LocalAccess) -> int:
     """Show one run and its ranks."""
+    began_unix = time.time()
     paths = find_run(options.runs_dir, options.run)
     run = site_run(paths, access)
     with closing(run), run.watched() as look:
         alive = look()
+    for line in _stopped(paths, access.environment(), since_unix=began_unix):
+        text_console(stderr=True).print(line)
     view = view_run(paths, now_unix=time.time(), alive=alive if run.has_job else None)
     out = text_console(stderr=False)
     if options.json:
@@ -151,6 +154,22 @@ def status(options: StatusOptions, access: LocalAccess) -> int:
     lines = [*status_lines(view, width=out.width), "", *ranks_lines(view, width=out.width)]
     out.print("\n".join(lines))
     return ExitCode.OK
+
+
+def _stopped(paths: RunPaths, env: Mapping[str, str], *, since_unix: float) -> list[str]:
+    """Return which machines were stopped, of a copy that no node has brought up to date since then.
+
+    A run that has ended and was collected needs none.
+    """
+    mirrored = _mirrored(paths)
+    if mirrored is None or mirrored.collected is not None or mirrored.seen_unix >= since_unix:
+        return []
+    # Google's libraries take a second to import.
+    from payload.orchestrate.cloud.machine_status import stopped_words
+
+    with suppress(ConfigError):
+        return stopped_words(ClusterInventory.load(paths.inventory), env)
+    return []
 
 
 def site_run(paths: RunPaths, access: LocalAccess) -> SiteRun:

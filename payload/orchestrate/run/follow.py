@@ -287,6 +287,7 @@ def show(run: SiteRun, *, talk: Console, train: TrainSection, tails: Tails) -> b
         # Within `Interrupts`: Ctrl-C while the trackers end is no end of this command.
         tracked(paths, known_config(paths)),
         LiveLine(talk, train=train, nodes=run.nodes) as live,
+        run.followed(live.say),
     ):
         while alive:
             seen = run.look(say=live.say, interrupted=partial(interrupts.exceed, heeded))

@@ -86,6 +86,12 @@ class RemoteRun:
         self._connect = connect
         self._cluster: Cluster | None = None
 
+    def apart(self) -> RemoteRun:
+        """Return the same run with connections of its own, for another thread."""
+        return RemoteRun(
+            self.paths, self.inventory, run_dir=self.run_dir, key=self._key, connect=self._connect
+        )
+
     @property
     def cluster(self) -> Cluster:
         """The connections."""
@@ -240,6 +246,11 @@ class RemoteRun:
         if failures:
             raise failures[0]
         return None
+
+    def newest_checkpoint_there(self) -> str | None:
+        """Return the name of the head's newest checkpoint, sound or not; None where it has none."""
+        folders = self._checkpoints_there()
+        return folders[-1].name if folders else None
 
     def _checkpoints_there(self) -> list[PurePosixPath]:
         """List the head's checkpoints that have a manifest, oldest first."""

@@ -183,6 +183,11 @@ class SiteRun(ABC):
         said: set[str] = set()
         yield lambda: looks_alive(self, said)
 
+    @contextmanager
+    def followed(self, say: Callable[[str], None]) -> Iterator[None]:
+        """Do, until the exit, what only a command that follows the run to its end does."""
+        yield
+
     def ended_as(self) -> str:
         """Return words to follow `run ID is not running`."""
         return f": {self.where} has ended"
@@ -308,7 +313,15 @@ def refuse_where_copied_alive(paths: RunPaths) -> None:
         )
 
 
-_NOT_SITES = ("allocation", "choose", "cluster", "cluster_run", "local", "ssh")
+_NOT_SITES = (
+    "allocation",
+    "checkpoint_copies",
+    "choose",
+    "cluster",
+    "cluster_run",
+    "local",
+    "ssh",
+)
 """This machine and clusters over SSH are what an inventory says, not `--site`."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -24,15 +24,18 @@ from payload.errors import (
 )
 from payload.hints import run_command
 from payload.inventory import ClusterInventory, Node
+from payload.orchestrate.run.at_risk import loses_checkpoints
 from payload.orchestrate.run.console import duration, text_console
 from payload.orchestrate.run.follow import Interrupts
 from payload.orchestrate.run.mirror import Mirrored, note_collected, read_mirrored
 from payload.orchestrate.run.there import Look, RemoteRun, planned_run_dir, require_own_there
+from payload.orchestrate.sites.checkpoint_copies import CheckpointCopies
 from payload.orchestrate.sites.choose import Home, Seen, SiteRun, how_to_attach
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import NODE_FOLDER, Login
 from payload.results import RunPaths, StopRequest
 from payload.run_identity import known_identity
+from payload.run_repair import known_config
 
 _POLL_S = 1.0
 _TICK_S = 0.1
@@ -102,6 +105,15 @@ class ClusterRun(SiteRun):
             return
         nodes = [each for each in self._run.inventory.nodes if node in (None, each.name)]
         yield Watch(self._run, nodes, seen_unix=mirrored.seen_unix)
+
+    @contextmanager
+    def followed(self, say: Callable[[str], None]) -> Iterator[None]:
+        """Copy the newest checkpoint here now and then, where it would be lost with its machine."""
+        if not loses_checkpoints(self._run.inventory.source, known_config(self.paths)):
+            yield
+            return
+        with closing(CheckpointCopies(self._run, say=say)):
+            yield
 
     def ended_as(self) -> str:
         """Return nothing: what is brought home tells more."""

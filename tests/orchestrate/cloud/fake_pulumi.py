@@ -120,11 +120,18 @@ class FakePulumi:
         """Set the stack's outputs."""
         self.on("stack", "output", "--json", out=json.dumps(values, indent=2) + "\n")
 
-    def machines(self, *names: str, going: Sequence[str] = ()) -> None:
-        """Set the state's machines, and those that the next preview ends."""
+    def machines(self, *names: str, going: Sequence[str] = (), place: str = "") -> None:
+        """Set the state's machines, and those that the next preview ends.
+
+        `place` begins their ids: projects/P/zones/Z. Without it they have none.
+        """
         urns = {name: _URN.format(name=name) for name in names}
         others = ["urn:pulumi:dev::tileforge::gcp:compute/network:Network::net"] if names else []
         resources = [{"urn": urn, "type": urn.split("::")[2]} for urn in [*others, *urns.values()]]
+        if place:
+            for each in resources[1:]:
+                name = each["urn"].rpartition("::")[2]
+                each["id"] = f"{place}/instances/{name}"
         state = {"version": 3, "deployment": {"resources": resources} if names else {}}
         self.on("stack", "export", out=json.dumps(state))
         steps = [step("refresh", urn) for urn in urns.values()]

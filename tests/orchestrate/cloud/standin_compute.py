@@ -225,9 +225,11 @@ class Compute:
         """Carry out one of a machine's own methods."""
         if verb in WHILE_STOPPED and item["status"] != "TERMINATED":
             raise RefusedError(400, f"The instance must be stopped for {verb}.", "resourceNotReady")
-        if verb in ("start", "stop"):
-            status = {"status": "RUNNING" if verb == "start" else "TERMINATED"}
-            return self._begin(verb, "instances", zone, item, lambda: _merge(item, status))
+        if verb in ("start", "resume", "stop"):
+            status = {"status": "TERMINATED" if verb == "stop" else "RUNNING"}
+            trouble = _stock_out(zone) if verb != "stop" and zone in self.stocked_out else None
+            effect = (lambda: None) if trouble else (lambda: _merge(item, status))
+            return self._begin(verb, "instances", zone, item, effect, error=trouble)
         if verb not in _SETS:
             raise MissingError(f"the stand-in has no method {verb}")
         field, fingerprint = _SETS[verb]
@@ -251,13 +253,7 @@ class Compute:
         if used + vcpus_of(kind) > limit:
             words = f"Quota '{metric}' exceeded.  Limit: {limit} in region {region}."
             return 403, "QUOTA_EXCEEDED", words
-        if zone not in self.stocked_out:
-            return None
-        words = (
-            f"The zone 'projects/{PROJECT}/zones/{zone}' does not have enough resources available "
-            "to fulfill the request.  Try a different zone, or try again later."
-        )
-        return 503, "ZONE_RESOURCE_POOL_EXHAUSTED", words
+        return _stock_out(zone) if zone in self.stocked_out else None
 
     def has_account(self, email: str) -> bool:
         """Tell whether there is such a service account."""
@@ -377,6 +373,14 @@ class Compute:
         begun = dict(operation)
         self.settle()
         return begun
+
+
+def _stock_out(zone: str) -> tuple[int, str, str]:
+    words = (
+        f"The zone 'projects/{PROJECT}/zones/{zone}' does not have enough resources available "
+        "to fulfill the request.  Try a different zone, or try again later."
+    )
+    return 503, "ZONE_RESOURCE_POOL_EXHAUSTED", words
 
 
 def _running(item: Document) -> None:

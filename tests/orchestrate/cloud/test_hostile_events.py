@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from payload.orchestrate.cloud.failures import explain
-from payload.orchestrate.cloud.firewall import StackState, machines_that_go, wanted_rules
+from payload.orchestrate.cloud.firewall import machines_that_go, wanted_rules
 from payload.orchestrate.cloud.operations import Progress
 from payload.orchestrate.cloud.pulumi import EventReader, Update
 from payload.orchestrate.cloud.up import remaining
@@ -69,7 +69,7 @@ def test_every_field_of_an_event_of_the_engine_may_be_hostile(event: dict[str, A
         update = Update(words=["up"], status=1, events=reader.seen, unreadable=reader.unreadable)
         message = str(explain(update))
         assert message.isprintable() and len(message) < 2_000
-        assert remaining(StackState(machines=("mine-0",), parts=()), update).isprintable()
+        assert remaining(["mine-0"], update).isprintable()
         wanted_rules(update)
         return machines_that_go(update)
 

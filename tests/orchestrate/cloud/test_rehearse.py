@@ -138,7 +138,7 @@ def test_what_google_refused_is_on_the_page_and_everything_is_taken_down(
         ["| sweep", "0"],
     ]
     refused = out.partition("## What was refused")[2]
-    assert "`up --yes --stack rehearsal` ended with 11:" in refused
+    assert "`up --yes --results-may-be-lost --stack rehearsal` ended with 11:" in refused
     assert "quota C3_CPUS is 8 in us-central1, the cluster needs more" in refused
     # It can be sent as it is.
     assert PROJECT not in out and str(rehearsal.folder) not in out and str(ROOT) not in out

@@ -83,7 +83,7 @@ def test_up_without_capacity_is_exit_12_with_the_next_command(site: Site, capsys
     last = capsys.readouterr().err.splitlines()[-1]
     assert "pulumi up: the machine was refused. What was built before stays" in last
     # What had machines before stays, too.
-    site.configure(cluster="mine", spot="auto")
+    site.configure(cluster="mine", spot="auto", bucket="create")
     site.pulumi.machines("mine-0")
     assert main(["up", "--yes"], site.env) == ExitCode.NO_CAPACITY
     last = capsys.readouterr().err.splitlines()[-1]
@@ -101,12 +101,12 @@ def test_up_without_capacity_is_exit_12_with_the_next_command(site: Site, capsys
 def test_a_first_up_that_fails_leaves_nothing_that_is_billed(
     site: Site, capsys: Capture, leaves: tuple[str, ...], status: ExitCode, said: str
 ) -> None:
-    site.build(nodes=2)
     site.pulumi.on("preview")
     site.pulumi.on("up", out=DETAILS, status=255)
     assert main(["up", "--yes"], site.env) == ExitCode.NO_CAPACITY
     assert "No machine was built. Remove the rest with" in capsys.readouterr().err
     assert not any(each.startswith("destroy") for each in words(site))
+    site.build(nodes=2)
     site.pulumi.machines("mine-0", "mine-1")
     site.pulumi.on("stack", "export", out="{}", times=2)
     destroys(site, leaves=leaves)
@@ -186,7 +186,8 @@ def test_what_an_up_that_failed_has_left_is_seen(site: Site, capsys: Capture) ->
         (
             "up",
             "up --yes --skip-preview",
-            "up was interrupted: no machine is there. What was built before stays and is billed",
+            "up was interrupted: 3 machine(s) are there: mine-0, mine-1, mine-2. What was built "
+            "before stays and is billed",
         ),
         pytest.param(
             "down",

@@ -1,0 +1,68 @@
+"""Checkpoints that nothing keeps but the head's disk, which goes with its machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from payload.cloud_need import need_of
+from payload.errors import ConfigError
+from payload.hints import command
+from payload.inventory import Source
+from payload.run_config import RunConfig
+
+COPY_EVERY_S = 1800.0
+"""Least time between two copies of a checkpoint: traffic out of Google Cloud is billed."""
+_LIFETIME = "12h"
+"""Default of the cluster's setting `maxLifetime`, as Pulumi.yaml has it."""
+_KEEP = "pulumi config set bucket create"
+
+
+def loses_checkpoints(source: Source, config: RunConfig) -> bool:
+    """Return whether a run's checkpoints are lost with its machines, which `source` lists.
+
+    `config` has its `storage.results` resolved. Machines that Pulumi did not build stay.
+    """
+    return source == "pulumi" and config.storage.address() is None
+
+
+def run_warning(source: Source, config: RunConfig, *, head: str) -> str | None:
+    """Return the warning of `plan` and `run` for a run without a store; None where it has one."""
+    if not loses_checkpoints(source, config):
+        return None
+    return (
+        f"warning: the run has no store. Its checkpoints are on {head}'s disk, and "
+        "are lost with that machine: at the end of its lifetime, or when Google takes a spot "
+        "machine. While `run` or `attach` follows the run, the newest checkpoint is copied here "
+        f"every {COPY_EVERY_S / 60:.0f} min. To keep them all: {_KEEP}, then "
+        f"{command('orchestrate', 'up')}; or --set storage.results=gs://BUCKET/PREFIX"
+    )
+
+
+def cluster_warning(known: Mapping[str, Any]) -> str | None:
+    """Return the warning of `up` for a cluster without a bucket, by its stack's config.
+
+    None where it has one. Raises ConfigError for a config that cannot be read.
+    """
+    need = need_of(known)
+    if need.has_bucket:
+        return None
+    lifetime = known.get("maxLifetime") or _LIFETIME
+    ends = f"at the end of maxLifetime ({lifetime}) at the latest"
+    if need.spot != "false":
+        ends = "whenever Google takes the spot machines, and " + ends
+    return (
+        f"bucket is none: checkpoints are on the head's disk, and are lost with it {ends}. To keep "
+        f"them: {_KEEP}; or name a store in every run (storage.results)"
+    )
+
+
+def refuse_spot_without_bucket(known: Mapping[str, Any], *, accepted: bool) -> None:
+    """Raise ConfigError for spot machines without a bucket, unless the loss is accepted."""
+    need, warning = need_of(known), cluster_warning(known)
+    if need.spot == "false" or warning is None or accepted:
+        return
+    raise ConfigError(
+        f"spot = {need.spot!r}, and {warning}. To build it all the same: "
+        f"{command('orchestrate', 'up', '--results-may-be-lost')}"
+    )

@@ -1,0 +1,303 @@
+"""A machine that was stopped: `up`, `down` and `doctor` name it, and `up` and `down` start it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+from payload.errors import ExitCode, SshUnreachableError
+from payload.inventory import ClusterInventory
+from payload.orchestrate.__main__ import main
+from payload.orchestrate.cloud import down
+from payload.orchestrate.cloud.down import Head
+from payload.orchestrate.cloud.google import Google
+from payload.orchestrate.cloud.machine_status import stopped_machines
+from payload.orchestrate.cloud.stack import StackOutputs
+from payload.orchestrate.run.mirror import read_mirrored, write_mirrored
+from payload.orchestrate.ssh.keys import make_operator_key
+from tests.orchestrate.cloud.conftest import Site, inventory_output
+from tests.orchestrate.cloud.stacks import (
+    Answers,
+    Capture,
+    copy_of_run,
+    destroys,
+    head_says,
+    own_key,
+    words,
+)
+from tests.orchestrate.cloud.standin import PROJECT, ZONE
+from tests.orchestrate.cloud.standin_compute import BASE, Document
+
+pytestmark = pytest.mark.processes
+PLACE = f"projects/{PROJECT}/zones/{ZONE}"
+MAINTENANCE = "compute.instances.terminateOnHostMaintenance"
+URN = (
+    "urn:pulumi:dev::tileforge::tileforge:infra:ClusterNodes$gcp:compute/instance:Instance::mine-0"
+)
+
+
+def machine(site: Site, name: str) -> Document:
+    """Return the document that Google has of a machine."""
+    return next(each for each in site.cloud.items["instances", ZONE] if each["name"] == name)
+
+
+def stopped(site: Site, name: str, kind: str, *, status: str = "TERMINATED") -> None:
+    """Stop a machine behind everybody's back, by an operation of this type."""
+    machine(site, name)["status"] = status
+    site.cloud.add(
+        "operations",
+        f"operation-{kind}-{name}",
+        place=ZONE,
+        labels={},
+        operationType=kind,
+        targetLink=f"{BASE}/{PROJECT}/zones/{ZONE}/instances/{name}",
+        insertTime="2026-11-22T08:00:00.000-08:00",
+        user="ada@example.com" if kind == "stop" else "system",
+        status="DONE",
+    )
+
+
+def cluster(site: Site) -> None:
+    """Leave a cluster that is up, in Pulumi's state and in the cloud."""
+    site.build()
+    own_key(site)
+    site.pulumi.machines("mine-0", "mine-1", "mine-2", place=PLACE)
+    site.pulumi.on("up")
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    monkeypatch.setattr(sys, "stdin", Answers("".join(f"{line}\n" for line in lines)))
+
+
+def test_up_starts_what_google_stopped_and_leaves_what_a_person_stopped(
+    site: Site, capsys: Capture
+) -> None:
+    cluster(site)
+    stopped(site, "mine-0", MAINTENANCE)
+    stopped(site, "mine-1", "stop")
+    assert main(["up", "--dry-run"], site.env) == ExitCode.OK
+    assert machine(site, "mine-0")["status"] == "TERMINATED"
+    assert main(["up", "--yes"], site.env) == ExitCode.OK
+    err = capsys.readouterr().err
+    assert "machine mine-0 is TERMINATED (Google's host maintenance stopped it, 2026-11-22" in err
+    assert "machine mine-1 is TERMINATED (ada@example.com stopped it, 2026-11-22" in err
+    assert "limit of its lifetime does not count until it is started" in err
+    assert "mine-0: started" in err and "mine-1 stays stopped" in err
+    assert machine(site, "mine-0")["status"] == "RUNNING"
+    assert machine(site, "mine-1")["status"] == "TERMINATED"
+    # A person says so, too.
+    assert main(["up", "--yes", "--stopped", "start"], site.env) == ExitCode.OK
+    assert machine(site, "mine-1")["status"] == "RUNNING"
+    assert site.cloud.count("^DELETE") == 0
+
+
+def test_up_resumes_a_suspended_machine(site: Site) -> None:
+    cluster(site)
+    stopped(site, "mine-2", "suspend", status="SUSPENDED")
+    assert main(["up", "--yes", "--stopped", "start"], site.env) == ExitCode.OK
+    assert site.cloud.count("^POST .*/instances/mine-2/resume") == 1
+    assert machine(site, "mine-2")["status"] == "RUNNING"
+
+
+@pytest.mark.parametrize(
+    ("answers", "status"), [(["y", "n"], "RUNNING"), (["n", "n", "n"], "TERMINATED")]
+)
+def test_up_asks_whether_a_stopped_machine_is_started(
+    site: Site, monkeypatch: pytest.MonkeyPatch, answers: list[str], status: str
+) -> None:
+    cluster(site)
+    stopped(site, "mine-0", MAINTENANCE)
+    answer(monkeypatch, *answers)
+    assert main(["up"], site.env) == ExitCode.OK
+    assert machine(site, "mine-0")["status"] == status
+    assert words(site) == ["preview"]
+
+
+def test_a_stopped_machine_is_replaced_only_with_what_is_on_it_known_to_be_lost(
+    site: Site, capsys: Capture
+) -> None:
+    cluster(site)
+    stopped(site, "mine-0", MAINTENANCE)
+    site.pulumi.machines("mine-0", "mine-1", "mine-2", going=["mine-0"], place=PLACE)
+    replace = ["up", "--yes", "--stopped", "replace"]
+    assert main(replace, site.env) == ExitCode.CONFIG
+    err = capsys.readouterr().err
+    assert "this ends 1 machine(s), with all that is on them: mine-0" in err
+    assert "it is not known whether a run is going on, so nothing was built" in err
+    assert "mine-0: its machine is TERMINATED, not running" in err
+    assert words(site) == [f"preview --replace {URN}", "stack output --json"]
+    assert main([*replace, "--without-collect"], site.env) == ExitCode.OK
+    assert f"up --yes --skip-preview --replace {URN}" in words(site)
+    assert site.cloud.count("/start") == 0
+
+
+def test_a_machine_that_cannot_be_started_for_want_of_capacity_is_exit_12(
+    site: Site, capsys: Capture
+) -> None:
+    cluster(site)
+    stopped(site, "mine-0", MAINTENANCE)
+    site.cloud.stocked_out.add(ZONE)
+    assert main(["up", "--yes"], site.env) == ExitCode.NO_CAPACITY
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "mine-0 cannot be started: no such machine is free in us-central1-a" in last
+    assert "Its disk stays as it is" in last and "up --stopped replace" in last
+    assert words(site) == []
+
+
+def test_down_starts_the_head_to_collect_and_destroys_without_it_only_when_told(
+    site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster(site)
+    destroys(site)
+    stopped(site, "mine-0", MAINTENANCE)
+    answer(monkeypatch, "n")
+    assert main(["down"], site.env) == ExitCode.CONFIG
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "mine-0 is TERMINATED" in last and "so nothing was destroyed" in last
+    assert "down --without-collect" in last
+    assert words(site) == ["stack output --json"]
+    assert main(["down", "--dry-run"], site.env) == ExitCode.OK
+    assert "mine-0 would be started first" in capsys.readouterr().err
+    assert machine(site, "mine-0")["status"] == "TERMINATED"
+    # It boots for a while: it is asked again, and only once it has answered it is destroyed.
+    asked = []
+
+    def ask(*_: object, patience_s: float = 0.0, **__: object) -> Head:
+        asked.append((machine(site, "mine-0")["status"], patience_s))
+        return Head()
+
+    monkeypatch.setattr(down, "ask_head", ask)
+    assert main(["down", "--yes"], site.env) == ExitCode.OK
+    assert asked[0] == ("RUNNING", 300.0)
+    assert site.cloud.items["instances", ZONE] == []
+
+
+def test_down_without_collect_starts_nothing(
+    site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster(site)
+    destroys(site)
+    stopped(site, "mine-0", MAINTENANCE)
+    head_says(monkeypatch)
+    assert main(["down", "--yes", "--without-collect"], site.env) == ExitCode.OK
+    assert site.cloud.count("/start") == 0
+
+
+def test_a_head_that_boots_is_asked_again_until_it_answers(
+    site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster(site)
+    destroys(site)
+    stopped(site, "mine-0", MAINTENANCE)
+    (site.folder / ".cluster" / "mine" / "host_keys.json").unlink(missing_ok=True)
+    tries = []
+
+    def runs(*_: object, **__: object) -> Head:
+        tries.append(1)
+        if len(tries) < 3:
+            raise SshUnreachableError("mine-0: cannot be reached")
+        return Head()
+
+    monkeypatch.setattr(down, "_runs", runs)
+    monkeypatch.setattr(down, "_RETRY_S", 0.0)
+    assert main(["down", "--yes"], site.env) == ExitCode.OK
+    assert len(tries) == 4  # three before the question, one after it
+
+
+def test_doctor_shows_a_stopped_machine_with_both_ways_on(site: Site, capsys: Capture) -> None:
+    cluster(site)
+    site.cloud.sells_everything = True
+    stopped(site, "mine-1", MAINTENANCE)
+    main(["doctor", "--json"], site.env)
+    checks = {each["name"]: each for each in json.loads(capsys.readouterr().out)["checks"]}
+    found = checks["machine mine-1"]
+    assert found["outcome"] == "error" and found["found"].startswith("TERMINATED (Google's host")
+    assert "payload.orchestrate up" in found["fix"] and "orchestrate down" in found["fix"]
+    machine(site, "mine-1")["status"] = "RUNNING"
+    main(["doctor", "--json"], site.env)
+    checks = {each["name"]: each for each in json.loads(capsys.readouterr().out)["checks"]}
+    assert checks["machines"]["found"] == "none of 3 is stopped"
+
+
+def test_preflight_names_the_commands_that_help(site: Site, capsys: Capture) -> None:
+    cluster(site)
+    stopped(site, "mine-0", MAINTENANCE)
+    assert main(["preflight", "--inventory", "stack"], site.env) == ExitCode.RANK_LOST
+    err = capsys.readouterr().err
+    assert "mine-0: its machine is TERMINATED" in err and "is kept and billed" in err
+    assert "Start it: " in err and "orchestrate up" in err and "orchestrate down" in err
+
+
+def test_only_the_clusters_own_machines_are_looked_at(site: Site) -> None:
+    cluster(site)
+    site.cloud.add_node("other-0", labels={}, status="TERMINATED")
+    google: Google = site.google()
+    assert stopped_machines(google, {("mine-0", ZONE)}) == []
+    stopped(site, "mine-0", "insert", status="STOPPING")
+    (found,) = stopped_machines(google, {("mine-0", ZONE)})
+    assert str(found) == "mine-0 is STOPPING" and not found.by_google
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_status_of_a_run_that_cannot_be_reached_shows_the_stopped_machine(
+    site: Site, capsys: Capture, alive: bool
+) -> None:
+    cluster(site)
+    stopped(site, "mine-0", MAINTENANCE)
+    make_operator_key(site.folder / "key")
+    paths = copy_of_run(site, "one", alive=alive)
+    was = ClusterInventory.load(paths.inventory)
+    node = replace(was.head, name="mine-0", zone=ZONE)
+    ours = replace(was, source="pulumi", project=PROJECT, nodes=(node,))
+    paths.inventory.write_text(ours.to_json())
+    shown = ["status", "one", "--runs-dir", str(paths.root.parent)]
+    assert main(shown, site.env) == ExitCode.OK
+    err = capsys.readouterr().err
+    assert "machine mine-0 is TERMINATED (Google's host maintenance stopped it" in err
+    assert "orchestrate up" in err and "orchestrate down" in err
+    # What was collected is not on its disk alone.
+    site.cloud.requests.clear()
+    mirrored = read_mirrored(paths)
+    assert mirrored is not None
+    write_mirrored(paths, replace(mirrored, alive=False, collected=""))
+    assert main(shown, site.env) == ExitCode.OK
+    assert site.cloud.requests == []
+
+
+def test_a_started_head_has_another_address_and_the_copies_of_its_runs_get_it(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster(site)
+    destroys(site)
+    stopped(site, "mine-0", MAINTENANCE)
+    inventory = inventory_output("mine", ["mine-0"], access={"kind": "direct"})
+    inventory["nodes"][0]["external_address"] = "203.0.113.7"
+    site.pulumi.outputs(
+        inventory=inventory,
+        project=PROJECT,
+        region="us-central1",
+    )
+    interfaces = [{"accessConfigs": [{"natIP": "203.0.113.99"}]}]
+    machine(site, "mine-0")["networkInterfaces"] = interfaces
+    ours, others = (
+        copy_of_run(site, name, alive=False, collected="", instance_id=number)
+        for name, number in (("one", "77"), ("two", "78"))
+    )
+    for paths in (ours, others):
+        was = ClusterInventory.load(paths.inventory)
+        node = replace(was.head, external_address="203.0.113.7")
+        paths.inventory.write_text(replace(was, nodes=(node,)).to_json())
+    asked = []
+
+    def ask(outputs: StackOutputs, *_: object, **__: object) -> Head:
+        asked.append(outputs.inventory.head.external_address)
+        return Head(machine="77")
+
+    monkeypatch.setattr(down, "ask_head", ask)
+    assert main(["down", "--yes"], site.env) == ExitCode.OK
+    assert asked[0] == "203.0.113.99"
+    heads = [ClusterInventory.load(paths.inventory).head for paths in (ours, others)]
+    assert [head.external_address for head in heads] == ["203.0.113.99", "203.0.113.7"]
