@@ -74,7 +74,7 @@ def test_down_without_a_state_removes_what_google_has(
     assert main(["down", "--yes", "--cluster", "mine"], site.env) == ExitCode.TEARDOWN
     err = capsys.readouterr().err
     assert f"what mine has in {PROJECT} comes from Google Cloud, without the state" in err
-    assert "left with the label of mine: " in err and "3/3 sweep: clean" in err
+    assert "left of cluster mine: " in err and "3/3 sweep: clean" in err
     assert site.cloud.items["instances", ZONE] == []
     last = err.splitlines()[-1]
     assert "nothing of the cluster was found, but `pulumi destroy`" in last

@@ -204,7 +204,7 @@ def test_next_zone_goes_on_where_a_zone_lacks_the_type_or_takes_a_spot_machine_b
     site: Site, capsys: Capture, refusal: str, spot: str, reason: str
 ) -> None:
     site.build()
-    site.configure(cluster="mine", project=PROJECT, zones=ZONES, spot=spot)
+    site.configure(cluster="mine", project=PROJECT, zones=ZONES, spot=spot, bucket="create")
     site.pulumi.on("config", "set")
     site.pulumi.on("preview")
     site.pulumi.on("up", out="done\n")
@@ -226,7 +226,7 @@ def test_next_zone_goes_on_where_a_zone_lacks_the_type_or_takes_a_spot_machine_b
 def test_zones_that_failed_stay_where_they_were_in_the_config(
     site: Site, capsys: Capture, refusal: str, code: ExitCode
 ) -> None:
-    site.configure(cluster="mine", project=PROJECT, zones=ZONES, spot="true")
+    site.configure(cluster="mine", project=PROJECT, zones=ZONES, spot="true", bucket="create")
     site.pulumi.on("config", "set")
     site.pulumi.on("preview")
     site.pulumi.on("up", out=refusal, status=255)

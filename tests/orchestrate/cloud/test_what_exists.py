@@ -17,7 +17,7 @@ STACK = "urn:pulumi:dev::tileforge::pulumi:pulumi:Stack::tileforge-dev"
 POLLS = [
     (
         "googleapi: Error 403: Quota exceeded for quota metric 'Queries', rateLimitExceeded",
-        ExitCode.QUOTA,
+        ExitCode.PREFLIGHT,
     ),
     ("Error waiting for instance to create: googleapi: Error 401: Invalid Credentials", 13),
 ]
@@ -92,7 +92,7 @@ def test_machines_that_were_there_before_are_left_with_what_is_on_them(
     site.build(nodes=2)
     for item in site.cloud.items["instances", ZONE]:
         item["creationTimestamp"] = "2026-01-01T08:00:00.000-08:00"
-    assert main(["up", "--yes"], site.env) == ExitCode.QUOTA
+    assert main(["up", "--yes"], site.env) == ExitCode.PREFLIGHT
     last = capsys.readouterr().err.splitlines()[-1]
     assert "Not of this `up`, and left: mine-0, mine-1." in last and "is billed" in last
     assert site.cloud.count("^DELETE") == 0
