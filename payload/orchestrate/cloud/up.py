@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from payload.cloud_need import CLOUD_NAME, need_of, text_list
+from payload.cloud_need import CLOUD_NAME, Spot, need_of, text_list
 from payload.errors import CapacityError, ConfigError, ExitCode, TeardownError, TileforgeError
 from payload.hints import command
 from payload.orchestrate.cloud.down import AtStake, at_stake
@@ -31,6 +31,19 @@ from payload.orchestrate.cloud.firewall import (
     stack_state,
 )
 from payload.orchestrate.cloud.google import Endpoints, Google
+from payload.orchestrate.cloud.kept import (
+    KEPT_VARIABLE,
+    Additions,
+    added_lines,
+    billed_words,
+    filestores_that_go,
+    hand_added,
+    kept_metadata,
+    reasons,
+    refuse_another_region,
+    use_kept_bucket,
+    zone_words,
+)
 from payload.orchestrate.cloud.operations import Operations, orphans, remove_orphans
 from payload.orchestrate.cloud.pulumi import (
     Pulumi,
@@ -43,7 +56,7 @@ from payload.orchestrate.cloud.pulumi import (
 )
 from payload.orchestrate.cloud.stack import outputs_if_any, read_outputs, remember, remember_plan
 from payload.orchestrate.cloud.sweep import destroy_and_look, project_of
-from payload.orchestrate.run.console import confirm, text_console
+from payload.orchestrate.run.console import confirm, confirm_by_name, text_console
 from payload.orchestrate.ssh.keys import make_operator_key, operator_key_path
 from payload.results import write_whole
 from payload.untrusted import build, check_schema, checked, parse_json, read_bytes
@@ -112,7 +125,7 @@ class Builder:
     """Made when it is needed: its libraries take a second to import."""
     zones: Sequence[str]
     """The config's other zones, to try in turn; empty without --next-zone."""
-    spot: bool
+    spot: Spot
     there: Sequence[str]
     """Machines that were up before."""
     save: Saves
@@ -189,7 +202,10 @@ class Builder:
             self._note_full(stock_out)
             self._tried.append(self._zone)
         if not self._left:
-            raise self._failed(update)
+            if self.spot != "auto":
+                raise self._failed(update)
+            self._build_on_demand(update, stock_out)
+            return
         # One that the error says has capacity goes first; else the order of the config.
         zone = min(self._left, key=lambda z: (z not in stock_out.free, self.zones.index(z)))
         self.operations.talk.print(
@@ -201,6 +217,24 @@ class Builder:
         self._left.remove(zone)
         self.there = []
         self._move(zone)
+
+    def _build_on_demand(self, update: Update, stock_out: StockOut) -> None:
+        """Continue with on-demand machines, once, in the zones of the config from the first on."""
+        self.operations.talk.print(stock_out.describe())
+        question = "End these machines and build on-demand ones?"
+        if not self.save(self.there, "the machines stay as they are", question):
+            raise self._failed(update)
+        self.operations.talk.print(
+            "spot: auto: no spot machine is free, so the machines are on demand from now on, in "
+            "the stack's config too; before the next cluster: pulumi config set spot auto"
+        )
+        self.operations.pulumi.ask("config", "set", "spot", "false")
+        self.spot, self.there, self._tried = "false", [], []
+        # Those zones had no spot machine.
+        FullZones().save(self.full_zones)
+        self._left = list(self.zones[1:])
+        if self.zones and self._zone != self.zones[0]:
+            self._move(self.zones[0])
 
     def _move(self, zone: str) -> None:
         """Put `zone` first in the stack's config."""
@@ -245,7 +279,7 @@ class Builder:
         if len(self._tried) > 1:
             tried = ", ".join(self._tried)
             error = with_words(error, f"Zones of the config that were tried: {tried}")
-        if self.spot:
+        if self.spot != "false":
             words = "Those were spot machines; for on-demand ones: pulumi config set spot false"
             error = with_words(error, words)
         return error
@@ -329,38 +363,57 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
     )
     before = stack_state(pulumi)
     there = before.machines
+
+    def google() -> Google:
+        project = project_of(known.get("project"), cluster, env, folder=folder)
+        return Google(project, endpoints=Endpoints.from_env(env))
+
     _make_key(known, cluster, there=there, talk=talk)
+    added = _see_additions(pulumi, known, cluster, google, there=there)
+    use_kept_bucket(
+        pulumi,
+        known,
+        cluster,
+        before,
+        google,
+        folder=folder,
+        dry_run=options.dry_run,
+        talk=talk,
+    )
     preview = operations.preview()
+    refuse_another_region(preview, need_of(known).region)
     going = machines_that_go(preview) if there else []
+    for line in reasons(preview, going):
+        talk.print(line)
     if there and changes_metadata(preview):
         talk.print(
             "machines that are up keep the operator's keys that they booted with; others reach "
             "only machines that are built from now on"
         )
-    results = _Results(pulumi, options, env, talk=talk)
+    results = _Results(pulumi, options, env, added=added, talk=talk)
+    for line in added_lines(added, going):
+        talk.print(line)
     stake = results.look(going)
     if options.dry_run:
         talk.print("dry run: nothing was built")
         return ExitCode.OK
     if stake is not None:
         stake.refuse_losses(**_WORDS)
-    if not confirm("Build this?", assume_yes=options.yes):
+    if not confirm("Build this?", assume_yes=options.yes) or not all(
+        confirm_by_name(f"This deletes Filestore {name} with all data on it.", name=name)
+        for name in filestores_that_go(preview)
+    ):
         talk.print("nothing was built")
         return ExitCode.OK
     _refuse_if_changed(pulumi, before, kept="nothing was built")
     remember_plan(cluster, known, folder=folder)
     if stake is not None:
         stake.bring_home(env, **_WORDS)
-
-    def google() -> Google:
-        project = project_of(known.get("project"), cluster, env, folder=folder)
-        return Google(project, endpoints=Endpoints.from_env(env))
-
     builder = Builder(
         operations=operations,
         google=google,
         zones=zones,
-        spot=need_of(known).spot != "false",
+        spot=need_of(known).spot,
         there=there,
         save=results.save,
         full_zones=folder / ".cluster" / cluster / "zones.json",
@@ -372,10 +425,10 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
         raise
     except TileforgeError as error:
         if there or options.keep_on_failure:
-            raise with_words(error, _how_to_remove()) from None
+            raise with_words(error, _how_to_remove(pulumi)) from None
         raise _take_back(error, operations, google) from None
     except KeyboardInterrupt:
-        talk.print(f"up was interrupted{_what_is_there(pulumi, preview)}. {_how_to_remove()}")
+        talk.print(f"up was interrupted{_what_is_there(pulumi, preview)}. {_how_to_remove(pulumi)}")
         raise
     return _conclude(pulumi, builder, update, options, talk=talk)
 
@@ -396,6 +449,8 @@ def _conclude(
         f"cluster {outputs.inventory.cluster}: {len(outputs.inventory.nodes)} node(s), "
         f"{outputs.price_and_end()}; remove it: {command('orchestrate', 'down')}"
     )
+    if words := zone_words(update, outputs.inventory.head.zone):
+        talk.print(words)
     builder.settle_firewall(update)
     name = f"stack:{options.stack}" if options.stack else "stack"
     talk.print(
@@ -412,10 +467,10 @@ def _what_is_there(pulumi: Pulumi, preview: Update) -> str:
         return ""
 
 
-def _how_to_remove() -> str:
+def _how_to_remove(pulumi: Pulumi) -> str:
     return (
-        "What was built before stays and is billed until its lifetime ends: look with `pulumi "
-        f"stack`, remove it with: {command('orchestrate', 'down')}"
+        f"{billed_words(pulumi)}What was built before stays and is billed until its lifetime ends: "
+        f"look with `pulumi stack`, remove it with: {command('orchestrate', 'down')}"
     )
 
 
@@ -428,8 +483,10 @@ class _Results:
         options: UpOptions,
         env: Mapping[str, str],
         *,
+        added: Sequence[Additions],
         talk: Console,
     ) -> None:
+        self._added = added
         self._pulumi = pulumi
         self._options = options
         self._env = env
@@ -458,6 +515,8 @@ class _Results:
 
     def save(self, going: Sequence[str], kept: str, question: str) -> bool:
         """Look, ask, and collect; False after a no. Raises when something would be lost."""
+        for line in added_lines([each for each in self._added if each.machine in going], going):
+            self._talk.print(line)
         stake = self.look(going)
         if not going or self._options.without_collect:
             return True
@@ -468,6 +527,24 @@ class _Results:
         if stake is not None:
             stake.bring_home(self._env, kept=kept, force=_FORCE)
         return True
+
+
+def _see_additions(
+    pulumi: Pulumi,
+    known: Mapping[str, Any],
+    cluster: str,
+    google: Callable[[], Google],
+    *,
+    there: Sequence[str],
+) -> list[Additions]:
+    """Return what people have added to the machines, and tell the cluster program to leave it."""
+    # Without a project the preview refuses the config.
+    if not there or not known.get("project"):
+        return []
+    labels = {label.partition("=")[0] for label in text_list(known.get("labels"))}
+    added = hand_added(google(), cluster, machines=there, labels=labels)
+    pulumi.tell_program(**{KEPT_VARIABLE: kept_metadata(added)})
+    return added
 
 
 def _make_key(known: dict[str, Any], cluster: str, *, there: Sequence[str], talk: Console) -> None:
@@ -507,15 +584,16 @@ def _take_back(
     try:
         after = stack_state(pulumi)
         if not after.machines:
-            words = f"No machine was built. Remove the rest with: {command('orchestrate', 'down')}"
+            rest = command("orchestrate", "down")
+            words = f"No machine was built. {billed_words(pulumi)}Remove the rest with: {rest}"
             return with_words(error, words)
         talk.print(f"error: {error}\nbuilt before: {', '.join(after.machines)}")
         if not confirm("Remove what was built?", assume_yes=operations.assume_yes):
-            return with_words(error, _how_to_remove())
+            return with_words(error, _how_to_remove(pulumi))
         _refuse_if_changed(pulumi, after, kept="nothing was removed")
         destroy_and_look(operations, google(), steps=2)
     except KeyboardInterrupt:
-        talk.print(f"up was interrupted. {_how_to_remove()}")
+        talk.print(f"up was interrupted. {_how_to_remove(pulumi)}")
         raise
     except TileforgeError as left:
         words = f"And what was built before is not all removed: {left}"
