@@ -177,8 +177,8 @@ def describe(
     if speed is not None:
         usd = usd_per_million_tokens(cost.hourly_usd, tokens_per_s=speed.tokens_per_s)
         lines.append(
-            f"${usd:.4f} per million tokens at the {speed.tokens_per_s:,.0f} tokens/s of run "
-            f"{speed.run_id}"
+            f"${usd:.4f} per million tokens at the {speed.tokens_per_s:,.0f} tokens/s of\n"
+            f"  run {speed.run_id}"
         )
     lines += [f"counted at most: {bound}" for bound in cost.bounds]
     lines.append(f"prices: {source(catalog, time.time())}")
