@@ -11,12 +11,14 @@ from typing import Any
 from rich.console import Console
 
 from payload.cloud_prices import filestore_price
-from payload.errors import ConfigError, TileforgeError
+from payload.errors import CloudError, ConfigError, TileforgeError
 from payload.orchestrate.cloud.firewall import INSTANCE, StackState, inputs_in_state
 from payload.orchestrate.cloud.google import CloudMissingError, Google, request_of
+from payload.orchestrate.cloud.listing import remove
 from payload.orchestrate.cloud.pulumi import Pulumi, Step, Update, name_of, type_of
-from payload.orchestrate.cloud.resources import CLUSTER_LABEL, KEPT_LABEL, last_word
+from payload.orchestrate.cloud.resources import CLUSTER_LABEL, KEPT_LABEL, Resource, last_word
 from payload.orchestrate.cloud.stack import recall
+from payload.orchestrate.run.console import confirm_by_name
 from payload.untrusted import printable
 
 # The inputs of an instance, and the setting that decides each. The engine names no difference of a
@@ -177,7 +179,33 @@ def added_lines(added: Sequence[Additions], going: Collection[str]) -> Iterator[
 
 
 FILESTORE = "gcp:filestore/instance:Instance"
+_INSTANCE_ID = re.compile(r".*/zones/([a-z0-9-]+)/instances/([a-z0-9-]+)")
 _ENDS = ("delete", "replace", "delete-replaced")
+
+
+def has_filestore(state: StackState) -> bool:
+    """Return True if the stack has an instance, which may hold data."""
+    return any(type_of(urn) == FILESTORE for urn, _ in state.parts)
+
+
+def confirm_filestore(name: str) -> bool:
+    """Return whether the operator types the instance's name, which --yes does not answer.
+
+    Raises UsageError where nobody can be asked.
+    """
+    return confirm_by_name(f"This deletes Filestore {name} with all data on it.", name=name)
+
+
+def remove_machines(google: Google, state: StackState) -> None:
+    """Remove the stack's machines, and leave all else. Raises CloudError when one stays."""
+    found = [
+        Resource(kind="instance", name=place[2], location=place[1])
+        for urn, known in state.parts
+        if type_of(urn) == INSTANCE and (place := _INSTANCE_ID.fullmatch(known or ""))
+    ]
+    failed = remove(google, found)
+    if failed:
+        raise CloudError("; ".join(failed))
 
 
 def filestores_that_go(preview: Update) -> list[str]:

@@ -36,11 +36,14 @@ from payload.orchestrate.cloud.kept import (
     Additions,
     added_lines,
     billed_words,
+    confirm_filestore,
     filestores_that_go,
     hand_added,
+    has_filestore,
     kept_metadata,
     reasons,
     refuse_another_region,
+    remove_machines,
     use_kept_bucket,
     zone_words,
 )
@@ -54,9 +57,10 @@ from payload.orchestrate.cloud.pulumi import (
     settings,
     type_of,
 )
+from payload.orchestrate.cloud.resources import FILESTORE as FILESTORE_KIND
 from payload.orchestrate.cloud.stack import outputs_if_any, read_outputs, remember, remember_plan
 from payload.orchestrate.cloud.sweep import destroy_and_look, project_of
-from payload.orchestrate.run.console import confirm, confirm_by_name, text_console
+from payload.orchestrate.run.console import confirm, text_console
 from payload.orchestrate.ssh.keys import make_operator_key, operator_key_path
 from payload.results import write_whole
 from payload.untrusted import build, check_schema, checked, parse_json, read_bytes
@@ -262,6 +266,9 @@ class Builder:
         google, state = self.google(), stack_state(operations.pulumi)
         found = orphans(google, operations.cluster, state)
         self._cleared = True
+        for each in found:
+            if each.kind == FILESTORE_KIND and not confirm_filestore(each.name):
+                return False
         return bool(found) and remove_orphans(
             google,
             operations.cluster,
@@ -400,8 +407,7 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
     if stake is not None:
         stake.refuse_losses(**_WORDS)
     if not confirm("Build this?", assume_yes=options.yes) or not all(
-        confirm_by_name(f"This deletes Filestore {name} with all data on it.", name=name)
-        for name in filestores_that_go(preview)
+        map(confirm_filestore, filestores_that_go(preview))
     ):
         talk.print("nothing was built")
         return ExitCode.OK
@@ -426,7 +432,8 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
     except TileforgeError as error:
         if there or options.keep_on_failure:
             raise with_words(error, _how_to_remove(pulumi)) from None
-        raise _take_back(error, operations, google) from None
+        has_data = has_filestore(before)
+        raise _take_back(error, operations, google, has_data=has_data) from None
     except KeyboardInterrupt:
         talk.print(f"up was interrupted{_what_is_there(pulumi, preview)}. {_how_to_remove(pulumi)}")
         raise
@@ -577,9 +584,16 @@ def _refuse_if_changed(pulumi: Pulumi, before: StackState, *, kept: str) -> None
 
 
 def _take_back(
-    error: TileforgeError, operations: Operations, google: Callable[[], Google]
+    error: TileforgeError,
+    operations: Operations,
+    google: Callable[[], Google],
+    *,
+    has_data: bool,
 ) -> TileforgeError:
-    """Remove what a first `up` has built before it failed; the error to end with."""
+    """Remove what an `up` without machines has built before it failed; the error to end with.
+
+    With `has_data` the stack had a Filestore instance before: the machines alone are removed.
+    """
     pulumi, talk = operations.pulumi, operations.talk
     try:
         after = stack_state(pulumi)
@@ -591,6 +605,11 @@ def _take_back(
         if not confirm("Remove what was built?", assume_yes=operations.assume_yes):
             return with_words(error, _how_to_remove(pulumi))
         _refuse_if_changed(pulumi, after, kept="nothing was removed")
+        if has_data:
+            remove_machines(google(), after)
+            rest = command("orchestrate", "down")
+            words = "The machines that were built before are removed again"
+            return with_words(error, f"{words}. {billed_words(pulumi)}Remove the rest with: {rest}")
         destroy_and_look(operations, google(), steps=2)
     except KeyboardInterrupt:
         talk.print(f"up was interrupted. {_how_to_remove(pulumi)}")

@@ -25,15 +25,20 @@ NETWORK = _URN.format(kind="compute/network:Network", name="mine-network")
 BUCKET = _URN.format(kind="storage/bucket:Bucket", name="mine-results")
 
 
-def state_has(site: Site, *urns: str, **filestore: Any) -> None:
-    """From now on the stack's state has these."""
+def state_has(site: Site, *urns: str, looks: int = -1) -> None:
+    """Let the stack's state have these, for so many looks or from now on."""
     inputs = {"name": "mine-shared", "location": ZONE, "fileShares": {"capacityGb": 1024}}
     resources = [
-        {"urn": urn, "type": urn.split("::")[2], "inputs": inputs if urn == FILESTORE else {}}
+        {
+            "urn": urn,
+            "id": f"projects/{PROJECT}/zones/{ZONE}/instances/{urn.rpartition('::')[2]}",
+            "type": urn.split("::")[2],
+            "inputs": inputs if urn == FILESTORE else {},
+        }
         for urn in urns
     ]
     state = {"version": 3, "deployment": {"resources": resources}}
-    site.pulumi.on("stack", "export", out=json.dumps(state))
+    site.pulumi.on("stack", "export", out=json.dumps(state), times=looks)
 
 
 def filestore_step(op: str, *, zone: str = ZONE) -> str:
@@ -93,6 +98,41 @@ def test_after_a_stock_out_the_last_line_has_filestores_price(
     last = capsys.readouterr().err.splitlines()[-1]
     assert f"Filestore mine-shared in {ZONE} stays and costs $0.35/h until it is removed" in last
     assert ("No machine was built" in last) == (not machines)
+
+
+def test_an_up_that_fails_takes_its_machines_back_and_leaves_the_data(
+    site: Site, capsys: Capture
+) -> None:
+    """All spot machines were preempted, one of two comes up again: what is on Filestore stays."""
+    site.build(nodes=1)
+    site.cloud.add_filestore("mine-shared", labels={}, network="mine-network")
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out=DETAILS, status=255)
+    state_has(site, NETWORK, FILESTORE, MACHINE)
+    # Before the preview and after the question there is none.
+    state_has(site, NETWORK, FILESTORE, looks=2)
+    assert main(["up", "--yes"], site.env) == ExitCode.NO_CAPACITY
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "The machines that were built before are removed again. Filestore mine-shared" in last
+    assert site.cloud.items["instances", ZONE] == [] and len(site.cloud.filestores) == 1
+    assert not [each for each in words(site) if each.startswith("destroy")]
+
+
+def test_a_filestore_instance_that_the_stack_does_not_know_is_not_removed_unasked(
+    site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.build()
+    site.cloud.add_filestore(
+        "mine-shared", labels={"tileforge-cluster": "mine"}, network="mine-network"
+    )
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out="error: googleapi: Error 409: it already exists", status=255)
+    state_has(site, NETWORK)
+    assert main(["up", "--yes", "--keep-on-failure"], site.env) == ExitCode.USAGE
+    assert "This deletes Filestore mine-shared" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", Answers("no\n"))
+    assert main(["up", "--yes", "--keep-on-failure"], site.env) == ExitCode.CONFIG
+    assert len(site.cloud.filestores) == 1 and site.cloud.items["instances", ZONE] != []
 
 
 def instance(site: Site, name: str) -> dict[str, Any]:
