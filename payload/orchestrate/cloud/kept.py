@@ -21,6 +21,7 @@ from payload.orchestrate.cloud.stack import recall
 from payload.orchestrate.run.console import confirm_by_name
 from payload.untrusted import printable
 
+_NETWORK, _BOOT = "its network", "what it boots with"
 # The inputs of an instance, and the setting that decides each. The engine names no difference of a
 # machine that is replaced by its trigger, so the two states are compared.
 _SETTINGS = {
@@ -36,10 +37,10 @@ _SETTINGS = {
     "advancedMachineFeatures.threadsPerCore": "threadsPerCore",
     "networkPerformanceConfig.totalEgressBandwidthTier": "tier1",
     "confidentialInstanceConfig.confidentialInstanceType": "confidential",
-    "networkInterfaces": "its network",
-    "metadata.user-data": "what it boots with",
+    "networkInterfaces.0.subnetwork": _NETWORK,
+    "metadata.user-data": _BOOT,
 }
-_SHORT_CHARS = 60
+_URL = re.compile(r"^https://[^/]+/compute/[^/]+/")
 
 
 def reasons(preview: Update, going: Sequence[str]) -> Iterator[str]:
@@ -60,16 +61,24 @@ def reasons(preview: Update, going: Sequence[str]) -> Iterator[str]:
 
 
 def _at(inputs: Any, path: str) -> Any:
+    """Return the value at a path; of a URL, which a refresh makes of a name, the name."""
     for key in path.split("."):
-        inputs = inputs.get(key) if isinstance(inputs, Mapping) else None
-    return inputs
+        if isinstance(inputs, list):
+            inputs = inputs[int(key)] if len(inputs) > int(key) else None
+        else:
+            inputs = inputs.get(key) if isinstance(inputs, Mapping) else None
+    return _URL.sub("", inputs) if isinstance(inputs, str) else inputs
 
 
 def _change(setting: str, old: Any, new: Any) -> str:
-    texts = [printable(str("none" if each is None else each)) for each in (old, new)]
-    if isinstance(old, (list, dict)) or max(map(len, texts)) > _SHORT_CHARS:
+    # Neither is a value of the config: one may be not known yet, the other is long.
+    if setting in (_NETWORK, _BOOT):
         return setting
-    return f"{setting} ({texts[0]} to {texts[1]})"
+    return f"{setting} ({_shown(old)} to {_shown(new)})"
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else printable(last_word(str(value)))
 
 
 KEPT_VARIABLE = "TILEFORGE_METADATA_KEPT"
