@@ -5,13 +5,15 @@ Pulumi runs this for `pulumi preview`, `up` and `destroy`; docs/operating.md has
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from pathlib import Path
 
 import pulumi
 import pulumi_gcp
 
-from infra.bootstrap_values import ANY_KEY, user_data
+from infra.bootstrap_values import boots_alike, user_data
 from infra.cloud_init import BootstrapFiles
 from infra.config_reading import load_config
 from infra.cost import describe, price_of_cluster
@@ -22,7 +24,7 @@ from infra.inventory_output import inventory_output
 from infra.labels import cluster_labels, last_expiry, program_identity
 from infra.measured import last_measured_speed
 from infra.network import ClusterNetwork, NetworkArgs
-from infra.nodes import ClusterNodes, NodesArgs
+from infra.nodes import ClusterNodes, NodesArgs, node_address
 from infra.shared_storage import FilestoreArgs, SharedFilestore
 from infra.storage import ResultsBucket, StorageArgs
 from payload import __version__
@@ -35,10 +37,8 @@ with shown_plainly():
     catalog = read_catalog(root / ".cluster", now_unix=time.time())
     cost = price_of_cluster(config, catalog)
     files = BootstrapFiles.load(root / "bootstrap")
-    boot_text, boots_alike = (
-        user_data(config, files, authorized_keys=keys, version=__version__)
-        for keys in (authorized_keys, authorized_keys and (ANY_KEY,))
-    )
+    boot_text = user_data(config, files, authorized_keys=authorized_keys, version=__version__)
+    boot_parts = boots_alike(config, files, has_keys=bool(authorized_keys), version=__version__)
 speed = last_measured_speed(
     root / "runs", machine_type=config.machine_type, node_count=config.node_count
 )
@@ -65,6 +65,8 @@ network = ClusterNetwork(
         flow_logs=config.flow_logs,
         nat=config.egress == "nat",
         ssh_source=config.ssh_source(),
+        # An address of the operator's reaches no worker: they have none on the internet.
+        ssh_to=None if config.access_mode == "direct" else f"{node_address(0)}/32",
         shared_storage=config.shared_storage,
         node_account=identity.email,
         labels=labels,
@@ -114,7 +116,11 @@ nodes = ClusterNodes(
     NodesArgs(
         config=config,
         user_data=boot_text,
-        boots_alike=boots_alike,
+        boots_alike=boot_parts,
+        # From `up`, which asks Google. Keys of other characters than Google's are none.
+        kept_metadata=tuple(
+            re.findall(r"[A-Za-z0-9_-]+", os.environ.get("TILEFORGE_METADATA_KEPT", ""))
+        ),
         shared_source=filestore.source if filestore else None,
         labels=labels,
         subnetwork=network.subnetwork_id,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from infra.cloud_init import BootstrapFiles, NodeBootstrap, render_user_data
 from infra.config import ClusterConfig
 from infra.network import SUBNET
 from infra.nodes import node_address, node_name
 
-ANY_KEY = f"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI{'A' * 43} any-operator"
+_ANY_KEY = f"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI{'A' * 43} any-operator"
 """A key of nobody's, for a text that is the same whoever the operator is."""
 
 
@@ -48,3 +50,18 @@ def user_data(
     """The nodes' user-data. Raises ConfigError."""
     node = node_bootstrap(config, authorized_keys=authorized_keys, version=version)
     return render_user_data(node, files)
+
+
+def boots_alike(
+    config: ClusterConfig, files: BootstrapFiles, *, has_keys: bool, version: str
+) -> tuple[str, str]:
+    """Return the parts of the user-data that a change replaces the head and a worker for.
+
+    Another operator's key, and another number of nodes, are for machines that are made later, and
+    end none that is up. But the head's Prometheus has to know every node.
+    """
+    keys = (_ANY_KEY,) if has_keys else ()
+    alone = user_data(replace(config, node_count=1), files, authorized_keys=keys, version=version)
+    if config.monitoring == "none":
+        return alone, alone
+    return user_data(config, files, authorized_keys=keys, version=version), alone

@@ -12,6 +12,8 @@ from infra.machines import MachineType, machine_type
 PROJECT = "tileforge"
 """Pulumi project: the namespace of the settings."""
 
+MTU = 8896
+"""The largest, and the default. The network of another one has that in its name."""
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400}
 
 
@@ -37,7 +39,7 @@ class ClusterConfig:
     head_disk_gb: int = 0
     bucket: str = "none"
     threads_per_core: int = 1
-    mtu: int = 8896
+    mtu: int = MTU
     compact_placement: str = "auto"
     tier1: bool = False
     image: str = "projects/ubuntu-os-cloud/global/images/ubuntu-2404-noble-amd64-v20260918"
@@ -84,10 +86,13 @@ class ClusterConfig:
 
     def is_compact(self) -> bool:
         """Return True if a compact placement policy holds the nodes; never for one node alone."""
-        wanted = self.compact_placement == "true" or (
+        return self.has_placement() and self.node_count > 1
+
+    def has_placement(self) -> bool:
+        """Return True if there is a compact placement policy, whatever the number of nodes."""
+        return self.compact_placement == "true" or (
             self.compact_placement == "auto" and self.machine().compact
         )
-        return wanted and self.node_count > 1
 
     def ssh_source(self) -> str:
         """Where SSH to the nodes may come from, as an address range."""

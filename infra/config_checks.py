@@ -6,7 +6,7 @@ import ipaddress
 import re
 from collections.abc import Iterator
 
-from infra.config import ClusterConfig, key_of
+from infra.config import MTU, ClusterConfig, key_of
 from infra.machines import MachineType
 from payload.errors import ConfigError
 
@@ -117,12 +117,6 @@ def _machine(config: ClusterConfig) -> Iterator[Problem]:
     except ConfigError as error:
         yield "machineType", f" = {config.machine_type!r}: {error}"
         return
-    if config.uses_spot() and not machine.has_spot:
-        yield (
-            "spot",
-            f" = {config.spot!r}, and there are no spot machines of {machine.name}. "
-            "pulumi config set spot false",
-        )
     if config.spot != "true" and not machine.has_on_demand:
         yield (
             "spot",
@@ -255,8 +249,8 @@ def _cidr(text: str) -> Iterator[Problem]:
 
 
 def _network(config: ClusterConfig) -> Iterator[Problem]:
-    if not 1300 <= config.mtu <= 8896:
-        yield "mtu", f" = {config.mtu}; a network of Google's has 1300 to 8896."
+    if not 1300 <= config.mtu <= MTU:
+        yield "mtu", f" = {config.mtu}; a network of Google's has 1300 to {MTU}."
     if config.egress == "none" and config.access_mode == "direct":
         yield (
             "egress",

@@ -160,24 +160,28 @@ def describe(
         )
     most = cost.most_usd(config.max_lifetime_s() or 0)
     lines = [
-        f"cost of {what}: ${cost.hourly_usd:.4f} an hour, of which NAT and addresses "
-        f"${cost.shared:.4f}; traffic, flow logs and the bucket come on top",
-        f"at most ${most:.2f} until each machine's limit of {config.max_lifetime} ends it; a "
-        "machine that replaces another one has the whole limit again",
+        f"cost of {what}: ${cost.hourly_usd:.4f} an hour",
+        f"NAT and addresses are ${cost.shared:.4f} of it; traffic, logs and the bucket are extra",
+        f"at most ${most:.2f} until the limit of {config.max_lifetime} ends each machine",
+        "a machine that replaces another one has the whole limit again",
     ]
+    if config.spot == "auto":
+        on_demand = cluster_cost(config, spot=False, catalog=catalog).hourly_usd
+        price = "an unknown price" if on_demand is None else f"${on_demand:.4f} an hour"
+        lines.append(f"on demand, where no spot machine is free: {price}")
     if cost.filestore:
         lines.append(
-            f"of it Filestore ({config.filestore_gb} GiB) ${cost.filestore:.4f} an hour, also "
-            "without machines and after their limit: until pulumi destroy"
+            f"Filestore ({config.filestore_gb} GiB) is ${cost.filestore:.4f} of it, until it is "
+            "removed: no lifetime ends it"
         )
     if speed is not None:
         usd = usd_per_million_tokens(cost.hourly_usd, tokens_per_s=speed.tokens_per_s)
         lines.append(
-            f"${usd:.4f} per million tokens at the {speed.tokens_per_s:,.0f} tokens/s of run "
-            f"{speed.run_id}"
+            f"${usd:.4f} per million tokens at the {speed.tokens_per_s:,.0f} tokens/s of\n"
+            f"  run {speed.run_id}"
         )
     lines += [f"counted at most: {bound}" for bound in cost.bounds]
-    lines.append(f"prices: {source(catalog, time.time())}; see payload/cloud_prices.py")
+    lines.append(f"prices: {source(catalog, time.time())}")
     warning = spot_warning(time.time()) if config.uses_spot() and catalog is None else None
     if warning is not None:
         lines.append(f"warning: {warning}")

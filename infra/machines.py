@@ -30,7 +30,6 @@ class MachineType:
     numa_domains: int
     disk_types: tuple[str, ...]
     """Supported boot disk types; the first is the one that `auto` means."""
-    has_spot: bool
     has_smt: bool
     """True if a core has two threads, so that threads_per_core has an effect."""
     live_migrates: bool
@@ -56,7 +55,6 @@ class _Family:
     tier1_from: int | None
     """vCPUs; None: no Tier_1 at any size."""
     threads_per_core: int = 2
-    has_spot: bool = True
     live_migrates: bool = True
     compact: bool = True
 
@@ -92,7 +90,6 @@ _FAMILIES = {
         disk_types=("hyperdisk-balanced",),
         tier1_from=None,
         threads_per_core=1,
-        has_spot=False,
         live_migrates=False,
     ),
 }
@@ -192,7 +189,6 @@ def _machine(name: str, family_name: str, family: _Family, shape: str, vcpus: in
         memory_gib=vcpus * family.gib_per_vcpu[shape],
         numa_domains=next(domains for limit, domains in family.domains if vcpus <= limit),
         disk_types=family.disk_types,
-        has_spot=family.has_spot,
         has_smt=family.threads_per_core == 2,
         live_migrates=family.live_migrates,
         compact=family.compact,
@@ -213,7 +209,6 @@ def _gpu_machine(name: str, family_name: str) -> MachineType:
         memory_gib=memory_gib,
         numa_domains=domains,
         disk_types=_GPU_DISKS[family_name],
-        has_spot=True,
         has_smt=True,
         live_migrates=False,
         compact=True,

@@ -9,6 +9,7 @@ import pulumi
 from pulumi import ComponentResource, Input, ResourceOptions
 from pulumi_gcp import compute, dns
 
+from infra.config import MTU
 from infra.labels import EXPIRES, IGNORED, mark
 from payload.inventory import RANK_PORTS
 
@@ -39,6 +40,8 @@ class NetworkArgs:
     nat: bool
     ssh_source: str
     """Address range that SSH may come from."""
+    ssh_to: str | None
+    """The only address that SSH may reach; None where no other is reachable from the source."""
     shared_storage: str
     """`nfs`: nodes reach the head's server; `filestore`: they reach FILESTORE_RANGE; or `none`."""
     node_account: Input[str]
@@ -56,20 +59,20 @@ class ClusterNetwork(ComponentResource):
         """Make them under `name`."""
         super().__init__("tileforge:infra:ClusterNetwork", name, {}, opts)
         self._args = args
+        # Google changes the MTU only while nothing in the network runs. So another MTU is another
+        # network, of another name: it is made first, what uses it follows, the old one goes last.
+        self._suffix = "" if args.mtu == MTU else f"-{args.mtu}"
         self._child = ResourceOptions(parent=self, ignore_changes=list(IGNORED))
+        # Their names stay, so the old rule goes before the new network's is made.
+        self._rule = ResourceOptions.merge(self._child, ResourceOptions(delete_before_replace=True))
         network = compute.Network(
             f"{args.cluster}-network",
-            name=f"{args.cluster}-network",
+            name=f"{args.cluster}-network{self._suffix}",
             description=mark(args.labels),
             auto_create_subnetworks=False,
             routing_mode="REGIONAL",
             mtu=args.mtu,
-            # Google changes it only while no machine of the network runs, so the machines have to
-            # go before it changes: with the network, as they depend on it.
-            opts=ResourceOptions.merge(
-                self._child,
-                ResourceOptions(replace_on_changes=["mtu"], delete_before_replace=True),
-            ),
+            opts=self._child,
         )
         subnetwork = self._subnetwork(network)
         if args.nat:
@@ -84,13 +87,13 @@ class ClusterNetwork(ComponentResource):
 
     def _subnetwork(self, network: compute.Network) -> compute.Subnetwork:
         logs = compute.SubnetworkLogConfigArgs(
-            aggregation_interval="INTERVAL_10_MIN",
-            flow_sampling=0.1,
+            aggregation_interval="INTERVAL_5_SEC",
+            flow_sampling=1.0,
             metadata="INCLUDE_ALL_METADATA",
         )
         return compute.Subnetwork(
             f"{self._args.cluster}-subnet",
-            name=f"{self._args.cluster}-subnet",
+            name=f"{self._args.cluster}-subnet{self._suffix}",
             description=mark(self._args.labels),
             network=network.id,
             region=self._args.region,
@@ -103,7 +106,7 @@ class ClusterNetwork(ComponentResource):
     def _nat(self, network: compute.Network, subnetwork: compute.Subnetwork) -> None:
         router = compute.Router(
             f"{self._args.cluster}-router",
-            name=f"{self._args.cluster}-router",
+            name=f"{self._args.cluster}-router{self._suffix}",
             description=mark(self._args.labels),
             network=network.id,
             region=self._args.region,
@@ -164,9 +167,11 @@ class ClusterNetwork(ComponentResource):
             network=network.id,
             direction="INGRESS",
             source_ranges=[self._args.ssh_source],
+            destination_ranges=[self._args.ssh_to] if self._args.ssh_to else None,
             target_service_accounts=[self._args.node_account],
             allows=[compute.FirewallAllowArgs(protocol="tcp", ports=["22"])],
-            opts=self._child,
+            log_config=self._log(),
+            opts=self._rule,
         )
         compute.Firewall(
             f"{self._args.cluster}-allow-nodes",
@@ -179,7 +184,7 @@ class ClusterNetwork(ComponentResource):
             source_service_accounts=[self._args.node_account],
             target_service_accounts=[self._args.node_account],
             allows=self._between_nodes(),
-            opts=self._child,
+            opts=self._rule,
         )
 
     def _egress(self, network: compute.Network) -> None:
@@ -202,7 +207,8 @@ class ClusterNetwork(ComponentResource):
             priority=65_534,
             destination_ranges=[_EVERYWHERE],
             denies=[compute.FirewallDenyArgs(protocol="all")],
-            opts=self._child,
+            log_config=self._log(),
+            opts=self._rule,
         )
 
     def _allow_egress(
@@ -222,8 +228,14 @@ class ClusterNetwork(ComponentResource):
             destination_ranges=to,
             target_service_accounts=[self._args.node_account],
             allows=allows,
-            opts=self._child,
+            opts=self._rule,
         )
+
+    def _log(self) -> compute.FirewallLogConfigArgs | None:
+        """Log each connection that came in from outside, and each that was denied."""
+        if not self._args.flow_logs:
+            return None
+        return compute.FirewallLogConfigArgs(metadata="INCLUDE_ALL_METADATA")
 
     def _between_nodes(self) -> list[compute.FirewallAllowArgs]:
         nfs = [NFS_PORT] if self._args.shared_storage == "nfs" else []

@@ -19,14 +19,20 @@ from infra.scheduling import scheduling
 # clock of its run time back, and cloud-init would not run again.
 _MAKES_ANEW = (
     *("machine_type", "spot", "max_lifetime", "disk_type", "disk_gb", "head_disk_gb", "image"),
-    *("threads_per_core", "tier1", "confidential", "kms_key", "access_mode", "mtu"),
+    *("threads_per_core", "tier1", "confidential", "kms_key", "mtu"),
 )
-# The console's SSH button writes ssh-keys (cluster-toolkit, pull request 316). The expiry is that
-# of the machine's own start; the program knows only of now.
+# Left as they are on a machine that is up; one that is built anew gets the program's own values.
 _LEFT_ALONE = (
+    # A person's: disks that were attached, network tags, a boot disk that was enlarged or labelled.
+    # Labels of the machine need no mention: the provider manages only those that it is given.
+    *("attachedDisks", "tags"),
+    *("bootDisk.initializeParams.size", "bootDisk.initializeParams.labels"),
+    # The console's SSH button writes them (cluster-toolkit, pull request 316).
     'metadata["ssh-keys"]',
+    # The time of the machine's own start; the program knows only of now.
     f'labels["{EXPIRES}"]',
-    f'bootDisk.initializeParams.labels["{EXPIRES}"]',
+    # Of a change from one node to several, or back: the head keeps its place, and its disk.
+    *("resourcePolicies", "scheduling.onHostMaintenance"),
 )
 # A3 and A2 Ultra come with local SSDs that nobody asks for.
 _LEFT_ALONE_WITH_GPUS = ("scratchDisks",)
@@ -41,9 +47,10 @@ class NodesArgs:
 
     config: ClusterConfig
     user_data: str
-    boots_alike: str
-    """The same without the operator's keys: what a node that boots depends on otherwise. Another
-    operator's key is for nodes that are made later, and ends none that is up."""
+    boots_alike: tuple[str, str]
+    """The parts of it that the head and a worker depend on: `bootstrap_values.boots_alike`."""
+    kept_metadata: tuple[str, ...]
+    """Keys of metadata that people have added to machines."""
     shared_source: Input[str] | None
     """SERVER:/PATH of the folder that all nodes mount, where only Google knows it."""
     labels: dict[str, str]
@@ -64,10 +71,14 @@ class ClusterNodes(ComponentResource):
         """Make them under `name`."""
         super().__init__("tileforge:infra:ClusterNodes", name, {}, opts)
         self._args = args
-        placement = self._placement() if args.config.is_compact() else None
-        trigger = replacement_trigger(args.config, args.boots_alike)
+        # Also for one node alone: a head that was placed among others keeps the policy.
+        placement = self._placement() if args.config.has_placement() else None
         self.instances = [
-            self._instance(index, placement=placement, trigger=trigger)
+            self._instance(
+                index,
+                placement=placement if args.config.is_compact() else None,
+                trigger=replacement_trigger(args.config, args.boots_alike[min(index, 1)]),
+            )
             for index in range(args.config.node_count)
         ]
         self.register_outputs(
@@ -142,6 +153,7 @@ class ClusterNodes(ComponentResource):
                 replacement_trigger=trigger,
                 ignore_changes=[
                     *_LEFT_ALONE,
+                    *(f'metadata["{key}"]' for key in self._args.kept_metadata),
                     *(_LEFT_ALONE_WITH_GPUS if config.machine().gpus else ()),
                 ],
             ),
@@ -207,7 +219,7 @@ def node_address(index: int) -> str:
 def replacement_trigger(config: ClusterConfig, user_data: str) -> str:
     """Digest that changes when the nodes have to be rebuilt."""
     values = [user_data, *(str(getattr(config, name)) for name in _MAKES_ANEW)]
-    values.append(str(config.is_compact()))
+    values.append(str(config.has_placement()))
     return hashlib.sha256("\0".join(values).encode()).hexdigest()
 
 

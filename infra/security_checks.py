@@ -26,6 +26,13 @@ _SERVICE_AGENT = re.compile(
     r"\.iam\.gserviceaccount\.com"
 )
 _EVERYONE = frozenset({"allUsers", "allAuthenticatedUsers"})
+# What recommendation 3.8 of the CIS benchmark asks for.
+_FLOW_LOGS = {
+    "aggregationInterval": "INTERVAL_5_SEC",
+    "flowSampling": 1,
+    "metadata": "INCLUDE_ALL_METADATA",
+}
+_WEEK_S = 7 * 86_400
 _WEB_PORTS = frozenset({"80", "443"})
 _NAMED_IMAGE = re.compile(r"(.*/)?projects/[^/]+/global/images/(?!family/)[^/]+")
 
@@ -71,8 +78,13 @@ def rdp(resource: Resource) -> Iterator[str]:
 
 def flow_logs(resource: Resource) -> Iterator[str]:
     """For the rule flow-logs."""
-    if not resource["inputs"].get("logConfig"):
+    logs = resource["inputs"].get("logConfig")
+    if not logs:
         yield "logs no flows"
+        return
+    for key, wanted in _FLOW_LOGS.items():
+        if logs.get(key) != wanted:
+            yield f"logs flows with {key} {logs.get(key)!r}, not {wanted!r}"
 
 
 def wide_ingress(resource: Resource) -> Iterator[str]:
@@ -182,9 +194,15 @@ def roles(resource: Resource) -> Iterator[str]:
             yield f"gives {role} to {member}, which is no service agent"
     elif (_kind(resource), role) != ("BucketIAMMember", _BUCKET_ROLE):
         yield f"gives {role or 'a whole policy'} by {kind_of(str(resource['type']))}"
+    elif not _is_of_runs((inputs.get("condition") or {}).get("expression")):
+        yield f"gives {role} to every object of the bucket, not to runs/ alone"
     for member in [inputs.get("member"), *(inputs.get("members") or [])]:
         if member in _EVERYONE:
             yield f"gives {role} to {member}"
+
+
+def _is_of_runs(expression: Any) -> bool:
+    return expression == NOT_KNOWN or "/objects/runs/" in str(expression)
 
 
 def metadata_is(key: str, wanted: str) -> Callable[[Resource], Iterator[str]]:
@@ -269,14 +287,14 @@ def private_filestore(resource: Resource) -> Iterator[str]:
             yield "lets root of several machines be root; set squashMode to ROOT_SQUASH"
 
 
-def versioned_bucket(resource: Resource) -> Iterator[str]:
-    """For the rule versioned-bucket."""
+def recoverable_bucket(resource: Resource) -> Iterator[str]:
+    """For the rule recoverable-bucket."""
     inputs = resource["inputs"]
-    if (inputs.get("versioning") or {}).get("enabled") is not True:
-        yield "keeps nothing of what is overwritten"
-    conditions = [rule.get("condition") or {} for rule in inputs.get("lifecycleRules") or []]
-    if not any(condition.get("daysSinceNoncurrentTime") for condition in conditions):
-        yield "keeps old versions for ever"
+    kept_s = (inputs.get("softDeletePolicy") or {}).get("retentionDurationSeconds")
+    if kept_s != NOT_KNOWN and (not isinstance(kept_s, (int, float)) or kept_s < _WEEK_S):
+        yield "keeps nothing for a week of what is deleted; set softDeletePolicy"
+    if (inputs.get("versioning") or {}).get("enabled"):
+        yield "has object versions, which a node may delete and which are billed twice as long"
 
 
 def secrets(resource: Resource) -> Iterator[str]:

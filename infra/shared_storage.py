@@ -8,7 +8,7 @@ from pulumi import ComponentResource, Input, Output, Resource, ResourceOptions
 from pulumi_gcp import filestore
 
 from infra.config import ClusterConfig
-from infra.labels import IGNORED, mark
+from infra.labels import EXPIRES, IGNORED, mark
 from infra.network import FILESTORE_RANGE
 from infra.nodes import node_address
 
@@ -69,7 +69,11 @@ class SharedFilestore(ComponentResource):
             # Google ends machines at their limit, and nothing ends a Filestore but its stack.
             deletion_protection_enabled=False,
             opts=ResourceOptions(
-                parent=self, ignore_changes=list(IGNORED), depends_on=list(args.after)
+                parent=self,
+                # Another zone's would be another, empty one: it stays where its data is, and nodes
+                # of the whole region reach it.
+                ignore_changes=["location", f'labels["{EXPIRES}"]', *IGNORED],
+                depends_on=list(args.after),
             ),
         )
 

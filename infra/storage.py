@@ -12,6 +12,11 @@ from infra.labels import EXPIRES, KEPT
 
 ROLE = "roles/storage.objectUser"
 """Read, write and delete objects; nothing about the bucket itself."""
+RUNS = "runs/"
+"""Objects that the nodes may do that to: `auto` of storage.results is gs://BUCKET/runs."""
+KEPT_S = 7 * 86_400
+"""For so long an object that was deleted or overwritten can be restored, and is billed. A node's
+role can neither end that time nor delete what is kept, as it could with object versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +50,11 @@ class ResultsBucket(ComponentResource):
                 bucket=self.bucket,
                 role=ROLE,
                 member=Output.concat("serviceAccount:", args.node_account),
+                condition=storage.BucketIAMMemberConditionArgs(
+                    title="runs-only",
+                    description="Objects of runs; of others the names alone",
+                    expression=self.bucket.apply(runs_only),
+                ),
                 opts=ResourceOptions(parent=self),
             )
         self.register_outputs({"bucket": self.bucket})
@@ -62,7 +72,10 @@ class ResultsBucket(ComponentResource):
             uniform_bucket_level_access=True,
             public_access_prevention="enforced",
             force_destroy=False,
-            versioning=storage.BucketVersioningArgs(enabled=True),
+            versioning=storage.BucketVersioningArgs(enabled=False),
+            soft_delete_policy=storage.BucketSoftDeletePolicyArgs(
+                retention_duration_seconds=KEPT_S
+            ),
             lifecycle_rules=_lifecycle(),
             encryption=_encryption(args.kms_key),
             labels=args.labels | {KEPT: "true"},
@@ -77,8 +90,23 @@ class ResultsBucket(ComponentResource):
         return created.name
 
 
+def runs_only(bucket: str) -> str:
+    """Return the IAM condition under which a node has ROLE in the bucket.
+
+    Whoever may list a bucket's objects may list all: that permission is the bucket's own.
+    https://cloud.google.com/iam/docs/conditions-attribute-reference
+    """
+    return (
+        'resource.type != "storage.googleapis.com/Object" || '
+        f'resource.name.startsWith("projects/_/buckets/{bucket}/objects/{RUNS}")'
+    )
+
+
 def _lifecycle() -> list[storage.BucketLifecycleRuleArgs]:
-    """Return rules that delete old versions after a week and unfinished uploads after a day."""
+    """Return rules that delete unfinished uploads after a day, and versions after a week.
+
+    A bucket of an older release has versions from before.
+    """
     return [
         storage.BucketLifecycleRuleArgs(
             action=storage.BucketLifecycleRuleActionArgs(type="Delete"),

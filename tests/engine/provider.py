@@ -65,7 +65,7 @@ class Provider:
         for each in self.recorded.resources:
             path = _path(each)
             if path is not None:
-                text = text.replace(f'"{each["name"]}-id"', json.dumps(path))
+                text = text.replace(f'"{each["inputs"]["name"]}-id"', json.dumps(path))
                 text = text.replace(f'"https://example/{each["name"]}"', json.dumps(path))
         text = text.replace(f"@{PROJECT}.example", f"@{PROJECT}.iam.gserviceaccount.com")
         text = text.replace("@p.example", f"@{PROJECT}.iam.gserviceaccount.com")

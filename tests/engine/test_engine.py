@@ -70,7 +70,7 @@ def test_destroy_leaves_the_bucket_alone_and_nothing_else(engine: Engine) -> Non
         ({"nodeCount": 1}, ()),
         ({"zones": [f"{REGION}-b"]}, NODES),
         ({"machineType": "c3-standard-8"}, NODES),
-        ({"accessMode": "direct", "operatorCidr": "198.51.100.7/32"}, ("dev-node-0",)),
+        ({"accessMode": "direct", "operatorCidr": "198.51.100.7/32"}, ()),
         ({"accessMode": "oslogin", "osLoginUser": "ada_example_com"}, NODES),
         ({"labels": ["owner=ada"]}, ()),
         ({"mtu": 1460}, NODES),

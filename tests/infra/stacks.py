@@ -90,7 +90,7 @@ class _Cloud(mocks.Mocks):
                 for config in interface.get("accessConfigs") or []:
                     config["natIp"] = HEAD_ADDRESS
         state["selfLink"] = f"https://example/{args.name}"
-        return f"{args.name}-id", state
+        return f"{args.inputs.get('name', args.name)}-id", state
 
     def call(self, args: mocks.MockCallArgs) -> tuple[Plain, list[tuple[str, str]]]:
         # Only what a key's service agents are called; see infra/encryption.py.

@@ -102,7 +102,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"accessMode": "oslogin"}, r"osLoginUser = ''.*describe-profile"),
     ({"osLoginUser": "ada"}, r"osLoginUser = 'ada' is for accessMode oslogin alone"),
     ({"spot": "maybe"}, r"spot = 'maybe'\. Use one of: false, true, auto"),
-    ({"spot": "true", "machineType": "h3-standard-88"}, r"no spot machines of h3-standard-88"),
     ({"maxLifetime": "0h"}, r"maxLifetime = '0h'; use a time from 10m to 30d"),
     ({"maxLifetime": "never"}, r"maxLifetime = 'never'.*no way to leave it out"),
     ({"maxLifetime": "31d"}, r"maxLifetime = '31d'"),
@@ -215,7 +214,7 @@ def test_a_key_file_without_a_public_key_is_refused(root: Path, text: str, messa
 GOOD: Mapping[str, dict[str, Any]] = {
     "C4": {"machineType": "c4-highmem-48", "tier1": True},
     "N4": {"machineType": "n4-standard-16"},
-    "H3": {"machineType": "h3-standard-88"},
+    "H3": {"machineType": "h3-standard-88", "spot": "true"},
     "TDX": {"machineType": "c3-standard-8", "confidential": True},
     "compact C3": {"compactPlacement": "true"},
     "C4 apart": {"machineType": "c4-standard-8", "compactPlacement": "false"},

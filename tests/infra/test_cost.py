@@ -150,8 +150,24 @@ def test_the_preview_says_dollars_an_hour_at_most_and_per_million_tokens() -> No
     text = describe(CONFIG, cluster_cost(CONFIG), speed=speed)
     assert "$1.6380 an hour" in text
     assert "at most $19.66" in text
-    assert "$0.4550 per million tokens at the 1,000 tokens/s of run gpt2-1" in text
+    assert "$0.4550 per million tokens at the 1,000 tokens/s of\n  run gpt2-1" in text
     assert usd_per_million_tokens(3.6, tokens_per_s=1000) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"spot": "auto"}, {"shared_storage": "filestore"}, {"machine_type": "c4-standard-8"}],
+)
+def test_the_lines_of_the_preview_fit_a_terminal(settings: dict[str, Any]) -> None:
+    speed = Speed(run_id="quickstart-20261122-181530-beef", tokens_per_s=12_345.0)
+    config = replace(CONFIG, **settings)
+    lines = describe(config, cluster_cost(config), speed=speed).splitlines()
+    own = [line for line in lines if not line.startswith("warning: ")]
+    assert max(map(len, own)) <= 80 and not any(".py" in line for line in lines)
+    # spot: auto may end with on-demand machines, so their price is there from the start.
+    assert any(line.startswith("on demand, ") and "$1.6380" in line for line in lines) == (
+        config.spot == "auto"
+    )
 
 
 def run_folder(

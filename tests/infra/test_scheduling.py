@@ -31,7 +31,6 @@ ALL = [
             ("c4-standard-8", False),
         ),
     )
-    if not (spot != "false" and machine.startswith("h3"))
 ]
 
 
@@ -121,7 +120,6 @@ def test_families_without_compact_placement_are_placed_freely_and_move_at_mainte
 
 
 def test_one_node_is_close_to_nobody() -> None:
-    assert deployed("one-node").of_type("ResourcePolicy") == []
     assert "resourcePolicies" not in instances("one-node")[0]
 
 

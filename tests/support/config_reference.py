@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from infra.machines import machine_types
-from infra.security import RULES
+from infra.security import NOT_MET, RULES
 from payload.cloud_prices import listed_machines, machine_price
 from payload.errors import ExitCode
 from payload.run_config import RunConfig
@@ -132,6 +132,12 @@ def security_rules() -> str:
     return "\n".join(["| Rule | CIS | What holds |", "|---|---|---|", *rows])
 
 
+def not_met() -> str:
+    """The table of the CIS recommendations that are not met."""
+    rows = [f"| {number} | {why} |" for number, why in NOT_MET.items()]
+    return "\n".join(["| CIS | Why |", "|---|---|", *rows])
+
+
 def prices() -> str:
     """The table of C3's prices."""
     head = "| Machine | Cores | GiB | On demand | Spot |\n|---|---|---|---|---|"
@@ -202,6 +208,7 @@ TABLES = {
     "prices": prices,
     "gpu prices": gpu_prices,
     "rules": security_rules,
+    "not met": not_met,
     "cluster settings": cluster_settings,
 }
 PAGES = tuple(

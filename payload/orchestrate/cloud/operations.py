@@ -59,6 +59,8 @@ class Operations:
     folder: Path
     talk: Console
     assume_yes: bool
+    _told: set[str] = field(default_factory=set, repr=False)
+    """Messages of the cluster program that were printed: after the preview it repeats its own."""
 
     def run(self, *words: str) -> Update:
         """Run an operation, show its progress, and return how it ended.
@@ -107,7 +109,7 @@ class Operations:
         ):
             update = self.pulumi.follow(*words, log=log, see=progress.see, say=talk.print)
         write_whole(log.with_suffix(".json"), progress.to_json())
-        _conclude(update, talk=talk)
+        _conclude(update, talk=talk, told=self._told)
         return update
 
     def _breaks(self, held: Sequence[Lock]) -> bool:
@@ -214,7 +216,7 @@ def _log_file(word: str, *, cluster: str, folder: Path) -> Path:
     return cluster_folder(folder, cluster) / name
 
 
-def _conclude(update: Update, *, talk: Console) -> None:
+def _conclude(update: Update, *, talk: Console, told: set[str]) -> None:
     """Print what the cluster program and the policy pack say, and where the output is."""
     said = [each.message.strip() for each in update.diagnostics if each.severity == "info"]
     said += [
@@ -228,7 +230,9 @@ def _conclude(update: Update, *, talk: Console) -> None:
         if (each := event.policy) is not None
     ]
     for message in dict.fromkeys(said):
-        talk.print(message)
+        if message not in told:
+            talk.print(message)
+    told.update(said)
     if update.status != 0:
         talk.print(f"{update.shown} failed; its output is in {update.log}")
     elif update.words[0] != "preview":

@@ -72,6 +72,7 @@ class Step:
     detailed: Mapping[str, Any] | None = checked(None, key="detailedDiff")
     """Paths of what differs, such as shieldedInstanceConfig.enableSecureBoot."""
     new: _State | None = None
+    old: _State | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,6 +333,10 @@ class Pulumi:
         self._env = {**past_the_proxy(env), "PULUMI_SKIP_UPDATE_CHECK": "true"}
         self._folder = folder
         self._timeout_s = timeout_s
+
+    def tell_program(self, **variables: str) -> None:
+        """Set environment variables of the cluster program for every later command."""
+        self._env = {**self._env, **variables}
 
     def argv(self, *words: str) -> list[str]:
         """Return the command line, the stack's name in it. Raises PulumiError."""

@@ -308,6 +308,8 @@ class Remembered:
     region: str = checked(pattern=CLOUD_NAME)
     node_usd: Mapping[str, float | None] = checked(low=0, high=_MOST_USD)
     """Dollars per hour by node; of nothing while it has only been planned."""
+    bucket: str | None = checked(None, pattern=CLOUD_NAME)
+    """The last results bucket; it outlives the cluster where `bucket: create` made it."""
 
     @property
     def came_up(self) -> bool:
@@ -395,8 +397,10 @@ def cluster_folder(folder: Path, cluster: str) -> Path:
 
 def remember(outputs: StackOutputs, *, folder: Path) -> None:
     """Keep what `sweep` needs when the outputs are gone."""
+    before = recall(folder, outputs.inventory.cluster)
     known = Remembered(
         cluster=outputs.inventory.cluster,
+        bucket=outputs.inventory.bucket or (before.bucket if before is not None else None),
         project=outputs.project,
         region=outputs.region,
         node_usd={node.name: node.hourly_usd for node in outputs.inventory.nodes},

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from payload.cloud_need import CLOUD_NAME, need_of, text_list
+from payload.cloud_need import CLOUD_NAME, Spot, need_of, text_list
 from payload.cluster_identity import known_cluster_identity, settle_cluster_identity
 from payload.errors import (
     CloudAuthError,
@@ -40,6 +40,22 @@ from payload.orchestrate.cloud.firewall import (
     stack_state,
 )
 from payload.orchestrate.cloud.google import Endpoints, Google
+from payload.orchestrate.cloud.kept import (
+    KEPT_VARIABLE,
+    Additions,
+    added_lines,
+    billed_words,
+    confirm_filestore,
+    filestores_that_go,
+    hand_added,
+    has_filestore,
+    kept_metadata,
+    reasons,
+    refuse_another_region,
+    remove_machines,
+    use_kept_bucket,
+    zone_words,
+)
 from payload.orchestrate.cloud.machine_status import (
     MachinesThere,
     StoppedChoice,
@@ -58,6 +74,7 @@ from payload.orchestrate.cloud.pulumi import (
     settings,
     type_of,
 )
+from payload.orchestrate.cloud.resources import FILESTORE as FILESTORE_KIND
 from payload.orchestrate.cloud.resources import Resource
 from payload.orchestrate.cloud.same_name import of_this_name, take_over
 from payload.orchestrate.cloud.stack import outputs_if_any, read_outputs, remember, remember_plan
@@ -135,7 +152,7 @@ class Builder:
     """The cluster's own: what carries it and is not in the stack was left by a broken `up`."""
     zones: Sequence[str]
     """The config's other zones, to try in turn; empty without --next-zone."""
-    spot: bool
+    spot: Spot
     there: Sequence[str]
     """Machines that were up before."""
     save: Saves
@@ -168,7 +185,7 @@ class Builder:
             if update.status == 0:
                 return update
             more = []
-            stock_out = stock_out_of(update, spot=self.spot)
+            stock_out = stock_out_of(update, spot=self.spot != "false")
             drifted = drifted_machines(update, done=self._rebuilt)
             if stock_out is not None:
                 self._next_zone(update, stock_out)
@@ -214,7 +231,10 @@ class Builder:
             self._note_full(stock_out)
             self._tried.append(self._zone)
         if not self._left:
-            raise self._failed(update)
+            if self.spot != "auto":
+                raise self._failed(update)
+            self._build_on_demand(update, stock_out)
+            return
         # One that the error says has capacity goes first; else the order of the config.
         zone = min(self._left, key=lambda z: (z not in stock_out.free, self.zones.index(z)))
         self.operations.talk.print(
@@ -226,6 +246,24 @@ class Builder:
         self._left.remove(zone)
         self.there = []
         self._move(zone)
+
+    def _build_on_demand(self, update: Update, stock_out: StockOut) -> None:
+        """Continue with on-demand machines, once, in the zones of the config from the first on."""
+        self.operations.talk.print(stock_out.describe())
+        question = "End these machines and build on-demand ones?"
+        if not self.save(self.there, "the machines stay as they are", question):
+            raise self._failed(update)
+        self.operations.talk.print(
+            "spot: auto: no spot machine is free, so the machines are on demand from now on, in "
+            "the stack's config too; before the next cluster: pulumi config set spot auto"
+        )
+        self.operations.pulumi.ask("config", "set", "spot", "false")
+        self.spot, self.there, self._tried = "false", [], []
+        # Those zones had no spot machine.
+        FullZones().save(self.full_zones)
+        self._left = list(self.zones[1:])
+        if self.zones and self._zone != self.zones[0]:
+            self._move(self.zones[0])
 
     def _move(self, zone: str) -> None:
         """Put `zone` first in the stack's config, where the cluster program reads it."""
@@ -263,6 +301,9 @@ class Builder:
         google, state = self.google(), stack_state(operations.pulumi)
         found = orphans(google, state, self.identity)
         self._cleared = True
+        for each in found:
+            if each.kind == FILESTORE_KIND and not confirm_filestore(each.name):
+                return False
         return bool(found) and remove_orphans(
             google,
             operations.cluster,
@@ -272,11 +313,11 @@ class Builder:
         )
 
     def _failed(self, update: Update) -> TileforgeError:
-        error = explain(update, spot=self.spot)
-        if len(self._tried) > 1 and stock_out_of(update, spot=self.spot) is not None:
+        error = explain(update, spot=self.spot != "false")
+        if len(self._tried) > 1 and stock_out_of(update, spot=self.spot != "false") is not None:
             tried = ", ".join(self._tried)
             error = with_words(error, f"Zones of the config that were tried: {tried}")
-        if self.spot and error.exit_code == ExitCode.NO_CAPACITY:
+        if self.spot != "false" and error.exit_code == ExitCode.NO_CAPACITY:
             words = "Those were spot machines; for on-demand ones: pulumi config set spot false"
             error = with_words(error, words)
         return error
@@ -388,12 +429,13 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
     )
     before = stack_state(pulumi)
     there = before.machines
-    _make_key(known, cluster, there=there, talk=talk)
-    identity = settle_cluster_identity(folder, cluster, told=before.identity)
 
     def google() -> Google:
         project = project_of(known.get("project"), cluster, env, folder=folder)
         return Google(project, endpoints=Endpoints.from_env(env))
+
+    _make_key(known, cluster, there=there, talk=talk)
+    identity = settle_cluster_identity(folder, cluster, told=before.identity)
 
     def of_others() -> Sequence[Resource]:
         # With other credentials than Pulumi's, nothing that is built could be removed.
@@ -403,6 +445,18 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
 
     # Before a machine is started that the stack lists: it may be another cluster's by now.
     others = of_others() if before.parts else ()
+    added = _see_additions(pulumi, known, cluster, google, there=there)
+    use_kept_bucket(
+        pulumi,
+        known,
+        cluster,
+        before,
+        google,
+        identity=identity,
+        folder=folder,
+        dry_run=options.dry_run,
+        talk=talk,
+    )
     replaces: list[str] = []
     places = places_in(before)
     if places:
@@ -417,15 +471,20 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
             )
         )
     preview = operations.preview(*replaces)
+    refuse_another_region(preview, need_of(known).region)
     if not before.parts and creates_anything(preview):
         others = of_others()
     going = machines_that_go(preview) if there else []
+    for line in reasons(preview, going):
+        talk.print(line)
     if there and changes_metadata(preview):
         talk.print(
             "machines that are up keep the operator's keys that they booted with; others reach "
             "only machines that are built from now on"
         )
-    results = _Results(pulumi, options, env, talk=talk)
+    results = _Results(pulumi, options, env, added=added, talk=talk)
+    for line in added_lines(added, going):
+        talk.print(line)
     stake = results.look(going)
     warning = cluster_warning(known)
     if warning is not None:
@@ -435,7 +494,9 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
         return ExitCode.OK
     if stake is not None:
         stake.refuse_losses(**_WORDS)
-    if not confirm("Build this?", assume_yes=options.yes):
+    if not confirm("Build this?", assume_yes=options.yes) or not all(
+        map(confirm_filestore, filestores_that_go(preview))
+    ):
         talk.print("nothing was built")
         return ExitCode.OK
     _refuse_if_changed(pulumi, before, kept="nothing was built")
@@ -450,7 +511,7 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
         google=google,
         identity=identity,
         zones=zones,
-        spot=need_of(known).spot != "false",
+        spot=need_of(known).spot,
         there=there,
         save=results.save,
         full_zones=folder / ".cluster" / cluster / "zones.json",
@@ -464,14 +525,21 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
         raise
     except TileforgeError as error:
         if there or options.keep_on_failure:
-            last = with_words(error, _how_to_remove())
+            last = with_words(error, _how_to_remove(pulumi))
         else:
-            last = _take_back(error, operations, google(), preview, since_unix=began_unix)
+            last = _take_back(
+                error,
+                operations,
+                google(),
+                preview,
+                since_unix=began_unix,
+                has_data=has_filestore(before),
+            )
         builder.restore_zones()
         raise last from None
     except KeyboardInterrupt:
         what = _what_is_there(operations, google(), preview)
-        talk.print(f"up was interrupted: {what}. {_how_to_remove()}")
+        talk.print(f"up was interrupted: {what}. {_how_to_remove(pulumi)}")
         builder.restore_zones()
         raise
     return _conclude(pulumi, builder, update, options, talk=talk)
@@ -493,6 +561,8 @@ def _conclude(
         f"cluster {outputs.inventory.cluster}: {len(outputs.inventory.nodes)} node(s), "
         f"{outputs.price_and_end()}; remove it: {command('orchestrate', 'down')}"
     )
+    if words := zone_words(update, outputs.inventory.head.zone):
+        talk.print(words)
     builder.settle_firewall(update)
     name = f"stack:{options.stack}" if options.stack else "stack"
     talk.print(
@@ -518,10 +588,10 @@ def _own(operations: Operations, state: StackState) -> Ownership:
     return ownership_of(state, identity)
 
 
-def _how_to_remove() -> str:
+def _how_to_remove(pulumi: Pulumi) -> str:
     return (
-        "What was built before stays and is billed until its lifetime ends: look with `pulumi "
-        f"stack`, remove it with: {command('orchestrate', 'down')}"
+        f"{billed_words(pulumi)}What was built before stays and is billed until its lifetime ends: "
+        f"look with `pulumi stack`, remove it with: {command('orchestrate', 'down')}"
     )
 
 
@@ -534,8 +604,10 @@ class _Results:
         options: UpOptions,
         env: Mapping[str, str],
         *,
+        added: Sequence[Additions],
         talk: Console,
     ) -> None:
+        self._added = added
         self._pulumi = pulumi
         self._options = options
         self._env = env
@@ -564,6 +636,8 @@ class _Results:
 
     def save(self, going: Sequence[str], kept: str, question: str) -> bool:
         """Look, ask, and collect; False after a no. Raises when something would be lost."""
+        for line in added_lines([each for each in self._added if each.machine in going], going):
+            self._talk.print(line)
         stake = self.look(going)
         if not going or self._options.without_collect:
             return True
@@ -574,6 +648,24 @@ class _Results:
         if stake is not None:
             stake.bring_home(self._env, kept=kept, force=_FORCE)
         return True
+
+
+def _see_additions(
+    pulumi: Pulumi,
+    known: Mapping[str, Any],
+    cluster: str,
+    google: Callable[[], Google],
+    *,
+    there: Sequence[str],
+) -> list[Additions]:
+    """Return what people have added to the machines, and tell the cluster program to leave it."""
+    # Without a project the preview refuses the config.
+    if not there or not known.get("project"):
+        return []
+    labels = {label.partition("=")[0] for label in text_list(known.get("labels"))}
+    added = hand_added(google(), cluster, machines=there, labels=labels)
+    pulumi.tell_program(**{KEPT_VARIABLE: kept_metadata(added)})
+    return added
 
 
 def _make_key(known: dict[str, Any], cluster: str, *, there: Sequence[str], talk: Console) -> None:
@@ -612,11 +704,13 @@ def _take_back(
     preview: Update,
     *,
     since_unix: float,
+    has_data: bool,
 ) -> TileforgeError:
-    """Remove what a first `up` has built before it failed; the error to end with.
+    """Remove what an `up` without machines has built before it failed; the error to end with.
 
     It began at `since_unix`. What it has built is what Google has: a machine whose creation was
-    accepted is not in the stack's state where the answer to a later request was a refusal.
+    accepted is not in the stack's state where the answer to a later request was a refusal. With
+    `has_data` the stack had a Filestore instance before: the machines alone are removed.
     """
     pulumi, talk = operations.pulumi, operations.talk
     try:
@@ -633,18 +727,25 @@ def _take_back(
         there = found.names
         if found.older:
             # Another state may know them, and results may be on them.
-            words = f"Not of this `up`, and left: {', '.join(found.older)}. {_how_to_remove()}"
+            words = f"Not of this `up`, and left: {', '.join(found.older)}. "
+            words += _how_to_remove(pulumi)
             return with_words(error, words)
         if not there:
-            words = f"No machine was built. Remove the rest with: {command('orchestrate', 'down')}"
+            rest = command("orchestrate", "down")
+            words = f"No machine was built. {billed_words(pulumi)}Remove the rest with: {rest}"
             return with_words(error, words)
         talk.print(f"error: {error}\nbuilt before: {', '.join(there)}")
         if not confirm("Remove what was built?", assume_yes=operations.assume_yes):
-            return with_words(error, _how_to_remove())
+            return with_words(error, _how_to_remove(pulumi))
         _refuse_if_changed(pulumi, after, kept="nothing was removed")
+        if has_data:
+            remove_machines(google, after)
+            rest = command("orchestrate", "down")
+            words = "The machines that were built before are removed again"
+            return with_words(error, f"{words}. {billed_words(pulumi)}Remove the rest with: {rest}")
         destroy_and_look(operations, google, state=after, steps=2)
     except KeyboardInterrupt:
-        talk.print(f"up was interrupted. {_how_to_remove()}")
+        talk.print(f"up was interrupted. {_how_to_remove(pulumi)}")
         raise
     except TileforgeError as left:
         words = f"And what was built before is not all removed: {left}"

@@ -33,7 +33,10 @@ OLDER = {key: value for key, value in THEIRS.items() if key != "tileforge-identi
 
 def another_cluster(site: Site, labels: dict[str, str]) -> None:
     """Add what somebody else has built in the project, with our cluster's name."""
-    described: dict[str, Any] = {"labels": {}, "description": mark({"tileforge-identity": "", **labels})}
+    described: dict[str, Any] = {
+        "labels": {},
+        "description": mark({"tileforge-identity": "", **labels}),
+    }
     if "tileforge-identity" not in labels:
         described["description"] = "tileforge-cluster=mine"
     site.cloud.add("networks", "mine-network", place="global", **described)

@@ -83,7 +83,7 @@ def test_up_without_capacity_is_exit_12_with_the_next_command(site: Site, capsys
     last = capsys.readouterr().err.splitlines()[-1]
     assert "pulumi up: the machine was refused. What was built before stays" in last
     # What had machines before stays, too.
-    site.configure(cluster="mine", spot="auto", bucket="create")
+    site.configure(cluster="mine", spot="true", bucket="create")
     site.pulumi.machines("mine-0")
     assert main(["up", "--yes"], site.env) == ExitCode.NO_CAPACITY
     last = capsys.readouterr().err.splitlines()[-1]

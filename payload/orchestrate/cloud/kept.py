@@ -1,0 +1,343 @@
+"""`up` on a cluster that is up or was: machines that end and why, and all that has to stay."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from payload.cloud_prices import filestore_price
+from payload.cluster_identity import identity_in
+from payload.errors import CloudError, ConfigError, TileforgeError
+from payload.orchestrate.cloud.firewall import INSTANCE, StackState, inputs_in_state
+from payload.orchestrate.cloud.google import CloudMissingError, Google, request_of
+from payload.orchestrate.cloud.listing import remove
+from payload.orchestrate.cloud.pulumi import Pulumi, Step, Update, name_of, type_of
+from payload.orchestrate.cloud.resources import CLUSTER_LABEL, KEPT_LABEL, Resource, last_word
+from payload.orchestrate.cloud.stack import recall
+from payload.orchestrate.run.console import confirm_by_name
+from payload.untrusted import printable
+
+_NETWORK, _BOOT = "its network", "what it boots with"
+# The inputs of an instance, and the setting that decides each. The engine names no difference of a
+# machine that is replaced by its trigger, so the two states are compared.
+_SETTINGS = {
+    "machineType": "machineType",
+    "zone": "zones",
+    "bootDisk.initializeParams.image": "image",
+    "bootDisk.initializeParams.type": "diskType",
+    "bootDisk.initializeParams.size": "diskGb or headDiskGb",
+    "bootDisk.kmsKeySelfLink": "kmsKey",
+    "scheduling.provisioningModel": "spot",
+    "scheduling.maxRunDuration.seconds": "maxLifetime",
+    "scheduling.onHostMaintenance": "compactPlacement",
+    "advancedMachineFeatures.threadsPerCore": "threadsPerCore",
+    "networkPerformanceConfig.totalEgressBandwidthTier": "tier1",
+    "confidentialInstanceConfig.confidentialInstanceType": "confidential",
+    "networkInterfaces.0.subnetwork": _NETWORK,
+    "metadata.user-data": _BOOT,
+}
+_URL = re.compile(r"^https://[^/]+/compute/[^/]+/")
+
+
+def reasons(preview: Update, going: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each machine of `going`: removed, or replaced and why."""
+    for name in going:
+        why = ""
+        for step in preview.steps:
+            if type_of(step.urn) == INSTANCE and name_of(step.urn) == name and step.op == "replace":
+                old = (step.old and step.old.inputs) or {}
+                new = (step.new and step.new.inputs) or {}
+                found = [
+                    _change(setting, _at(old, path), _at(new, path))
+                    for path, setting in _SETTINGS.items()
+                    if _at(old, path) != _at(new, path)
+                ]
+                why = ", ".join(found) or "the cluster program"
+        yield f"{name}: replaced, as this changes: {why}" if why else f"{name}: removed"
+
+
+def _at(inputs: Any, path: str) -> Any:
+    """Return the value at a path; of a URL, which a refresh makes of a name, the name."""
+    for key in path.split("."):
+        if isinstance(inputs, list):
+            inputs = inputs[int(key)] if len(inputs) > int(key) else None
+        else:
+            inputs = inputs.get(key) if isinstance(inputs, Mapping) else None
+    return _URL.sub("", inputs) if isinstance(inputs, str) else inputs
+
+
+def _change(setting: str, old: Any, new: Any) -> str:
+    # Neither is a value of the config: one may be not known yet, the other is long.
+    if setting in (_NETWORK, _BOOT):
+        return setting
+    return f"{setting} ({_shown(old)} to {_shown(new)})"
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else printable(last_word(str(value)))
+
+
+KEPT_VARIABLE = "TILEFORGE_METADATA_KEPT"
+"""Tells the cluster program, between commas, the keys of metadata that people have added. Pulumi
+takes the machines' metadata for its own as a whole, and would remove them."""
+OWN_METADATA = frozenset(
+    {
+        *("block-project-ssh-keys", "enable-guest-attributes", "enable-oslogin"),
+        *("serial-port-enable", "shared-source", "user-data"),
+    }
+)
+"""Keys of metadata that the cluster program sets."""
+_OWN_LABELS = re.compile(r"(tileforge|goog)-.*|managed-by")
+_PAGE = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Additions:
+    """Additions that people have made to one machine by hand."""
+
+    machine: str
+    zone: str
+    disks: Mapping[str, bool]
+    """True for a disk that Google deletes with the machine."""
+    labels: tuple[str, ...]
+    metadata: tuple[str, ...]
+    tags: tuple[str, ...]
+
+    def describe(self) -> str:
+        """Return `disk data, label team, metadata startup-script, tag web`; empty for nothing."""
+        named = {
+            "disk": self.disks,
+            "label": self.labels,
+            "metadata": self.metadata,
+            "tag": self.tags,
+        }
+        return ", ".join(f"{what} {each}" for what, names in named.items() for each in names)
+
+
+def hand_added(
+    google: Google, cluster: str, *, machines: Collection[str], labels: Collection[str]
+) -> list[Additions]:
+    """Return the additions to those of the cluster's machines that have any.
+
+    `labels` are the keys that the config adds. Raises CloudError and CloudAuthError.
+    """
+    client = google.compute("Instances")
+    request = request_of(
+        "AggregatedListInstancesRequest",
+        project=google.project,
+        max_results=_PAGE,
+        return_partial_success=True,
+    )
+    found = [
+        _additions(item, zone=last_word(scope), labels=labels)
+        for page in google.pages("listing instances", client.aggregated_list, request)
+        for scope, listed in page.items.items()
+        for item in listed.instances
+        if item.name in machines and item.labels.get(CLUSTER_LABEL) == cluster
+    ]
+    return sorted((each for each in found if each.describe()), key=lambda each: each.machine)
+
+
+def _additions(item: Any, *, zone: str, labels: Collection[str]) -> Additions:
+    metadata = [printable(each.key) for each in item.metadata.items]
+    own_labels = [key for key in item.labels if _OWN_LABELS.fullmatch(key) or key in labels]
+    return Additions(
+        machine=printable(item.name),
+        zone=zone,
+        disks={
+            printable(last_word(disk.source) or disk.device_name): bool(disk.auto_delete)
+            for disk in item.disks
+            if not disk.boot and disk.type_ != "SCRATCH"
+        },
+        labels=tuple(sorted(printable(key) for key in item.labels if key not in own_labels)),
+        metadata=tuple(sorted(key for key in metadata if key not in OWN_METADATA)),
+        tags=tuple(sorted(printable(tag) for tag in item.tags.items)),
+    )
+
+
+def kept_metadata(added: Sequence[Additions]) -> str:
+    """Return the value of KEPT_VARIABLE."""
+    return ",".join(sorted({key for each in added for key in each.metadata}))
+
+
+def added_lines(added: Sequence[Additions], going: Collection[str]) -> Iterator[str]:
+    """Yield a line for each machine with additions: left alone, or lost with it.
+
+    Raises ConfigError for a disk that would be deleted with its machine.
+    """
+    for each in added:
+        if each.machine not in going:
+            yield f"{each.machine}: added by hand and left alone: {each.describe()}"
+            continue
+        yield (
+            f"{each.machine}: added by hand, and not on the machine that takes its place: "
+            f"{each.describe()}" + ("; disks are detached and stay" if each.disks else "")
+        )
+        doomed = next((disk for disk, goes_too in each.disks.items() if goes_too), None)
+        if doomed is not None:
+            raise ConfigError(
+                f"{each.machine}: disk {doomed} was attached by hand, and Google deletes it with "
+                "the machine, so nothing was built. Keep it: gcloud compute instances "
+                f"set-disk-auto-delete {each.machine} --zone={each.zone} --disk={doomed} "
+                "--no-auto-delete"
+            )
+
+
+FILESTORE = "gcp:filestore/instance:Instance"
+_INSTANCE_ID = re.compile(r".*/zones/([a-z0-9-]+)/instances/([a-z0-9-]+)")
+_ENDS = ("delete", "replace", "delete-replaced")
+
+
+def has_filestore(state: StackState) -> bool:
+    """Return True if the stack has an instance, which may hold data."""
+    return any(type_of(urn) == FILESTORE for urn, _ in state.parts)
+
+
+def confirm_filestore(name: str) -> bool:
+    """Return whether the operator types the instance's name, which --yes does not answer.
+
+    Raises UsageError where nobody can be asked.
+    """
+    return confirm_by_name(f"This deletes Filestore {name} with all data on it.", name=name)
+
+
+def remove_machines(google: Google, state: StackState) -> None:
+    """Remove the stack's machines, and leave all else. Raises CloudError when one stays."""
+    found = [
+        Resource(kind="instance", name=place[2], location=place[1])
+        for urn, known in state.parts
+        if type_of(urn) == INSTANCE and (place := _INSTANCE_ID.fullmatch(known or ""))
+    ]
+    failed = remove(google, found)
+    if failed:
+        raise CloudError("; ".join(failed))
+
+
+def filestores_that_go(preview: Update) -> list[str]:
+    """Return the instances that `pulumi up` would delete or replace, with the data on them."""
+    return sorted({name_of(step.urn) for step in _steps(preview) if step.op in _ENDS})
+
+
+def refuse_another_region(preview: Update, region: str) -> None:
+    """Raise ConfigError where the instance stays in another region than the machines are to be."""
+    for step in _steps(preview):
+        place = _place(step)
+        if step.op not in _ENDS and place and not place.startswith(f"{region}-"):
+            raise ConfigError(
+                f"Filestore {name_of(step.urn)} is in {place} with its data, and region = "
+                f"{region!r}. Copy what you need from it, remove it (pulumi config set "
+                "sharedStorage none, then up), and set sharedStorage again"
+            )
+
+
+def zone_words(update: Update, zone: str | None) -> str:
+    """Return a sentence where the machines are in another zone than the instance; else nothing."""
+    for step in _steps(update):
+        place = _place(step)
+        if step.op not in _ENDS and place and zone and place != zone:
+            return (
+                f"Filestore {name_of(step.urn)} stays in {place} with its data, and the machines "
+                f"are in {zone}: Google bills the traffic between zones"
+            )
+    return ""
+
+
+def billed_words(pulumi: Pulumi) -> str:
+    """Return a sentence on the instance in the stack's state, which costs until it is removed.
+
+    Empty where there is none, or the state cannot be read.
+    """
+    try:
+        found = inputs_in_state(pulumi, FILESTORE)
+    except TileforgeError:
+        return ""
+    return "".join(_billed(inputs) for inputs in found)
+
+
+def _billed(inputs: Any) -> str:
+    place = printable(str(inputs.get("location")))
+    shares = inputs.get("fileShares") or {}
+    gib = shares.get("capacityGb") if isinstance(shares, dict) else None
+    usd = None
+    if isinstance(gib, (int, float)):
+        usd = filestore_price(gib=int(gib), region=place.rpartition("-")[0])
+    price = f"${usd:.2f}/h" if usd is not None else "money"
+    return (
+        f"Filestore {printable(str(inputs.get('name')))} in {place} stays and costs {price} "
+        "until it is removed: no lifetime ends it. "
+    )
+
+
+def _steps(update: Update) -> list[Step]:
+    return [
+        step for step in update.steps if type_of(step.urn) == FILESTORE and step.op != "refresh"
+    ]
+
+
+def _place(step: Step) -> str:
+    inputs = step.new.inputs if step.new is not None else None
+    return printable(str((inputs or {}).get("location") or ""))
+
+
+_BUCKET = "gcp:storage/bucket:Bucket"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    location: str
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+def use_kept_bucket(
+    pulumi: Pulumi,
+    known: Mapping[str, Any],
+    cluster: str,
+    state: StackState,
+    google: Callable[[], Google],
+    *,
+    identity: str,
+    folder: Path,
+    dry_run: bool,
+    talk: Console,
+) -> None:
+    """Put the bucket that this folder's cluster had before into the config, in place of `create`.
+
+    Its runs resume by their id there. One that is gone becomes `create` again. Raises CloudError,
+    CloudAuthError and PulumiError.
+    """
+    before, setting = recall(folder, cluster), known.get("bucket")
+    if before is None or before.bucket is None or before.project != known.get("project"):
+        return
+    is_own = any(type_of(urn) == _BUCKET for urn, _ in state.parts)
+    if is_own or setting not in ("create", before.bucket):
+        return
+    is_there = _is_kept(google(), before.bucket, cluster, identity, region=before.region)
+    if is_there == (setting == before.bucket):
+        return
+    wanted, words = "create", f"gs://{before.bucket} is gone: a new results bucket is made"
+    if is_there:
+        wanted = before.bucket
+        words = (
+            f"bucket: create: gs://{wanted}, which this cluster had before, is used again; the "
+            "stack's config names it now"
+        )
+    talk.print(f"without --dry-run: {words}" if dry_run else words)
+    if not dry_run:
+        pulumi.ask("config", "set", "bucket", wanted)
+
+
+def _is_kept(google: Google, name: str, cluster: str, identity: str, *, region: str) -> bool:
+    try:
+        path = f"/storage/v1/b/{name}"
+        found = google.get("storage", path, what=f"looking for gs://{name}", shape=_Answer)
+    except CloudMissingError:
+        return False
+    # One of an older version has no identity.
+    is_ours = identity_in(found.labels) in (None, identity)
+    is_ours = is_ours and found.labels.get(CLUSTER_LABEL) == cluster and KEPT_LABEL in found.labels
+    return is_ours and found.location.lower() == region

@@ -1,0 +1,340 @@
+"""`up` on a cluster that is up: what it keeps, what it names, and what it asks a person for."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from payload.errors import ExitCode
+from payload.orchestrate.__main__ import main
+from tests.orchestrate.cloud.conftest import Site
+from tests.orchestrate.cloud.fake_pulumi import step
+from tests.orchestrate.cloud.stacks import Answers, Capture, head_says, own_key, words
+from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE
+from tests.orchestrate.cloud.test_failures import DETAILS, PLAIN
+
+pytestmark = pytest.mark.processes
+
+ZONES = [f"{REGION}-f", f"{REGION}-b"]
+_URN = "urn:pulumi:dev::tileforge::gcp:{kind}::{name}"
+MACHINE = _URN.format(kind="compute/instance:Instance", name="mine-0")
+FILESTORE = _URN.format(kind="filestore/instance:Instance", name="mine-shared")
+NETWORK = _URN.format(kind="compute/network:Network", name="mine-network")
+BUCKET = _URN.format(kind="storage/bucket:Bucket", name="mine-results")
+
+
+def state_has(site: Site, *urns: str, looks: int = -1) -> None:
+    """Let the stack's state have these, for so many looks or from now on."""
+    inputs = {"name": "mine-shared", "location": ZONE, "fileShares": {"capacityGb": 1024}}
+    resources = [
+        {
+            "urn": urn,
+            "id": f"projects/{PROJECT}/zones/{ZONE}/instances/{urn.rpartition('::')[2]}",
+            "type": urn.split("::")[2],
+            "inputs": inputs if urn == FILESTORE else {},
+        }
+        for urn in urns
+    ]
+    state = {"version": 3, "deployment": {"resources": resources}}
+    site.pulumi.on("stack", "export", out=json.dumps(state), times=looks)
+
+
+def filestore_step(op: str, *, zone: str = ZONE) -> str:
+    new = {"inputs": {"name": "mine-shared", "location": zone}}
+    return step(op, FILESTORE, new=None if op == "delete" else new)
+
+
+@pytest.mark.parametrize("op", ["delete", "replace"])
+def test_a_filestore_instance_goes_only_after_its_name_was_typed(
+    site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    site.build()
+    site.pulumi.on("preview", events=filestore_step(op))
+    site.pulumi.on("up", out="done\n")
+    state_has(site, NETWORK, FILESTORE)
+    # --yes does not answer it, and a script cannot.
+    assert main(["up", "--yes"], site.env) == ExitCode.USAGE
+    assert "Only a person at a terminal" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", Answers("yes\n"))
+    assert main(["up", "--yes"], site.env) == ExitCode.OK
+    err = capsys.readouterr().err
+    assert "This deletes Filestore mine-shared with all data on it." in err
+    assert "nothing was built" in err and "up --yes --skip-preview" not in words(site)
+    monkeypatch.setattr("sys.stdin", Answers("mine-shared\n"))
+    assert main(["up", "--yes"], site.env) == ExitCode.OK
+    assert words(site).count("up --yes --skip-preview") == 1
+
+
+def test_machines_in_another_zone_than_filestore_are_named(site: Site, capsys: Capture) -> None:
+    site.build()
+    site.pulumi.on("preview", events=filestore_step("same", zone=f"{REGION}-f"))
+    site.pulumi.on("up", events=filestore_step("same", zone=f"{REGION}-f"))
+    assert main(["up", "--yes"], site.env) == ExitCode.OK
+    err = capsys.readouterr().err
+    assert f"Filestore mine-shared stays in {REGION}-f with its data" in err
+    assert f"the machines are in {ZONE}: Google bills the traffic" in err
+
+
+def test_another_region_than_filestores_is_refused(site: Site, capsys: Capture) -> None:
+    site.build()
+    site.configure(cluster="mine", project=PROJECT, region="europe-west4")
+    site.pulumi.on("preview", events=filestore_step("same"))
+    assert main(["up", "--yes"], site.env) == ExitCode.CONFIG
+    assert f"Filestore mine-shared is in {ZONE} with its data" in capsys.readouterr().err
+    assert "up --yes --skip-preview" not in words(site)
+
+
+@pytest.mark.parametrize("machines", [(), (MACHINE,)])
+def test_after_a_stock_out_the_last_line_has_filestores_price(
+    site: Site, capsys: Capture, machines: tuple[str, ...]
+) -> None:
+    own_key(site)
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out=DETAILS, status=255)
+    state_has(site, NETWORK, FILESTORE, *machines)
+    assert main(["up", "--yes"], site.env) == ExitCode.NO_CAPACITY
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"Filestore mine-shared in {ZONE} stays and costs $0.35/h until it is removed" in last
+    assert ("No machine was built" in last) == (not machines)
+
+
+def test_an_up_that_fails_takes_its_machines_back_and_leaves_the_data(
+    site: Site, capsys: Capture
+) -> None:
+    """All spot machines were preempted, one of two comes up again: what is on Filestore stays."""
+    site.build(nodes=1)
+    site.cloud.add_filestore("mine-shared", labels={}, network="mine-network")
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out=DETAILS, status=255)
+    state_has(site, NETWORK, FILESTORE, MACHINE)
+    # Before the preview and after the question there is none.
+    state_has(site, NETWORK, FILESTORE, looks=2)
+    assert main(["up", "--yes"], site.env) == ExitCode.NO_CAPACITY
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "The machines that were built before are removed again. Filestore mine-shared" in last
+    assert site.cloud.items["instances", ZONE] == [] and len(site.cloud.filestores) == 1
+    assert not [each for each in words(site) if each.startswith("destroy")]
+
+
+def test_a_filestore_instance_that_the_stack_does_not_know_is_not_removed_unasked(
+    site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.build()
+    site.cloud.add_filestore(
+        "mine-shared", labels={"tileforge-cluster": "mine"}, network="mine-network"
+    )
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out="error: googleapi: Error 409: it already exists", status=255)
+    state_has(site, NETWORK)
+    assert main(["up", "--yes", "--keep-on-failure"], site.env) == ExitCode.USAGE
+    assert "This deletes Filestore mine-shared" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", Answers("no\n"))
+    assert main(["up", "--yes", "--keep-on-failure"], site.env) == ExitCode.CONFIG
+    assert len(site.cloud.filestores) == 1 and site.cloud.items["instances", ZONE] != []
+
+
+def instance(site: Site, name: str) -> dict[str, Any]:
+    (found,) = [each for each in site.cloud.items["instances", ZONE] if each["name"] == name]
+    return found
+
+
+def add_by_hand(site: Site, name: str, *, goes_too: bool) -> None:
+    """Attach a disk, and set a label, metadata and a tag."""
+    url = f"https://www.googleapis.com/compute/v1/projects/{PROJECT}/zones/{ZONE}/disks/big"
+    machine = instance(site, name)
+    boot = {"boot": True, "autoDelete": True, "source": url.replace("big", name)}
+    machine["disks"] = [boot, {"source": url, "autoDelete": goes_too, "type": "PERSISTENT"}]
+    machine["labels"] = {**machine["labels"], "team": "nlp", "owner": "ada"}
+    machine["metadata"] = {
+        "items": [{"key": key, "value": "x"} for key in ("user-data", "startup-script", "ssh-keys")]
+    }
+    machine["tags"] = {"items": ["web"]}
+
+
+ADDED = "disk big, label team, metadata ssh-keys, metadata startup-script, tag web"
+
+
+def test_what_people_have_added_is_reported_and_the_program_told_to_leave_it(
+    site: Site, capsys: Capture
+) -> None:
+    site.build()
+    own_key(site)
+    site.configure(cluster="mine", project=PROJECT, zones=[ZONE], labels=["owner=ada"])
+    site.pulumi.machines("mine-0", "mine-1")
+    add_by_hand(site, "mine-0", goes_too=True)
+    seen = site.folder / "seen"
+    program = (site.pulumi.bin / "pulumi").read_text()
+    told = f'open({str(seen)!r}, "a").write(os.environ.get("TILEFORGE_METADATA_KEPT", "") + "\\n")'
+    (site.pulumi.bin / "pulumi").write_text(
+        f"{program}".replace("events = None", told + "\nevents = None")
+    )
+    site.pulumi.on("up", out="done\n")
+    assert main(["up", "--yes"], site.env) == ExitCode.OK
+    err = capsys.readouterr().err
+    (line,) = [each for each in err.splitlines() if "added by hand" in each]
+    assert line == f"mine-0: added by hand and left alone: {ADDED}"
+    # The preview and `up` itself alike.
+    assert seen.read_text().split().count("ssh-keys,startup-script") >= 2
+
+
+def test_a_disk_that_google_would_delete_with_its_machine_stops_up(
+    site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.build()
+    own_key(site)
+    head_says(monkeypatch)
+    site.configure(cluster="mine", project=PROJECT, zones=[ZONE], labels=["owner=ada"])
+    site.pulumi.machines("mine-0", "mine-1", going=["mine-0"])
+    site.pulumi.on("up", out="done\n")
+    add_by_hand(site, "mine-0", goes_too=True)
+    assert main(["up", "--yes"], site.env) == ExitCode.CONFIG
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "disk big was attached by hand, and Google deletes it with the machine" in last
+    assert f"set-disk-auto-delete mine-0 --zone={ZONE} --disk=big --no-auto-delete" in last
+    assert "up --yes --skip-preview" not in words(site)
+    add_by_hand(site, "mine-0", goes_too=False)
+    assert main(["up", "--yes"], site.env) == ExitCode.OK
+    err = capsys.readouterr().err
+    assert f"not on the machine that takes its place: {ADDED}; disks are detached and stay" in err
+
+
+API = "https://www.googleapis.com/compute/beta/"
+IMAGE, SUBNET = "projects/u/global/images/v1", f"projects/{PROJECT}/regions/{REGION}/subnetworks/s"
+
+
+def machine_inputs(*, url: str = "", **more: Any) -> dict[str, Any]:
+    return {
+        "bootDisk": {"initializeParams": {"image": f"{url}{IMAGE}", "size": 100}},
+        "networkInterfaces": [{"subnetwork": f"{url}{SUBNET}", "nicType": "GVNIC"}],
+        "machineType": "c3-highmem-8",
+        "zone": ZONE,
+        "scheduling": {"provisioningModel": "SPOT", "maxRunDuration": {"seconds": 43_200}},
+        "metadata": {"user-data": "x" * 100},
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("new", "said"),
+    [
+        (
+            machine_inputs(machineType="c3-highmem-22", metadata={"user-data": "y" * 100}),
+            "replaced, as this changes: machineType (c3-highmem-8 to c3-highmem-22), what it boots "
+            "with",
+        ),
+        (
+            machine_inputs(zone=f"{REGION}-b"),
+            f"replaced, as this changes: zones ({ZONE} to {REGION}-b)",
+        ),
+        (machine_inputs(), "replaced, as this changes: the cluster program"),
+        (
+            machine_inputs(networkInterfaces=[{"subnetwork": f"{SUBNET}-1460"}]),
+            "replaced, as this changes: its network",
+        ),
+        (None, "removed"),
+    ],
+)
+def test_up_names_each_machine_that_ends_and_why(
+    site: Site, capsys: Capture, new: dict[str, Any] | None, said: str
+) -> None:
+    site.build()
+    own_key(site)
+    site.pulumi.machines("mine-0")
+    # As a real engine has it: a refresh puts URLs and lists of defaults into the old inputs.
+    old = {"inputs": machine_inputs(url=API, __defaults=["eraseWindowsVssSignature"])}
+    if new is None:
+        site.pulumi.on("preview", events=step("delete", MACHINE, old=old))
+    else:
+        events = [step("delete-replaced", MACHINE, old=old)]
+        events.append(step("replace", MACHINE, old=old, new={"inputs": new}))
+        site.pulumi.on("preview", events="".join(events))
+    assert main(["up", "--dry-run", "--without-collect"], site.env) == ExitCode.OK
+    assert f"mine-0: {said}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("next_zone", [False, True])
+def test_spot_auto_ends_with_on_demand_machines(
+    site: Site, capsys: Capture, next_zone: bool
+) -> None:
+    site.build()
+    site.configure(cluster="mine", project=PROJECT, zones=ZONES, spot="auto")
+    site.pulumi.on("config", "set")
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out="done\n")
+    site.pulumi.on("up", out=PLAIN, status=255, times=len(ZONES) if next_zone else 1)
+    more = ["--next-zone"] if next_zone else []
+    assert main(["up", "--yes", *more], site.env) == ExitCode.OK
+    done = [each for each in words(site) if each.startswith(("up", "config set"))]
+    back = [f"config set --path zones[{place}] {zone}" for place, zone in enumerate(ZONES)]
+    moves = [f"config set --path zones[{n}] {zone}" for n, zone in enumerate(reversed(ZONES))]
+    attempt = "up --yes --skip-preview"
+    assert done == (
+        [attempt, *moves, attempt, "config set spot false", *back, attempt]
+        if next_zone
+        else [attempt, "config set spot false", attempt]
+    )
+    assert "no spot machine is free, so the machines are on demand" in capsys.readouterr().err
+    if next_zone:
+        # The zones had no spot machine, which says nothing of the on-demand ones.
+        kept = json.loads((site.folder / ".cluster" / "mine" / "zones.json").read_text())
+        assert kept["zones"] == []
+
+
+def test_spot_auto_falls_back_once(site: Site, capsys: Capture) -> None:
+    site.configure(cluster="mine", project=PROJECT, zones=ZONES, spot="auto")
+    site.pulumi.on("config", "set")
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out=PLAIN, status=255)
+    assert main(["up", "--yes"], site.env) == ExitCode.NO_CAPACITY
+    assert words(site).count("up --yes --skip-preview") == 2
+    assert "Those were spot machines" not in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_next_up_uses_the_bucket_that_the_cluster_had(site: Site, capsys: Capture) -> None:
+    site.build()
+    site.configure(cluster="mine", project=PROJECT, zones=[ZONE], bucket="create")
+    site.pulumi.on("config", "set")
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out="done\n")
+    kept = {"tileforge-cluster": "mine", "tileforge-kept": "true"}
+    site.cloud.buckets[0]["labels"] = kept
+    # The first one, and any while the stack has its bucket, change nothing.
+    assert main(["up", "--yes"], site.env) == ExitCode.OK
+    state_has(site, NETWORK, BUCKET)
+    assert main(["up", "--yes"], site.env) == ExitCode.OK
+    assert not [each for each in words(site) if each.startswith("config set")]
+    state_has(site, NETWORK)
+    assert main(["up", "--dry-run"], site.env) == ExitCode.OK
+    assert not [each for each in words(site) if each.startswith("config set")]
+    assert main(["up", "--yes"], site.env) == ExitCode.OK
+    assert "gs://mine-results, which this cluster had before, is used again" in (
+        capsys.readouterr().err
+    )
+    assert "config set bucket mine-results" in words(site)
+
+
+@pytest.mark.parametrize("labels", [{}, {"tileforge-cluster": "other", "tileforge-kept": "true"}])
+def test_a_bucket_of_others_is_not_taken(site: Site, labels: dict[str, str]) -> None:
+    site.build()
+    site.configure(cluster="mine", project=PROJECT, zones=[ZONE], bucket="create")
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out="done\n")
+    assert main(["up", "--yes"], site.env) == ExitCode.OK
+    site.cloud.buckets[0]["labels"] = labels
+    assert main(["up", "--yes"], site.env) == ExitCode.OK
+    assert not [each for each in words(site) if each.startswith("config set")]
+
+
+def test_a_bucket_that_is_gone_is_made_again(site: Site, capsys: Capture) -> None:
+    site.build()
+    site.pulumi.on("config", "set")
+    site.pulumi.on("preview")
+    site.pulumi.on("up", out="done\n")
+    assert main(["up", "--yes"], site.env) == ExitCode.OK
+    site.configure(cluster="mine", project=PROJECT, zones=[ZONE], bucket="mine-results")
+    site.cloud.buckets.clear()
+    assert main(["up", "--yes"], site.env) == ExitCode.OK
+    assert "gs://mine-results is gone: a new results bucket is made" in capsys.readouterr().err
+    assert "config set bucket create" in words(site)
