@@ -54,7 +54,7 @@ class _Config:
     bias: str = "none"
     init_lora_weights: bool | str | None = True
     target_modules: Any = None
-    modules_to_save: Any = None
+    modules_to_save: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,12 +129,12 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         # PEFT writes every key that it knows; these values switch a feature off.
         if not (raw[key] is None or raw[key] is False or raw[key] in ([], {}, "")):
             raise CheckpointError(
-                f"{path}: {shown(key)} = {shown(raw[key])}: adapters with it cannot be loaded. "
-                f"{_FIX}"
+                f"{path}: {shown(key)[1:-1]} = {shown(raw[key])}: adapters with it cannot be "
+                f"loaded. {_FIX}"
             )
     modules = found.modules_to_save or ()
     wanted_modules = CLASSIFIER_MODULES if found.task_type == CLASSIFIER else ()
-    if not isinstance(modules, list | tuple) or not set(modules) <= set(wanted_modules):
+    if not set(modules) <= set(wanted_modules):
         only = f"some of {', '.join(CLASSIFIER_MODULES)}" if wanted_modules else "null"
         raise CheckpointError(
             f"{path}: modules_to_save = {shown(modules)}, only {only} can be loaded for task_type "

@@ -129,9 +129,9 @@ def _refuse_variants(header: GgufHeader, kind: str, width: Value | None, *, wher
         if key != full and key not in _READ and found != _NEUTRAL.get(key, 0):
             _refuse(where, full, found, "it is not read here")
     for key in ("rope.dimension_count", "attention.value_length"):
-        found = values.get(f"{kind}.{key}", width)
-        if found != width:
-            _refuse(where, f"{kind}.{key}", found, f"heads are {shown(width)} wide")
+        other = values.get(f"{kind}.{key}")
+        if other not in (None, width):
+            _refuse(where, f"{kind}.{key}", other, f"heads are {shown(width)} wide")
 
 
 def _require_tensors(spec: DecoderSpec, header: GgufHeader, *, where: str) -> None:

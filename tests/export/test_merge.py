@@ -297,7 +297,12 @@ def test_how_the_linears_are_stored_is_the_familys_and_not_the_files_to_say(
 
 def test_an_adapter_of_a_family_of_transformers_is_merged_as_loading_does(tmp_path: Path) -> None:
     base, folder = tmp_path / "base", tmp_path / "adapter"
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 96}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "vocab_size": 96,
+    }
     causal: Any = AutoModelForCausalLM
     causal.from_config(GPTNeoXConfig(**sizes, num_attention_heads=4)).save_pretrained(base)
     adapted(load(base), base, folder)

@@ -279,6 +279,7 @@ def test_adapter_settings_that_cannot_be_are_one_line(
         ("bias", "all", "only none"),
         ("target_modules", ".*", "no list of names"),
         ("modules_to_save", ["lm_head"], "only null"),
+        ("modules_to_save", [{}], "must be a string"),
         ("base_model_name_or_path", None, "is missing"),
         ("r", 0, "r"),
         ("alpha_pattern", {"c_attn": 64}, "cannot be loaded"),
