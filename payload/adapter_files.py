@@ -8,14 +8,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from payload.checkpoint_files import ADAPTER_FILES, TRAINER_FILE
 from payload.errors import CheckpointError
+from payload.hf_folder import own_file
 from payload.models.adapter import ALL_LINEAR
 from payload.training_sections import AdapterSection, Quantize
 from payload.untrusted import build, checked, parse_json, read_bytes, shown
 
 ADAPTER_FILE, ADAPTER_CONFIG_FILE = ADAPTER_FILES
+
+_UNUSED = frozenset(
+    {"auto_mapping", "inference_mode", "peft_version", "runtime_config"}
+    # Each matters only beside another key, which is refused or says how training began.
+    | {"eva_config", "layers_pattern", "megatron_core", "qalora_group_size"}
+    # How transformers stores the base's linears; the model's family says it.
+    | {"fan_in_fan_out"}
+)
+"""PEFT's keys that change nothing in what a saved adapter computes."""
+_PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""PEFT's initialisations that leave the base's weights as they are; pissa and olora do not."""
 
 CLASSIFIER = "SEQ_CLS"
 """PEFT's task_type for a classifier's adapter."""
@@ -39,6 +52,9 @@ class _Config:
     use_rslora: bool = False
     use_dora: bool = False
     bias: str = "none"
+    init_lora_weights: bool | str | None = True
+    target_modules: Any = None
+    modules_to_save: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +100,10 @@ def base_quantization(folder: Path) -> Quantize:
 def read_adapter_config(folder: Path) -> AdapterConfig:
     """Read adapter_config.json of `folder`.
 
-    Raises CheckpointError when it is absent, damaged or another kind of adapter.
+    Raises CheckpointError when it is absent, damaged or another kind of adapter. Keys that are not
+    read must have the value that leaves them out.
     """
-    path = folder / ADAPTER_CONFIG_FILE
+    path = own_file(folder, ADAPTER_CONFIG_FILE)
     try:
         raw = parse_json(read_bytes(path), where=str(path), fix=_FIX, error=CheckpointError)
     except OSError as error:
@@ -101,9 +118,23 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
             raise CheckpointError(
                 f"{path}: {key} = {shown(value)}, only {wanted} can be loaded. {_FIX}"
             )
-    modules = raw.get("modules_to_save") or ()
+    if found.init_lora_weights not in _PLAIN_INITS:
+        raise CheckpointError(
+            f"{path}: init_lora_weights = {shown(found.init_lora_weights)} may have changed the "
+            "base's weights, which are not in the adapter. Save it with PEFT's "
+            "path_initial_model_for_weight_conversion."
+        )
+    read = {*_Config.__dataclass_fields__, *_UNUSED}
+    for key in sorted(raw.keys() - read):
+        # PEFT writes every key that it knows; these values switch a feature off.
+        if not (raw[key] is None or raw[key] is False or raw[key] in ([], {}, "")):
+            raise CheckpointError(
+                f"{path}: {shown(key)[1:-1]} = {shown(raw[key])}: adapters with it cannot be "
+                f"loaded. {_FIX}"
+            )
+    modules = found.modules_to_save or ()
     wanted_modules = CLASSIFIER_MODULES if found.task_type == CLASSIFIER else ()
-    if not isinstance(modules, list | tuple) or not set(modules) <= set(wanted_modules):
+    if not set(modules) <= set(wanted_modules):
         only = f"some of {', '.join(CLASSIFIER_MODULES)}" if wanted_modules else "null"
         raise CheckpointError(
             f"{path}: modules_to_save = {shown(modules)}, only {only} can be loaded for task_type "
@@ -117,7 +148,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
             rank=found.r,
             alpha=found.lora_alpha,
             dropout=found.lora_dropout,
-            target=_target(raw.get("target_modules"), path),
+            target=_target(found.target_modules, path),
             rslora=found.use_rslora,
             dora=found.use_dora,
         ),

@@ -13,10 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from payload.errors import CheckpointError, ConfigError
-from payload.hf_folder import read_config, weight_files
+from payload.hf_folder import own_file, read_config, weight_files
 from payload.models.spec import Dtype
 from payload.run_config import RunConfig
-from payload.untrusted import build, check_schema, checked, parse_json, read_bytes
+from payload.untrusted import (
+    build,
+    check_schema,
+    checked,
+    open_regular,
+    parse_json,
+    read_bytes,
+)
 
 SCHEMA_VERSION = 1
 MANIFEST_FILE = "manifest.json"
@@ -212,20 +219,21 @@ def checkpoint_dtype(folder: Path) -> Dtype | None:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the hash of a file's content. Raises OSError."""
-    with path.open("rb") as file:
+    """Return the hash of a file's content. Raises OSError, also for what is no regular file."""
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def weights_sha256(folder: Path) -> str:
     """Return the hash over a model folder's files with weights: what an adapter's base is known by.
 
-    Raises CheckpointError for a damaged index, and for files that cannot be read.
+    Raises CheckpointError for a damaged index, for files that cannot be read and for links that
+    lead out of the folder.
     """
     digest = hashlib.sha256()
     for name in weight_files(folder):
         try:
-            digest.update(sha256_of(folder / name).encode())
+            digest.update(sha256_of(own_file(folder, name)).encode())
         except OSError as error:
             raise CheckpointError(
                 f"{folder / name}: {error.strerror}. Put the weights back in that place."

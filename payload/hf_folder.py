@@ -6,10 +6,11 @@ others wrote. What the config means is for payload.models.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
-from payload.errors import CheckpointError
+from payload.errors import CheckpointError, TileforgeError
 from payload.untrusted import parse_json, read_bytes, shown
 
 CONFIG_FILE = "config.json"
@@ -31,9 +32,27 @@ FIX = "Name a folder in the Hugging Face layout."
 _WEIGHTS_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 
 
+def own_file(folder: Path, name: str, *, error: type[TileforgeError] = CheckpointError) -> Path:
+    """Return the path of a file of a model's folder; there need not be one.
+
+    Raises `error` for a link that leads out of the folder: what is behind it would be copied into
+    what is made of the model, or sent to a node.
+    """
+    path, home = folder / name, Path(os.path.realpath(folder))
+    # The hub's cache keeps its files in `blobs`, beside `snapshots`, and links to them.
+    blobs = home.parent.parent / "blobs"
+    allowed = (home, blobs) if home.parent.name == "snapshots" else (home,)
+    target = Path(os.path.realpath(path))
+    if not any(target.is_relative_to(each) for each in allowed):
+        raise error(
+            f"{path}: a link that leads out of its folder, to {target}. Put the file itself there."
+        )
+    return path
+
+
 def read_config(folder: Path) -> dict[str, object]:
     """Read config.json of `folder`, an object. Raises CheckpointError when absent or damaged."""
-    path = folder / CONFIG_FILE
+    path = own_file(folder, CONFIG_FILE)
     raw = _read_json(path)
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: {shown(raw)} is no JSON object. {FIX}")
@@ -55,7 +74,7 @@ def weight_map(folder: Path) -> dict[str, str]:
 
     Raises CheckpointError for a damaged index, or one that leads out of the folder.
     """
-    index = folder / INDEX_FILE
+    index = own_file(folder, INDEX_FILE)
     raw = _read_json(index)
     names = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(names, dict) or not names:

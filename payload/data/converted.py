@@ -10,7 +10,7 @@ from pathlib import Path
 from payload.checkpoint_files import sha256_of
 from payload.errors import CheckpointError
 
-_RECIPE = "1"
+_RECIPE = "2"
 """Part of a folder's name; raise it when a conversion changes."""
 
 

@@ -24,7 +24,7 @@ from payload.data.tokenizers.gpt2 import (
 from payload.data.tokenizers.hf_fast import PRINTED_BYTES, byte_symbols
 from payload.data_folder import DataMeta
 from payload.errors import CheckpointError, DataError
-from payload.hf_folder import TOKENIZER_FILES
+from payload.hf_folder import TOKENIZER_FILES, own_file
 from payload.untrusted import read_bytes
 
 MERGES_PATH = Path(__file__).parent / "gpt2" / "merges.txt"
@@ -151,7 +151,7 @@ def _copied(source: Path) -> Mapping[str, bytes]:
     files = {}
     for name in TOKENIZER_FILES:
         try:
-            files[name] = read_bytes(source / name)
+            files[name] = read_bytes(own_file(source, name))
         except FileNotFoundError:
             continue
         except OSError as error:

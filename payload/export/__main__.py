@@ -60,15 +60,13 @@ def _export(arguments: argparse.Namespace) -> Path:
         vocabulary = read_vocabulary(
             tokenizer, rows=plan.vocab_size, eos=eos if isinstance(eos, int) else None
         )
-        with _weights(folder, weights_at) as weights:
-            write_gguf(
-                out, weights, plan=plan, vocabulary=vocabulary, name=name, dtype=arguments.dtype
-            )
+        weights = _weights(folder, weights_at)
+        write_gguf(out, weights, plan=plan, vocabulary=vocabulary, name=name, dtype=arguments.dtype)
         for note in plan.notes:
             print(f"note: {note}", file=sys.stderr)
     else:
-        with _weights(folder, weights_at) as weights:
-            write_hf(out, weights, config=config, source=tokenizer, dtype=arguments.dtype)
+        weights = _weights(folder, weights_at)
+        write_hf(out, weights, config=config, source=tokenizer, dtype=arguments.dtype)
     return out
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _HEAD = "lm_head.weight"
+_EMBEDDING = "token_embd.weight"
 _GPT2_PREFIX = "transformer."
 _ROPE_FACTORS = "rope_freqs.weight"
 _POSITIONS = "position_embd.weight"
@@ -65,6 +66,7 @@ def write_gguf(
 
     logging.getLogger("gguf").setLevel(logging.WARNING)
     entries = _entries(weights.shapes(), plan, dtype=dtype)
+    _require_tied(weights, entries, plan)
     with whole_or_absent(path) as partial:
         writer = gguf.GGUFWriter(partial, plan.architecture)
         _add_header(writer, plan, vocabulary, name=name, dtype=dtype)
@@ -126,6 +128,16 @@ def _entries(
             "is damaged; use another checkpoint."
         )
     return entries
+
+
+def _require_tied(weights: WeightFiles, entries: list[_Entry], plan: GgufPlan) -> None:
+    """Refuse an output head that is to be left out and is not the token embedding."""
+    from payload.train.models.saved import require_tied
+
+    embedding = next((each.source for each in entries if each.target == _EMBEDDING), None)
+    if plan.is_tied and embedding and _HEAD in weights.shapes():
+        found = {name: weights.read(name) for name in (_HEAD, embedding)}
+        require_tied(found, head=_HEAD, embedding=embedding, where="the weights")
 
 
 def _kind(target: str, shape: tuple[int, ...], *, dtype: Dtype) -> gguf.GGMLQuantizationType:

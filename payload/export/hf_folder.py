@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from payload.errors import CheckpointError
 from payload.export.tensors import WeightFiles, rounded, whole_or_absent
-from payload.hf_folder import CONFIG_FILE, TOKENIZER_FILES, WEIGHTS_FILE
+from payload.hf_folder import CONFIG_FILE, TOKENIZER_FILES, WEIGHTS_FILE, own_file
 from payload.untrusted import read_bytes
 
 _COPIED = (*TOKENIZER_FILES, "generation_config.json")
@@ -41,7 +41,7 @@ def write_hf(
         (partial / CONFIG_FILE).write_text(_with_dtype(config, _NAMES[dtype]), encoding="utf-8")
         for name in _COPIED:
             try:
-                (partial / name).write_bytes(read_bytes(source / name))
+                (partial / name).write_bytes(read_bytes(own_file(source, name)))
             except FileNotFoundError:
                 continue
             except OSError as error:

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from payload.adapter_files import (
-    ADAPTER_CONFIG_FILE,
-    AdapterConfig,
-    read_adapter_config,
-)
 from payload.errors import CheckpointError
 from payload.export.tensors import WeightFiles
-from payload.models.adapter import scale
-from payload.untrusted import read_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PREFIX = "base_model.model."
 _HEAD = "lm_head."
 
 
@@ -28,41 +19,22 @@ class MergedWeights(WeightFiles):
     """Reads the base's tensors with what the adapter adds to each, in fp32."""
 
     def __init__(self, base: Path, adapter: Path) -> None:
+        """Load the adapter. Raises CheckpointError as loading the model with it does."""
+        from payload.train.models.lora import LoraLinear
+        from payload.train.models.registry import load_adapter_alone
+
         super().__init__(base)
         self._adapter = adapter
-        self._config: AdapterConfig = read_adapter_config(adapter)
-        self._is_transposed = _fan_in_fan_out(adapter)
-        self._pairs: dict[str, tuple[Tensor, Tensor]] = {}
-        self._magnitudes: dict[str, Tensor] = {}
-        """DoRA's, by the weight's name."""
-        self._whole: dict[str, Tensor] = {}
-
-    def __enter__(self) -> MergedWeights:
-        """Open the files and read the adapter. Raises CheckpointError when they do not fit."""
-        from payload.train.models.lora import read_adapter_tensors
-
-        super().__enter__()
-        try:
-            self._take(read_adapter_tensors(self._adapter))
-        except CheckpointError:
-            self._open.close()
-            raise
-        return self
-
-    def _take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Find the base's tensor for each of the adapter's."""
-        for name, low in tensors.items():
-            module, _, part = name.removeprefix(_PREFIX).rpartition(".lora_")
-            if not module:
-                # Trained whole, as a classifier's head is; it takes the output head's place.
-                self._whole[name.removeprefix(_PREFIX)] = low
-            elif part == "magnitude_vector":
-                self._magnitudes[self._place(f"{module}.weight")] = low
-            elif part == "A.weight":
-                high = tensors.get(f"{_PREFIX}{module}.lora_B.weight")
-                if high is None:
-                    raise self._misfit(f"{module} has lora_A without lora_B")
-                self._pairs[self._place(f"{module}.weight")] = low, high
+        model = load_adapter_alone(adapter, base)
+        self._is_transposed = model.transposes_linears()
+        self._whole = model.trained_beside_adapter()
+        """A classifier's head, which takes the output head's place."""
+        self._linears = {
+            self._place(f"{model.hf_name(path)}.weight"): linear
+            for path, linear in model.named_modules()
+            if isinstance(linear, LoraLinear)
+        }
+        """By the name of the base's tensor."""
 
     def _place(self, name: str) -> str:
         """Return the base's own name of a tensor; old files leave the model's prefix out."""
@@ -81,28 +53,23 @@ class MergedWeights(WeightFiles):
 
     def read(self, name: str) -> Tensor:
         """Return one tensor in fp32. Raises CheckpointError where the adapter does not fit it."""
+        from torch import nn
+
         if name in self._whole:
-            return self._whole[name].float()
+            return self._whole[name].detach()
         value = super().read(name).float()
-        if name not in self._pairs:
+        linear = self._linears.get(name)
+        if linear is None:
             return value
-        low, high = (each.float() for each in self._pairs[name])
-        settings = self._config.settings
-        factor = scale(rank=settings.rank, alpha=settings.alpha, rslora=settings.rslora)
-        added = factor * (high @ low)
-        added = added.t() if self._is_transposed else added
-        if added.shape != value.shape:
-            sizes = f"{tuple(value.shape)}, the adapter is for {tuple(added.shape)}"
-            raise self._misfit(f"{name} is {sizes}")
-        merged = value + added
-        if name in self._magnitudes:
-            # Over the inputs, which are the first dimension where the base is transposed.
-            inputs = 0 if self._is_transposed else 1
-            lengths = merged.norm(dim=inputs, keepdim=True)
-            merged = merged * (self._magnitudes[name].float().reshape(lengths.shape) / lengths)
+        plain, unset = value.t() if self._is_transposed else value, linear.weight
+        if plain.shape != unset.shape:
+            raise self._misfit(f"{name} is {tuple(plain.shape)}, not {tuple(unset.shape)}")
+        linear.weight = nn.Parameter(plain, requires_grad=False)
+        merged = linear.merged()
+        linear.weight = unset
         if not bool(merged.isfinite().all()):
             raise self._misfit(f"{name} has NaN or infinity with the adapter")
-        return merged
+        return merged.t() if self._is_transposed else merged
 
     def _misfit(self, problem: str) -> CheckpointError:
         return CheckpointError(
@@ -119,33 +86,22 @@ class DequantizedWeights(WeightFiles):
     """
 
     def __init__(self, adapter: Path) -> None:
-        super().__init__(adapter)
-        self._tensors: dict[str, Tensor] = {}
-
-    def __enter__(self) -> DequantizedWeights:
         """Load and merge. Raises CheckpointError, and ConfigError without bitsandbytes."""
         from payload.train.models.registry import load
 
-        self._tensors = load(self._folder).hf_tensors()
-        return self
+        self._folder = adapter
+        self._merged = load(adapter).hf_tensors()
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return every tensor's size."""
-        return {name: tuple(value.shape) for name, value in self._tensors.items()}
+        return {name: tuple(value.shape) for name, value in self._merged.items()}
 
     def read(self, name: str) -> Tensor:
         """Return one tensor in fp32. Raises CheckpointError where it is not finite."""
-        value = self._tensors[name]
+        value = self._merged[name]
         if not bool(value.isfinite().all()):
             raise CheckpointError(
                 f"{self._folder}: {name} has NaN or infinity with the adapter. Use another "
                 "checkpoint."
             )
         return value
-
-
-def _fan_in_fan_out(adapter: Path) -> bool:
-    """Say whether the base's linears are stored as (in, out)."""
-    path = adapter / ADAPTER_CONFIG_FILE
-    raw: Any = json.loads(read_bytes(path))
-    return bool(raw.get("fan_in_fan_out"))

@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from payload.errors import CheckpointError
-from payload.hf_folder import weight_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,46 +18,23 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 class WeightFiles:
-    """Reads a model's tensors by name, each when it is asked for."""
+    """Reads a model's tensors by name, each when it is requested."""
 
     def __init__(self, folder: Path) -> None:
+        """Read the files' headers. Raises CheckpointError for what training refuses to load."""
+        from payload.train.lazy_tensors import LazyTensors
+
         self._folder = folder
-        self._open = ExitStack()
-        self._files: dict[str, Any] = {}
-
-    def __enter__(self) -> WeightFiles:
-        """Open the files. Raises CheckpointError."""
-        from safetensors import SafetensorError, safe_open
-
-        for name in weight_files(self._folder):
-            path = self._folder / name
-            try:
-                file = self._open.enter_context(safe_open(path, framework="pt"))
-            except (OSError, SafetensorError, ValueError) as error:
-                self._open.close()
-                raise CheckpointError(
-                    f"{path}: cannot be read ({error}). Only safetensors files are exported. Use "
-                    "another checkpoint."
-                ) from None
-            self._files |= {key: file for key in file.keys() if not key.endswith(_BUFFERS)}  # noqa: SIM118
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close the files."""
-        self._open.close()
+        self._tensors = LazyTensors(folder, fix="Use another checkpoint.")
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return every tensor's size, without reading it."""
-        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
+        names = (name for name in self._tensors if not name.endswith(_BUFFERS))
+        return {name: self._tensors.shape(name) for name in names}
 
     def read(self, name: str) -> Tensor:
         """Return one tensor as it is stored. Raises CheckpointError where it is not finite."""
-        value: Tensor = self._files[name].get_tensor(name)
+        value = self._tensors[name]
         if not bool(value.isfinite().all()):
             raise CheckpointError(
                 f"{self._folder}: {name} has NaN or infinity: training diverged before these "

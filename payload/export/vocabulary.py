@@ -15,6 +15,7 @@ from typing import Any
 
 from payload.data.pre_tokenizers import LLAMA3, QWEN2, TEKKEN
 from payload.errors import CheckpointError
+from payload.hf_folder import own_file
 from payload.tokenizer_pipeline import canonical_parts
 from payload.untrusted import build, checked, is_failure, parse_json, read_bytes, shown
 
@@ -85,11 +86,11 @@ def read_vocabulary(folder: Path, *, rows: int, eos: int | None) -> Vocabulary:
     `eos` is the token that ends a text by config.json; the tokenizer's own comes first. Raises
     CheckpointError for a tokenizer that is missing, damaged or unknown to llama.cpp.
     """
-    path = folder / _TOKENIZER
+    path = own_file(folder, _TOKENIZER)
     raw = _read_json(path)
     model, added = _parsed(raw, path)
     texts, kinds = _tokens(model, added, rows=rows, path=path)
-    config = _read_json(folder / _TOKENIZER_CONFIG, missing={})
+    config = _read_json(own_file(folder, _TOKENIZER_CONFIG), missing={})
     ids = {text: number for number, text in enumerate(texts)}
     special = _special_tokens(config, ids)
     if eos is not None:
@@ -271,7 +272,7 @@ def _adds_space(raw: Mapping[str, Any]) -> bool:
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     try:
-        return read_bytes(folder / _TEMPLATE).decode("utf-8")
+        return read_bytes(own_file(folder, _TEMPLATE)).decode("utf-8")
     except (OSError, UnicodeDecodeError):
         template = config.get("chat_template")
         return template if isinstance(template, str) else None

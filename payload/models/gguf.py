@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from payload.errors import CheckpointError
-from payload.hf_folder import CONFIG_FILE
+from payload.hf_folder import CONFIG_FILE, own_file
 from payload.models import decoder
 from payload.models.decoder import DecoderSpec
 from payload.models.gguf_header import SUFFIX, GgufHeader, Value, read_header
@@ -28,6 +28,16 @@ _KEYS: Mapping[str, str] = {
     "rope.freq_base": "rope_theta",
 }
 """config.json's name of each key below the architecture's."""
+_READ = frozenset(
+    {*_KEYS, "attention.key_length", "attention.value_length", "rope.dimension_count"}
+    | {"rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"}
+    # These change nothing here: the tensors say the vocabulary, only YaRN reads the last two.
+    | {"vocab_size", "tensor_data_layout"}
+    | {"rope.scaling.original_context_length", "rope.scaling.finetuned"}
+)
+"""Keys below the architecture's that a file may have with any value."""
+_NEUTRAL: Mapping[str, float] = {"attention.causal": True, "rope.scaling.attn_factor": 1.0}
+"""Value of another key that changes nothing, where that is not 0."""
 _DEFAULTS: Mapping[str, float] = {"rope_theta": 10_000.0}
 _TOKENS: Mapping[str, str] = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
@@ -56,7 +66,7 @@ _PARTS: Mapping[str, str] = {
 def gguf_file(source: Path) -> Path | None:
     """Return the GGUF file that `source` is or has, or None for a folder of another kind.
 
-    Raises CheckpointError for a folder with several.
+    Raises CheckpointError for a folder with several, or with a link to one elsewhere.
     """
     if source.is_file():
         return source if source.suffix == SUFFIX else None
@@ -66,7 +76,7 @@ def gguf_file(source: Path) -> Path | None:
     if len(found) > 1:
         names = ", ".join(path.name for path in found[:3])
         raise CheckpointError(f"{source}: it has {len(found)} GGUF files ({names}). Name one.")
-    return found[0] if found else None
+    return own_file(source, found[0].name) if found else None
 
 
 def read_gguf(path: Path) -> DecoderSpec:
@@ -98,8 +108,10 @@ def gguf_config(header: GgufHeader, *, where: str) -> dict[str, Any]:
         config["head_dim"] = width
     config |= {name: values[key] for name, key in _TOKENS.items() if key in values}
     _refuse_variants(header, kind, width, where=where)
-    if values.get(f"{kind}.rope.scaling.type") == "linear":
-        factor = values.get(f"{kind}.rope.scaling.factor")
+    factor = values.get(f"{kind}.rope.scaling.factor", values.get(f"{kind}.rope.scale_linear"))
+    # As in llama.cpp a factor is of linear scaling unless a type says otherwise, and 0 is none.
+    is_linear = values.get(f"{kind}.rope.scaling.type", "linear") == "linear"
+    if is_linear and factor not in (None, 0, 1):
         config["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     return config
 
@@ -112,12 +124,14 @@ def _refuse_variants(header: GgufHeader, kind: str, width: Value | None, *, wher
     scaling = values.get(f"{kind}.rope.scaling.type")
     if scaling not in (None, "none", "linear"):
         _refuse(where, f"{kind}.rope.scaling.type", scaling, "transformers' reader leaves it out")
-    for key in ("expert_count", "attention.sliding_window"):
-        if found := values.get(f"{kind}.{key}"):
-            _refuse(where, f"{kind}.{key}", found, "it is not read here")
-    turned = values.get(f"{kind}.rope.dimension_count", width)
-    if turned != width:
-        _refuse(where, f"{kind}.rope.dimension_count", turned, f"heads are {shown(width)} wide")
+    for full, found in values.items():
+        key = full.removeprefix(f"{kind}.")
+        if key != full and key not in _READ and found != _NEUTRAL.get(key, 0):
+            _refuse(where, full, found, "it is not read here")
+    for key in ("rope.dimension_count", "attention.value_length"):
+        other = values.get(f"{kind}.{key}")
+        if other not in (None, width):
+            _refuse(where, f"{kind}.{key}", other, f"heads are {shown(width)} wide")
 
 
 def _require_tensors(spec: DecoderSpec, header: GgufHeader, *, where: str) -> None:

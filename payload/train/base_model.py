@@ -14,6 +14,7 @@ from payload.adapter_files import (
 )
 from payload.checkpoint_files import config_sha256, sha256_of, weights_sha256
 from payload.errors import CheckpointError
+from payload.hf_folder import own_file
 from payload.models.hub import HubName
 from payload.train.checkpoint import BaseModel
 from payload.train.weights import config_folder, model_folder
@@ -44,7 +45,7 @@ def _sha256(folder: Path) -> str:
     if not has_adapter(folder):
         return weights_sha256(folder)
     base = weights_sha256(model_folder(read_adapter_config(folder).source()))
-    own = sha256_of(folder / ADAPTER_FILE)
+    own = sha256_of(own_file(folder, ADAPTER_FILE))
     path = folder / ADAPTER_CONFIG_FILE
     config = parse_json(read_bytes(path), where=str(path), error=CheckpointError)
     # Where the base lies changes nothing: its weights are in the hash.

@@ -235,6 +235,22 @@ def test_a_damaged_tokenizer_is_one_line_and_writes_nothing(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja"])
+def test_a_link_out_of_the_folder_is_refused_and_one_of_the_hubs_cache_is_not(
+    tmp_path: Path, name: str
+) -> None:
+    blobs = small_tokenizer(tmp_path).rename(tmp_path / "blobs")
+    (blobs / name).touch()
+    for folder in (tmp_path / "model", tmp_path / "snapshots" / "1234"):
+        shutil.copytree(blobs, folder)
+        (folder / name).unlink()
+        (folder / name).symlink_to(blobs / name)
+
+    assert load_tokenizer(str(tmp_path / "snapshots" / "1234")).vocab_size == 3
+    with pytest.raises(DataError, match=f"{name}: a link that leads out of its folder"):
+        load_tokenizer(str(tmp_path / "model"))
+
+
 def small_tokenizer(tmp_path: Path) -> Path:
     """A vocabulary of one word, made without training."""
     folder = tmp_path / "small"

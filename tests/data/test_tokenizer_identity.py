@@ -213,6 +213,16 @@ def test_a_checkpoint_gets_the_tokenizer_of_the_data_not_the_models_other_one(
     assert json.loads(files["tokenizer.json"])["normalizer"] is None
 
 
+def test_a_checkpoint_gets_no_file_behind_a_link_out_of_the_models_folder(tmp_path: Path) -> None:
+    data = make_data_folder(tmp_path / "data")
+    folder = gpt2_folder(tmp_path / "model")
+    (tmp_path / "secret").write_text("key")
+    (folder / "chat_template.jinja").symlink_to("../secret")
+
+    with pytest.raises(CheckpointError, match=r"jinja: a link that leads out of its folder"):
+        tokenizer_files(load_meta(data), data=data, source=folder, context=1024)
+
+
 def test_the_identity_of_gpt2_is_that_of_the_packaged_files() -> None:
     raw = json.loads(gpt2_files(context=1024)["tokenizer.json"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.llama_cpp import EOS, add_tokenizer
 from payload.errors import CheckpointError, ExitCode
@@ -331,6 +333,68 @@ def test_weights_that_the_format_cannot_hold_leave_no_file(
     code = export(source, tmp_path / "out.gguf", "--dtype", "f16")
     assert expected in complaint(code, capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("format_", ["hf", "gguf"])
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_no_link_that_leads_out_of_the_models_folder_is_followed(
+    name: str, format_: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = make_gpt2(tmp_path / "model")
+    (source / name).rename(tmp_path / "secret")
+    (source / name).symlink_to("../secret")
+    said = complaint(export(source, tmp_path / "out", format_=format_), capsys)
+    assert f"{source / name}: a link that leads out of its folder" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
+    whole = make_gpt2(tmp_path / "model")
+    blobs, snapshot = tmp_path / "cache" / "blobs", tmp_path / "cache" / "snapshots" / "1234"
+    snapshot.mkdir(parents=True)
+    whole.rename(blobs)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    assert export(snapshot, tmp_path / "out", format_="hf") == ExitCode.OK
+    assert export(snapshot, tmp_path / "out.gguf") == ExitCode.OK
+    content = (tmp_path / "out" / "tokenizer.json").read_bytes()
+    assert content == (blobs / "tokenizer.json").read_bytes()
+
+
+def test_shards_that_both_have_a_tensor_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = make_llama(tmp_path / "model", "Llama")
+    tensors = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    head, norm = "lm_head.weight", "model.norm.weight"
+    files = {name: "model-00001-of-00002.safetensors" for name in tensors}
+    files[norm] = "model-00002-of-00002.safetensors"
+    save_file({head: torch.ones_like(tensors[head]), norm: tensors.pop(norm)}, source / files[norm])
+    save_file(tensors, source / files[head])
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    said = complaint(export(source, tmp_path / "out", format_="hf"), capsys)
+    assert f"'{head}', but {files[norm]} has one too" in said
+
+
+def test_a_pipe_in_the_place_of_the_weights_does_not_block(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = make_gpt2(tmp_path / "model")
+    (source / "model.safetensors").unlink()
+    os.mkfifo(source / "model.safetensors")
+    said = complaint(export(source, tmp_path / "out", format_="hf"), capsys)
+    assert f"{source}: it has no weights" in said
+
+
+def test_a_head_that_gguf_leaves_out_must_be_the_embedding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = make_llama(tmp_path / "model", "Llama")
+    change_config(source, tie_word_embeddings=True)
+    capsys.readouterr()
+    said = complaint(export(source, tmp_path / "out.gguf"), capsys)
+    assert "tie_word_embeddings = true, but lm_head.weight is not model.embed_tokens.weight" in said
 
 
 def test_an_interrupted_write_leaves_nothing_and_a_file_that_is_there_stays(tmp_path: Path) -> None:

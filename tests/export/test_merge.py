@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPTNeoXConfig
 
 from benchmarks.llama_cpp import add_tokenizer
 from payload import checkpoint_files
 from payload.checkpoint_files import config_sha256, sha256_of, weights_sha256
-from payload.errors import ExitCode
+from payload.errors import CheckpointError, ExitCode
 from payload.evaluate.__main__ import main as evaluate
 from payload.export.__main__ import main
+from payload.export.merged import MergedWeights
 from payload.generate.__main__ import main as generate
 from payload.train.models.base import CausalLM, trainable
 from payload.train.models.classifier import Classifier
 from payload.train.models.lora import add_adapter, save_adapter
 from payload.train.models.registry import load
 from payload.training_sections import AdapterSection
-from tests.export.test_export import complaint, make
+from tests.export.test_export import change_config, complaint, make
 from tests.support.chat_data import (
     conversations,
     make_model,
@@ -102,6 +106,7 @@ def test_a_classifiers_adapter_becomes_a_whole_classifier(tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("changes", [{}, {"dora": True}])
 def test_generate_and_evaluate_read_an_adapter_as_they_read_its_merged_weights(
     changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -129,6 +134,7 @@ def test_generate_and_evaluate_read_an_adapter_as_they_read_its_merged_weights(
     assert losses[0] != pytest.approx(losses[2], rel=1e-3)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("program", ["generate", "evaluate"])
 def test_generate_and_evaluate_refuse_a_base_that_is_another_one_or_gone(
     program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -221,8 +227,130 @@ def test_a_base_of_another_size_or_without_the_tensors_is_refused(
         (base / name).write_bytes((other / name).read_bytes())
     capsys.readouterr()
     said = complaint(merge(folder, tmp_path / "out"), capsys)
-    assert "does not fit its base" in said and "the base has no tensor" in said
+    assert "does not fit its base" in said and "no linear 'c_attn'" in said
     assert not (tmp_path / "out").exists()
+
+
+EMBEDDING = "model.embed_tokens.weight"
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def with_bias(adapter: dict[str, Any], _base: Path) -> None:
+    adapter[f"{Q}.lora_B.bias"] = torch.ones(64)
+
+
+def with_another_rank(adapter: dict[str, Any], _base: Path) -> None:
+    for part, dim in (("A", 0), ("B", 1)):
+        name = f"{Q}.lora_{part}.weight"
+        adapter[name] = adapter[name].narrow(dim, 0, 2).contiguous()
+
+
+def with_an_embedding(adapter: dict[str, Any], base: Path) -> None:
+    adapter[f"base_model.model.{EMBEDDING}"] = load_file(base / "model.safetensors")[EMBEDDING]
+
+
+def without_a_linear(adapter: dict[str, Any], _base: Path) -> None:
+    del adapter[f"{Q}.lora_A.weight"], adapter[f"{Q}.lora_B.weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (with_bias, "1 unknown (first: base_model.model.model.layers.0.self_attn.q_proj.lora_B.b"),
+        (with_another_rank, "is (2, 64), this model needs (4, 64)"),
+        (with_an_embedding, "1 unknown (first: base_model.model.model.embed_tokens.weight)"),
+        (without_a_linear, "2 missing"),
+    ],
+)
+def test_a_merge_refuses_the_adapters_that_loading_refuses(
+    change: Callable[[dict[str, Any], Path], None],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    base, folder, out = make(tmp_path / "base", "Llama"), tmp_path / "adapter", tmp_path / "merged"
+    adapted(load(base), base, folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    change(tensors, base)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError) as refused:
+        load(folder)
+    capsys.readouterr()
+    said = complaint(merge(folder, out), capsys)
+    assert said == f"error: {refused.value}" and words in said
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Llama"])
+def test_how_the_linears_are_stored_is_the_familys_and_not_the_files_to_say(
+    kind: str, tmp_path: Path
+) -> None:
+    base, folder = make(tmp_path / "base", kind), tmp_path / "adapter"
+    adapted(load(base), base, folder, target="c_attn" if kind == "GPT2" else "q_proj")
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "fan_in_fan_out": not config["fan_in_fan_out"]}))
+    merged, loaded = MergedWeights(base, folder), load(folder).hf_tensors()
+    for name in merged.shapes():
+        torch.testing.assert_close(merged.read(name), loaded[name])
+
+
+def test_an_adapter_of_a_family_of_transformers_is_merged_as_loading_does(tmp_path: Path) -> None:
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "vocab_size": 96,
+    }
+    causal: Any = AutoModelForCausalLM
+    causal.from_config(GPTNeoXConfig(**sizes, num_attention_heads=4)).save_pretrained(base)
+    adapted(load(base), base, folder)
+    merged, loaded = MergedWeights(base, folder), load(folder).hf_tensors()
+    assert merged.shapes() == {name: tuple(value.shape) for name, value in loaded.items()}
+    for name, value in loaded.items():
+        torch.testing.assert_close(merged.read(name), value)
+
+
+def test_a_merge_refuses_a_base_whose_head_is_not_the_embedding_it_is_tied_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, folder = make(tmp_path / "base", "Llama"), tmp_path / "adapter"
+    adapted(load(base), base, folder)
+    change_config(base, tie_word_embeddings=True)
+    capsys.readouterr()
+    said = complaint(merge(folder, tmp_path / "out"), capsys)
+    assert "tie_word_embeddings = true, but lm_head.weight is not" in said
+
+
+def test_a_pipe_in_the_place_of_an_adapters_weights_does_not_block(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, folder = make(tmp_path / "base", "Llama"), tmp_path / "adapter"
+    adapted(load(base), base, folder)
+    add_tokenizer(folder)
+    (folder / "trainer.json").write_text(json.dumps({"base": {"sha256": weights_sha256(base)}}))
+    for pipe in (folder / "adapter_model.safetensors", base / "model.safetensors"):
+        pipe.unlink()
+        os.mkfifo(pipe)
+        capsys.readouterr()
+        said = complaint(merge(folder, tmp_path / "out"), capsys)
+        assert f"{pipe}: Not a regular file" in said
+        said = complaint(generate(["--checkpoint", str(folder), "--prompt", "a"]), capsys)
+        assert f"{pipe}: Not a regular file" in said
+
+
+def test_an_adapters_weights_behind_a_link_are_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, folder = make(tmp_path / "base", "Llama"), tmp_path / "adapter"
+    adapted(load(base), base, folder)
+    path = folder / "adapter_model.safetensors"
+    path.rename(tmp_path / "secret")
+    path.symlink_to("../secret")
+    capsys.readouterr()
+    said = complaint(merge(folder, tmp_path / "out"), capsys)
+    assert f"{path}: a link that leads out of its folder" in said
 
 
 def test_the_base_has_the_weights_that_training_began_with(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ from payload.data.tokenizers import load_tokenizer
 from payload.data.tokenizers.gguf import gguf_tokenizer_folder, write_tokenizer
 from payload.errors import CheckpointError, ExitCode
 from payload.models.decoder import DecoderSpec
-from payload.models.gguf import gguf_file, read_gguf
+from payload.models.gguf import gguf_config, gguf_file, read_gguf
+from payload.models.gguf_header import Value, read_header
 from payload.models.registry import read_spec
 from payload.models.source import find_source
 from payload.orchestrate.sites.cluster import local_weights
@@ -203,3 +206,55 @@ def test_linear_scaling_of_positions_is_kept(tmp_path: Path) -> None:
     known = read_spec(model)
     assert isinstance(known, DecoderSpec)
     assert read_gguf(tmp_path / "scaled.gguf").layers == known.layers
+
+
+@pytest.mark.parametrize(
+    ("values", "factor"),
+    [
+        ({"rope.scaling.factor": 4.0}, 4.0),
+        ({"rope.scale_linear": 4.0}, 4.0),
+        ({"rope.scale_linear": 4.0, "rope.scaling.factor": 2.0}, 2.0),
+        ({"rope.scale_linear": 4.0, "rope.scaling.type": "none"}, None),
+        ({"rope.scale_linear": 1.0}, None),
+        ({"rope.scaling.factor": 0.0, "rope.scaling.type": "linear"}, None),
+    ],
+)
+def test_a_factor_of_positions_is_read_as_llama_cpp_reads_it(
+    values: dict[str, Value], factor: float | None, exported: Path
+) -> None:
+    header = read_header(exported)
+    named = {f"llama.{key}": value for key, value in values.items()}
+    changed = replace(header, values={**header.values, **named})
+    scaling = gguf_config(changed, where="m.gguf").get("rope_scaling")
+    assert scaling == (factor and {"rope_type": "linear", "factor": factor})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention.scale", 0.01),
+        ("attention.causal", False),
+        ("attention.value_length", 8),
+        ("logit_scale", 2.0),
+        ("final_logit_softcapping", 30.0),
+        ("rope.scaling.attn_factor", 2.0),
+        ("expert_count", 8),
+    ],
+)
+def test_a_key_that_changes_the_arithmetic_and_is_not_read_is_refused(
+    key: str, value: Value, exported: Path
+) -> None:
+    header = read_header(exported)
+    neutral = {"attention.scale": 0.0, "attention.causal": True, "rope.scaling.attn_factor": 1.0}
+    for name, each in neutral.items():
+        gguf_config(replace(header, values={**header.values, f"llama.{name}": each}), where="m")
+    changed = replace(header, values={**header.values, f"llama.{key}": value})
+    with pytest.raises(CheckpointError, match=re.escape(f"m.gguf: llama.{key} = {value}")):
+        gguf_config(changed, where="m.gguf")
+
+
+def test_a_file_behind_a_link_out_of_its_folder_is_refused(exported: Path, tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").symlink_to(exported)
+    assert gguf_file(tmp_path / "m.gguf") == tmp_path / "m.gguf"
+    with pytest.raises(CheckpointError, match="a link that leads out of its folder"):
+        gguf_file(tmp_path)

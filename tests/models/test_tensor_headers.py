@@ -94,6 +94,12 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-4])
 
 
+def repeat(index: Path) -> None:
+    """Put a tensor of the first shard into the second one, too, with other numbers."""
+    second = index.with_name("model-00002-of-00002.safetensors")
+    save_file({"a": torch.ones(3, 4), "b": TENSORS["b"]}, second)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -106,6 +112,7 @@ def cut(path: Path) -> None:
         (lambda index: rewrite(index, a="/etc/passwd"), "does not name a safetensors file"),
         (lambda index: rewrite(index, a="pytorch_model.bin"), "does not name a safetensors file"),
         (lambda index: rewrite(index, c="model-00001-of-00002.safetensors"), "has no tensor 'c'"),
+        (repeat, "for 'a', but model-00002-of-00002.safetensors has one too"),
     ],
 )
 def test_shards_that_contradict_their_index_are_refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
@@ -99,6 +100,20 @@ def break_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("{}")
 
 
+def link_outside(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(__file__)
+
+
+def link_a_tokenizer_outside(folder: Path) -> None:
+    (folder / "tokenizer.json").symlink_to(__file__)
+
+
+def put_a_pipe(folder: Path) -> None:
+    empty(folder)
+    os.mkfifo(folder / "model.safetensors")
+
+
 def name_a_run_without_checkpoints(folder: Path) -> None:
     (folder / "checkpoints").mkdir()
 
@@ -109,6 +124,9 @@ def name_a_run_without_checkpoints(folder: Path) -> None:
         (damage, "is not what the checkpoint's manifest says"),
         (empty, "No such file"),
         (point_outside, "does not name a safetensors file of its folder"),
+        (link_outside, "model.safetensors: a link that leads out of its folder"),
+        (link_a_tokenizer_outside, "tokenizer.json: a link that leads out of its folder"),
+        (put_a_pipe, "Not a regular file"),
         (break_index, "weight_map is missing"),
         (name_a_run_without_checkpoints, "no sound checkpoint"),
     ],

@@ -19,7 +19,7 @@ import numpy as np
 from payload.data.tokenizers.base import FastTokenizer, TextTokenizer, Tokens
 from payload.data.tokenizers.hf_fast import HfFast
 from payload.errors import DataError, TileforgeError
-from payload.hf_folder import CONFIG_FILE, TOKENIZER_FILES
+from payload.hf_folder import CONFIG_FILE, TOKENIZER_FILES, own_file
 from payload.tokenizer_identity import TOKENIZER_FILE, identity_of, parse_tokenizer
 from payload.untrusted import is_failure, one_line, parse_json, read_bytes, shown
 
@@ -87,7 +87,7 @@ def read_folder(folder: Path) -> dict[str, bytes]:
     """
     files = {}
     for name in TOKENIZER_FILES:
-        content = _read(folder / name)
+        content = _read(own_file(folder, name, error=DataError))
         if content is not None:
             files[name] = content
     if TOKENIZER_FILE not in files:

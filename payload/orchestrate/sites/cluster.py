@@ -14,7 +14,7 @@ from payload.checkpoint_files import MANIFEST_FILE, load_manifest
 from payload.core_speed import typical_core_flops_per_s
 from payload.data_folder import META_NAME, load_meta
 from payload.errors import ConfigError, PreflightError
-from payload.hf_folder import CONFIG_FILE, INDEX_FILE, TOKENIZER_FILES, weight_files
+from payload.hf_folder import CONFIG_FILE, INDEX_FILE, TOKENIZER_FILES, own_file, weight_files
 from payload.inventory import RANK_PORTS, ClusterInventory, Node
 from payload.launch.launchers.base import Launcher, Reach
 from payload.launch.launchers.registry import AUTO
@@ -42,7 +42,7 @@ from payload.run_config import RunConfig
 from payload.storage.here import TRY_STORE_S, check_words, require_stored
 from payload.store_address import StoreAddress
 from payload.training_sections import DtypeChoice
-from payload.untrusted import shown
+from payload.untrusted import open_regular, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ def local_weights(init: str) -> Weights | None:
     promised = _promised(folder)
     files = {}
     for name in (*_files(folder), CONFIG_FILE):
-        files[name] = _sha256(folder / name, init=init)
+        files[name] = _sha256(own_file(folder, name), init=init)
         if promised is not None and files[name] != promised.get(name):
             raise ConfigError(
                 f"model.init = {init!r}: {folder / name} is not what the checkpoint's manifest "
@@ -103,7 +103,7 @@ def _promised(folder: Path) -> dict[str, str] | None:
 
 def _sha256(path: Path, *, init: str) -> str:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise ConfigError(

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from payload.errors import CheckpointError
 from payload.models.decoder import MODEL_TYPES, DecoderSpec
 from payload.models.decoder_config import Rope
 from payload.models.spec import ModelSpec
@@ -22,7 +21,7 @@ from payload.train.models.decoder_layers import Layer, make_norm
 from payload.train.models.gpt2 import Embedding, LayerCache, Linear
 from payload.train.models.quantized import loading_targets
 from payload.train.models.rope import Table, frequencies, table
-from payload.train.models.saved import load_named, saved_config
+from payload.train.models.saved import load_named, require_tied, saved_config
 from payload.train.models.split import Split, Splits, embed
 from payload.train.models.transformers_lm import TransformersLM
 
@@ -222,16 +221,8 @@ class Decoder(CausalLM):
 
         Raises CheckpointError, which names `where`, when some are missing or of another size.
         """
-        has_both = _HEAD in tensors and _EMBEDDING in tensors
-        if (
-            self.lm_head is None
-            and has_both
-            and not torch.equal(tensors[_HEAD], tensors[_EMBEDDING])
-        ):
-            raise CheckpointError(
-                f"{where}: tie_word_embeddings = true, but {_HEAD} is not {_EMBEDDING}. Set it to "
-                "false in config.json to train both."
-            )
+        if self.lm_head is None:
+            require_tied(tensors, head=_HEAD, embedding=_EMBEDDING, where=where)
         load_named(
             loading_targets(self, dict(self.named_parameters())),
             tensors,

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -24,9 +22,10 @@ from payload.adapter_files import (
     render_adapter_config,
 )
 from payload.errors import CheckpointError
-from payload.hf_folder import CONFIG_FILE
+from payload.hf_folder import CONFIG_FILE, own_file
 from payload.models.adapter import AdaptedSpec, is_target, scale, target_names
 from payload.train.kernels.linears import lay_below_each_other
+from payload.train.lazy_tensors import LazyTensors
 from payload.train.models.base import CausalLM
 from payload.train.models.quantized import (
     QuantizedLinear,
@@ -267,13 +266,8 @@ def save_adapter_config(model: CausalLM, folder: Path, *, base: tuple[str, str |
 
 def read_adapter_tensors(folder: Path) -> dict[str, Tensor]:
     """Read the adapter's weights in `folder`. Raises CheckpointError."""
-    try:
-        return load_file(folder / ADAPTER_FILE)
-    except (OSError, SafetensorError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder / ADAPTER_FILE}: cannot be read ({error}). Name a folder with a LoRA adapter "
-            "in PEFT's layout, or another checkpoint."
-        ) from None
+    fix = "Name a folder with a LoRA adapter in PEFT's layout, or another checkpoint."
+    return dict(LazyTensors(own_file(folder, ADAPTER_FILE), fix=fix))
 
 
 def load_adapter(model: CausalLM, tensors: Mapping[str, Tensor], *, where: str) -> None:

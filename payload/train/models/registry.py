@@ -16,11 +16,11 @@ from typing import Protocol, cast
 
 import payload.train.models as package
 from payload.adapter_files import base_quantization, has_adapter, read_adapter_config
-from payload.errors import CheckpointError
+from payload.errors import CheckpointError, ConfigError
 from payload.hf_folder import CONFIG_FILE, read_config
 from payload.models.registry import ANY, read_spec
 from payload.models.spec import ModelSpec
-from payload.train.lazy_tensors import LazyTensors
+from payload.train.lazy_tensors import LazyTensors, PlannedTensors
 from payload.train.models.base import CausalLM
 from payload.train.models.classifier import (
     Classifier,
@@ -80,28 +80,56 @@ def load(folder: Path, *, dropout: float = 0.0, quantize: Quantize = "none") -> 
     """
     if has_adapter(folder):
         return _load_merged(folder, dropout=dropout)
-    spec = read_spec(folder)
     tensors = LazyTensors(folder)
-    require_enough(tensors, spec, folder)
-    model = build(spec, dropout=dropout, random=False)
-    config = read_config(folder)
-    if is_classifier(config):
-        model = _classifier(model, config, where=str(folder / CONFIG_FILE))
+    model = _built_for(tensors, folder, dropout=dropout)
     if quantize == "nf4":
         quantize_base(model)
     model.load_tensors(tensors, where=str(folder))
     return model
 
 
+def load_adapter_alone(adapter: Path, base: Path) -> CausalLM:
+    """Build the model of `base` and load the adapter beside it; the base's weights are not read.
+
+    They are for the caller to set, tensor by tensor: until then they take no memory. Raises
+    CheckpointError as `load` does; of other families than ours the base is not checked.
+    """
+    tensors = PlannedTensors(base)
+    model = _built_for(tensors, base, dropout=0.0)
+    if model.reads_parts:
+        model.load_tensors(tensors, where=str(base))
+    return _with_adapter(model, adapter)
+
+
 def _load_merged(folder: Path, *, dropout: float) -> CausalLM:
-    config = read_adapter_config(folder)
     model = load(base_folder(folder), dropout=dropout, quantize=base_quantization(folder))
+    model = _with_adapter(model, folder)
+    merge_adapter(model)
+    return model
+
+
+def _built_for(tensors: LazyTensors, folder: Path, *, dropout: float) -> CausalLM:
+    """Build the model that the config.json of `folder` describes, with weights still to be set."""
+    spec = read_spec(folder)
+    require_enough(tensors, spec, folder)
+    model = build(spec, dropout=dropout, random=False)
+    config = read_config(folder)
+    if is_classifier(config):
+        model = _classifier(model, config, where=str(folder / CONFIG_FILE))
+    return model
+
+
+def _with_adapter(model: CausalLM, folder: Path) -> CausalLM:
+    """Put the adapter in `folder` beside the linears of `model`, a language model or classifier."""
+    config = read_adapter_config(folder)
     tensors = read_adapter_tensors(folder)
     if config.modules_to_save and not isinstance(model, Classifier):
         model = _classifier(model, read_config(folder), where=str(folder / CONFIG_FILE))
-    add_adapter(model, config.settings, seed=0)
+    try:
+        add_adapter(model, config.settings, seed=0)
+    except ConfigError as error:
+        raise CheckpointError(f"{folder}: does not fit its base: {error}") from None
     load_adapter(model, tensors, where=str(folder))
-    merge_adapter(model)
     return model
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from payload.errors import CheckpointError
@@ -25,6 +26,19 @@ def describe_differences(*, missing: Sequence[str], unknown: Sequence[str]) -> s
     """Return how many tensors a model lacks and how many it has too many, each with a name."""
     found = (("missing", missing), ("unknown", unknown))
     return ", ".join(f"{len(names)} {what} (first: {names[0]})" for what, names in found if names)
+
+
+def require_tied(tensors: Mapping[str, Tensor], *, head: str, embedding: str, where: str) -> None:
+    """Refuse weights whose output head, where there is one, is not the embedding it is tied to.
+
+    Raises CheckpointError, which names `where`.
+    """
+    has_both = head in tensors and embedding in tensors
+    if has_both and not torch.equal(tensors[head], tensors[embedding]):
+        raise CheckpointError(
+            f"{where}: tie_word_embeddings = true, but {head} is not {embedding}. Set it to false "
+            "in config.json to train both."
+        )
 
 
 def load_named(

@@ -19,7 +19,7 @@ from payload.models.other import OtherSpec
 from payload.models.spec import ModelSpec
 from payload.train.models.base import CausalLM
 from payload.train.models.quantized import QuantizedLinear, loading_targets
-from payload.train.models.saved import load_named, saved_config
+from payload.train.models.saved import load_named, require_tied, saved_config
 from payload.train.models.transformers_module import (
     build_module,
     raw_config,
@@ -242,6 +242,13 @@ class TransformersLM(CausalLM):
             load_named(wanted, tensors, unused=unused, where=where)
         else:
             self._load_converted(tensors, where=where)
+        for head, embedding in tied.items():
+            if head in tensors:
+                # Files may have other names than the module.
+                named = embedding in tensors
+                value = tensors[embedding] if named else self.module.state_dict()[embedding]
+                found = {head: tensors[head], embedding: value}
+                require_tied(found, head=head, embedding=embedding, where=where)
         if not self._dropped:
             require_causal(self.module, without_head=self._not_plain is None)
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
 
+from payload.adapter_files import read_adapter_config
 from payload.checkpoint_files import manifest_problems
 from payload.errors import CheckpointError, ConfigError
 from payload.export.merged import MergedWeights
@@ -164,9 +165,9 @@ def test_export_merges_dora_as_loading_does(base: Path, tmp_path: Path) -> None:
     model = with_weights(base, dora=True)
     save_adapter(model, tmp_path, base=(str(base), None))
     loaded = load(tmp_path).hf_tensors()
-    with MergedWeights(base, tmp_path) as merged:
-        for name in merged.shapes():
-            assert torch.allclose(merged.read(name), loaded[name].float(), rtol=1e-5, atol=1e-6)
+    merged = MergedWeights(base, tmp_path)
+    for name in merged.shapes():
+        assert torch.allclose(merged.read(name), loaded[name].float(), rtol=1e-5, atol=1e-6)
 
 
 def test_merging_leaves_the_base_plus_the_adapters_product(base: Path) -> None:
@@ -278,8 +279,22 @@ def test_adapter_settings_that_cannot_be_are_one_line(
         ("bias", "all", "only none"),
         ("target_modules", ".*", "no list of names"),
         ("modules_to_save", ["lm_head"], "only null"),
+        ("modules_to_save", [{}], "must be a string"),
         ("base_model_name_or_path", None, "is missing"),
         ("r", 0, "r"),
+        ("alpha_pattern", {"c_attn": 64}, "cannot be loaded"),
+        ("rank_pattern", {"c_attn": 2}, "cannot be loaded"),
+        ("layers_to_transform", 0, "cannot be loaded"),
+        ("lora_bias", True, "cannot be loaded"),
+        ("layer_replication", [[0, 1], [0, 2]], "cannot be loaded"),
+        ("target_parameters", ["mlp.experts"], "cannot be loaded"),
+        ("trainable_token_indices", [5], "cannot be loaded"),
+        ("use_qalora", True, "cannot be loaded"),
+        ("a_key_of_tomorrow", 0.5, "cannot be loaded"),
+        *(
+            ("init_lora_weights", kind, "may have changed the base's weights")
+            for kind in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga")
+        ),
     ],
 )
 def test_another_kind_of_adapter_is_refused_by_its_key(
@@ -290,7 +305,23 @@ def test_another_kind_of_adapter_is_refused_by_its_key(
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     with pytest.raises(CheckpointError, match=key) as error:
         load(tmp_path)
-    assert says in str(error.value)
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("begins", [True, False, "gaussian", "eva", "orthogonal"])
+def test_every_key_that_peft_writes_passes_with_its_default(
+    begins: bool | str, tmp_path: Path
+) -> None:
+    config = peft.LoraConfig(
+        base_model_name_or_path="base",
+        target_modules=["q_proj"],
+        task_type="CAUSAL_LM",
+        init_lora_weights=begins,  # type: ignore[arg-type]  # one of its literals
+    )
+    config.save_pretrained(str(tmp_path))
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert saved.keys() > {"alpha_pattern", "megatron_core", "qalora_group_size"}
+    assert read_adapter_config(tmp_path).settings.rank == config.r
 
 
 def test_an_adapter_of_another_model_is_refused(base: Path) -> None:

@@ -104,6 +104,17 @@ def test_who_sees_whom_is_found_without_the_weights_of_4_bits(
         assert not any("forward" in vars(each) for each in linears)
 
 
+@pytest.mark.parametrize("prefix", ["", "model."], ids=["names in memory", "older names"])
+def test_a_head_of_its_own_is_refused_where_the_config_ties_it(prefix: str) -> None:
+    model = built(small("olmo2", tie_word_embeddings=True))
+    tensors = model.hf_tensors()
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
+    model.load_tensors({**tensors, "lm_head.weight": embedding.clone()}, where="folder")
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings = true, but lm_head\.weight"):
+        model.load_tensors({**tensors, "lm_head.weight": embedding + 1}, where="folder")
+
+
 def test_a_router_that_samples_is_seeded_as_dropout_is() -> None:
     assert built(dict(CASES["phimoe"])).draws_masks()
     assert not built(dict(CASES["olmo2"])).draws_masks()
