@@ -15,7 +15,7 @@ from typing import Any
 
 from payload.errors import CheckpointError
 from payload.hf_folder import INDEX_FILE, WEIGHTS_FILE, weight_map
-from payload.untrusted import build, checked, open_regular, parse_json, shown
+from payload.untrusted import build, checked, inside_folder, open_regular, parse_json, shown
 
 PICKLE_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.bin")
 """Files of a folder whose weights are in torch's own format, which can run code."""
@@ -110,15 +110,10 @@ def _weights_file(folder: Path, name: str, *, index: Path | None = None) -> Path
         if index is not None:
             raise CheckpointError(f"{index}: names {name}, which is not there. {_FIX}")
         raise CheckpointError(f"{folder}: {_what_is_there(folder)}")
-    # The hub's cache keeps its files in `blobs`, beside `snapshots`, and links to them.
-    home = folder.resolve()
-    allowed = (home, home.parent.parent / "blobs") if home.parent.name == "snapshots" else (home,)
-    target = path.resolve()
-    if not any(target.is_relative_to(each) for each in allowed):
-        raise CheckpointError(
-            f"{path}: a link that leads out of its folder, to {target}. Put the file itself there."
-        )
-    return path
+    try:
+        return inside_folder(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}.") from None
 
 
 def _what_is_there(folder: Path) -> str:

@@ -42,7 +42,7 @@ from payload.run_config import RunConfig
 from payload.storage.here import TRY_STORE_S, check_words, require_stored
 from payload.store_address import StoreAddress
 from payload.training_sections import DtypeChoice
-from payload.untrusted import shown
+from payload.untrusted import inside_folder, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ def _promised(folder: Path) -> dict[str, str] | None:
 
 def _sha256(path: Path, *, init: str) -> str:
     try:
-        with path.open("rb") as file:
+        with inside_folder(path).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise ConfigError(
