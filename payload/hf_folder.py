@@ -6,12 +6,11 @@ others wrote. What the config means is for payload.models.
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 from payload.errors import CheckpointError, TileforgeError
-from payload.untrusted import parse_json, read_bytes, shown
+from payload.untrusted import inside_folder, parse_json, read_bytes, shown
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -29,6 +28,7 @@ TOKENIZER_FILES = (
 """Every file that a tokenizer may consist of; a folder has some of them."""
 
 FIX = "Name a folder in the Hugging Face layout."
+_REPAIR = "Repair the folder, or name another one."
 _WEIGHTS_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 
 
@@ -38,16 +38,11 @@ def own_file(folder: Path, name: str, *, error: type[TileforgeError] = Checkpoin
     Raises `error` for a link that leads out of the folder: what is behind it would be copied into
     what is made of the model, or sent to a node.
     """
-    path, home = folder / name, Path(os.path.realpath(folder))
-    # The hub's cache keeps its files in `blobs`, beside `snapshots`, and links to them.
-    blobs = home.parent.parent / "blobs"
-    allowed = (home, blobs) if home.parent.name == "snapshots" else (home,)
-    target = Path(os.path.realpath(path))
-    if not any(target.is_relative_to(each) for each in allowed):
-        raise error(
-            f"{path}: a link that leads out of its folder, to {target}. Put the file itself there."
-        )
-    return path
+    path = folder / name
+    try:
+        return inside_folder(path, home=folder)
+    except OSError as problem:
+        raise error(f"{path}: {problem.strerror}.") from None
 
 
 def read_config(folder: Path) -> dict[str, object]:
@@ -87,9 +82,29 @@ def weight_map(folder: Path) -> dict[str, str]:
     return names
 
 
+def read_tokenizer_files(folder: Path, *, error: type[TileforgeError]) -> dict[str, bytes]:
+    """Return the tokenizer's files in `folder` by name, for a copy.
+
+    Raises `error` for one that cannot be read, or that is a link out of the folder, and for a .json
+    that is not JSON: only what a tokenizer consists of is copied.
+    """
+    files = {}
+    for name in TOKENIZER_FILES:
+        path = folder / name
+        try:
+            files[name] = read_bytes(inside_folder(path))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as problem:
+            raise error(f"{path}: {problem.strerror or problem}. {_REPAIR}") from None
+        if path.suffix == ".json":
+            parse_json(files[name], where=str(path), fix=_REPAIR, error=error, huge_integers=True)
+    return files
+
+
 def _read_json(path: Path) -> object:
     try:
-        content = read_bytes(path)
+        content = read_bytes(inside_folder(path))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}. {FIX}") from None
     return parse_json(content, where=str(path), fix=FIX, error=CheckpointError)

@@ -20,7 +20,7 @@ from payload.data_folder import DataMeta
 from payload.errors import DataError, TileforgeError
 from payload.remake import with_tokenizer
 from payload.tokenizer_pipeline import canonical_parts
-from payload.untrusted import one_line, parse_json, read_bytes
+from payload.untrusted import inside_folder, one_line, parse_json, read_bytes
 
 TOKENIZER_FILE = "tokenizer.json"
 GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
@@ -108,7 +108,7 @@ def read_tokenizer(
     """
     path = folder / TOKENIZER_FILE
     try:
-        content = read_bytes(path)
+        content = read_bytes(inside_folder(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as problem:

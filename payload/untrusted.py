@@ -123,6 +123,21 @@ def read_bytes(path: Path, *, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
     return content
 
 
+def inside_folder(path: Path, *, home: Path | None = None) -> Path:
+    """Return the path of a file in the folder `home`, by default its own.
+
+    Raises OSError for a link that leads out of that folder: whoever made the folder could have any
+    file read, and copied into what is made of it. The hub's cache keeps its files in `blobs`,
+    beside `snapshots`; links to them are followed.
+    """
+    folder, target = (Path(os.path.realpath(each)) for each in (home or path.parent, path))
+    blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+    if target.is_relative_to(folder) or target.is_relative_to(blobs):
+        return path
+    problem = f"a link that leads out of its folder, to {printable(str(target))}"
+    raise OSError(errno.ELOOP, f"{problem}. Put the file itself there", str(path))
+
+
 def no_follow(path: str, flags: int) -> int:
     """Open a file, but never through a symlink in its place; an `opener` of `open`."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

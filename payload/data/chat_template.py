@@ -7,27 +7,31 @@ functions that transformers gives it, in a process that has little memory and ti
 from __future__ import annotations
 
 import hashlib
-import re
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from payload.data.template_process import TemplateFailedError, TemplateProcess
-from payload.errors import DataError
-from payload.untrusted import one_line, parse_json, read_bytes
+from payload.data.special_tokens import (
+    CONFIG_FILE,
+    MAP_FILE,
+    named_tokens,
+    read_tokenizer_config,
+)
+from payload.data.template_process import (
+    TemplateFailedError,
+    TemplateHopelessError,
+    TemplateProcess,
+)
+from payload.errors import ConfigError, DataError
+from payload.untrusted import inside_folder, one_line, read_bytes
 
 TEMPLATE_FILE = "chat_template.jinja"
-_CONFIG_FILE = "tokenizer_config.json"
 _FIX = (
     "Use a model that was trained for chats, name a template with --chat-template (prepare), or "
     "leave --chat out (generate)."
 )
-# transformers writes 1e30 as an integer where a tokenizer has no limit: more than 64 bits.
-_NO_LIMIT = re.compile(rb'("model_max_length"\s*:\s*)[0-9]{20,40}(?![0-9])')
-_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Message = Mapping[str, str]
 """`role` (system, user or assistant) and `content`."""
@@ -51,7 +55,7 @@ class ChatTemplate:
 
     def how_trained(self) -> str:
         """Say how the assistant's part of a text is found."""
-        if _GENERATION.search(self.source):
+        if self.process.is_marked:
             return "which marks the assistant's part with {% generation %}"
         return "whose text grows with every message: what an answer adds is trained"
 
@@ -72,15 +76,25 @@ class ChatTemplate:
         is rendered up to and including each answer: what the answer adds is its part. Raises
         DataError also where that rewrites what came before.
         """
-        marked = _GENERATION.search(self.source) is not None
-        text, spans = self._ask("render_for_training", messages=_plain(messages), marked=marked)
+        text, spans = self._ask("render_for_training", messages=_plain(messages))
         return text, [(start, end) for start, end in spans]
 
     def _ask(self, what: str, **request: object) -> Any:
         try:
             return self.process.ask(what, **request)
+        except TemplateHopelessError as error:
+            # No DataError: the rows that follow would cost as much, so none of them is left out.
+            raise ConfigError(f"{self.where}: {one_line(error)} {_FIX}") from None
         except TemplateFailedError as error:
             raise DataError(f"{self.where}: {one_line(error)} {_FIX}") from None
+
+
+def templates_of(files: Mapping[str, bytes]) -> list[str]:
+    """Return the chat templates in a tokenizer's files, the one that counts first."""
+    config = json.loads(files.get(CONFIG_FILE, b"{}"))
+    found = [files[TEMPLATE_FILE].decode("utf-8")] if TEMPLATE_FILE in files else []
+    other = config.get("chat_template") if isinstance(config, dict) else None
+    return [*found, other] if isinstance(other, str) else found
 
 
 def read_chat_template(folder: Path) -> ChatTemplate:
@@ -88,18 +102,18 @@ def read_chat_template(folder: Path) -> ChatTemplate:
 
     Raises DataError when there is none, or when it is damaged.
     """
-    config = _read_config(folder / _CONFIG_FILE)
+    config = read_tokenizer_config(folder)
     path = folder / TEMPLATE_FILE
     try:
-        text: object = read_bytes(path).decode("utf-8")
+        text: object = read_bytes(inside_folder(path)).decode("utf-8")
     except FileNotFoundError:
         text = config.get("chat_template")
-        path = folder / _CONFIG_FILE
+        path = folder / CONFIG_FILE
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({one_line(error)}) {_FIX}") from None
     if not isinstance(text, str) or not text.strip():
         raise DataError(f"{folder}: the model has no chat template ({TEMPLATE_FILE}). {_FIX}")
-    return _chat_template(text, path, config)
+    return _chat_template(text, path, config, tokenizer=folder)
 
 
 def load_chat_template(path: Path, *, tokenizer: Path) -> ChatTemplate:
@@ -111,38 +125,27 @@ def load_chat_template(path: Path, *, tokenizer: Path) -> ChatTemplate:
         text = read_bytes(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({one_line(error)}) Name a Jinja file.") from None
-    return _chat_template(text, path, _read_config(tokenizer / _CONFIG_FILE))
+    return _chat_template(text, path, read_tokenizer_config(tokenizer), tokenizer=tokenizer)
 
 
-def _chat_template(text: str, path: Path, config: Mapping[str, Any]) -> ChatTemplate:
+def _chat_template(
+    text: str, path: Path, config: Mapping[str, Any], *, tokenizer: Path
+) -> ChatTemplate:
+    known = named_tokens(config)
+    tokens = {name: token for name, token in known.items() if token is not None}
     try:
-        process = TemplateProcess(text, _tokens(config))
+        process = TemplateProcess(text, tokens)
     except TemplateFailedError as error:
         raise DataError(f"{path}: is no template: {one_line(error)} {_FIX}") from None
+    unknown = sorted(set(process.named_tokens) - set(known))
+    if unknown:
+        # transformers may have one of its own for this kind of tokenizer; here it would be empty.
+        raise DataError(
+            f"{path}: it writes {unknown[0]}, which neither {CONFIG_FILE} nor {MAP_FILE} in "
+            f"{tokenizer} names. Add it to {CONFIG_FILE}, as null where the model has none."
+        )
     return ChatTemplate(where=str(path), source=text, process=process)
 
 
 def _plain(messages: Sequence[Message]) -> list[dict[str, str]]:
     return [dict(message) for message in messages]
-
-
-def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    found = {}
-    for name in _TOKENS:
-        token = config.get(name)
-        text = token.get("content") if isinstance(token, Mapping) else token
-        if isinstance(text, str):
-            found[name] = text
-    return found
-
-
-def _read_config(path: Path) -> Mapping[str, Any]:
-    try:
-        content = read_bytes(path)
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}. {_FIX}") from None
-    content = _NO_LIMIT.sub(rb"\1null", content)
-    raw = parse_json(content, where=str(path), fix=_FIX, error=DataError)
-    return raw if isinstance(raw, Mapping) else {}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from payload.checkpoint_files import sha256_of
@@ -48,6 +49,19 @@ def converted(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[Path]:
+    """Yield a link to a GGUF file in a folder without any other file.
+
+    transformers reads a tokenizer.json, an adapter or a config beside a GGUF file in place of what
+    the file has, and the cache knows the file's content alone. Raises OSError.
+    """
+    with tempfile.TemporaryDirectory(prefix="tileforge-gguf-") as folder:
+        link = Path(folder) / f"model{path.suffix}"
+        link.symlink_to(path.resolve())
+        yield link
 
 
 def _default_cache() -> Path:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from payload.data.documents import MIB, cut_at
 from payload.data.tokenizers.base import FastTokenizer, NotFastError, TextTokenizer, Tokens
+from payload.untrusted import is_failure, one_line
 
 Offsets = npt.NDArray[np.int64]
 
@@ -156,8 +157,10 @@ class GigatokenEncoder:
         try:
             layout = self._tokenizer.encode_batch(list(texts), parallel=self._is_parallel).layout
             offsets = np.asarray(layout.offsets.data, dtype=np.int64)
-        except (ValueError, TypeError, RuntimeError, AttributeError) as error:
-            raise EncoderMismatchError(f"it failed: {error}") from error
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            raise EncoderMismatchError(f"it failed: {one_line(error).rstrip('.')}") from error
         if len(offsets) != len(texts) + 1:
             raise EncoderMismatchError(f"{len(offsets) - 1} results for {len(texts)} texts")
         encoded = Encoded(np.asarray(layout.content.data), offsets)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import csv
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from payload.data.sources import SourceRequest, check_flags
 from payload.data.sources.files import ColumnFiles
@@ -16,7 +16,10 @@ from payload.errors import DataError, UsageError
 
 _GLOBS = {"jsonl": "*.jsonl*", "parquet": "*.parquet", "csv": "*.csv"}
 _FIELD_BYTES = 2**26
+_BATCH_CHARS = 2**22
 _SKIP = "Correct it, or leave such rows out with --skip-bad."
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +86,28 @@ class Rows(ABC):
                 continue
             for values in table:
                 yield from self._row(f"{where} row {self.num_rows + 1}", values)
+
+
+def in_batches(
+    items: Iterable[_T | None], *, count: int, chars: Callable[[_T], int]
+) -> Iterator[list[_T]]:
+    """Yield the items in lists of at most `count`, without None, to tokenize together.
+
+    `chars` is an item's length: a list ends once it has enough of them. The package's result takes
+    some 150 bytes a token.
+    """
+    batch: list[_T] = []
+    size = 0
+    for item in items:
+        if item is None:
+            continue
+        batch.append(item)
+        size += chars(item)
+        if len(batch) >= count or size >= _BATCH_CHARS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def open_rows(request: SourceRequest) -> Rows:

@@ -22,8 +22,20 @@ _WORKER = Path(__file__).with_name("template_worker.py")
 _MAX_ANSWER_BYTES = 512 * 2**20
 
 
+MOST_ENDED = 5
+"""Conversations one after the other that may end the process: each takes up to `CPU_SECONDS`."""
+
+
 class TemplateFailedError(Exception):
     """The template failed, in its own words or by what it cost."""
+
+
+class TemplateHopelessError(TemplateFailedError):
+    """The template ended the process for many conversations one after the other."""
+
+
+class _EndedError(TemplateFailedError):
+    """The process ended."""
 
 
 class TemplateProcess:
@@ -32,11 +44,17 @@ class TemplateProcess:
     Every method raises TemplateFailedError.
     """
 
+    is_marked: bool
+    """The template has `{% generation %}` blocks."""
+    named_tokens: list[str]
+    """Names like `bos_token` that the template reads and does not set."""
+
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
         """`tokens` are those that the Jinja program `source` may name, such as `bos_token`."""
         self._template = {"source": source, "tokens": dict(tokens)}
         self._worker: subprocess.Popen[bytes] | None = None
         self._owner = 0
+        self._ended = 0
         self.start()
 
     def start(self) -> None:
@@ -49,14 +67,27 @@ class TemplateProcess:
         )
         self._owner = os.getpid()
         weakref.finalize(self, _end, self._worker, self._owner)
-        self._exchange({"do": "compile", **self._template})
+        found = self._exchange({"do": "compile", **self._template})
+        self.is_marked, self.named_tokens = found["is_marked"], found["named_tokens"]
 
     def ask(self, what: str, **request: object) -> Any:
         """Return what the worker's method `what` answers."""
-        # A fork has its parent's pipes: two that ask would get each other's answers.
-        if self._worker is None or self._owner != os.getpid():
-            self.start()
-        return self._exchange({"do": what, **request})
+        try:
+            # A fork has its parent's pipes: two that ask would get each other's answers.
+            if self._worker is None or self._owner != os.getpid():
+                self.start()
+            answer = self._exchange({"do": what, **request})
+        except _EndedError as error:
+            self._ended += 1
+            if self._ended < MOST_ENDED:
+                raise
+            reason = f"of {self._ended} conversations one after the other, each had this: {error}"
+            raise TemplateHopelessError(reason) from None
+        except TemplateFailedError:
+            self._ended = 0
+            raise
+        self._ended = 0
+        return answer
 
     def _exchange(self, request: Mapping[str, object]) -> Any:
         worker = self._worker
@@ -74,7 +105,7 @@ class TemplateProcess:
         if not content.endswith(b"\n"):
             # The rest of the answer would be taken for the next one's.
             self._forget()
-            raise TemplateFailedError(_how_it_ended(worker.returncode))
+            raise _EndedError(_how_it_ended(worker.returncode))
         answer = json.loads(content)
         if "error" in answer:
             raise TemplateFailedError(answer["error"])

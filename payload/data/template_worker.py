@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from jinja2.ext import Extension
 
 _MAX_CHARS = 64 * 2**20
+# A system prompt of the template's own, and marks around every message.
+_OWN_CHARS = 2**20
+_CHARS_PER_CHAR = 32
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -72,11 +75,17 @@ class Program:
 
     def __init__(self) -> None:
         self._marks = ("", "")
+        self._is_marked = False
         self._now = datetime.datetime.now()
 
-    def compile(self, source: str, tokens: Mapping[str, str]) -> None:
-        """Take the Jinja program, and what `bos_token` and others are."""
+    def compile(self, source: str, tokens: Mapping[str, str]) -> dict[str, Any]:
+        """Take the Jinja program, and what `bos_token` and others are.
+
+        Returns whether it has `{% generation %}` blocks, and the names like `bos_token` in it.
+        """
         from jinja2.ext import loopcontrols
+        from jinja2.meta import find_undeclared_variables
+        from jinja2.nodes import CallBlock, ExtensionAttribute
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         environment = ImmutableSandboxedEnvironment(
@@ -89,22 +98,28 @@ class Program:
         environment.globals["strftime_now"] = lambda form: self._now.strftime(form)
         self._template: Template = environment.from_string(source)
         self._tokens = tokens
+        parsed = environment.parse(source)
+        # No other extension here makes such blocks.
+        self._is_marked = any(
+            block.find(ExtensionAttribute) for block in parsed.find_all(CallBlock)
+        )
+        names = find_undeclared_variables(parsed)
+        named = sorted(name for name in names if name.endswith("_token"))
+        return {"is_marked": self._is_marked, "named_tokens": named}
 
     def render(self, messages: Messages, add_generation_prompt: bool) -> str:
         """Return the conversation as text."""
         self._now = datetime.datetime.now()
         return self._text(messages, add_generation_prompt=add_generation_prompt)
 
-    def render_for_training(
-        self, messages: Messages, marked: bool
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def render_for_training(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
         """Return the conversation as text, and the parts of it that the assistant wrote.
 
-        `marked`: they are what is in `{% generation %}`; else what each answer adds to the text.
+        They are what is in `{% generation %}`; without such blocks, what each answer adds.
         """
         self._now = datetime.datetime.now()
         whole = self._text(messages, add_generation_prompt=False)
-        return whole, (self._marked if marked else self._added)(messages, whole)
+        return whole, (self._marked if self._is_marked else self._added)(messages, whole)
 
     def _marked(self, messages: Messages, whole: str) -> list[tuple[int, int]]:
         # Nobody's message can have the marks: they are others every time.
@@ -152,8 +167,11 @@ class Program:
             add_generation_prompt=add_generation_prompt,
             **self._tokens,
         )
-        if len(text) > _MAX_CHARS:
-            raise TemplateFailureError(f"it makes {len(text):,} characters of one conversation.")
+        given = sum(len(str(value)) for message in messages for value in message.values())
+        if len(text) > min(_MAX_CHARS, _OWN_CHARS + _CHARS_PER_CHAR * given):
+            raise TemplateFailureError(
+                f"it makes {len(text):,} characters of a conversation of {given:,}."
+            )
         try:
             text.encode()
         except UnicodeEncodeError:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from payload.data.chat_template import TEMPLATE_FILE
+from payload.data.chat_template import TEMPLATE_FILE, templates_of
 from payload.data.tokenizer_match import carried_file, is_same_tokenizer
 from payload.data.tokenizers.gpt2 import (
     END_OF_TEXT,
@@ -24,8 +24,8 @@ from payload.data.tokenizers.gpt2 import (
 from payload.data.tokenizers.hf_fast import PRINTED_BYTES, byte_symbols
 from payload.data_folder import DataMeta
 from payload.errors import CheckpointError, DataError
-from payload.hf_folder import TOKENIZER_FILES, own_file
-from payload.untrusted import read_bytes
+from payload.hf_folder import read_tokenizer_files
+from payload.remake import how_to_make_again
 
 MERGES_PATH = Path(__file__).parent / "gpt2" / "merges.txt"
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
@@ -51,20 +51,36 @@ def tokenizer_files(
         and any((source / name).is_file() for name in _VOCABULARIES)
         and is_same_tokenizer(meta, data=data, folder=source, error=CheckpointError)
     ):
-        return {**_copied(source), **_template(meta, data)}
+        files = read_tokenizer_files(source, error=CheckpointError)
+        return {**files, **_template(meta, data)}
     if meta.tokenizer_files:
-        return _carried(meta, data)
+        return {**_carried(meta, data), **_template(meta, data)}
     if meta.tokenizer_sha256 == TOKENIZER_SHA256 and meta.vocab_size == VOCAB_SIZE:
         return gpt2_files(context=context)
     return {}
 
 
 def _template(meta: DataMeta, data: Path) -> Mapping[str, bytes]:
-    """Return the chat template that conversations were rendered with: what the model learns."""
-    if meta.task != "chat":
+    """Return the chat template that conversations were rendered with: what the model learns.
+
+    Folders of older versions have no file of it where it stood in tokenizer_config.json. Raises
+    DataError for a folder that lacks it.
+    """
+    record = meta.chat or meta.preference
+    if record is None:
         return {}
-    carried = _carried(meta, data)
-    return {name: carried[name] for name in (TEMPLATE_FILE,) if name in carried}
+    found = [
+        text
+        for text in templates_of(_carried(meta, data))
+        if hashlib.sha256(text.encode()).hexdigest() == record.template_sha256
+    ]
+    if not found:
+        again = how_to_make_again(data, source=meta.source)
+        raise DataError(
+            f"{data}: no file has the chat template of its conversations (sha256 "
+            f"{record.template_sha256[:12]}). {again}"
+        )
+    return {TEMPLATE_FILE: found[0].encode()}
 
 
 def _carried(meta: DataMeta, data: Path) -> Mapping[str, bytes]:
@@ -145,21 +161,6 @@ def _gpt2_vocabulary() -> tuple[dict[str, int], list[str]]:
     tokens += [merge.replace(" ", "") for merge in merges]
     tokens.append(END_OF_TEXT_NAME)
     return {token: number for number, token in enumerate(tokens)}, merges
-
-
-def _copied(source: Path) -> Mapping[str, bytes]:
-    files = {}
-    for name in TOKENIZER_FILES:
-        try:
-            files[name] = read_bytes(own_file(source, name))
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise CheckpointError(
-                f"tokenizer {source / name}: {error.strerror}. Repair the folder, or name another "
-                "one."
-            ) from None
-    return files
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

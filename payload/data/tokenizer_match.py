@@ -6,10 +6,11 @@ Their hashes are compared first (payload.tokenizer_identity), then their tokens 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from payload.data.tokenizers.gpt2 import gpt2_encoding
-from payload.data.tokenizers.hf import build_backend
+from payload.data.tokenizers.hf import build_backend, explained
 from payload.data.tokenizers.probe import Encode, same_tokens
 from payload.data_folder import DataMeta
 from payload.errors import DataError, TileforgeError
@@ -110,7 +111,12 @@ def backend_encode(
 ) -> Encode:
     """Return the tokens of texts by a tokenizer.json, those around a text included."""
     backend = build_backend(content, path, error=error)
-    return lambda texts: [each.ids for each in backend.encode_batch_fast(list(texts))]
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        with explained(path, error=error):
+            return [each.ids for each in backend.encode_batch_fast(list(texts))]
+
+    return encode
 
 
 def gpt2_encode() -> Encode:

@@ -235,5 +235,5 @@ def _conversation_lengths(found: Recognised, *, tokenizer: str) -> tuple[int, ..
         except BadConversationError as error:
             raise DataError(f"--data {found.input}: row {number}: {error}") from None
         texts.append(template.render(messages, add_generation_prompt=False))
-    encoded = loaded.backend.encode_batch(texts, add_special_tokens=False)
+    encoded = loaded.encodings(texts)
     return tuple(len(each.ids) for each in encoded)

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from payload.data.tokenizers.gpt2 import END_OF_TEXT, VOCAB_SIZE, gpt2_encoding
+from payload.data.tokenizers.hf import explained
 from payload.errors import CheckpointError
 from payload.hf_folder import CONFIG_FILE, read_config
 from payload.tokenizer_identity import folder_identity
 from payload.train.weights import config_folder, tokenizer_folder
-from payload.untrusted import is_failure, one_line, parse_json, read_bytes
+from payload.untrusted import inside_folder, is_failure, one_line, parse_json, read_bytes
 
 _GENERATION_CONFIG = "generation_config.json"
 _TOKENIZER_FILE = "tokenizer.json"
@@ -72,7 +73,7 @@ def _any(folder: Path, *, stops: frozenset[int]) -> Codec:
 
     path = folder / _TOKENIZER_FILE
     try:
-        backend = Tokenizer.from_buffer(read_bytes(path))
+        backend = Tokenizer.from_buffer(read_bytes(inside_folder(path)))
         backend.no_truncation()
         backend.no_padding()
         before = backend.encode("", add_special_tokens=True).ids
@@ -84,13 +85,18 @@ def _any(folder: Path, *, stops: frozenset[int]) -> Codec:
         ) from None
 
     def encode(text: str, *, marked: bool) -> list[int]:
-        return list(backend.encode(text, add_special_tokens=not marked).ids)
+        with explained(path, error=CheckpointError):
+            return list(backend.encode(text, add_special_tokens=not marked).ids)
+
+    def decode(tokens: Sequence[int]) -> str:
+        with explained(path, error=CheckpointError):
+            return str(backend.decode(list(tokens), skip_special_tokens=True))
 
     return Codec(
         name=str(path),
         encode=lambda text: encode(text, marked=False),
         encode_marked=lambda text: encode(text, marked=True),
-        decode=lambda tokens: str(backend.decode(list(tokens), skip_special_tokens=True)),
+        decode=decode,
         vocab_size=max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
         stop_tokens=stops,
         begin_of_text=before[0] if before else min(stops, default=0),
@@ -112,7 +118,9 @@ def _read_generation_config(folder: Path) -> Mapping[str, Any]:
     path = folder / _GENERATION_CONFIG
     fix = f"Repair the file as {CONFIG_FILE} beside it has it, or remove it."
     try:
-        raw = parse_json(read_bytes(path), where=str(path), fix=fix, error=CheckpointError)
+        raw = parse_json(
+            read_bytes(inside_folder(path)), where=str(path), fix=fix, error=CheckpointError
+        )
     except FileNotFoundError:
         return {}
     except OSError as error:

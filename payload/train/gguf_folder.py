@@ -13,7 +13,7 @@ from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 
-from payload.data.converted import converted
+from payload.data.converted import alone, converted
 from payload.data.tokenizers.gguf import write_tokenizer
 from payload.errors import CheckpointError
 from payload.hf_folder import CONFIG_FILE, WEIGHTS_FILE
@@ -49,9 +49,9 @@ def _write_weights(path: Path, folder: Path, *, num_params: int) -> None:
     # transformers' progress bar: a log would keep every step of it.
     bar = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
     try:
-        with bar:
+        with bar, alone(path) as link:
             model: Any = AutoModelForCausalLM.from_pretrained(
-                path.parent, gguf_file=path.name, dtype=torch.float32, local_files_only=True
+                link.parent, gguf_file=link.name, dtype=torch.float32, local_files_only=True
             )
     except (ValueError, KeyError, IndexError, TypeError, RuntimeError, AttributeError) as error:
         raise CheckpointError(

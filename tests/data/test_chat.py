@@ -18,6 +18,7 @@ from payload.data.__main__ import main
 from payload.data.blocks import IGNORED_TARGET
 from payload.data.packed_blocks import PADDING, PackedBlocks, Split, open_packed
 from payload.data.packing import best_fit
+from payload.data.rows import in_batches
 from payload.data.show import read_samples
 from payload.data_folder import load_meta
 from payload.errors import ConfigError, ExitCode
@@ -312,6 +313,14 @@ def test_a_message_cannot_write_to_the_terminal(tokenizer: Path, tmp_path: Path)
     out = prepare(tokenizer, write_rows(tmp_path / "a.jsonl", rows), tmp_path / "out")
     shown = read_samples(out, load_meta(out), split="train", number=0)[0].render(colour=False)
     assert "\x1b" not in shown and "⟦b" in shown
+
+
+def test_long_texts_are_tokenized_a_few_together() -> None:
+    sizes = [1, 1, None, 3 * 2**20, 2**20, 1, 9 * 2**20, 1, 1, 1, 1]
+    found = list(in_batches(sizes, count=3, chars=lambda size: size))
+    assert found == [[1, 1, 3 * 2**20], [2**20, 1, 9 * 2**20], [1, 1, 1], [1]]
+    large = list(in_batches(iter([3 * 2**20] * 256), count=256, chars=lambda size: size))
+    assert [len(each) for each in large] == [2] * 128
 
 
 def test_best_fit_puts_every_document_into_one_block_and_wastes_little() -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from payload.data import template_process
+from payload.data.__main__ import main
 from payload.data.chat_template import ChatTemplate, load_chat_template
-from payload.errors import DataError
+from payload.errors import DataError, ExitCode
+from tests.support.chat_data import make_tokenizer, prepare_words, write_rows
 
 pytestmark = pytest.mark.processes
 
@@ -102,6 +104,52 @@ def test_a_block_in_a_block_is_refused(tmp_path: Path) -> None:
     nested = MARKED.replace("{{ m.content }}", "{% generation %}a{% endgeneration %}", 1)
     with pytest.raises(DataError, match="has one in another"):
         template(tmp_path, nested).render_for_training(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "mark", ["{%+ generation %}", "{%- generation -%}", "{%generation%}", "{%\ngeneration +%}"]
+)
+def test_every_way_of_writing_the_block_marks_the_assistants_part(
+    mark: str, tmp_path: Path
+) -> None:
+    made = template(tmp_path, MARKED.replace("{% generation %}", mark))
+    text, spans = made.render_for_training(MESSAGES)
+    assert [text[start:end] for start, end in spans] == [" four "]
+    assert "which marks the assistant's part" in made.how_trained()
+
+
+def test_a_block_that_is_only_quoted_marks_nothing(tmp_path: Path) -> None:
+    quoted = "{% raw %}{% generation %}{% endraw %}{# {% generation %} #}"
+    made = template(tmp_path, quoted + PLAIN)
+    text, spans = made.render_for_training(MESSAGES)
+    assert [text[start:end] for start, end in spans] == ["<assistant> four "]
+
+
+def test_a_short_conversation_cannot_become_a_long_text(tmp_path: Path) -> None:
+    made = template(tmp_path, "{{ ' ' * (60 * 2 ** 20) }}" + PLAIN)
+    with pytest.raises(
+        DataError, match=r"it makes 62,914,\d\d\d characters of a conversation of 30"
+    ):
+        made.render_for_training(MESSAGES)
+    long = [{"role": "user", "content": "x" * 2**20}]
+    eight = template(tmp_path, "{{ messages[0].content * 8 }}")
+    assert len(eight.render(long, add_generation_prompt=False)) == 2**23
+
+
+def test_rows_are_given_up_where_one_after_the_other_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(template_process, "CPU_SECONDS", 1)
+    monkeypatch.setattr(template_process, "MOST_ENDED", 3)
+    model = make_tokenizer(
+        tmp_path / "model", template="{% set n = messages | length + 7 %}{{ n ** (n ** n) }}"
+    )
+    source = write_rows(tmp_path / "in.jsonl", [{"messages": MESSAGES}] * 40)
+    words = prepare_words(model, source, tmp_path / "out", "--skip-bad")
+    assert main(words) == ExitCode.CONFIG
+    message = capsys.readouterr().err
+    assert "of 3 conversations one after the other, each had this: it took over 1 s" in message
+    assert message.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("source", [PLAIN, MARKED, AROUND.replace("HERE", "part")])

@@ -13,7 +13,7 @@ import pytest
 
 from payload.data.encode import NASTY, GigatokenEncoder, ReferenceEncoder, choose_encoder
 from payload.data.tokenizer_files import gpt2_files
-from payload.data.tokenizers import load_tokenizer
+from payload.data.tokenizers import load_hf_tokenizer, load_tokenizer
 from payload.data_folder import load_meta
 from payload.errors import CheckpointError, DataError
 from payload.tokenizer_identity import GPT2_SHA256, folder_identity, require_same_tokenizer
@@ -108,6 +108,81 @@ def test_gigatoken_gives_the_tokens_of_tokenizers(tmp_path: Path, kind: str) -> 
     assert isinstance(encoder, GigatokenEncoder)
     np.testing.assert_array_equal(found.offsets, exact.offsets)
     np.testing.assert_array_equal(found.tokens, exact.tokens)
+
+
+@pytest.mark.parametrize("flag", ["single_word", "lstrip"])
+def test_the_last_of_many_added_tokens_is_compared_too(tmp_path: Path, flag: str) -> None:
+    folder = write_tokenizer(tmp_path / "many")
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    first = max(raw["model"]["vocab"].values()) + 1
+    raw["added_tokens"] += [
+        {"id": first + n, "content": f"<many{n}>", "special": False, **flags} for n in range(320)
+    ]
+    raw["added_tokens"][-1] |= {"content": "foo", flag: True}
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    tokenizer = load_tokenizer(str(folder))
+    text = b"a food is  foo in food. (foo)"
+
+    encoder = choose_encoder(tokenizer, seed=0, say=lambda note: None)
+
+    assert encoder.encode([text]).tokens.tolist() == tokenizer.encode_one(text).tolist()
+
+
+def test_a_tokenizer_that_gives_other_tokens_each_time_is_refused(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "one")
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    raw["model"]["dropout"] = 0.5
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(DataError, match=r"model\.dropout = 0\.5: it gives a text other tokens"):
+        load_tokenizer(str(folder))
+    raw["model"]["dropout"] = 0.0
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    load_tokenizer(str(folder))
+
+
+def failing(folder: Path) -> Path:
+    """Write a tokenizer that raises on unknown words, and whose decoder panics."""
+    folder.mkdir()
+    vocabulary = {"a b": 0, "</s>": 1, "a": 2}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<gone>"}
+    strip = {"type": "Strip", "content": "a", "start": 5, "stop": 5}
+    raw = {"version": "1.0", "added_tokens": [], "model": model, "decoder": strip}
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    config = {
+        "eos_token": "</s>",
+        "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_tokenizer_that_fails_on_a_text_is_one_line(tmp_path: Path) -> None:
+    tokenizer, _ = load_hf_tokenizer(str(failing(tmp_path / "model")))
+    calls: list[Any] = [
+        lambda: tokenizer.encode_one(b"zebra"),
+        lambda: tokenizer.encodings(["zebra"]),
+        lambda: tokenizer.decode([2]),  # PanicException, which is no Exception
+    ]
+    for call in calls:
+        with pytest.raises(DataError, match="it fails on a text: ") as caught:
+            call()
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("task", ["text", "classify", "chat"])
+@pytest.mark.processes
+def test_prepare_with_a_tokenizer_that_fails_ends_in_one_line(tmp_path: Path, task: str) -> None:
+    source = tmp_path / "in.jsonl"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "zebra"}]
+    rows = [{"text": "zebra", "label": n % 2, "messages": turns} for n in range(9)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run_here(
+        "prepare", "--task", task, "--source", "jsonl", "--input", source, "--quiet",
+        "--tokenizer", failing(tmp_path / "model"), "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert done.returncode == 10
+    assert "it fails on a text: " in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_tokenizer_that_gigatoken_does_not_know_goes_through_tokenizers(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from payload.data.__main__ import main
 from payload.data.sources import SourceRequest, build_source
 from payload.data.sources.hub import OPENWEBTEXT, OPENWEBTEXT_REVISION
 from payload.data_folder import load_meta
-from tests.data.fake_hub import COMMIT, fake_hub
+from tests.data.fake_hub import COMMIT, Hub, fake_hub, serving
 from tests.data.running import read_bin, reference_tokens, run_here
 
 pytestmark = pytest.mark.processes
@@ -216,6 +216,86 @@ def test_wrong_choices_within_a_dataset_say_what_there_is(
     complaint = capsys.readouterr().err
     assert message in complaint
     assert complaint.count("\n") == 1
+
+
+def card(place: str) -> str:
+    files = {"data_files": [{"split": "train", "path": place}]}
+    return json.dumps({"configs": [{"config_name": "default", **files}]})
+
+
+@pytest.mark.parametrize("form", ["README.md", ".huggingface.yaml"])
+@pytest.mark.parametrize(
+    "place", ["/ABSOLUTE", "../outside.jsonl", "sub/../../outside.jsonl", "URL"]
+)
+def test_a_card_names_no_data_outside_of_its_folder(
+    place: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:20])
+    (tmp_path / "outside.jsonl").write_text(lines)
+    folder = tmp_path / "set"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.jsonl").write_text(lines)
+    requests: list[str] = []
+
+    class Web(Hub):
+        def answer(self, *, with_body: bool) -> None:
+            requests.append(self.path)
+            self.send(lines.encode(), {}, with_body=with_body)
+
+    with serving(Web) as endpoint:
+        place = place.replace("/ABSOLUTE", str(tmp_path / "outside.jsonl"))
+        place = place.replace("URL", f"{endpoint}/leak.jsonl")
+        text = card(place)
+        (folder / form).write_text(f"---\n{text}\n---\n" if form == "README.md" else text)
+        words = ["prepare", "--source", "hf", "--input", str(folder), "--quiet"]
+        assert main([*words, "--out", str(tmp_path / "out")]) == 10
+    message = capsys.readouterr().err
+    assert f"{folder / form}: it names " in message and "outside of it" in message
+    assert message.count("\n") == 1 and not requests and not (tmp_path / "out").exists()
+
+
+def test_a_card_may_name_data_in_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    (folder / "sub").mkdir(parents=True)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:20])
+    (folder / "sub" / "a.jsonl").write_text(lines)
+    (folder / "README.md").write_text(f"---\n{card('sub/*.jsonl')}\n---\n")
+    args = ["--source", "hf", f"--input={folder}", f"--out={tmp_path / 'out'}", "--quiet"]
+    assert main(["prepare", *args, "--val-fraction", "0.1"]) == 0
+    assert all_tokens(tmp_path / "out") == sorted(reference_tokens(TEXTS[:20]).tolist())
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_link_in_a_dataset_does_not_lead_out_of_it(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outside = tmp_path / f"outside.{form}"
+    if form == "jsonl":
+        outside.write_text('{"text": "secret"}\n' * 20)
+    else:
+        pq.write_table(pa.table({"text": ["secret"] * 20}), outside)
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / f"train.{form}").symlink_to(outside)
+    args = ["--source", "hf", f"--input={tmp_path / 'set'}", f"--out={tmp_path / 'out'}"]
+    assert main(["prepare", *args, "--quiet"]) == 10
+    message = capsys.readouterr().err
+    assert "as data, which is outside of it" in message and message.count("\n") == 1
+
+
+def test_a_card_at_the_hub_names_no_file_of_this_machine(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.jsonl"
+    secret.write_text('{"text": "secret"}\n' * 20)
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a.jsonl").write_text('{"text": "public"}\n' * 20)
+    (tmp_path / "set" / "README.md").write_text(f"---\n{card(str(secret))}\n---\n")
+    words = ["prepare", "--source", "hf", "--input", "a/b", "--out", tmp_path / "out", "--quiet"]
+    with (
+        fake_hub(tmp_path / "set", dataset="a/b") as endpoint,
+        hub_at(endpoint, home=tmp_path / "home"),
+    ):
+        done = run_here(*words)
+    assert done.returncode == 10, done.stderr
+    assert "Data files don't belong to a/b" in done.stderr
 
 
 def test_a_folder_without_data_files_is_refused(

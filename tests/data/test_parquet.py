@@ -137,6 +137,18 @@ def test_a_time_that_python_does_not_know_loses_its_row_alone(
     assert lost.reason.startswith("cannot be read: ") and "\n" not in lost.reason
 
 
+@pytest.mark.parametrize("column", ["text", None])
+def test_two_columns_of_one_name_are_refused(column: str | None, tmp_path: Path) -> None:
+    place = tmp_path / "twice.parquet"
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(table, place)
+    with (
+        ParquetReader(column) as reader,
+        pytest.raises(DamagedFileError, match="two of its columns are called 'text'"),
+    ):
+        list(reader.read(str(place), skip_rows=0) if column else reader.read_rows(str(place)))
+
+
 def test_an_unknown_time_zone_loses_rows_and_raises_nothing(tmp_path: Path) -> None:
     place = tmp_path / "zone.parquet"
     when = pa.array([1, 2], pa.timestamp("us", tz="Mars/Olympus"))

@@ -56,7 +56,7 @@ OTHERS: Mapping[str, Change] = {
         {"id": 262, "content": " the", "special": False, **_FLAGS}
     ),
     "flag": lambda raw: raw["added_tokens"][0].update(lstrip=True),
-    "model": lambda raw: raw["model"].update(dropout=0.5),
+    "model": lambda raw: raw["model"].update(ignore_merges=True),
 }
 SAME: Mapping[str, Change] = {
     "offsets": lambda raw: raw["pre_tokenizer"].update(trim_offsets=False),

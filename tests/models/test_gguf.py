@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +77,35 @@ def test_a_file_is_converted_once_and_keeps_its_tokenizer(exported: Path, tmp_pa
     assert len({load_tokenizer(str(place)).pipeline_sha256 for place in places}) == 1
     ids = [Tokenizer.from_file(str(place / "tokenizer.json")).encode(text).ids for place in places]
     assert ids[0] == ids[1]
+
+
+@pytest.mark.parametrize("beside", ["tokenizer", "config", "adapter"])
+def test_what_lies_beside_a_file_changes_nothing_of_it(
+    exported: Path, tmp_path: Path, beside: str
+) -> None:
+    alone = folder_of_gguf(exported, cache=tmp_path / "alone")
+    file = tmp_path / "folder" / exported.name
+    file.parent.mkdir()
+    file.write_bytes(exported.read_bytes())
+    if beside == "tokenizer":
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (file.parent / name).write_bytes((alone / name).read_bytes())
+        raw = json.loads((alone / "tokenizer.json").read_bytes())
+        raw["normalizer"] = {"type": "Lowercase"}
+        (file.parent / "tokenizer.json").write_text(json.dumps(raw))
+        (file.parent / "chat_template.jinja").write_text("another")
+        (file.parent / "special_tokens_map.json").write_text('{"eos_token": "!"}')
+    elif beside == "config":
+        (file.parent / "config.json").write_text('{"model_type": "llama", "rms_norm_eps": 9}')
+        (file.parent / "generation_config.json").write_text('{"eos_token_id": 3}')
+    else:
+        (file.parent / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+        (file.parent / "adapter_model.safetensors").write_bytes(b"")
+    found = folder_of_gguf(file, cache=tmp_path / "beside")
+    assert found.name == alone.name and not found.name.endswith("-1")
+    names = sorted(path.name for path in alone.iterdir())
+    assert names == sorted(path.name for path in found.iterdir())
+    assert all((found / name).read_bytes() == (alone / name).read_bytes() for name in names)
 
 
 def test_the_ways_of_cutting_words_that_llama_cpp_names_are_restored(

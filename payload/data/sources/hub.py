@@ -23,7 +23,7 @@ from payload.data.sources.parquet import (
 )
 from payload.data.split import NANOGPT_VAL_FRACTION
 from payload.errors import DataError, UsageError
-from payload.untrusted import one_line
+from payload.untrusted import inside_folder, one_line, read_bytes, shown
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder, IterableDataset
@@ -147,9 +147,14 @@ class HubSource:
     def _prepared_builder(self) -> DatasetBuilder:
         if self._builder is None:
             with self._explained("opening"):
-                self._builder = _load_builder(
+                if self._folder is not None:
+                    _check_cards(self._folder)
+                builder = _load_builder(
                     self._dataset, subset=self._request.subset, revision=self.revision
                 )
+                if self._folder is not None:
+                    _check_places(self._folder, builder)
+            self._builder = builder
         return self._builder
 
     def _resolve_revision(self) -> str:
@@ -169,6 +174,7 @@ class HubSource:
     def _explained(self, doing: str) -> Iterator[None]:
         """Turn what `datasets` and the hub's client raise into one DataError."""
         import pyarrow as pa
+        import yaml
         from datasets.exceptions import DatasetsError
         from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # imported there
 
@@ -179,9 +185,9 @@ class HubSource:
             yield
         except DataError:
             raise
-        except (OSError, HTTPError, DatasetsError, pa.ArrowException) as error:
+        except (OSError, HTTPError, DatasetsError, pa.ArrowException, yaml.YAMLError) as error:
             raise DataError(self._explain(error, doing)) from None
-        except (ValueError, RuntimeError, KeyError, NotImplementedError) as error:
+        except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{doing} {self._dataset}: {one_line(error)}") from None
 
     def _explain(self, error: Exception, doing: str) -> str:
@@ -202,6 +208,61 @@ class HubSource:
         if type(error).__name__ == "RevisionNotFoundError":
             return f"dataset {self._dataset} has no revision {self._request.revision!r}."
         return f"{doing} dataset {self._dataset} at the Hugging Face hub: {message}"
+
+
+def _outside(dataset: object, place: str) -> str:
+    return (
+        f"{dataset}: it names {shown(place)} as data, which is outside of it. Put the file into "
+        "it, or name it with --source jsonl, parquet or text."
+    )
+
+
+def _check_cards(folder: Path) -> None:
+    """Raise DataError for a card that names data outside of the folder.
+
+    Before `datasets` reads it: that looks for the files of every pattern, over the network too.
+    """
+    import yaml
+    from datasets import config
+    from huggingface_hub import DatasetCard
+
+    for name in (config.REPOCARD_FILENAME, config.REPOYAML_FILENAME):
+        path = folder / name
+        if not path.is_file():
+            continue
+        text = read_bytes(inside_folder(path)).decode("utf-8")
+        if path.suffix == ".md":
+            configs: Any = DatasetCard(text).data.get("configs")
+        else:
+            card = yaml.safe_load(text)
+            configs = card.get("configs") if isinstance(card, dict) else None
+        given = [each for each in configs or () if isinstance(each, dict)]
+        for place in _texts([[each.get("data_files"), each.get("data_dir")] for each in given]):
+            is_out = Path(place).is_absolute() or ".." in Path(place).parts
+            if is_out or "://" in place or "::" in place:
+                raise DataError(_outside(path, place))
+
+
+def _check_places(folder: Path, builder: DatasetBuilder) -> None:
+    """Raise DataError for a data file outside of the folder, as behind a link.
+
+    Of a dataset at the hub `datasets` checks that itself.
+    """
+    for places in (builder.config.data_files or {}).values():
+        for place in map(str, places):
+            try:
+                inside_folder(Path(place), home=folder)
+            except OSError:
+                raise DataError(_outside(folder, place)) from None
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield every text in lists and objects."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _texts(each)
 
 
 def _load_builder(dataset: str, *, subset: str | None, revision: str | None) -> DatasetBuilder:

@@ -192,7 +192,10 @@ def _send_schema(file: Any) -> None:
     import pyarrow as pa
 
     schema = file.schema_arrow.remove_metadata()
-    schema.names  # noqa: B018 - raises where a name is not UTF-8
+    names = schema.names  # raises where one is not UTF-8
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two of its columns are called {twice!r}")
     _send_batch(pa.RecordBatch.from_pylist([], schema=schema))
 
 

@@ -22,7 +22,7 @@ from payload.data.documents import Survey
 from payload.data.packed_blocks import FIRST, PADDING, TRAINED, Marks
 from payload.data.packing import best_fit
 from payload.data.plan import PrepareSettings
-from payload.data.rows import Row, Rows, open_rows
+from payload.data.rows import Row, Rows, in_batches, open_rows
 from payload.data.tasks.arguments import prepare_settings, source_request, tokenizer_check
 from payload.data.tasks.chat import PACKINGS, SEQUENCE_LENGTH
 from payload.data.tasks.folder import Made
@@ -82,8 +82,10 @@ def load_tokenizer_and_template(args: argparse.Namespace) -> tuple[HfTokenizer, 
     """Return what --tokenizer and --chat-template name. Raises DataError."""
     tokenizer, folder = load_hf_tokenizer(args.tokenizer)
     if args.chat_template is None:
-        return tokenizer, read_chat_template(folder)
-    template = load_chat_template(args.chat_template, tokenizer=folder)
+        template = read_chat_template(folder)
+    else:
+        template = load_chat_template(args.chat_template, tokenizer=folder)
+    # Also one of tokenizer_config.json: a checkpoint gets this file, whatever its model's has.
     own = {TEMPLATE_FILE: template.source.encode()}
     return replace(tokenizer, files={**tokenizer.files, **own}), template
 
@@ -176,9 +178,9 @@ class ChatJob:
         """Return every conversation with something to train on, cut to a block's length."""
         rows = islice(self.rows.read(), self.settings.max_documents)
         found: list[_Document] = []
-        while some := list(islice(rows, _AT_ONCE)):
-            rendered = [each for row in some if (each := self._rendered(row)) is not None]
-            found += self._tokenized(rendered)
+        rendered = map(self._rendered, rows)
+        for some in in_batches(rendered, count=_AT_ONCE, chars=lambda each: len(each[1])):
+            found += self._tokenized(some)
         self.check.finish()
         if not found:
             self.rows.require_some()
@@ -201,7 +203,7 @@ class ChatJob:
     def _tokenized(self, rendered: list[tuple[int, str, list[Span]]]) -> list[_Document]:
         texts = [text for _, text, _ in rendered]
         found = []
-        encoded = self.tokenizer.backend.encode_batch(texts, add_special_tokens=False)
+        encoded = self.tokenizer.encodings(texts)
         rows = [np.array(each.ids, dtype=np.uint32) for each in encoded]
         self.check.add_rows([text.encode() for text in texts], rows)
         for (group, text, spans), each in zip(rendered, encoded, strict=True):

@@ -7,12 +7,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from payload.data.sources import DEFAULT_TEXT_COLUMN
+from payload.data.special_tokens import named_tokens, tokenizer_config
 from payload.data.tasks.arguments import prepare_settings, source_request, tokenizer_check
 from payload.data.tasks.classify import DEFAULT_LABEL_COLUMN
 from payload.data_folder import (
@@ -39,7 +41,6 @@ _AT_ONCE = 4096
 _SHOWN = 8
 _BEFORE_NAME = "label:"
 """Stands before a name while its tokens are found."""
-_TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def classify_job(args: argparse.Namespace) -> _Job:
@@ -172,10 +173,12 @@ class _Job:
 
     def _texts(self) -> list[_Text]:
         """Return every text with a label."""
+        from payload.data.rows import in_batches
+
         rows = islice(self.rows.read(), self.settings.max_documents)
         found: list[_Text] = []
-        while some := list(islice(rows, _AT_ONCE)):
-            pairs = [pair for row in some if (pair := self._pair(row)) is not None]
+        labelled = map(self._pair, rows)
+        for pairs in in_batches(labelled, count=_AT_ONCE, chars=lambda pair: len(pair[0])):
             self._text_bytes += sum(len(text) for text, _ in pairs)
             encoded = self._tokenized([text for text, _ in pairs])
             found += [
@@ -287,10 +290,9 @@ def pad_token(tokenizer: TextTokenizer) -> int:
     from payload.data.tokenizers.hf import HfTokenizer
 
     if isinstance(tokenizer, HfTokenizer):
-        raw = json.loads(tokenizer.files.get(_TOKENIZER_CONFIG, b"{}"))
-        named = raw.get("pad_token") if isinstance(raw, dict) else None
-        content = named.get("content") if isinstance(named, dict) else named
-        found = tokenizer.backend.token_to_id(content) if isinstance(content, str) else None
+        config = tokenizer_config(tokenizer.files, folder=Path(tokenizer.name))
+        named = named_tokens(config).get("pad_token")
+        found = None if named is None else tokenizer.backend.token_to_id(named)
         if found is not None:
             return found
     return tokenizer.end[-1]

@@ -16,7 +16,7 @@ from payload.data.documents import Survey
 from payload.data.packed_blocks import TRAINED
 from payload.data.plan import PrepareSettings
 from payload.data.preferences import ANSWERS, preference_of
-from payload.data.rows import Row, Rows, open_rows
+from payload.data.rows import Row, Rows, in_batches, open_rows
 from payload.data.tasks.arguments import prepare_settings, source_request, tokenizer_check
 from payload.data.tasks.chat import SEQUENCE_LENGTH
 from payload.data.tasks.chat_job import (
@@ -140,9 +140,11 @@ class PreferenceJob:
         """Return every pair, cut to the length of a conversation."""
         rows = islice(self.rows.read(), self.settings.max_documents)
         found: list[_Pair] = []
-        while some := list(islice(rows, _AT_ONCE)):
-            rendered = [each for row in some if (each := self._rendered(row)) is not None]
-            found += self._tokenized(rendered)
+        rendered = map(self._rendered, rows)
+        for some in in_batches(
+            rendered, count=_AT_ONCE, chars=lambda each: sum(map(len, each.texts))
+        ):
+            found += self._tokenized(some)
         self.check.finish()
         if not found:
             self.rows.require_some()
@@ -176,7 +178,7 @@ class PreferenceJob:
 
     def _tokenized(self, rendered: list[_Rendered]) -> list[_Pair]:
         texts = [text for each in rendered for text in each.texts]
-        encoded = self.tokenizer.backend.encode_batch(texts, add_special_tokens=False)
+        encoded = self.tokenizer.encodings(texts)
         rows = [np.array(each.ids, dtype=np.uint32) for each in encoded]
         self.check.add_rows([text.encode() for text in texts], rows)
         encodings = iter(encoded)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from payload.data.converted import converted
+from payload.data.converted import alone, converted
 from payload.data.pre_tokenizers import IGNORES_MERGES, pre_tokenizer
 from payload.errors import CheckpointError
 from payload.models.gguf import read_gguf
@@ -29,9 +29,10 @@ def write_tokenizer(path: Path, folder: Path) -> None:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            path.parent, gguf_file=path.name, local_files_only=True
-        )
+        with alone(path) as link:
+            tokenizer = AutoTokenizer.from_pretrained(
+                link.parent, gguf_file=link.name, local_files_only=True
+            )
     except BaseException as error:
         if not is_failure(error):
             raise

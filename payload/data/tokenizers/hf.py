@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -16,22 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from payload.data.special_tokens import MAP_FILE, map_counts, named_tokens, tokenizer_config
 from payload.data.tokenizers.base import FastTokenizer, TextTokenizer, Tokens
 from payload.data.tokenizers.hf_fast import HfFast
 from payload.errors import DataError, TileforgeError
-from payload.hf_folder import CONFIG_FILE, TOKENIZER_FILES, own_file
+from payload.hf_folder import CONFIG_FILE, read_tokenizer_files
 from payload.tokenizer_identity import TOKENIZER_FILE, identity_of, parse_tokenizer
-from payload.untrusted import is_failure, one_line, parse_json, read_bytes, shown
+from payload.untrusted import inside_folder, is_failure, one_line, parse_json, read_bytes, shown
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
 _CONFIG_FILES = ("tokenizer_config.json", "generation_config.json", "config.json")
 _FIX = "Repair the folder, or name another one."
 _BATCH_BYTES = 2**20
 """The package's result takes some 150 bytes a token until it is converted."""
 _MAX_TOKEN = 2**24
-_NASTY_ADDED_TOKENS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,17 +57,28 @@ class HfTokenizer(TextTokenizer):
         return found + self._encode(batch)
 
     def _encode(self, texts: list[str]) -> list[Tokens]:
-        encoded = self.backend.encode_batch_fast(texts, add_special_tokens=False)
+        with explained(self.name):
+            encoded = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(each.ids, dtype=np.uint32) for each in encoded]
+
+    def encodings(self, texts: Sequence[str]) -> list[Encoding]:
+        """Return the package's results for texts: tokens, and the characters of each.
+
+        Raises DataError.
+        """
+        with explained(self.name):
+            return self.backend.encode_batch(list(texts), add_special_tokens=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""
-        return str(self.backend.decode(list(tokens), skip_special_tokens=False))
+        with explained(self.name):
+            return str(self.backend.decode(list(tokens), skip_special_tokens=False))
 
     def normalized(self, text: str) -> str:
         """Return a text as the file's normalizer changes it."""
         normalizer = self.backend.normalizer
-        return text if normalizer is None else str(normalizer.normalize_str(text))
+        with explained(self.name):
+            return text if normalizer is None else str(normalizer.normalize_str(text))
 
     def fast(self) -> FastTokenizer:
         """Return gigatoken with the same file."""
@@ -77,7 +89,18 @@ class HfTokenizer(TextTokenizer):
     def nasty(self) -> Sequence[str]:
         """Return every added token between letters, spaces and its like."""
         contents = [str(each["content"]) for each in self.raw.get("added_tokens") or ()]
-        return [f"a{c}b {c} \n{c}\n{c}{c}  {c}" for c in contents[:_NASTY_ADDED_TOKENS]]
+        return [f"a{c}b {c} \n{c}\n{c}{c}  {c}" for c in contents]
+
+
+@contextmanager
+def explained(name: object, *, error: type[TileforgeError] = DataError) -> Iterator[None]:
+    """Raise `error` where the package fails on a text: its bare Exceptions, and panics of Rust."""
+    try:
+        yield
+    except BaseException as problem:
+        if not is_failure(problem):
+            raise
+        raise error(f"tokenizer {name}: it fails on a text: {one_line(problem)} {_FIX}") from None
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:
@@ -85,11 +108,7 @@ def read_folder(folder: Path) -> dict[str, bytes]:
 
     Its config.json and generation_config.json are not among them.
     """
-    files = {}
-    for name in TOKENIZER_FILES:
-        content = _read(own_file(folder, name, error=DataError))
-        if content is not None:
-            files[name] = content
+    files = read_tokenizer_files(folder, error=DataError)
     if TOKENIZER_FILE not in files:
         raise DataError(_no_tokenizer(folder, files))
     return files
@@ -99,14 +118,21 @@ def hf_tokenizer(folder: Path, *, name: str) -> HfTokenizer:
     """Load the tokenizer in `folder`; `name` is for meta.json. Raises DataError."""
     files = read_folder(folder)
     raw = parse_tokenizer(files[TOKENIZER_FILE], where=str(folder / TOKENIZER_FILE))
+    if dropout := raw["model"].get("dropout"):
+        raise DataError(
+            f"{folder / TOKENIZER_FILE}: model.dropout = {shown(dropout)}: it gives a text other "
+            "tokens each time. Set it to null there."
+        )
     backend = build_backend(files[TOKENIZER_FILE], folder / TOKENIZER_FILE)
     vocabulary = backend.get_vocab(with_added_tokens=True)
     largest = max(vocabulary.values(), default=-1)
     if not 0 <= largest < _MAX_TOKEN:
         raise DataError(f"{folder / TOKENIZER_FILE}: its largest token is {largest}. {_FIX}")
     identity = identity_of(raw)
-    end, place = _end_of_document(folder, backend)
-    before, after = _around(backend)
+    end, place = _end_of_document(folder, files, backend)
+    with explained(name):
+        before, after = _around(backend)
+        unknown = _unknown(raw["model"], backend)
     ends = after if after[-1:] == (end,) else (*after, end)
     return HfTokenizer(
         name=name,
@@ -119,7 +145,7 @@ def hf_tokenizer(folder: Path, *, name: str) -> HfTokenizer:
         end=ends,
         end_note=f"documents end with {backend.id_to_token(end)!r} ({end}), eos_token of {place}",
         files=files,
-        unknown=_unknown(raw["model"], backend),
+        unknown=unknown,
         model_vocab_size=_model_vocab_size(folder, backend),
         reference_name=f"tokenizers {version('tokenizers')}",
         raw=raw,
@@ -145,9 +171,12 @@ def build_backend(
     return backend
 
 
-def _end_of_document(folder: Path, backend: Tokenizer) -> tuple[int, str]:
+def _end_of_document(
+    folder: Path, files: Mapping[str, bytes], backend: Tokenizer
+) -> tuple[int, str]:
     """Return the token that ends a document, and the file that names it. Raises DataError."""
-    for name in _CONFIG_FILES:
+    has_map = map_counts(tokenizer_config(files, folder=folder))
+    for name in (MAP_FILE, *_CONFIG_FILES) if has_map else _CONFIG_FILES:
         content = _read(folder / name)
         if content is None:
             continue
@@ -165,10 +194,8 @@ def _end_of_document(folder: Path, backend: Tokenizer) -> tuple[int, str]:
 def _named_end(config: object, backend: Tokenizer, *, where: Path) -> int | None:
     if not isinstance(config, dict):
         raise DataError(f"{where}: expected an object, got {shown(config)}. {_FIX}")
-    token = config.get("eos_token")
-    if isinstance(token, dict):
-        token = token.get("content")
-    if isinstance(token, str):
+    token = named_tokens(config).get("eos_token")
+    if token is not None:
         number = backend.token_to_id(token)
         if number is None:
             raise DataError(
@@ -233,7 +260,7 @@ def _fingerprint(content: bytes, before: Sequence[int], after: Sequence[int]) ->
 
 def _read(path: Path) -> bytes | None:
     try:
-        return read_bytes(path)
+        return read_bytes(inside_folder(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

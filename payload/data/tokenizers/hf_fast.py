@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from payload.data.tokenizers.base import Agree, FastTokenizer, NotFastError
+from payload.untrusted import is_failure, one_line
 
 PRINTED_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 """Bytes that stand for themselves in a byte-level vocabulary, and come first in GPT-2's."""
@@ -50,8 +51,10 @@ class HfFast(FastTokenizer):
         """Return a new tokenizer."""
         try:
             return self._class.from_json(self._content)
-        except (RuntimeError, ValueError, TypeError) as error:
-            raise NotFastError(str(error).strip().splitlines()[0]) from None
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            raise NotFastError(one_line(error).rstrip(".")) from None
 
     def uncertain(self, texts: Sequence[bytes], agree: Agree) -> set[int]:
         """Return the places of texts with bytes or characters that it may see differently."""

@@ -1,0 +1,72 @@
+"""The special tokens that a tokenizer's files name, as transformers reads them.
+
+Source: `PreTrainedTokenizerBase._from_pretrained` and its `special_tokens_map` in transformers 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from payload.errors import DataError
+from payload.untrusted import inside_folder, parse_json, read_bytes, shown
+
+CONFIG_FILE = "tokenizer_config.json"
+MAP_FILE = "special_tokens_map.json"
+# Each may be an object of further named tokens; a list of texts has no names.
+_NAMED = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
+_FIX = "Repair the folder, or name another one."
+
+
+def read_tokenizer_config(folder: Path) -> Mapping[str, Any]:
+    """Return `tokenizer_config` of the files in a folder. Raises DataError for a damaged one."""
+    files = {}
+    for name in (CONFIG_FILE, MAP_FILE):
+        try:
+            files[name] = read_bytes(inside_folder(folder / name))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise DataError(f"{folder / name}: {error.strerror}. {_FIX}") from None
+    return tokenizer_config(files, folder=folder)
+
+
+def tokenizer_config(files: Mapping[str, bytes], *, folder: Path) -> Mapping[str, Any]:
+    """Return tokenizer_config.json with what special_tokens_map.json puts in its place.
+
+    `files` are by name, and `folder` names them in messages. Raises DataError for a damaged one.
+    """
+    config, tokens = (
+        parse_json(
+            files.get(name, b"{}"),
+            where=str(folder / name),
+            fix=_FIX,
+            error=DataError,
+            huge_integers=True,
+        )
+        for name in (CONFIG_FILE, MAP_FILE)
+    )
+    for name, value in ((CONFIG_FILE, config), (MAP_FILE, tokens)):
+        if not isinstance(value, dict):
+            raise DataError(f"{folder / name}: expected an object, got {shown(value)}. {_FIX}")
+    return {**config, **tokens} if map_counts(config) else config
+
+
+def map_counts(config: Mapping[str, Any]) -> bool:
+    """Say whether special_tokens_map.json replaces values of tokenizer_config.json."""
+    return "added_tokens_decoder" not in config
+
+
+def named_tokens(config: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return the text of each token that a config names; None for one that it has as null."""
+    values = {name: value for name, value in config.items() if name.endswith("_token")}
+    for name in _NAMED:
+        more = config.get(name)
+        values |= more if isinstance(more, Mapping) else {}
+    found: dict[str, str | None] = {}
+    for name, value in values.items():
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if text is None or isinstance(text, str):
+            found[name] = text
+    return found

@@ -1,0 +1,86 @@
+"""The special tokens that a chat template writes are those of transformers, from both files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from payload.data.chat_template import read_chat_template
+from payload.data.tasks.classify_job import pad_token
+from payload.data.tokenizers import load_hf_tokenizer
+from payload.errors import DataError
+from tests.support.chat_data import END, START, make_tokenizer, turn
+
+pytestmark = pytest.mark.processes  # the template is rendered by one
+
+_NAMES = (
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+    *("image_token", "sound_token"),
+)
+SHOWS_ALL = "".join(f"[{{{{ {name} }}}}]" for name in _NAMES) + "{{ messages[0].content }}"
+# transformers takes a token that no file names for empty; here it is refused, so it is null.
+_NULL: dict[str, Any] = dict.fromkeys(_NAMES)
+_OBJECT = {"content": START, "lstrip": False, "rstrip": False, "normalized": False}
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "none": ({}, None),
+    "config alone": ({"sep_token": START, "cls_token": END, "mask_token": START}, None),
+    "map alone": ({}, {"bos_token": START, "unk_token": END}),
+    "map in place of the config": ({"bos_token": END}, {"bos_token": START}),
+    "objects": ({"cls_token": {"__type": "AddedToken", **_OBJECT}}, {"bos_token": _OBJECT}),
+    "a map that does not count": (
+        {"bos_token": END, "added_tokens_decoder": {"0": {**_OBJECT, "special": True}}},
+        {"bos_token": START},
+    ),
+    "a list of further ones": ({}, {"additional_special_tokens": [START, END]}),
+    "a further one by its name": ({"image_token": START}, None),
+    "further ones as an object": (
+        {"extra_special_tokens": {"image_token": START, "sound_token": END}},
+        None,
+    ),
+}
+
+
+def write(folder: Path, config: dict[str, Any], tokens: dict[str, Any] | None) -> Path:
+    make_tokenizer(folder, template=SHOWS_ALL)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**_NULL, **json.loads(path.read_text()), **config}))
+    if tokens is not None:
+        (folder / "special_tokens_map.json").write_text(json.dumps(tokens))
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_template_writes_what_transformers_writes(case: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = write(tmp_path / "model", *CASES[case])
+    messages = turn("a", "b")
+    own: Any = AutoTokenizer.from_pretrained(folder)
+
+    found = read_chat_template(folder).render(messages, add_generation_prompt=False)
+
+    assert found == own.apply_chat_template(messages, tokenize=False)
+    assert START in found or case in ("none", "a list of further ones", "a map that does not count")
+
+
+def test_a_template_that_writes_a_token_that_no_file_names_is_refused(tmp_path: Path) -> None:
+    folder = make_tokenizer(tmp_path, template="{{ messages[0].content }}{{ sep_token }}")
+    with pytest.raises(DataError, match="it writes sep_token, which neither tokenizer_config"):
+        read_chat_template(folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% set sep_token = '|' %}{{ messages[0].content }}{{ sep_token }}"
+    )
+    text = read_chat_template(folder).render(turn("a", "b"), add_generation_prompt=False)
+    assert text == "a|"
+
+
+def test_the_end_of_a_document_and_padding_are_those_of_the_map(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", {}, {"eos_token": START, "pad_token": START})
+    tokenizer, _ = load_hf_tokenizer(str(folder))
+    assert tokenizer.end == (0,) and pad_token(tokenizer) == 0
+    assert tokenizer.end_note is not None
+    assert tokenizer.end_note.endswith("eos_token of special_tokens_map.json")

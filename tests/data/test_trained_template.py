@@ -1,0 +1,77 @@
+"""A checkpoint has the chat template of its data, wherever that stood, and whatever its model's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from payload.data.meta import write_meta
+from payload.data.tokenizer_files import tokenizer_files
+from payload.data_folder import load_meta
+from payload.errors import DataError
+from payload.tasks import TaskKind
+from tests.support.chat_data import (
+    PLAIN_TEMPLATE,
+    conversations,
+    make_tokenizer,
+    prepare,
+    write_rows,
+)
+from tests.support.preference_data import pairs
+
+pytestmark = pytest.mark.processes  # the template is rendered by one
+
+TRAINED = PLAIN_TEMPLATE.replace("message['role']", "'to ' + message['role']").replace(
+    "assistant\n", "to assistant\n"
+)
+
+
+def config_with_template(folder: Path) -> Path:
+    """Write a tokenizer whose template stands in tokenizer_config.json."""
+    make_tokenizer(folder, template=None)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TRAINED}))
+    return folder
+
+
+def source(folder: Path, task: TaskKind) -> Path:
+    rows = pairs(20) if task == "preference" else [{"messages": m} for m in conversations(20)]
+    return write_rows(folder / "in.jsonl", rows)
+
+
+@pytest.mark.parametrize("given", ["--chat-template", "tokenizer_config.json", "older version"])
+@pytest.mark.parametrize("task", ["chat", "preference"])
+def test_a_checkpoint_has_the_template_that_its_data_was_rendered_with(
+    task: TaskKind, given: str, tmp_path: Path
+) -> None:
+    model, out = make_tokenizer(tmp_path / "model"), tmp_path / "out"
+    if given == "--chat-template":
+        (tmp_path / "own.jinja").write_text(TRAINED)
+        prepare(model, source(tmp_path, task), out, given, tmp_path / "own.jinja", task=task)
+    else:
+        prepare(config_with_template(tmp_path / "t"), source(tmp_path, task), out, task=task)
+    meta = load_meta(out)
+    if given == "older version":
+        (out / "chat_template.jinja").unlink()
+        files = {k: v for k, v in meta.tokenizer_files.items() if k != "chat_template.jinja"}
+        meta = replace(meta, tokenizer_files=files)
+        write_meta(out, meta)
+    else:
+        assert (out / "chat_template.jinja").read_text() == TRAINED
+
+    for folder in (model, None):
+        files_of = tokenizer_files(meta, data=out, source=folder, context=64)
+        assert files_of["chat_template.jinja"].decode() == TRAINED
+
+
+def test_data_without_its_template_is_refused(tmp_path: Path) -> None:
+    model, out = make_tokenizer(tmp_path / "model"), tmp_path / "out"
+    prepare(model, source(tmp_path, "chat"), out)
+    meta = load_meta(out)
+    assert meta.chat is not None
+    other = replace(meta, chat=replace(meta.chat, template_sha256="0" * 64))
+    with pytest.raises(DataError, match="no file has the chat template of its conversations"):
+        tokenizer_files(other, data=out, source=model, context=64)
