@@ -80,7 +80,7 @@ test-engine: setup  ## the tests on Pulumi's real engine, where `pulumi` is on P
 	@if command -v pulumi >/dev/null && ! command -v pulumi-resource-gcp >/dev/null; then \
 		pulumi plugin install resource gcp \
 			"$$($(PY) -c 'from importlib.metadata import version; print(version("pulumi-gcp"))')"; fi
-	$(PY) -m pytest tests/engine $(ARGS)
+	$(PY) -m pytest tests/engine -m engine $(ARGS)
 
 check: setup  ## everything that CI checks without running the program
 	$(PY) -m ruff check .

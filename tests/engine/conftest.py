@@ -35,9 +35,14 @@ def cloud() -> Iterator[CloudStandIn]:
         yield cloud
 
 
-@pytest.fixture
-def engine(tmp_path: Path, cloud: CloudStandIn) -> Iterator[Engine]:
+@pytest.fixture(
+    params=[
+        pytest.param(True, id="fake", marks=pytest.mark.processes),
+        pytest.param(False, id="real", marks=pytest.mark.engine),
+    ]
+)
+def engine(request: pytest.FixtureRequest, tmp_path: Path, cloud: CloudStandIn) -> Iterator[Engine]:
     """A project folder without keys, a state in a folder, and the stack `dev`."""
-    with Engine(tmp_path, cloud, env=os.environ) as engine:
+    with Engine(tmp_path / "own", cloud, env=os.environ, is_fake=request.param) as engine:
         engine.stack("init", "dev")
         yield engine

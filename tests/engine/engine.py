@@ -1,7 +1,8 @@
-"""Pulumi's real engine and Google's real provider, on the stand-in for Google Cloud."""
+"""An operator's project folder on Pulumi's engine, or on the fake one, and the stand-in's cloud."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -19,9 +20,27 @@ import yaml
 
 from payload.orchestrate.cloud.google import VARIABLE
 from tests.orchestrate.cloud.standin import PROJECT, CloudStandIn
+from tests.support import forked
+from tests.support.fork_server import server_name
+from tests.support.launching import PYTHON
+from tests.support.waiting import wait_until
 from tests.test_architecture import ROOT
 
 _PROGRAM = ("__main__.py", "bootstrap", "infra", "payload", "pyproject.toml")
+# The fake's forks have infra and payload in memory.
+_PROGRAM_OF_FORKS = ("__main__.py", "bootstrap", "pyproject.toml")
+_LIBRARIES = (
+    *("paramiko", "google.cloud.compute_v1", "google.cloud.storage", "yaml"),
+    *("infra.config_reading", "infra.bootstrap_values", "infra.encryption", "infra.failures"),
+    *("infra.identity", "infra.inventory_output", "infra.measured", "infra.nodes"),
+    *("infra.shared_storage", "infra.storage", "tests.engine.fake_pulumi.warm"),
+)
+_SHIM = """#!{python} -IS
+import os, runpy, sys
+os.environ[{variable!r}] = {server!r}
+sys.argv = [{forked!r}, "-m", "tests.engine.fake_pulumi", *sys.argv[1:]]
+runpy.run_path({forked!r}, run_name="__main__")
+"""
 _MOST_S = 600.0
 Done = subprocess.CompletedProcess[str]
 
@@ -41,26 +60,63 @@ def missing(env: Mapping[str, str]) -> str:
 class Engine:
     """One operator's project folder; a context manager that ends what it has started."""
 
-    def __init__(self, folder: Path, cloud: CloudStandIn, *, env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        cloud: CloudStandIn,
+        *,
+        env: Mapping[str, str],
+        is_fake: bool = False,
+        door: str = "",
+    ) -> None:
+        """`is_fake` is the `pulumi` of tests.engine.fake_pulumi; else the one on PATH.
+
+        `door` names the requests of this operator among the cloud's.
+        """
+        self.is_fake = is_fake
         self.folder = folder / "project"
         self.cloud = cloud
-        self.folder.mkdir()
-        (folder / "state").mkdir()
-        for name in _PROGRAM:
-            (self.folder / name).symlink_to(ROOT / name)
+        self.state = folder / "state"
+        self.folder.mkdir(parents=True)
+        self.state.mkdir()
+        # A copy: the program writes keys beside itself.
+        for name in _PROGRAM_OF_FORKS if is_fake else _PROGRAM:
+            source = ROOT / name
+            copy = shutil.copytree if source.is_dir() else shutil.copy2
+            copy(source, self.folder / name)
         document = yaml.safe_load((ROOT / "Pulumi.yaml").read_text(encoding="utf-8"))
         # This test's Python, whatever the environment around it is called.
         document["runtime"]["options"]["virtualenv"] = sys.prefix
         (self.folder / "Pulumi.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
+        url = cloud.open_door(door) if door else cloud.url
         self.env = {name: env[name] for name in ("PATH", "HOME", "PULUMI_HOME") if name in env} | {
-            **cloud.variables(),
-            VARIABLE: cloud.url,
-            "PYTHONPATH": str(ROOT),
-            "PULUMI_BACKEND_URL": f"file://{folder}/state",
+            **cloud.variables(url),
+            VARIABLE: url,
+            "PULUMI_BACKEND_URL": f"file://{self.state}",
             "PULUMI_CONFIG_PASSPHRASE": "",
             "PULUMI_SKIP_UPDATE_CHECK": "true",
         }
+        self._python = [sys.executable]
         self._started: list[subprocess.Popen[bytes]] = []
+        if is_fake:
+            self._use_fake(folder / "bin", env)
+
+    def _use_fake(self, folder: Path, env: Mapping[str, str]) -> None:
+        """Put the fake `pulumi` first on PATH, and run every command in a fork."""
+        self.env |= forked.read_at_start(env) | {"PYTHONPATH": str(ROOT)}
+        server = server_name(*_LIBRARIES, PYTHONPATH=str(ROOT))
+        folder.mkdir()
+        shim = folder / "pulumi"
+        text = _SHIM.format(
+            python=sys.executable,
+            variable=forked.VARIABLE,
+            server=server,
+            forked=forked.__file__,
+        )
+        shim.write_text(text, encoding="utf-8")
+        shim.chmod(0o755)
+        self.env |= {"PATH": f"{folder}:{env['PATH']}", forked.VARIABLE: server}
+        self._python = list(PYTHON)
 
     def __enter__(self) -> Self:
         return self
@@ -117,7 +173,7 @@ class Engine:
         process = subprocess.Popen(
             argv,
             cwd=self.folder,
-            env=self.env,
+            env={**self.env, forked.GROUP: "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -135,11 +191,28 @@ class Engine:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(timeout=60)
+        wait_until(lambda: not self._holders(), what="the end of a killed engine")
+
+    def locks(self) -> list[Path]:
+        """The files of the locks on the stack."""
+        return sorted(self.state.glob(".pulumi/locks/**/*.json"))
+
+    def _holders(self) -> list[int]:
+        """Processes of this machine that hold a lock and run."""
+        held = [json.loads(path.read_text())["pid"] for path in self.locks()]
+        return [pid for pid in held if Path(f"/proc/{pid}").exists()]
 
     def wait_for_requests(self, count: int, process: subprocess.Popen[bytes]) -> None:
         """Return when the cloud has been sent so many requests, or the process has ended."""
         ends = time.monotonic() + _MOST_S
         while len(self.cloud.requests) < count and process.poll() is None:
+            assert time.monotonic() < ends
+            time.sleep(0.005)
+
+    def wait_for_change(self, process: subprocess.Popen[bytes]) -> None:
+        """Return when something is being built, or the process has ended."""
+        ends = time.monotonic() + _MOST_S
+        while not self.cloud.count("^POST .*networks$") and process.poll() is None:
             assert time.monotonic() < ends
             time.sleep(0.005)
 
@@ -155,17 +228,18 @@ class Engine:
         return found | ({"buckets": buckets} if buckets else {})
 
     def machines(self) -> dict[str, str]:
-        """The number of each machine, by its name."""
+        """The number of each machine, by its name and in the order of names."""
         with self.cloud.quiet():
-            return {
+            found = {
                 each["name"]: each["id"]
                 for (kind, _), items in self.cloud.items.items()
                 if kind == "instances"
                 for each in items
             }
+        return dict(sorted(found.items()))
 
     def _argv(self, words: Sequence[str]) -> list[str]:
-        return [sys.executable, "-m", "payload.orchestrate", *words]
+        return [*self._python, "-m", "payload.orchestrate", *words]
 
     def _run(self, argv: Sequence[str]) -> Done:
         return subprocess.run(

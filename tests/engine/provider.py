@@ -1,12 +1,13 @@
-"""The requests that Google's Pulumi provider sends for the cluster program's resources.
+"""Google's Pulumi provider, as far as the cluster program's resources need it: their requests.
 
-No engine: the program runs under Pulumi's mocks, and what it asked for goes to the stand-in over
-HTTP, in the order of its dependencies. So the stand-in's rules see every stack variant also where
-no engine is installed; with one, the tests marked `engine` send the real requests.
+What a resource's inputs become in Google's interfaces, what a GET says about them, which of them
+change in place, and what removes the resource. No engine: `Provider` makes what the program asked
+for under Pulumi's mocks, and tests.engine.fake_pulumi has the rest of an engine.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 import urllib.error
@@ -25,15 +26,92 @@ _ORDER = (
     *("compute/network:Network", "compute/subnetwork:Subnetwork", "compute/router:Router"),
     *("compute/routerNat:RouterNat", "dns/managedZone:ManagedZone", "dns/recordSet:RecordSet"),
     *("compute/firewall:Firewall", "compute/resourcePolicy:ResourcePolicy"),
-    *("compute/instance:Instance", "storage/bucket:Bucket"),
+    *("filestore/instance:Instance", "compute/instance:Instance", "storage/bucket:Bucket"),
     "storage/bucketIAMMember:BucketIAMMember",
 )
 _KEPT = ("storage/bucket:Bucket", "kms/cryptoKeyIAMMember:CryptoKeyIAMMember")
-_SAME = ("name", "description", "labels", "network", "direction", "priority")
+_TRY_AGAIN = (429, 500, 502, 503, 504)
 
 
 class RefusedRequestError(Exception):
-    """Google, or the stand-in for it, refused a request."""
+    """Google, or the stand-in for it, refused a request; `said` is what the provider prints."""
+
+    def __init__(self, message: str, *, status: int, said: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.said = said
+
+
+@dataclass(slots=True, kw_only=True)
+class Sender:
+    """Sends requests and waits for their operations."""
+
+    url: str
+    token: str = ""
+    retries: int = 0
+    """How often a request is repeated while Google is busy or does not answer."""
+
+    def request(self, method: str, path: str, body: Document | None) -> Document:
+        """Send a request, wait for its operation, and return the answer or the operation.
+
+        Raises RefusedRequestError.
+        """
+        operation = self._retried(method, path, body)
+        while operation.get("kind") == "compute#operation" and operation["status"] != "DONE":
+            project = path.split("/")[4]
+            scope = path.split("/")[5:7] if "/global/" not in path else ["global"]
+            named = f"/compute/v1/projects/{project}/{'/'.join(scope)}/operations"
+            operation = self._retried("GET", f"{named}/{operation['name']}", None)
+            time.sleep(0.005)
+        if operation.get("kind") == "compute#operation" and "error" in operation:
+            errors = operation["error"]["errors"]
+            said = "; ".join(each["message"] for each in errors)
+            raise RefusedRequestError(f"{method} {path}: {errors}", status=0, said=said)
+        return operation
+
+    def find(self, path: str) -> Document | None:
+        """Return what is there, or None. Raises RefusedRequestError."""
+        try:
+            return self.request("GET", path, None)
+        except RefusedRequestError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    def _retried(self, method: str, path: str, body: Document | None) -> Document:
+        for attempt in range(self.retries + 1):
+            try:
+                return self._once(method, path, body)
+            except RefusedRequestError as error:
+                if error.status not in _TRY_AGAIN or attempt == self.retries:
+                    raise
+            except (OSError, http.client.HTTPException) as error:
+                if not self.retries:
+                    raise
+                if attempt == self.retries:
+                    text = f"dial tcp: {error}"
+                    raise RefusedRequestError(text, status=0, said=text) from None
+            time.sleep(0.01)
+        raise AssertionError
+
+    def _once(self, method: str, path: str, body: Document | None) -> Document:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        request = urllib.request.Request(
+            f"{self.url}{path}", method=method, data=data, headers=headers
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                found: Document = json.load(answer)
+                return found
+        except urllib.error.HTTPError as error:
+            said = json.load(error)["error"]
+            reason = said["errors"][0]["reason"]
+            raise RefusedRequestError(
+                f"{method} {path}: {error.code}: {said['message']}",
+                status=error.code,
+                said=f"googleapi: Error {error.code}: {said['message']}, {reason}",
+            ) from None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,147 +124,403 @@ class Provider:
 
     def up(self) -> None:
         """Make everything. Raises RefusedRequestError with Google's words."""
-        for resource in sorted(self._resources(), key=_place):
-            for method, path, body in _creation(resource):
-                self.request(method, path, body)
+        for resource in sorted(self._resources(), key=lambda each: _ORDER.index(kind_of(each))):
+            make(Sender(url=self.url), resource, PROJECT)
             self.made.append(resource)
 
     def down(self) -> None:
         """Remove everything but what outlives a destroy."""
         for resource in reversed(self.made):
-            if _kind(resource) not in _KEPT:
-                for method, path, body in _removal(resource):
-                    self.request(method, path, body)
+            if kind_of(resource) not in _KEPT:
+                remove(Sender(url=self.url), resource, PROJECT)
         self.made.clear()
+
+    def request(self, method: str, path: str, body: Document | None) -> Document:
+        """Send one request of a test's own. Raises RefusedRequestError."""
+        return Sender(url=self.url).request(method, path, body)
 
     def _resources(self) -> list[Document]:
         """The program's, with names that Google gives in place of the mocks'."""
-        text = json.dumps([each for each in self.recorded.resources if _kind(each) in _ORDER])
-        for each in self.recorded.resources:
-            path = _path(each)
-            if path is not None:
+        wanted = [each for each in self.recorded.resources if kind_of(each) in _ORDER]
+        text = json.dumps(wanted)
+        for each in wanted:
+            if kind_of(each) in _COMPUTE:
+                path = id_of(each, PROJECT)
                 text = text.replace(f'"{each["inputs"]["name"]}-id"', json.dumps(path))
                 text = text.replace(f'"https://example/{each["name"]}"', json.dumps(path))
         text = text.replace(f"@{PROJECT}.example", f"@{PROJECT}.iam.gserviceaccount.com")
         text = text.replace("@p.example", f"@{PROJECT}.iam.gserviceaccount.com")
         resources: list[Document] = json.loads(text)
+        for each in resources:
+            if kind_of(each) == "storage/bucket:Bucket":
+                each["inputs"]["name"] = f"{each['name']}-1a2b3c4"
         return resources
 
-    def request(self, method: str, path: str, body: Document | None) -> Document:
-        """Send a request, wait for its operation, and return the answer or the operation.
 
-        Raises RefusedRequestError.
-        """
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.url}{path}", method=method, data=data)
-        try:
-            with urllib.request.urlopen(request) as answer:
-                operation: Document = json.load(answer)
-        except urllib.error.HTTPError as error:
-            said = json.load(error)["error"]["message"]
-            raise RefusedRequestError(f"{method} {path}: {error.code}: {said}") from None
-        while operation.get("kind") == "compute#operation" and operation["status"] != "DONE":
-            scope = path.split("/")[5:7] if "/global/" not in path else ["global"]
-            named = f"/compute/v1/projects/{PROJECT}/{'/'.join(scope)}/operations"
-            operation = self.request("GET", f"{named}/{operation['name']}", None)
-            time.sleep(0.005)
-        if "error" in operation:
-            raise RefusedRequestError(f"{method} {path}: {operation['error']['errors']}")
-        return operation
+def set_defaults(resource: Document) -> None:
+    """Put in the inputs that the provider has where the program names none."""
+    if kind_of(resource) == "compute/firewall:Firewall":
+        resource["inputs"].setdefault("priority", 1000)
 
 
-def _kind(resource: Document) -> str:
+def kind_of(resource: Document) -> str:
+    """Return the type of a resource without its package: compute/network:Network."""
     return str(resource["type"]).removeprefix("gcp:")
 
 
-def _place(resource: Document) -> int:
-    return _ORDER.index(_kind(resource))
+_COMPUTE = {
+    "compute/network:Network": "networks",
+    "compute/subnetwork:Subnetwork": "subnetworks",
+    "compute/router:Router": "routers",
+    "compute/firewall:Firewall": "firewalls",
+    "compute/resourcePolicy:ResourcePolicy": "resourcePolicies",
+    "compute/instance:Instance": "instances",
+}
+# Inputs that change in place; a change of another one needs another resource.
+_IN_PLACE = {
+    "compute/network:Network": {"mtu", "routingMode"},
+    "compute/subnetwork:Subnetwork": {"privateIpGoogleAccess", "logConfig"},
+    "compute/router:Router": {"description"},
+    "compute/routerNat:RouterNat": {"logConfig", "subnetworks", "natIpAllocateOption"},
+    "compute/firewall:Firewall": {
+        *("description", "priority", "disabled", "allows", "denies", "logConfig"),
+        *("sourceRanges", "destinationRanges", "sourceServiceAccounts", "targetServiceAccounts"),
+    },
+    "compute/instance:Instance": {
+        *("labels", "metadata", "tags", "attachedDisks", "bootDisk", "scheduling"),
+        *("shieldedInstanceConfig", "serviceAccount", "desiredStatus", "deletionProtection"),
+        *("allowStoppingForUpdate", "resourcePolicies"),
+    },
+    "serviceaccount/account:Account": {"description", "displayName"},
+    "storage/bucket:Bucket": {
+        *("labels", "versioning", "lifecycleRules", "forceDestroy", "softDeletePolicy"),
+        *("uniformBucketLevelAccess", "publicAccessPrevention", "encryption"),
+    },
+    "dns/managedZone:ManagedZone": {"labels", "description"},
+    "filestore/instance:Instance": {"labels", "description", "fileShares", "deletionProtection"},
+}
+NOUNS = {"compute/instance:Instance": "instance", "serviceaccount/account:Account": "account"}
+"""What the provider calls a resource in its errors, where that is not the type's last word."""
 
 
-def _path(resource: Document) -> str | None:
-    """The resource's path in Compute Engine, without the version; None of another service."""
-    kind, inputs = _kind(resource), resource["inputs"]
-    if not kind.startswith("compute/") or kind == "compute/routerNat:RouterNat":
-        return None
-    collections = {"Subnetwork": "subnetworks", "Router": "routers"} | {
-        "ResourcePolicy": "resourcePolicies",
-        "Network": "networks",
-        "Firewall": "firewalls",
-        "Instance": "instances",
-    }
-    scope = "global"
-    if "region" in inputs:
-        scope = f"regions/{inputs['region']}"
-    elif "zone" in inputs:
-        scope = f"zones/{inputs['zone']}"
-    collection = collections[kind.rpartition(":")[2]]
-    return f"projects/{PROJECT}/{scope}/{collection}/{inputs['name']}"
+def changes_in_place(resource: Document, key: str) -> bool:
+    """Return whether the provider changes this input without a new resource."""
+    return key in _IN_PLACE.get(kind_of(resource), ())
 
 
-Requests = list[tuple[str, str, Document | None]]
+def id_of(resource: Document, project: str) -> str:
+    """Return the id that Pulumi's state has."""
+    kind, inputs = kind_of(resource), resource["inputs"]
+    if kind in _COMPUTE:
+        scope = "global"
+        if "zone" in inputs:
+            scope = f"zones/{inputs['zone']}"
+        elif "region" in inputs:
+            scope = f"regions/{inputs['region']}"
+        return f"projects/{project}/{scope}/{_COMPUTE[kind]}/{inputs['name']}"
+    match kind:
+        case "serviceaccount/account:Account":
+            return f"projects/{project}/serviceAccounts/{email_of(resource, project)}"
+        case "compute/routerNat:RouterNat":
+            return f"{project}/{inputs['region']}/{inputs['router']}/{inputs['name']}"
+        case "storage/bucket:Bucket":
+            return str(inputs["name"])
+        case "storage/bucketIAMMember:BucketIAMMember":
+            return f"b/{inputs['bucket']}/{inputs['role']}/{inputs['member']}"
+        case "kms/cryptoKeyIAMMember:CryptoKeyIAMMember":
+            return f"{inputs['cryptoKeyId']}/{inputs['role']}/{inputs['member']}"
+        case "dns/managedZone:ManagedZone":
+            return f"projects/{project}/managedZones/{inputs['name']}"
+        case "dns/recordSet:RecordSet":
+            zone = f"projects/{project}/managedZones/{inputs['managedZone']}"
+            return f"{zone}/rrsets/{inputs['name']}/{inputs['type']}"
+        case "filestore/instance:Instance":
+            place = inputs.get("location") or inputs["zone"]
+            return f"projects/{project}/locations/{place}/instances/{inputs['name']}"
+    raise AssertionError(f"the fake provider has no {kind}")
 
 
-def _creation(resource: Document) -> Requests:
-    """Return what makes it: method, path and body of each request."""
-    kind, inputs = _kind(resource), resource["inputs"]
-    path = _path(resource)
-    if path is not None:
-        body = {key: inputs[key] for key in _SAME if key in inputs}
-        if kind in _BODIES:
-            body |= _BODIES[kind](inputs)
-        return [("POST", f"/compute/v1/{path.rpartition('/')[0]}", body)]
+def email_of(resource: Document, project: str) -> str:
+    """Return a service account's address."""
+    return f"{resource['inputs']['accountId']}@{project}.iam.gserviceaccount.com"
+
+
+def make(sender: Sender, resource: Document, project: str) -> None:
+    """Make it. Raises RefusedRequestError."""
+    kind, inputs = kind_of(resource), resource["inputs"]
     match kind:
         case "serviceaccount/account:Account":
             account = {key: inputs[key] for key in ("displayName", "description")}
             body = {"accountId": inputs["accountId"], "serviceAccount": account}
-            return [("POST", f"/v1/projects/{PROJECT}/serviceAccounts", body)]
+            sender.request("POST", f"/v1/projects/{project}/serviceAccounts", body)
         case "compute/routerNat:RouterNat":
-            return [("PATCH", _router(inputs), {"nats": [_nat(inputs)]})]
+            sender.request("PATCH", _router(inputs, project), {"nats": [_nat(inputs)]})
         case "storage/bucket:Bucket":
-            body = {"name": f"{resource['name']}-1a2b3c4", "labels": inputs["labels"]}
-            body |= {"location": inputs["location"], "versioning": inputs["versioning"]}
-            return [("POST", f"/storage/v1/b?project={PROJECT}", body)]
+            body = {"name": inputs["name"], "location": inputs["location"], **_bucket(inputs)}
+            sender.request("POST", f"/storage/v1/b?project={project}", body)
         case "storage/bucketIAMMember:BucketIAMMember":
-            bindings = [{"role": inputs["role"], "members": [inputs["member"]]}]
-            return [("PUT", f"/storage/v1/b/{inputs['bucket']}/iam", {"bindings": bindings})]
+            _bind(sender, inputs, add=True)
+        case "kms/cryptoKeyIAMMember:CryptoKeyIAMMember":
+            _grant(sender, inputs, add=True)
         case "dns/managedZone:ManagedZone":
             body = {key: inputs[key] for key in ("name", "dnsName", "labels", "description")}
-            return [("POST", f"/dns/v1/projects/{PROJECT}/managedZones", body)]
+            sender.request("POST", f"/dns/v1/projects/{project}/managedZones", body)
         case "dns/recordSet:RecordSet":
-            record = {"name": inputs["name"], "type": inputs["type"], "rrdatas": inputs["rrdatas"]}
-            return [("POST", _changes(inputs), {"additions": [record]})]
-    return []  # a grant on a key, which is not in the stand-in's hands
+            record = {key: inputs[key] for key in ("name", "type", "rrdatas")}
+            sender.request("POST", _changes(inputs, project), {"additions": [record]})
+        case "filestore/instance:Instance":
+            path = f"/v1/{id_of(resource, project)}"
+            query = f"?instanceId={inputs['name']}"
+            sender.request("POST", path.rpartition("/")[0] + query, _filestore(inputs))
+        case _:
+            path = f"/compute/v1/{id_of(resource, project)}"
+            sender.request("POST", path.rpartition("/")[0], _body(kind, inputs, project))
 
 
-def _removal(resource: Document) -> Requests:
-    kind, inputs = _kind(resource), resource["inputs"]
-    path = _path(resource)
-    if path is not None:
-        return [("DELETE", f"/compute/v1/{path}", None)]
+def read(sender: Sender, resource: Document, project: str) -> Document | None:
+    """Return what Google has of it now, or None. Raises RefusedRequestError."""
+    kind, inputs = kind_of(resource), resource["inputs"]
     match kind:
-        case "serviceaccount/account:Account":
-            email = f"{inputs['accountId']}@{PROJECT}.iam.gserviceaccount.com"
-            return [("DELETE", f"/v1/projects/{PROJECT}/serviceAccounts/{email}", None)]
         case "compute/routerNat:RouterNat":
-            return [("PATCH", _router(inputs), {"nats": []})]
+            router = sender.find(_router(inputs, project)) or {}
+            nats = [each for each in router.get("nats", ()) if each["name"] == inputs["name"]]
+            return nats[0] if nats else None
+        case "storage/bucket:Bucket":
+            return sender.find(f"/storage/v1/b/{inputs['name']}")
         case "storage/bucketIAMMember:BucketIAMMember":
-            return [("PUT", f"/storage/v1/b/{inputs['bucket']}/iam", {"bindings": []})]
+            policy = sender.find(f"/storage/v1/b/{inputs['bucket']}/iam")
+            return policy if _is_bound(policy, inputs) else None
+        case "kms/cryptoKeyIAMMember:CryptoKeyIAMMember":
+            policy = sender.find(f"/v1/{inputs['cryptoKeyId']}:getIamPolicy")
+            return policy if _is_bound(policy, inputs) else None
         case "dns/managedZone:ManagedZone":
-            zone = inputs["name"]
-            return [("DELETE", f"/dns/v1/projects/{PROJECT}/managedZones/{zone}", None)]
+            return sender.find(f"/dns/v1/{id_of(resource, project)}")
+        case "dns/recordSet:RecordSet":
+            zone = f"/dns/v1/projects/{project}/managedZones/{inputs['managedZone']}"
+            found = sender.find(f"{zone}/rrsets?name={inputs['name']}&type={inputs['type']}")
+            return next(iter((found or {}).get("rrsets", ())), None)
+        case "serviceaccount/account:Account" | "filestore/instance:Instance":
+            return sender.find(f"/v1/{id_of(resource, project)}")
+    return sender.find(f"/compute/v1/{id_of(resource, project)}")
+
+
+def remove(sender: Sender, resource: Document, project: str) -> None:
+    """Remove it. Raises RefusedRequestError."""
+    kind, inputs = kind_of(resource), resource["inputs"]
+    match kind:
+        case "compute/routerNat:RouterNat":
+            sender.request("PATCH", _router(inputs, project), {"nats": []})
+        case "storage/bucketIAMMember:BucketIAMMember":
+            _bind(sender, inputs, add=False)
+        case "kms/cryptoKeyIAMMember:CryptoKeyIAMMember":
+            _grant(sender, inputs, add=False)
+        case "storage/bucket:Bucket":
+            sender.request("DELETE", f"/storage/v1/b/{inputs['name']}", None)
         case "dns/recordSet:RecordSet":
             record = {"name": inputs["name"], "type": inputs["type"]}
-            return [("POST", _changes(inputs), {"deletions": [record]})]
-    return []
+            sender.request("POST", _changes(inputs, project), {"deletions": [record]})
+        case "dns/managedZone:ManagedZone":
+            sender.request("DELETE", f"/dns/v1/{id_of(resource, project)}", None)
+        case "serviceaccount/account:Account":
+            sender.request("DELETE", f"/v1/{id_of(resource, project)}", None)
+        case "filestore/instance:Instance":
+            path = f"/v1/{id_of(resource, project)}"
+            operation = sender.request("DELETE", path, None)
+            while not operation.get("done"):
+                operation = sender.request("GET", f"/v1/{operation['name']}", None)
+            if "error" in operation:
+                said = operation["error"]["message"]
+                raise RefusedRequestError(f"DELETE {path}: {said}", status=0, said=said)
+        case _:
+            sender.request("DELETE", f"/compute/v1/{id_of(resource, project)}", None)
 
 
-def _router(inputs: Document) -> str:
-    region = f"/compute/v1/projects/{PROJECT}/regions/{inputs['region']}"
+def change(
+    sender: Sender, resource: Document, keys: set[str], live: Document, project: str
+) -> None:
+    """Bring these inputs to what the resource has now. Raises RefusedRequestError."""
+    kind, inputs = kind_of(resource), resource["inputs"]
+    path = f"/compute/v1/{id_of(resource, project)}"
+    match kind:
+        case "compute/instance:Instance":
+            _change_instance(sender, inputs, keys, live, project, path)
+        case "compute/routerNat:RouterNat":
+            sender.request("PATCH", _router(inputs, project), {"nats": [_nat(inputs)]})
+        case "storage/bucket:Bucket":
+            sender.request("PATCH", f"/storage/v1/b/{inputs['name']}", _bucket(inputs))
+        case "dns/managedZone:ManagedZone":
+            body = {key: inputs[key] for key in ("labels", "description")}
+            sender.request("PATCH", f"/dns/v1/{id_of(resource, project)}", body)
+        case "serviceaccount/account:Account":
+            account = {key: inputs[key] for key in ("displayName", "description")}
+            sender.request("PATCH", f"/v1/{id_of(resource, project)}", {"serviceAccount": account})
+        case "filestore/instance:Instance":
+            sender.request("PATCH", f"/v1/{id_of(resource, project)}", _filestore(inputs))
+        case _:
+            body = _body(kind, inputs, project)
+            wanted = {_THEIRS.get(key, key) for key in keys}
+            # What the program no longer asks for goes.
+            sender.request("PATCH", path, {key: body.get(key) for key in sorted(wanted)})
+
+
+_STOPPED = (
+    "Changing the machine_type, min_cpu_platform, service_account, enable_display, "
+    "shielded_instance_config, scheduling.node_affinities, scheduling.max_run_duration or "
+    "network_interface.[#d].(network/subnetwork/subnetwork_project) or "
+    "advanced_machine_features on a started instance requires stopping it. To acknowledge this, "
+    "please set allow_stopping_for_update = true in your config. You can also stop it by setting "
+    'desired_status = "TERMINATED", but the instance will not be restarted after the update.'
+)
+
+
+def _change_instance(
+    sender: Sender, inputs: Document, keys: set[str], live: Document, project: str, path: str
+) -> None:
+    body = _instance(inputs, project)
+    if keys & {"shieldedInstanceConfig", "serviceAccount"} and live["status"] == "RUNNING":
+        raise RefusedRequestError(_STOPPED, status=0, said=_STOPPED)
+    if "desiredStatus" in keys and inputs.get("desiredStatus", live["status"]) != live["status"]:
+        verb = "start" if inputs["desiredStatus"] == "RUNNING" else "stop"
+        sender.request("POST", f"{path}/{verb}", {})
+    if "labels" in keys:
+        # Those that somebody added are not the program's, and stay.
+        others = {k: v for k, v in live.get("labels", {}).items() if k not in inputs["labels"]}
+        labels = {**others, **inputs["labels"]}
+        fingerprint = live.get("labelFingerprint", "")
+        _set(sender, path, "setLabels", {"labels": labels, "labelFingerprint": fingerprint})
+    if "bootDisk" in keys:
+        disk = f"/compute/v1/projects/{project}/zones/{inputs['zone']}/disks/{inputs['name']}"
+        there = sender.request("GET", disk, None)
+        labels = inputs["bootDisk"]["initializeParams"].get("labels", {})
+        fingerprint = there.get("labelFingerprint", "")
+        _set(sender, disk, "setLabels", {"labels": labels, "labelFingerprint": fingerprint})
+    if "metadata" in keys:
+        _set(sender, path, "setMetadata", {**body["metadata"], "fingerprint": "AAAA"})
+    if "tags" in keys:
+        _set(sender, path, "setTags", {"items": inputs.get("tags", []), "fingerprint": "AAAA"})
+    if "scheduling" in keys:
+        _set(sender, path, "setScheduling", inputs["scheduling"])
+    if "attachedDisks" in keys:
+        for disk in live.get("disks", ()):
+            if not disk.get("boot"):
+                _set(sender, path, f"detachDisk?deviceName={disk['deviceName']}", {})
+
+
+def _set(sender: Sender, path: str, verb: str, body: Document) -> None:
+    sender.request("POST", f"{path}/{verb}", body)
+
+
+def refreshed(resource: Document, live: Document) -> Document:
+    """Return the inputs as a refresh leaves them: what Google has in the place of each."""
+    kind, inputs = kind_of(resource), dict(resource["inputs"])
+    for key in inputs:
+        value = live.get(key)
+        if key in _SAME and key not in ("name", "network") and value is not None:
+            inputs[key] = value
+    if "labels" in inputs and "labels" in live:
+        inputs["labels"] = {k: v for k, v in live["labels"].items() if k in inputs["labels"]}
+    if kind == "compute/firewall:Firewall":
+        for key in _RANGES:
+            if live.get(key) or key in inputs:
+                inputs[key] = live.get(key, [])
+        for ours, theirs in (("allows", "allowed"), ("denies", "denied")):
+            if theirs in live or ours in inputs:
+                inputs[ours] = [_renamed(each, back=True) for each in live.get(theirs, ())]
+        if live.get("disabled") or "disabled" in inputs:
+            inputs["disabled"] = live.get("disabled", False)
+    if kind == "compute/network:Network":
+        inputs["mtu"] = live.get("mtu", inputs["mtu"])
+    if kind == "compute/instance:Instance":
+        inputs |= _refreshed_instance(inputs, live)
+    return inputs
+
+
+def _refreshed_instance(inputs: Document, live: Document) -> Document:
+    items = live.get("metadata", {}).get("items", ())
+    found: Document = {
+        "metadata": {each["key"]: each["value"] for each in items},
+        "machineType": live["machineType"].rpartition("/")[2],
+    }
+    if "shieldedInstanceConfig" in live:
+        found["shieldedInstanceConfig"] = live["shieldedInstanceConfig"]
+    if live.get("tags", {}).get("items") or "tags" in inputs:
+        found["tags"] = live.get("tags", {}).get("items", [])
+    disks = [each["source"] for each in live.get("disks", ()) if not each.get("boot")]
+    if disks or "attachedDisks" in inputs:
+        found["attachedDisks"] = [{"source": each} for each in disks]
+    if "desiredStatus" in inputs:
+        found["desiredStatus"] = live["status"]
+    return found
+
+
+def outputs_of(resource: Document, live: Document, project: str) -> Document:
+    """Return what the program may read of a resource that is there."""
+    kind, inputs = kind_of(resource), resource["inputs"]
+    found = {**inputs, "selfLink": live.get("selfLink", ""), "project": project}
+    if kind == "serviceaccount/account:Account":
+        found["email"] = live["email"]
+        found["name"] = live["name"]
+    if kind == "filestore/instance:Instance":
+        networks = zip(inputs["networks"], live["networks"], strict=True)
+        found["networks"] = [
+            {**ours, "ipAddresses": theirs["ipAddresses"]} for ours, theirs in networks
+        ]
+    if kind == "compute/instance:Instance":
+        found |= {"instanceId": live["id"], "currentStatus": live["status"]}
+        interfaces = []
+        for ours, theirs in zip(
+            inputs["networkInterfaces"], live["networkInterfaces"], strict=True
+        ):
+            addresses = [each.get("natIP") for each in theirs.get("accessConfigs", ())]
+            configs = zip(ours.get("accessConfigs", ()), addresses, strict=False)
+            each = [{**config, "natIp": address} for config, address in configs]
+            interfaces.append({**ours, "accessConfigs": each})
+        found["networkInterfaces"] = interfaces
+    return found
+
+
+def _is_bound(policy: Document | None, inputs: Document) -> bool:
+    return any(
+        each["role"] == inputs["role"] and inputs["member"] in each["members"]
+        for each in (policy or {}).get("bindings", ())
+    )
+
+
+def _bind(sender: Sender, inputs: Document, *, add: bool) -> None:
+    path = f"/storage/v1/b/{inputs['bucket']}/iam"
+    policy = sender.request("GET", path, None)
+    sender.request("PUT", path, {"bindings": _bindings(policy, inputs, add=add)})
+
+
+def _grant(sender: Sender, inputs: Document, *, add: bool) -> None:
+    path = f"/v1/{inputs['cryptoKeyId']}"
+    policy = sender.request("GET", f"{path}:getIamPolicy", None)
+    body = {"policy": {"bindings": _bindings(policy, inputs, add=add)}}
+    sender.request("POST", f"{path}:setIamPolicy", body)
+
+
+def _bindings(policy: Document, inputs: Document, *, add: bool) -> list[Document]:
+    members: dict[str, list[str]] = {
+        each["role"]: [m for m in each["members"] if m != inputs["member"]]
+        for each in policy.get("bindings", ())
+    }
+    if add:
+        members.setdefault(inputs["role"], []).append(inputs["member"])
+    return [{"role": role, "members": each} for role, each in members.items() if each]
+
+
+_RANGES = ("sourceRanges", "destinationRanges", "sourceServiceAccounts", "targetServiceAccounts")
+_SAME = ("name", "description", "labels", "network", "direction", "priority")
+_THEIRS = {"allows": "allowed", "denies": "denied", "routingMode": "routingConfig"}
+
+
+def _router(inputs: Document, project: str) -> str:
+    region = f"/compute/v1/projects/{project}/regions/{inputs['region']}"
     return f"{region}/routers/{inputs['router']}"
 
 
-def _changes(inputs: Document) -> str:
-    return f"/dns/v1/projects/{PROJECT}/managedZones/{inputs['managedZone']}/changes"
+def _changes(inputs: Document, project: str) -> str:
+    return f"/dns/v1/projects/{project}/managedZones/{inputs['managedZone']}/changes"
 
 
 def _nat(inputs: Document) -> Document:
@@ -202,6 +536,23 @@ def _nat(inputs: Document) -> Document:
     return allocated | {"subnetworks": subnets, "logConfig": inputs["logConfig"]}
 
 
+def _bucket(inputs: Document) -> Document:
+    return {key: inputs[key] for key in ("labels", "versioning") if key in inputs}
+
+
+def _filestore(inputs: Document) -> Document:
+    shares = inputs["fileShares"]
+    rest = {key: inputs[key] for key in ("labels", "description", "tier", "protocol", "networks")}
+    return rest | {"fileShares": shares if isinstance(shares, list) else [shares]}
+
+
+def _body(kind: str, inputs: Document, project: str) -> Document:
+    body = {key: inputs[key] for key in _SAME if key in inputs}
+    if kind == "compute/instance:Instance":
+        return body | _instance(inputs, project)
+    return body | (_BODIES[kind](inputs) if kind in _BODIES else {})
+
+
 def _network(inputs: Document) -> Document:
     routing = {"routingMode": inputs["routingMode"]}
     return {"autoCreateSubnetworks": False, "routingConfig": routing, "mtu": inputs["mtu"]}
@@ -213,23 +564,24 @@ def _subnetwork(inputs: Document) -> Document:
 
 
 def _firewall(inputs: Document) -> Document:
-    names = ("sourceRanges", "destinationRanges", "sourceServiceAccounts", "targetServiceAccounts")
-    body = {key: inputs[key] for key in names if key in inputs}
+    body = {key: inputs[key] for key in (*_RANGES, "disabled", "logConfig") if key in inputs}
     for ours, theirs in (("allows", "allowed"), ("denies", "denied")):
         if ours in inputs:
-            body[theirs] = [
-                {("IPProtocol" if key == "protocol" else key): value for key, value in each.items()}
-                for each in inputs[ours]
-            ]
+            body[theirs] = [_renamed(each) for each in inputs[ours]]
     return body
+
+
+def _renamed(traffic: Document, *, back: bool = False) -> Document:
+    names = {"IPProtocol": "protocol"} if back else {"protocol": "IPProtocol"}
+    return {names.get(key, key): value for key, value in traffic.items()}
 
 
 def _policy(inputs: Document) -> Document:
     return {"groupPlacementPolicy": inputs["groupPlacementPolicy"]}
 
 
-def _instance(inputs: Document) -> Document:
-    zone = f"projects/{PROJECT}/zones/{inputs['zone']}"
+def _instance(inputs: Document, project: str) -> Document:
+    zone = f"projects/{project}/zones/{inputs['zone']}"
     boot, disk = inputs["bootDisk"], inputs["bootDisk"]["initializeParams"]
     params = {
         "sourceImage": disk["image"],
@@ -237,8 +589,9 @@ def _instance(inputs: Document) -> Document:
         "diskSizeGb": str(disk["size"]),
         "labels": disk["labels"],
     }
-    if disk.get("provisionedIops"):
-        params["provisionedIops"] = str(disk["provisionedIops"])
+    for name in ("provisionedIops", "provisionedThroughput"):
+        if disk.get(name):
+            params[name] = str(disk[name])
     interfaces = []
     for each in inputs["networkInterfaces"]:
         more = {key: value for key, value in each.items() if key not in ("accessConfigs",)}
@@ -254,6 +607,8 @@ def _instance(inputs: Document) -> Document:
         "serviceAccounts": [inputs["serviceAccount"]],
         "shieldedInstanceConfig": inputs["shieldedInstanceConfig"],
     }
+    if inputs.get("tags"):
+        body["tags"] = {"items": inputs["tags"]}
     if inputs.get("resourcePolicies"):
         body["resourcePolicies"] = [inputs["resourcePolicies"]]
     for name in (
@@ -271,5 +626,4 @@ _BODIES: dict[str, Callable[[Document], Document]] = {
     "compute/subnetwork:Subnetwork": _subnetwork,
     "compute/firewall:Firewall": _firewall,
     "compute/resourcePolicy:ResourcePolicy": _policy,
-    "compute/instance:Instance": _instance,
 }

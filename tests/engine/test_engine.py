@@ -1,10 +1,12 @@
-"""The cluster on Pulumi's real engine and Google's real provider: `make test-engine`."""
+"""The cluster on the fake `pulumi`, and by `make test-engine` on the real engine and provider."""
 
 from __future__ import annotations
 
 import json
 import random
 import stat
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import pytest
 
@@ -13,15 +15,22 @@ from tests.engine.engine import Engine
 from tests.engine.variants import VARIANTS
 from tests.orchestrate.cloud.standin import REGION, ZONE, CloudStandIn, Fault
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 UP = (
     *("orchestrate", "up", "--yes", "--keep-on-failure", "--without-collect"),
     "--results-may-be-lost",
 )
 NODES = ("dev-node-0", "dev-node-1")
+SAMPLE = ("filestore",)
+"""Variants for `make test`."""
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+def sampled(values: Iterable[Any], *, sample: Collection[Any]) -> list[Any]:
+    """Return parameters of which `make test` runs those in the sample."""
+    return [pytest.param(each, marks=() if each in sample else pytest.mark.slow) for each in values]
+
+
+@pytest.mark.parametrize("name", sampled(VARIANTS, sample=SAMPLE))
 def test_a_variant_comes_up_stays_as_it_is_and_goes(engine: Engine, name: str) -> None:
     settings = VARIANTS[name]
     engine.configure(nodeCount=settings.get("nodeCount", 3), **settings)
@@ -79,6 +88,8 @@ def test_destroy_leaves_the_bucket_alone_and_nothing_else(engine: Engine) -> Non
 def test_a_change_replaces_the_machines_that_it_has_to(
     engine: Engine, settings: dict[str, object], replaced: tuple[str, ...]
 ) -> None:
+    if engine.is_fake and settings.keys() & {"accessMode", "mtu"}:
+        pytest.skip("the fake deletes before it creates, and replaces for an address")
     engine.up()
     before = engine.machines()
     engine.configure(**settings)
@@ -133,7 +144,7 @@ CREATIONS = (
 )
 
 
-@pytest.mark.parametrize("path", CREATIONS)
+@pytest.mark.parametrize("path", sampled(CREATIONS, sample=CREATIONS[-2:]))
 def test_what_was_made_although_the_answer_was_lost_is_made_again(
     engine: Engine, cloud: CloudStandIn, path: str
 ) -> None:
@@ -148,7 +159,7 @@ def test_what_was_made_although_the_answer_was_lost_is_made_again(
     assert engine.left() == {}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", sampled(range(20), sample=(0, 1)))
 def test_after_faults_one_down_leaves_nothing(
     engine: Engine, cloud: CloudStandIn, seed: int
 ) -> None:
@@ -173,7 +184,7 @@ def test_after_faults_one_down_leaves_nothing(
     assert engine.left() == {}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", sampled(range(20), sample=(0, 1)))
 def test_after_a_kill_up_completes_and_down_leaves_nothing(
     engine: Engine, cloud: CloudStandIn, seed: int
 ) -> None:
@@ -189,7 +200,7 @@ def test_after_a_kill_up_completes_and_down_leaves_nothing(
     assert engine.left() == {}
 
 
-@pytest.mark.parametrize("requests", range(5, 55, 5))
+@pytest.mark.parametrize("requests", sampled(range(5, 55, 5), sample=(20, 35)))
 @pytest.mark.parametrize("presses", [1, 2])
 def test_after_ctrl_c_down_leaves_nothing(
     engine: Engine, cloud: CloudStandIn, presses: int, requests: int
@@ -207,11 +218,10 @@ def test_after_ctrl_c_down_leaves_nothing(
 
 def test_a_lock_of_another_machine_is_named_and_left(engine: Engine) -> None:
     process = engine.start(*UP)
-    engine.wait_for_requests(10, process)
+    engine.wait_for_change(process)
     engine.kill(process)
-    locks = list((engine.folder.parent / "state").glob(".pulumi/locks/**/*.json"))
-    assert locks
-    for path in locks:
+    assert engine.locks()
+    for path in engine.locks():
         lock = json.loads(path.read_text())
         path.write_text(json.dumps(lock | {"hostname": "elsewhere"}))
     done = engine.orchestrate(*UP[1:])

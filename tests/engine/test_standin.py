@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.engine import Engine, missing
+from tests.engine.engine import missing
 from tests.engine.provider import Provider, RefusedRequestError
 from tests.engine.variants import VARIANTS
 from tests.infra.stacks import Recorded, deploy
@@ -212,27 +210,3 @@ def test_the_group_engine_says_what_it_lacks(tmp_path: Path) -> None:
     provider.write_text("#!/bin/sh\n")
     provider.chmod(0o755)
     assert missing(env) == ""
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_the_operators_commands_reach_the_stand_in_from_the_engines_folder(
-    cloud: CloudStandIn, tmp_path: Path
-) -> None:
-    """The group's harness, with a program in Pulumi's place that prints what it is told to."""
-    pulumi = FakePulumi(tmp_path / "fake")
-    for words in (("config", "set"), ("stack", "init"), ("destroy",)):
-        pulumi.on(*words)
-    pulumi.outputs()
-    pulumi.on("config", "--json", out=json.dumps({"tileforge:cluster": {"value": "dev"}}))
-    cloud.add_node("dev-node-0", labels={"tileforge-cluster": "dev"})
-    env = {**os.environ, "PATH": str(pulumi.bin)}
-    with Engine(tmp_path, cloud, env=env) as engine:
-        engine.stack("init", "dev")
-        assert engine.left() == {"instances": ["dev-node-0"]}
-        assert "Remove these 1?" not in engine.down().stdout
-        assert engine.left() == {} and engine.machines() == {}
-        process = engine.start("orchestrate", "sweep", "--cluster", "dev", "--project", PROJECT)
-        assert process.wait(timeout=60) == 0
-    calls = [" ".join(word for word in call if word) for call in pulumi.calls()]
-    assert calls[:2] == ["stack init dev", f"config set --path project {PROJECT}"]

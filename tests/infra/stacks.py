@@ -117,7 +117,7 @@ class _Monitor(mocks.MockMonitor):
                     "type": request.type,
                     "name": request.name,
                     "parent": request.parent.rpartition("::")[2],
-                    "inputs": _whole(rpc.deserialize_properties(request.object)),
+                    "inputs": whole(rpc.deserialize_properties(request.object)),
                     "options": _options(request),
                 }
             )
@@ -125,7 +125,7 @@ class _Monitor(mocks.MockMonitor):
 
     def RegisterResourceOutputs(self, request: Any) -> Any:  # noqa: N802  # Pulumi's name
         if "pulumi:pulumi:Stack" in request.urn:
-            self.outputs = _whole(rpc.deserialize_properties(request.outputs))
+            self.outputs = whole(rpc.deserialize_properties(request.outputs))
         return super().RegisterResourceOutputs(request)  # type: ignore[no-untyped-call]  # pulumi's mocks have no types
 
     outputs: Plain = {}  # noqa: RUF012  # replaced, never changed
@@ -201,10 +201,10 @@ def _options(request: Any) -> Plain:
     return {name: value for name, value in found.items() if value}
 
 
-def _whole(value: Any) -> Any:
-    """Without the difference between 3.0, as it travels, and 3."""
+def whole(value: Any) -> Any:
+    """The same without the difference between 3.0, as it travels, and 3."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):
-        return {key: _whole(inner) for key, inner in sorted(value.items())}
-    return [_whole(inner) for inner in value] if isinstance(value, list) else value
+        return {key: whole(inner) for key, inner in sorted(value.items())}
+    return [whole(inner) for inner in value] if isinstance(value, list) else value

@@ -117,6 +117,8 @@ class _Fork:
     ended: int
     """Its pidfd, ready once it has ended."""
     connection: socket.socket
+    leads: bool
+    """True if its whole process group gets the signals."""
     killed: bool = False
 
     @classmethod
@@ -131,13 +133,16 @@ class _Fork:
             if not text:
                 connection.close()
                 return
+            request = json.loads(text)
             process = os.fork()
             if process == 0:
-                _become(json.loads(text), descriptors, _peer(connection))
+                _become(request, descriptors, _peer(connection))
         finally:
             for each in descriptors:
                 os.close(each)
-        forks[process] = cls(process, os.pidfd_open(process), connection)
+        if request["group"]:
+            os.setpgid(process, process)
+        forks[process] = cls(process, os.pidfd_open(process), connection, request["group"])
 
     @property
     def watched(self) -> list[int | socket.socket]:
@@ -152,7 +157,10 @@ class _Fork:
             numbers = b""
         self.killed = not numbers
         for number in numbers or [signal.SIGKILL]:
-            signal.pidfd_send_signal(self.ended, number)
+            if self.leads:
+                os.killpg(self.process, number)
+            else:
+                signal.pidfd_send_signal(self.ended, number)
 
     def report(self) -> None:
         """Tell the other side how the program ended."""

@@ -19,6 +19,8 @@ from collections.abc import Mapping
 
 VARIABLE = "TILEFORGE_TESTS_FORK_SERVER"
 """The server's name in the abstract namespace of Unix sockets."""
+GROUP = "TILEFORGE_TESTS_FORK_GROUP"
+"""Set: the fork leads a process group, and all of it gets the signals, SIGKILL among them."""
 _READ_AT_START = (
     *("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "GOMP_", "MKL_"),
     *("TORCH_", "HF_", "TRANSFORMERS_", "HOME", "XDG_", "LANG", "LC_"),
@@ -35,12 +37,15 @@ def main() -> None:
     """Run the program and end as it does."""
     environment = dict(os.environ)
     name = environment.pop(VARIABLE, None)
+    group = environment.pop(GROUP, None) is not None
     server = _connected(name, environment) if name else None
     if server is None:
         os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
     mask = os.umask(0)
     os.umask(mask)
-    request = {"words": sys.argv[1:], "env": environment, "folder": os.getcwd(), "umask": mask}  # noqa: PTH109
+    folder = os.getcwd()  # noqa: PTH109
+    request = {"words": sys.argv[1:], "env": environment, "folder": folder, "umask": mask}
+    request["group"] = group
     line = f"{json.dumps(request)}\n".encode()
     sent = socket.send_fds(server, [line], [0, 1, 2])
     server.sendall(line[sent:])

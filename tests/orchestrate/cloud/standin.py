@@ -23,6 +23,7 @@ from tests.orchestrate.cloud.standin_compute import PROJECT as PROJECT
 from tests.orchestrate.cloud.standin_compute import REGION as REGION
 from tests.orchestrate.cloud.standin_compute import ZONE as ZONE
 from tests.orchestrate.cloud.standin_compute import Compute, Document, MissingError
+from tests.orchestrate.cloud.standin_json import as_google
 from tests.orchestrate.cloud.standin_rules import RefusedError
 
 NUMBER = "415104041262"
@@ -53,6 +54,17 @@ class Fault:
     """True to carry the request out first, so that only its answer is lost."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """A request that was answered, and by whose door it came."""
+
+    door: str
+    method: str
+    path: str
+    body: Document
+    status: int
+
+
 class CloudStandIn(Compute):
     """The state, and the server over it; a context manager."""
 
@@ -62,7 +74,8 @@ class CloudStandIn(Compute):
         self.bucket_policies: dict[str, Document] = {}
         """By bucket: who may do what."""
         self.filestores: dict[str, Document] = {}
-        """By full name; one that is asked to go is gone at the second look at its operation."""
+        """By full name; one whose removal is requested is gone at the second look at its
+        operation."""
         self.filestore_places_down: list[str] = []
         self.filestore_refusal = ""
         """Why the operation of a removal fails; empty for one that succeeds."""
@@ -97,33 +110,40 @@ class CloudStandIn(Compute):
         """Method and path of everything that was asked."""
         self.before_each: Callable[[str, str], None] = lambda method, target: None
         """Called with method and path before a request is answered: time for the world to move."""
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        self._thread = threading.Thread(
-            target=lambda: self._server.serve_forever(poll_interval=0.01), daemon=True
+        self.sent: list[Sent] = []
+        """Everything that was asked and answered."""
+        self._servers: dict[str, tuple[ThreadingHTTPServer, threading.Thread]] = {}
+        self.url = self.open_door("")
+        """The value for TILEFORGE_API_ENDPOINT."""
+
+    def open_door(self, name: str) -> str:
+        """Return another URL of this cloud; `sent` has the name with what comes by it."""
+        server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self, name))
+        thread = threading.Thread(
+            target=lambda: server.serve_forever(poll_interval=0.01), daemon=True
         )
+        thread.start()
+        self._servers[name] = (server, thread)
+        return f"http://127.0.0.1:{server.server_address[1]}"
 
-    @property
-    def url(self) -> str:
-        """Return the value for TILEFORGE_API_ENDPOINT."""
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def variables(self) -> dict[str, str]:
-        """Environment variables that lead Google's Pulumi provider here."""
+    def variables(self, url: str = "") -> dict[str, str]:
+        """Environment variables that lead Google's Pulumi provider here, or to another door."""
+        url = url or self.url
         return {
-            "GOOGLE_COMPUTE_CUSTOM_ENDPOINT": f"{self.url}/compute/v1/",
-            "GOOGLE_IAM_BETA_CUSTOM_ENDPOINT": f"{self.url}/v1/",
-            "GOOGLE_IAM_CUSTOM_ENDPOINT": f"{self.url}/v1/",
-            "GOOGLE_STORAGE_CUSTOM_ENDPOINT": f"{self.url}/storage/v1/",
-            "GOOGLE_DNS_CUSTOM_ENDPOINT": f"{self.url}/dns/v1/",
-            "GOOGLE_KMS_CUSTOM_ENDPOINT": f"{self.url}/v1/",
-            "GOOGLE_RESOURCE_MANAGER_CUSTOM_ENDPOINT": f"{self.url}/v1/",
-            "GOOGLE_CLOUD_BILLING_CUSTOM_ENDPOINT": f"{self.url}/v1/",
+            "GOOGLE_COMPUTE_CUSTOM_ENDPOINT": f"{url}/compute/v1/",
+            "GOOGLE_IAM_BETA_CUSTOM_ENDPOINT": f"{url}/v1/",
+            "GOOGLE_IAM_CUSTOM_ENDPOINT": f"{url}/v1/",
+            "GOOGLE_STORAGE_CUSTOM_ENDPOINT": f"{url}/storage/v1/",
+            "GOOGLE_DNS_CUSTOM_ENDPOINT": f"{url}/dns/v1/",
+            "GOOGLE_FILESTORE_CUSTOM_ENDPOINT": f"{url}/v1/",
+            "GOOGLE_KMS_CUSTOM_ENDPOINT": f"{url}/v1/",
+            "GOOGLE_RESOURCE_MANAGER_CUSTOM_ENDPOINT": f"{url}/v1/",
+            "GOOGLE_CLOUD_BILLING_CUSTOM_ENDPOINT": f"{url}/v1/",
             "GOOGLE_OAUTH_ACCESS_TOKEN": TOKEN,
             "PULUMI_GCP_SKIP_REGION_VALIDATION": "true",
         }
 
     def __enter__(self) -> Self:
-        self._thread.start()
         return self
 
     def __exit__(
@@ -132,9 +152,10 @@ class CloudStandIn(Compute):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        for server, thread in self._servers.values():
+            server.shutdown()
+            server.server_close()
+            thread.join()
 
     def add_bucket(self, name: str, *, labels: dict[str, str]) -> None:
         """A bucket."""
@@ -188,9 +209,19 @@ class CloudStandIn(Compute):
         return sum(bool(re.search(pattern, each)) for each in self.requests)
 
     def answer(
-        self, method: str, target: str, body: Document
+        self, method: str, target: str, body: Document, *, door: str = ""
     ) -> tuple[int, Document, Mapping[str, str]]:
         """Status, document and headers for one request."""
+        with self._lock:
+            answer = self._answer(method, target, body)
+            path = target.partition("?")[0]
+            sent = Sent(door=door, method=method, path=path, body=body, status=answer[0])
+            self.sent.append(sent)
+            return answer
+
+    def _answer(
+        self, method: str, target: str, body: Document
+    ) -> tuple[int, Document, Mapping[str, str]]:
         parts = urlsplit(target)
         query = {name: ",".join(values) for name, values in parse_qs(parts.query).items()}
         with self._lock:
@@ -240,7 +271,7 @@ class CloudStandIn(Compute):
             case ["v1", "projects", _, "locations", "global", "services", _, "quotaInfos", _]:
                 return {"dimensionsInfos": self.family_limits}
             case ["v1", "projects", _, "locations", _, ("instances" | "operations"), *_]:
-                return self._filestore(method, path.removeprefix("/v1/"), query)
+                return self._filestore(method, path.removeprefix("/v1/"), query, body)
             case ["v1", "projects", project]:
                 return {"projectNumber": NUMBER, "projectId": project, "lifecycleState": "ACTIVE"}
             case ["v1", "projects", _, "billingInfo"]:
@@ -251,7 +282,7 @@ class CloudStandIn(Compute):
                 return self._key(path.removeprefix("/v1/"), body)
             case ["dns", "v1", "projects", _, "managedZones", *rest]:
                 return self._dns(method, rest, query, body)
-            case ["compute", "v1", "projects", project, "global", "images", name] if (
+            case ["compute", "v1" | "beta", "projects", project, "global", "images", name] if (
                 project != PROJECT
             ):
                 if self.images is not None and name not in self.images:
@@ -259,7 +290,7 @@ class CloudStandIn(Compute):
                 features = {"guestOsFeatures": [{"type": "UEFI_COMPATIBLE"}]}
                 image = {"name": name, "status": "READY", "diskSizeGb": "10", **features}
                 return image | (self.images or {}).get(name, {})
-            case ["compute", "v1", "projects", _, *rest]:
+            case ["compute", "v1" | "beta", "projects", _, *rest]:
                 answer: Document = self.compute(method, rest, query, body)
                 return answer
         raise MissingError(f"the stand-in has no path {path}")
@@ -280,7 +311,7 @@ class CloudStandIn(Compute):
             items.remove(found[0])
             return {}
         if method == "PATCH":
-            found[0].update(body.get("serviceAccount", {}))
+            found[0].update(as_google(body.get("serviceAccount", {})))
         return found[0]
 
     def _make_account(self, account_id: str, more: Document) -> Document:
@@ -300,7 +331,7 @@ class CloudStandIn(Compute):
             if any(bucket["name"] == body["name"] for bucket in self.buckets):
                 raise RefusedError(409, "The requested bucket name is not available.")
             self.add_bucket(body["name"], labels={})
-            self.buckets[-1].update(body)
+            self.buckets[-1].update(as_google(body))
             return self.buckets[-1]
         if not words:
             return self.page(self.buckets, query, size=query.get("maxResults"))
@@ -312,7 +343,7 @@ class CloudStandIn(Compute):
             case "GET", []:
                 return found[0]
             case (("PATCH" | "PUT"), []):
-                found[0].update(body)
+                found[0].update(as_google(body))
                 return found[0]
             case "GET", ["iam", "testPermissions"]:
                 asked = query["permissions"].split(",")
@@ -320,7 +351,9 @@ class CloudStandIn(Compute):
                 return {"permissions": [each for each in asked if each in may]}
             case _, ["iam"]:
                 policy: Document = self.bucket_policies.setdefault(words[0], {"bindings": []})
-                policy |= body | {"etag": "CAE=", "version": 1}
+                if method == "PUT":
+                    policy["bindings"] = body.get("bindings", [])
+                policy |= {"etag": "CAE=", "version": 1}
                 return policy
             case "DELETE", []:
                 if objects:
@@ -350,11 +383,27 @@ class CloudStandIn(Compute):
             ]
         return {"version": 1, "bindings": [{"role": role, "members": self.key_members[key]}]}
 
-    def _filestore(self, method: str, name: str, query: dict[str, str]) -> Document:
+    def _filestore(self, method: str, name: str, query: dict[str, str], body: Document) -> Document:
         if name.endswith("/locations/-/instances"):
             page = self.page(list(self.filestores.values()), query)
             down = {"unreachable": self.filestore_places_down}
             return {"instances": page.pop("items"), **down, **page}
+        if method == "POST":
+            full = f"{name}/{query['instanceId']}"
+            if full in self.filestores:
+                raise RefusedError(409, f"Resource '{full}' already exists", "alreadyExists")
+            created = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.000Z}"
+            made = as_google(body) | {"name": full, "createTime": created, "state": "READY"}
+            for network in made.get("networks", ()):
+                network["ipAddresses"] = ["10.60.1.2"]
+            self.filestores[full] = made
+            return {"name": name.replace("/instances", "/operations/make"), "done": True}
+        if "/instances/" in name and method in ("GET", "PATCH"):
+            if name not in self.filestores:
+                raise MissingError(f"Resource '{name}' was not found")
+            self.filestores[name] |= as_google(body)
+            operation = {"name": name.replace("/instances/", "/operations/change-"), "done": True}
+            return self.filestores[name] if method == "GET" else operation
         instance = name.replace("/operations/remove-", "/instances/")
         if method == "DELETE":
             if instance not in self.filestores:
@@ -375,11 +424,12 @@ class CloudStandIn(Compute):
                 found = [each for each in zones if each["name"] == zone]
                 if not found:
                     raise MissingError(f"The 'parameters.managedZone' resource named {zone} is not")
-                found[0].update(body)
+                found[0].update(as_google(body))
                 return found[0]
             case [] if method == "POST":
                 self.records[body["name"]] = [("googleapis.com.", kind) for kind in ("NS", "SOA")]
                 more: Document = {"place": "global", "labels": {}} | body
+                more["id"] = str(len(self.records))
                 return self.add("managedZones", **more)
             case [zone, "changes"]:
                 for each in body.get("deletions", ()):
@@ -416,7 +466,7 @@ def _error(status: int, fault: Fault) -> Document:
     return {"error": {"code": status, "message": fault.message, "errors": [entry]}}
 
 
-def _handler(cloud: CloudStandIn) -> type[BaseHTTPRequestHandler]:
+def _handler(cloud: CloudStandIn, door: str) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         # Else each answer on a kept connection waits 40 ms for a delayed acknowledgement.
@@ -442,7 +492,7 @@ def _handler(cloud: CloudStandIn) -> type[BaseHTTPRequestHandler]:
             token = self.headers.get("Authorization", f"Bearer {TOKEN}")
             assert token == f"Bearer {TOKEN}", "a stand-in is sent no credentials"
             sent = self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}"
-            status, document, headers = cloud.answer(method, self.path, json.loads(sent))
+            status, document, headers = cloud.answer(method, self.path, json.loads(sent), door=door)
             if status == _LOST:
                 self.close_connection = True
                 return

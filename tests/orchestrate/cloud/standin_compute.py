@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from typing import Any
 
+from tests.orchestrate.cloud.standin_json import as_google
 from tests.orchestrate.cloud.standin_rules import (
     USED_BY,
     WHILE_STOPPED,
@@ -93,12 +94,12 @@ class Compute:
         self, collection: str, name: str, *, place: str, labels: dict[str, str], **more: Any
     ) -> Document:
         """Something new; `place` is a zone, a region or `global`."""
-        item = {
+        item: Document = {
             "id": str(abs(hash((collection, name, time.monotonic_ns()))) % 10**18),
             "name": name,
             "creationTimestamp": datetime.now(UTC).isoformat(timespec="milliseconds"),
             **({"labels": labels} if labels else {}),
-            **more,
+            **as_google(more),
         }
         with self._lock:
             self.items.setdefault((collection, place), []).append(item)
@@ -161,6 +162,9 @@ class Compute:
                 return self._one(method, collection, place, name, body)
             case ["zones", zone, "instances", name, verb] if method == "POST" or verb in _SETS:
                 return self._act(self._find("instances", zone, name), zone, verb, body)
+            case ["zones", zone, "disks", name, "setLabels"] if method == "POST":
+                item = self._find("disks", zone, name)
+                return self._set(item, "disks", zone, "setLabels", body)
         raise MissingError(f"The resource 'projects/{PROJECT}/{'/'.join(words)}' was not found")
 
     def _one(self, method: str, collection: str, place: str, name: str, body: Document) -> Document:
@@ -193,7 +197,8 @@ class Compute:
         link = f"{BASE}/{self._path(collection, place, name).partition('/')[2]}"
         more = {key: value for key, value in body.items() if key != "name"} | {"selfLink": link}
         item = self.add(collection, name, place=place, **({"labels": {}} | more))
-        item.setdefault("fingerprint", "AAAA")
+        if collection in ("instances", "subnetworks"):
+            item.setdefault("fingerprint", "AAAA")
         if collection == "instances":
             self._boot(item, place)
         return self._begin("insert", collection, place, item, lambda: _running(item))
@@ -210,7 +215,9 @@ class Compute:
             link = f"{BASE}/{self._path('disks', zone, name).partition('/')[2]}"
             made = {"type": params.get("diskType"), "sizeGb": params.get("diskSizeGb", "10")}
             made |= {"selfLink": link, "users": [item["selfLink"]], "status": "READY"}
-            made |= {"sourceImage": params.get("sourceImage")}
+            made |= {"sourceImage": params.get("sourceImage"), "zone": item["zone"]}
+            made |= {key: params.get(key) for key in ("provisionedIops", "provisionedThroughput")}
+            made["labelFingerprint"] = "AAAA"
             self.add("disks", name, place=zone, labels=params.get("labels", {}), **made)
             disk |= {"source": link, "deviceName": disk.get("deviceName", name)}
         for number, interface in enumerate(item.get("networkInterfaces", ())):
@@ -232,12 +239,18 @@ class Compute:
             return self._begin(verb, "instances", zone, item, effect, error=trouble)
         if verb not in _SETS:
             raise MissingError(f"the stand-in has no method {verb}")
+        return self._set(item, "instances", zone, verb, body)
+
+    def _set(
+        self, item: Document, collection: str, zone: str, verb: str, body: Document
+    ) -> Document:
+        """Carry out a method that replaces one field."""
         field, fingerprint = _SETS[verb]
         if fingerprint is not None and body.get(fingerprint) != item.get(fingerprint):
             raise RefusedError(412, "Labels fingerprint either invalid or not the latest one.")
         value = body.get(field, body) if field is not None else {}
         change = {field: [body] if verb == "setServiceAccount" else value} if field else {}
-        return self._begin(verb, "instances", zone, item, lambda: _merge(item, change))
+        return self._begin(verb, collection, zone, item, lambda: _merge(item, change))
 
     def _lacks(self, body: Document, zone: str) -> tuple[int, str, str] | None:
         """Tell what an operation for this machine fails with: no quota, or no machine."""
@@ -389,10 +402,10 @@ def _running(item: Document) -> None:
 
 
 def _merge(item: Document, change: Document) -> None:
-    for key, value in change.items():
-        if value is None:
-            item.pop(key, None)
-        elif key not in ("name", "fingerprint", "labelFingerprint"):
+    for key in [key for key, value in change.items() if value is None]:
+        item.pop(key, None)
+    for key, value in as_google(change).items():
+        if key not in ("name", "fingerprint", "labelFingerprint"):
             item[key] = value
 
 
