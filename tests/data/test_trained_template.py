@@ -67,6 +67,17 @@ def test_a_checkpoint_has_the_template_that_its_data_was_rendered_with(
         assert files_of["chat_template.jinja"].decode() == TRAINED
 
 
+def test_a_checkpoint_has_the_special_tokens_that_its_data_was_rendered_with(
+    tmp_path: Path,
+) -> None:
+    model, other = make_tokenizer(tmp_path / "model"), make_tokenizer(tmp_path / "other")
+    out = prepare(model, source(tmp_path, "chat"), tmp_path / "out")
+    (other / "special_tokens_map.json").write_text('{"eos_token": "<|im_start|>"}')
+    found = tokenizer_files(load_meta(out), data=out, source=other, context=64)
+    assert "special_tokens_map.json" not in found
+    assert json.loads(found["tokenizer_config.json"])["eos_token"] == "<|im_end|>"
+
+
 def test_data_without_its_template_is_refused(tmp_path: Path) -> None:
     model, out = make_tokenizer(tmp_path / "model"), tmp_path / "out"
     prepare(model, source(tmp_path, "chat"), out)

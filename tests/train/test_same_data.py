@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 USER_MARKED = MARKED_TEMPLATE.replace("== 'assistant'", "== 'user'", 1)
 
 
+@pytest.mark.processes  # the template is rendered by one
 def test_conversations_whose_template_marks_other_turns_are_other_data(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", template=MARKED_TEMPLATE)
     config = chat_config(tmp_path, model, [{"messages": each} for each in conversations(20)])
