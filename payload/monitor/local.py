@@ -20,7 +20,7 @@ from types import FrameType
 
 import payload
 from payload.errors import PreflightError
-from payload.interpreter import module_words
+from payload.interpreter import code_environment, module_words
 from payload.results import RunPaths
 from payload.untrusted import one_line
 
@@ -73,9 +73,10 @@ def local_stack(
     """Run Prometheus, and Grafana where it is installed, on this machine for one run.
 
     What the run has told so far is there at once; what it tells from now on is scraped. `files` are
-    what Prometheus and Grafana read; `python`, with `env`, has this code. Yields the pages'
+    what Prometheus and Grafana read; `python` has this code's packages. Yields the pages'
     addresses. Raises PreflightError without Prometheus.
     """
+    env = code_environment(env)
     path = env.get("PATH", os.defpath)
     prometheus = shutil.which("prometheus", path=path)
     if prometheus is None:
