@@ -27,6 +27,8 @@ from payload.untrusted import one_line
 _CONNECT_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 16.0
 _PART_BYTES = 32 * 2**20
+_FETCHES = 3
+"""Tries for an object whose checksum is not the store's: the network may have changed it."""
 """Bytes of one request of a resumable upload or a download: the most that a broken one costs."""
 _WRITE_ID = "tileforge-write"
 """Metadata of every object: a random id of the write, by which a writer knows its own."""
@@ -148,23 +150,32 @@ class BucketStore:
                 )
             for start in range(0, size, _PART_BYTES):
                 end = min(size, start + _PART_BYTES)
-                # A part at a time into memory, so that a retry never leaves half of one behind.
-                part = blob.download_as_bytes(
-                    start=start,
-                    end=end - 1,
-                    if_generation_match=generation,
-                    timeout=self._timeout,
-                    retry=self._retry(),
-                    raw_download=True,
-                    checksum=None,  # of a part the store has none; the caller compares hashes
-                )
-                if len(part) != end - start:
-                    raise StoreError(
-                        f"reading {self.address.under(name)}: {len(part)} bytes came of "
-                        f"{end - start}"
-                    )
-                into.write(part)
+                # Of a part the store has no checksum; whoever brings more compares hashes.
+                whole = blob.crc32c if end - start == size else None
+                into.write(self._part(blob, name, start, end, generation, crc32c=whole))
                 progressed()
+
+    def _part(
+        self, blob: Any, name: str, start: int, end: int, generation: int, *, crc32c: str | None
+    ) -> bytes:
+        """Read a part into memory, so that a retry never leaves half of one behind."""
+        for _ in range(_FETCHES):
+            part: bytes = blob.download_as_bytes(
+                start=start,
+                end=end - 1,
+                if_generation_match=generation,
+                timeout=self._timeout,
+                retry=self._retry(),
+                raw_download=True,
+                checksum=None,
+            )
+            if len(part) != end - start:
+                raise StoreError(
+                    f"reading {self.address.under(name)}: {len(part)} bytes came of {end - start}"
+                )
+            if crc32c in (None, _crc32c(io.BytesIO(part))):
+                return part
+        raise StoreError(f"reading {self.address.under(name)}: its bytes came over changed")
 
     def remove(self, name: str, *, generation: int | None = None) -> None:
         """Remove an object; one that is gone already is no error."""

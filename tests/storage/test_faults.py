@@ -250,6 +250,26 @@ def test_a_write_that_was_done_and_its_answer_lost_is_its_own(
         store.put("x", io.BytesIO(b"after"), size=5, generation=put.generation)
 
 
+@pytest.mark.parametrize("changed", [1, 3])
+def test_a_record_whose_bytes_change_on_the_way_is_brought_again(
+    monkeypatch: pytest.MonkeyPatch, changed: int
+) -> None:
+    """No hash is written beside a record, so its object's checksum has to do."""
+    with FaultyProxy(Faults(seed=0, kinds=("wrong bytes",), most=0)) as proxy:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+        store_of().put("run.toml", io.BytesIO(b"seed = 1"), size=8, generation=ABSENT)
+        proxy.faults.most = changed
+        proxy.chance = lambda method, path: float(method == "GET" and "alt=media" in path)
+        found = io.BytesIO()
+        if changed == 3:
+            with pytest.raises(StoreError, match="came over changed"):
+                store_of().fetch("run.toml", found, most_bytes=8, progressed=lambda: None)
+        else:
+            store_of().fetch("run.toml", found, most_bytes=8, progressed=lambda: None)
+            assert found.getvalue() == b"seed = 1"
+        assert proxy.injected.total() == changed
+
+
 def test_the_same_bytes_by_somebody_else_are_not_one_s_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
