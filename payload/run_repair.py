@@ -105,16 +105,18 @@ def config_to_resume(paths: RunPaths, *, overrides: Sequence[str]) -> tuple[RunC
         )
     config = parse_run_config(text, overrides=overrides, where=str(sound))
     with suppress(ConfigError):
-        # A checkpoint says how the run was trained, and not where anything is or goes.
-        own = load_run_config(paths.config, overrides=overrides)
-        config = replace(
-            config,
-            data=replace(config.data, dir=own.data.dir),
-            storage=own.storage,
-            slurm=own.slurm,
-            track=own.track,
-            limits=own.limits,
-        )
+        # A checkpoint says how the run was trained, and not where anything is or goes. A file that
+        # was emptied says nothing at all.
+        if load_run_config(paths.config) != RunConfig():
+            own = load_run_config(paths.config, overrides=overrides)
+            config = replace(
+                config,
+                data=replace(config.data, dir=own.data.dir),
+                storage=own.storage,
+                slurm=own.slurm,
+                track=own.track,
+                limits=own.limits,
+            )
     return config, f"{problem} The settings are those of checkpoint {sound.name}."
 
 

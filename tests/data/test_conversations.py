@@ -31,6 +31,9 @@ from tests.support.chat_data import (
 from tests.support.preference_data import pairs
 
 
+pytestmark = pytest.mark.processes  # some render a template, which a process does
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """A task of conversations, with rows of a source."""
