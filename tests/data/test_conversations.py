@@ -30,7 +30,6 @@ from tests.support.chat_data import (
 )
 from tests.support.preference_data import pairs
 
-
 pytestmark = pytest.mark.processes  # some render a template, which a process does
 
 
