@@ -48,7 +48,7 @@ TEST_PACKAGES := openssh-server openssh-client debootstrap iproute2 systemd-cont
 LONG_TESTS := slow or sshd or rig or nfs
 PYTEST := $(PY) -m pytest --no-loadscope-reorder --numprocesses
 
-.PHONY: help run data test test-all test-packages test-engine test-ipex check fix dashboard bench docs lock setup setup-run setup-ipex clean
+.PHONY: help run data test test-all test-packages test-engine test-seeds test-ipex check fix dashboard bench docs lock setup setup-run setup-ipex clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -63,10 +63,10 @@ data: setup-run  ## tokenize the quickstart's text, the Python standard library'
 	@test -f data/stdlib/meta.json || $(PY) -m payload.data prepare --source stdlib --out data/stdlib --wait $(OR_SAY)
 
 test: setup  ## set up if needed, then the tests of minutes: no machines, no servers that need root
-	$(PYTEST) $(WORKERS) -m 'not ($(LONG_TESTS) or engine or ipex)' $(ARGS)
+	$(PYTEST) $(WORKERS) -m 'not ($(LONG_TESTS) or engine or ipex or seeds)' $(ARGS)
 
 test-all: test-packages test  ## make test, then every other test that needs no cloud (as root on Debian)
-	$(PYTEST) $(LONG_WORKERS) -m '$(LONG_TESTS)' $(ARGS)
+	$(PYTEST) $(LONG_WORKERS) -m '($(LONG_TESTS)) and not seeds' $(ARGS)
 	$(MAKE) test-ipex
 
 test-packages:  ## as root on Debian or Ubuntu: install what tests start besides
@@ -81,6 +81,9 @@ test-engine: setup  ## the tests on Pulumi's real engine, where `pulumi` is on P
 		pulumi plugin install resource gcp \
 			"$$($(PY) -c 'from importlib.metadata import version; print(version("pulumi-gcp"))')"; fi
 	$(PY) -m pytest tests/engine -m engine $(ARGS)
+
+test-seeds: setup  ## every seed and variant of up, down and two operators on a pulumi of the tests
+	$(PYTEST) $(LONG_WORKERS) tests/engine -m 'seeds and not engine' $(ARGS)
 
 check: setup  ## everything that CI checks without running the program
 	$(PY) -m ruff check .

@@ -15,19 +15,21 @@ from tests.engine.engine import Engine
 from tests.engine.variants import VARIANTS
 from tests.orchestrate.cloud.standin import REGION, ZONE, CloudStandIn, Fault
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 UP = (
     *("orchestrate", "up", "--yes", "--keep-on-failure", "--without-collect"),
     "--results-may-be-lost",
 )
 NODES = ("dev-node-0", "dev-node-1")
-SAMPLE = ("filestore",)
-"""Variants for `make test`."""
+SAMPLE = ("default", "filestore", "bucket", "direct", "no-nat")
+"""Variants for `make test-all`."""
 
 
 def sampled(values: Iterable[Any], *, sample: Collection[Any]) -> list[Any]:
-    """Return parameters of which `make test` runs those in the sample."""
-    return [pytest.param(each, marks=() if each in sample else pytest.mark.slow) for each in values]
+    """Return parameters of which `make test-all` runs those in the sample."""
+    return [
+        pytest.param(each, marks=() if each in sample else pytest.mark.seeds) for each in values
+    ]
 
 
 @pytest.mark.parametrize("name", sampled(VARIANTS, sample=SAMPLE))
@@ -144,7 +146,7 @@ CREATIONS = (
 )
 
 
-@pytest.mark.parametrize("path", sampled(CREATIONS, sample=CREATIONS[-2:]))
+@pytest.mark.parametrize("path", sampled(CREATIONS, sample=CREATIONS[-1:]))
 def test_what_was_made_although_the_answer_was_lost_is_made_again(
     engine: Engine, cloud: CloudStandIn, path: str
 ) -> None:

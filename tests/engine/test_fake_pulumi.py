@@ -19,7 +19,7 @@ from tests.orchestrate.cloud.fake_pulumi import ENGINE
 from tests.orchestrate.cloud.standin import CloudStandIn, Fault
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 Document = dict[str, Any]
 _UP = ("pulumi", "up", "--yes", "--skip-preview")
 

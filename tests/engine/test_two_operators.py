@@ -15,6 +15,7 @@ from tests.orchestrate.cloud.standin import PROJECT, CloudStandIn
 
 pytestmark = [
     pytest.mark.processes,
+    pytest.mark.slow,
     pytest.mark.timeout(1800),
 ]
 UP = ("up", "--yes", "--keep-on-failure", "--without-collect")
@@ -22,8 +23,8 @@ DOWN = ("down", "--yes", "--without-collect", "--project", PROJECT)
 SWEEP = ("sweep", "--cluster", "dev", "--delete", "--yes", "--project", PROJECT)
 Pair = tuple[Engine, Engine]
 _STEPS = 4
-_SAMPLE = (0,)
-"""Seeds for `make test`."""
+_SAMPLE = range(4)
+"""Seeds for `make test-all`."""
 
 
 @pytest.fixture
@@ -111,7 +112,7 @@ def take_steps(operators: Pair, cloud: CloudStandIn, dice: random.Random) -> Non
 
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(seed, marks=() if seed in _SAMPLE else pytest.mark.slow) for seed in range(20)],
+    [pytest.param(seed, marks=() if seed in _SAMPLE else pytest.mark.seeds) for seed in range(20)],
 )
 def test_nobody_touches_what_the_other_has_made(
     operators: Pair, cloud: CloudStandIn, seed: int
