@@ -200,7 +200,7 @@ _IN_PLACE = {
     "filestore/instance:Instance": {"labels", "description", "fileShares", "deletionProtection"},
 }
 NOUNS = {"compute/instance:Instance": "instance", "serviceaccount/account:Account": "account"}
-"""What the provider calls a resource in its errors, where that is not the type's last word."""
+"""The provider's names of resources in its errors, where they are not the type's last word."""
 
 
 def changes_in_place(resource: Document, key: str) -> bool:

@@ -270,6 +270,8 @@ def test_damaged_or_foreign_folders_are_refused_with_the_reason(tmp_path: Path) 
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
     with pytest.raises(CheckpointError, match="its weights are a pickle"):
         load(tmp_path)
+    (tmp_path / "pytorch_model.bin").unlink()
+    (tmp_path / "model.safetensors").write_bytes(weights)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="not JSON"):
         load(tmp_path)

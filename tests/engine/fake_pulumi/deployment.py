@@ -16,7 +16,7 @@ from tests.engine.fake_pulumi.events import Events
 
 Document = dict[str, Any]
 UNKNOWN = "04da6b54-80e4-46f7-96ec-b56ff0331ba9"
-"""What stands for a value that a preview cannot know (pulumi.runtime.rpc)."""
+"""Stands for a value that a preview cannot know (pulumi.runtime.rpc)."""
 STACK = "pulumi:pulumi:Stack"
 _BUCKET = "storage/bucket:Bucket"
 _AT_ONCE = 10

@@ -1,4 +1,4 @@
-"""What an operation prints: the event log for programs, and lines for people."""
+"""Output of an operation: the event log for programs, and lines for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Google's services store of what they were sent: their JSON, as a GET returns it."""
+"""The JSON that Google's services store of what they were sent, as a GET returns it."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from payload.orchestrate.__main__ import main
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Answers, Capture, destroys, own_key
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE
+from tests.support.identities import cluster_labels
 from tests.test_architecture import ROOT
 
 ROLE = ROOT / "infra" / "role.yaml"
@@ -48,12 +49,14 @@ _IN_PLACE = (
     *(f"POST /compute/v1/projects/P/zones/{ZONE}/{kind}/NAME/setLabels" for kind in ("disks",)),
     *(
         f"POST /compute/v1/projects/P/zones/{ZONE}/instances/NAME/{method}"
-        for method in ("setLabels", "setMetadata", "addAccessConfig", "deleteAccessConfig")
+        for method in ("setLabels", "setMetadata", "addAccessConfig", "deleteAccessConfig", "start")
     ),
     "PATCH /compute/v1/projects/P/global/firewalls/NAME",
     f"PATCH /compute/v1/projects/P/regions/{REGION}/subnetworks/NAME",
     *("PATCH /storage/v1/b/NAME", "PATCH /dns/v1/projects/P/managedZones/NAME"),
     f"PATCH /v1/projects/P/locations/{ZONE}/instances/NAME",
+    # Why a machine stopped.
+    f"GET /compute/v1/projects/P/zones/{ZONE}/operations",
 )
 _OTHERS = {
     # gcloud's tunnel to the head, and the operator's own reading of runs in the bucket.
@@ -103,6 +106,11 @@ _TABLE = (
     (r"GET /v1/projects/P/locations/global/services/.*", "cloudquotas.quotas.get"),
     (r"GET /v2/projects/P/policies/.*", "orgpolicy.policy.get"),
     (r"GET /v3/projects/P", "resourcemanager.projects.get"),
+    (r"GET /v1/projects/P/billingInfo", "resourcemanager.projects.get"),
+    # Of the caller's own rights, and of public images: nobody needs a permission.
+    (r"GET /storage/v1/b/NAME/iam/testPermissions", ""),
+    (r"GET /compute/v1/projects/(?!P/)[\w-]+/global/images/.*", ""),
+    (r"GET /compute/v1/projects/P/zones/[\w-]+/operations", "compute.zoneOperations.list"),
     # Public, or of the key and not of the project.
     (r"GET /v1/services/[\w-]+/skus", ""),
     (r"\w+ /v1/.*/cryptoKeys/k:\w+", ""),
@@ -157,7 +165,7 @@ def everything_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     own_key(site)
     features = {"bucket": "create", "sharedStorage": "filestore", "egress": "none", "kmsKey": KEY}
     site.configure(cluster="mine", project=PROJECT, zones=[ZONE], **features)
-    cloud, labels = site.cloud, {"tileforge-cluster": "mine"}
+    cloud, labels = site.cloud, cluster_labels("mine")
     cloud.services |= {"cloudkms", "cloudresourcemanager", "dns", "file"}
     cloud.add_filestore("mine-shared", labels=labels, network="mine-network")
     cloud.add_dns_zone("mine-googleapis", labels=labels)

@@ -14,6 +14,7 @@ from tests.orchestrate.cloud.fake_pulumi import step
 from tests.orchestrate.cloud.stacks import Answers, Capture, head_says, own_key, words
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE
 from tests.orchestrate.cloud.test_failures import DETAILS, PLAIN
+from tests.support.identities import cluster_labels
 
 pytestmark = pytest.mark.processes
 
@@ -122,9 +123,7 @@ def test_a_filestore_instance_that_the_stack_does_not_know_is_not_removed_unaske
     site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.build()
-    site.cloud.add_filestore(
-        "mine-shared", labels={"tileforge-cluster": "mine"}, network="mine-network"
-    )
+    site.cloud.add_filestore("mine-shared", labels=cluster_labels("mine"), network="mine-network")
     site.pulumi.on("preview")
     site.pulumi.on("up", out="error: googleapi: Error 409: it already exists", status=255)
     state_has(site, NETWORK)
@@ -259,7 +258,7 @@ def test_spot_auto_ends_with_on_demand_machines(
     site: Site, capsys: Capture, next_zone: bool
 ) -> None:
     site.build()
-    site.configure(cluster="mine", project=PROJECT, zones=ZONES, spot="auto")
+    site.configure(cluster="mine", project=PROJECT, zones=ZONES, spot="auto", bucket="create")
     site.pulumi.on("config", "set")
     site.pulumi.on("preview")
     site.pulumi.on("up", out="done\n")
@@ -283,7 +282,7 @@ def test_spot_auto_ends_with_on_demand_machines(
 
 
 def test_spot_auto_falls_back_once(site: Site, capsys: Capture) -> None:
-    site.configure(cluster="mine", project=PROJECT, zones=ZONES, spot="auto")
+    site.configure(cluster="mine", project=PROJECT, zones=ZONES, spot="auto", bucket="create")
     site.pulumi.on("config", "set")
     site.pulumi.on("preview")
     site.pulumi.on("up", out=PLAIN, status=255)
