@@ -142,7 +142,7 @@ def test_what_is_missing_here_is_brought_home_before_anything_is_destroyed(
     code, said, told = as_stack(trained.operator, "down")
     assert code == ExitCode.OK and "1/3 collect: 1 run(s) brought home" in said, said
     assert (checkpoint / "model.safetensors").exists()
-    assert told == ["stack", "destroy"]
+    assert told == ["stack", "stack", "destroy"]
 
 
 def test_what_another_operator_resumed_or_started_is_brought_home_before_anything_is_destroyed(
@@ -157,14 +157,14 @@ def test_what_another_operator_resumed_or_started_is_brought_home_before_anythin
     assert code == ExitCode.OK and not another.paths("one").checkpoint(4).exists(), said
     # Of a run that this machine has never seen, it cannot know how to bring it home.
     code, said, told = as_stack(another, "down")
-    assert code == ExitCode.CONFIG and told == ["stack"], said
+    assert code == ExitCode.CONFIG and told == ["stack", "stack"], said
     assert "have results on the head: far, so nothing was destroyed" in said, said
     mine = another.paths("far").root
     shutil.copytree(trained.operator.paths("far").root, mine, symlinks=True)
     code, said, told = as_stack(another, "down")
     assert code == ExitCode.OK and "1/3 collect: 1 run(s) brought home" in said, said
     assert (another.paths("one").checkpoint(4) / "model.safetensors").exists()
-    assert summary(another.paths("one").root)["steps"] == 4 and told == ["stack", "destroy"]
+    assert summary(another.paths("one").root)["steps"] == 4 and told == ["stack", "stack", "destroy"]
 
 
 def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Operator) -> None:
@@ -191,13 +191,13 @@ def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Opera
     assert code == ExitCode.OK and "running" in said, said
     code, said, told = as_stack(operator, "down")
     assert code == ExitCode.CONFIG and "run one is going on, so nothing was destroyed" in said, said
-    assert told == ["stack"]
+    assert told == ["stack", "stack"]
     # From a folder that does not know the run, the head is the one who tells of it.
     own = operator.folder / ".cluster" / "test" / "id_ed25519"
     shutil.copy(operator.nodes.key, own)
     code, said, told = as_stack(operator, "down", "--runs-dir", "none")
     assert code == ExitCode.CONFIG and "run one is going on, so nothing was destroyed" in said, said
-    assert "attach one --inventory stack" in said and told == ["stack"]
+    assert "attach one --inventory stack" in said and told == ["stack", "stack"]
     code, said = operator.do(*operator.run_words("two"), "--runs-dir", "none")
     assert (
         code == ExitCode.CONFIG and "run one is on this cluster, and was not started from" in said
