@@ -9,8 +9,9 @@ import secrets
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, BinaryIO
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, BinaryIO, TypeVar
 
 from payload.storage.objects import (
     SMALL_BYTES,
@@ -27,6 +28,7 @@ from payload.untrusted import one_line
 _CONNECT_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 16.0
 _PART_BYTES = 32 * 2**20
+_T = TypeVar("_T")
 _FETCHES = 3
 """Tries for an object whose checksum is not the store's: the network may have changed it."""
 """Bytes of one request of a resumable upload or a download: the most that a broken one costs."""
@@ -50,7 +52,8 @@ class BucketStore:
 
     def entries(self, prefix: str = "") -> list[StoredObject]:
         """List the objects whose names begin with `prefix`."""
-        with self._plainly(f"listing {self.address}"):
+
+        def pages() -> list[StoredObject]:
             listed = self._client().list_blobs(
                 self.address.bucket,
                 prefix=f"{self._prefix}{prefix}",
@@ -59,9 +62,13 @@ class BucketStore:
             )
             return [self._stored(blob) for blob in listed]
 
+        with self._plainly(f"listing {self.address}"):
+            return _read_again(pages)
+
     def groups(self) -> list[str]:
         """List the first parts of names that have more parts."""
-        with self._plainly(f"listing {self.address}"):
+
+        def pages() -> list[str]:
             listed = self._client().list_blobs(
                 self.address.bucket,
                 prefix=self._prefix,
@@ -72,6 +79,9 @@ class BucketStore:
             for _ in listed:  # the prefixes are known when all pages are read
                 continue
             return sorted(each[len(self._prefix) :].rstrip("/") for each in listed.prefixes)
+
+        with self._plainly(f"listing {self.address}"):
+            return _read_again(pages)
 
     def siblings(self) -> list[str]:
         """List the groups of the address that this one lies in."""
@@ -113,7 +123,7 @@ class BucketStore:
         """Read the object's properties back into `blob`; say whether this write made it."""
         try:
             with self._plainly(f"reading {self.address.under(name)}"):
-                blob.reload(timeout=self._timeout, retry=self._retry())
+                _read_again(partial(blob.reload, timeout=self._timeout, retry=self._retry()))
         except MissingObjectError:
             return False
         return bool((blob.metadata or {}).get(_WRITE_ID) == write_id)
@@ -122,7 +132,7 @@ class BucketStore:
         """Return a small object's content and generation."""
         blob = self._blob(name)
         with self._plainly(f"reading {self.address.under(name)}"):
-            blob.reload(timeout=self._timeout, retry=self._retry())
+            _read_again(partial(blob.reload, timeout=self._timeout, retry=self._retry()))
             if blob.size > SMALL_BYTES:
                 raise TooLargeError(f"{self.address.under(name)}: {blob.size} bytes are too many")
             content = io.BytesIO()
@@ -142,7 +152,7 @@ class BucketStore:
         """Write a whole object to `into`, part by part."""
         blob = self._blob(name)
         with self._plainly(f"reading {self.address.under(name)}"):
-            blob.reload(timeout=self._timeout, retry=self._retry())
+            _read_again(partial(blob.reload, timeout=self._timeout, retry=self._retry()))
             size, generation = int(blob.size), blob.generation
             if size > most_bytes:
                 raise TooLargeError(
@@ -251,6 +261,14 @@ class BucketStore:
             raise
         except libraries.all as error:
             raise StoreError(f"{what}: {_words(error)}") from None
+
+
+def _read_again(ask: Callable[[], _T]) -> _T:
+    """Return an answer that is a document, asking again where the network has changed one."""
+    for _ in range(_FETCHES - 1):
+        with suppress(ValueError):
+            return ask()
+    return ask()
 
 
 def _crc32c(content: BinaryIO) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -201,6 +202,10 @@ _IN_PLACE = {
 }
 NOUNS = {"compute/instance:Instance": "instance", "serviceaccount/account:Account": "account"}
 """The provider's names of resources in its errors, where they are not the type's last word."""
+
+
+_POLICIES = threading.Lock()
+"""Policies are read, changed and written; Google refuses a write that another one overtook."""
 
 
 def changes_in_place(resource: Document, key: str) -> bool:
@@ -487,16 +492,18 @@ def _is_bound(policy: Document | None, inputs: Document) -> bool:
 
 
 def _bind(sender: Sender, inputs: Document, *, add: bool) -> None:
-    path = f"/storage/v1/b/{inputs['bucket']}/iam"
-    policy = sender.request("GET", path, None)
-    sender.request("PUT", path, {"bindings": _bindings(policy, inputs, add=add)})
+    with _POLICIES:
+        path = f"/storage/v1/b/{inputs['bucket']}/iam"
+        policy = sender.request("GET", path, None)
+        sender.request("PUT", path, {"bindings": _bindings(policy, inputs, add=add)})
 
 
 def _grant(sender: Sender, inputs: Document, *, add: bool) -> None:
-    path = f"/v1/{inputs['cryptoKeyId']}"
-    policy = sender.request("GET", f"{path}:getIamPolicy", None)
-    body = {"policy": {"bindings": _bindings(policy, inputs, add=add)}}
-    sender.request("POST", f"{path}:setIamPolicy", body)
+    with _POLICIES:
+        path = f"/v1/{inputs['cryptoKeyId']}"
+        policy = sender.request("GET", f"{path}:getIamPolicy", None)
+        body = {"policy": {"bindings": _bindings(policy, inputs, add=add)}}
+        sender.request("POST", f"{path}:setIamPolicy", body)
 
 
 def _bindings(policy: Document, inputs: Document, *, add: bool) -> list[Document]:

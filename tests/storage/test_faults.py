@@ -250,6 +250,20 @@ def test_a_write_that_was_done_and_its_answer_lost_is_its_own(
         store.put("x", io.BytesIO(b"after"), size=5, generation=put.generation)
 
 
+def test_a_listing_that_is_no_document_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with FaultyProxy(Faults(seed=0, kinds=("wrong bytes",), most=0)) as proxy:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+        for name in ("a", "b"):
+            store_of().put(name, io.BytesIO(b"x"), size=1, generation=ABSENT)
+        for most in range(1, 3):
+            proxy.injected.clear()
+            proxy.faults.most = most
+            proxy.chance = lambda method, path: float(method == "GET")
+            assert [each.name for each in store_of().entries()] == ["a", "b"]
+
+
 @pytest.mark.parametrize("changed", [1, 3])
 def test_a_record_whose_bytes_change_on_the_way_is_brought_again(
     monkeypatch: pytest.MonkeyPatch, changed: int

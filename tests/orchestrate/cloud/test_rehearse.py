@@ -22,6 +22,7 @@ from tests.orchestrate.cloud.conftest import Site, inventory_output
 from tests.orchestrate.cloud.stacks import Answers, Capture, destroys, words
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE
 from tests.support.data_folders import make_data_folder
+from tests.support.identities import cluster_labels, write_cluster_identity
 from tests.support.launching import TINY_RUN
 from tests.support.waiting import wait_until
 from tests.test_architecture import ROOT
@@ -159,7 +160,8 @@ def test_what_google_refused_is_on_the_page_and_everything_is_taken_down(
 def test_a_cluster_that_costs_too_much_is_taken_down_and_what_stays_is_exit_60(
     rehearsal: Site, capsys: Capture
 ) -> None:
-    rehearsal.cloud.add_node("rehearsal-node-0", labels={"tileforge-cluster": "rehearsal"})
+    write_cluster_identity(rehearsal.folder, "rehearsal")
+    rehearsal.cloud.add_node("rehearsal-node-0", labels=cluster_labels("rehearsal"))
     rehearsal.cloud.stuck["rehearsal-node-0"] = "it is in use"
     destroys(rehearsal, leaves=("rehearsal-node-0",))
     rehearsal.pulumi.on("preview")

@@ -164,7 +164,11 @@ def test_what_another_operator_resumed_or_started_is_brought_home_before_anythin
     code, said, told = as_stack(another, "down")
     assert code == ExitCode.OK and "1/3 collect: 1 run(s) brought home" in said, said
     assert (another.paths("one").checkpoint(4) / "model.safetensors").exists()
-    assert summary(another.paths("one").root)["steps"] == 4 and told == ["stack", "stack", "destroy"]
+    assert summary(another.paths("one").root)["steps"] == 4 and told == [
+        "stack",
+        "stack",
+        "destroy",
+    ]
 
 
 def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Operator) -> None:
