@@ -11,7 +11,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -59,12 +59,12 @@ def settle_cluster_identity(
     cluster: str,
     *,
     stack: str | None = None,
-    told: str | None = None,
+    told: Sequence[str] = (),
     writes: bool = True,
 ) -> str:
     """Return the identity of the cluster that is built from `folder`, made where it is missing.
 
-    `told` is what the stack's own state says, and goes before. `stack` is the one that builds.
+    `told` are those in the stack's own state, and go before. `stack` is the one that builds.
     Without `writes`, as in a preview, nothing is kept.
     Raises ConfigError where another stack of this folder builds a cluster of that name.
     """
@@ -76,8 +76,8 @@ def settle_cluster_identity(
             "folder. Take another name: pulumi config set cluster NAME; or, once nothing of that "
             f"one is left, remove {path}"
         )
-    if told is not None and (found is None or found.identity != told):
-        found = ClusterIdentity(identity=told, stack=stack)
+    if told and (found is None or found.identity not in told):
+        found = ClusterIdentity(identity=told[0], stack=stack)
         if writes:
             _keep(path, found)
     elif found is None:

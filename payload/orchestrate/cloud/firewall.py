@@ -57,8 +57,10 @@ class StackState:
     """Their names."""
     parts: tuple[tuple[str, str | None], ...]
     """URN and, where the cloud gave one, id of everything; a rebuilt one has another id."""
-    identity: str | None = None
-    """The cluster's, by the labels that the program last asked for; None of an older version."""
+    identities: tuple[str, ...] = ()
+    """The cluster's, by the labels that the program last asked for; none of an older version.
+
+    Descriptions keep their first one, so there may be two after a folder was lost."""
 
 
 def stack_state(pulumi: Pulumi) -> StackState:
@@ -67,7 +69,7 @@ def stack_state(pulumi: Pulumi) -> StackState:
     return StackState(
         machines=tuple(_names(each.urn for each in resources)),
         parts=tuple((each.urn, each.id) for each in resources),
-        identity=next(filter(None, map(_identity_of, resources)), None),
+        identities=tuple(dict.fromkeys(filter(None, map(_identity_of, resources)))),
     )
 
 

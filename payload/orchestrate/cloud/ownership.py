@@ -73,7 +73,9 @@ class Ownership:
 def ownership_of(state: StackState, *identities: str | None) -> Ownership:
     """Return what the stack's state and these identities prove."""
     known = tuple(found for _, found in state.parts if found)
-    return Ownership(identities=frozenset(filter(None, (state.identity, *identities))), known=known)
+    return Ownership(
+        identities=frozenset(filter(None, (*state.identities, *identities))), known=known
+    )
 
 
 def removable(resources: Iterable[Resource]) -> list[Resource]:

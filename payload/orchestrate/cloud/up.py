@@ -435,7 +435,7 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
         return Google(project, endpoints=Endpoints.from_env(env))
 
     _make_key(known, cluster, there=there, talk=talk)
-    identity = settle_cluster_identity(folder, cluster, told=before.identity)
+    identity = settle_cluster_identity(folder, cluster, told=before.identities)
 
     def of_others() -> Sequence[Resource]:
         # With other credentials than Pulumi's, nothing that is built could be removed.

@@ -246,6 +246,23 @@ def test_an_identity_comes_back_from_the_state(shared: Site) -> None:
     assert known_cluster_identity(shared.folder, "mine") == ANOTHER_CLUSTER
 
 
+def test_a_cluster_whose_folder_was_lost_owns_what_has_either_identity(
+    site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Descriptions keep the identity that they were made with, and labels get the new one."""
+    head_says(monkeypatch)
+    another_cluster(site, THEIRS)
+    described = {"urn": URN, "id": f"projects/{PROJECT}/global/networks/mine-network"}
+    old = {**described, "inputs": {"description": mark(THEIRS)}}
+    new = {"urn": f"{URN}-2", "id": "x", "inputs": {"labels": cluster_labels("mine")}}
+    document = {"deployment": {"resources": [new, old]}}
+    site.pulumi.on("stack", "export", out=json.dumps(document))
+    site.pulumi.on("stack", "output", "--json", out="{}")
+    site.pulumi.on("destroy", out="destroyed\n")
+    assert main(["down", "--yes"], site.env) == ExitCode.OK, capsys.readouterr().err
+    assert not any(site.cloud.items.values())
+
+
 def test_a_folder_has_one_identity_of_a_cluster_and_one_stack(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda _: settle_cluster_identity(tmp_path, "dev"), range(16)))
@@ -253,7 +270,7 @@ def test_a_folder_has_one_identity_of_a_cluster_and_one_stack(tmp_path: Path) ->
     assert settle_cluster_identity(tmp_path, "dev", stack="a") == made[0]
     with pytest.raises(ConfigError, match="stack a builds a cluster of this name"):
         settle_cluster_identity(tmp_path, "dev", stack="b")
-    assert settle_cluster_identity(tmp_path, "dev", stack="a", told=CLUSTER) == CLUSTER
+    assert settle_cluster_identity(tmp_path, "dev", stack="a", told=[CLUSTER]) == CLUSTER
     assert known_cluster_identity(tmp_path, "dev") == CLUSTER
     assert settle_cluster_identity(tmp_path, "other", writes=False) != CLUSTER
     assert known_cluster_identity(tmp_path, "other") is None
