@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from payload.data.worker_process import end_worker, how_it_ended
+
 CPU_SECONDS = 10
 """Processor time for one conversation; the longest of real ones take some hundredths."""
 MEMORY_BYTES = 2**30
@@ -105,7 +107,7 @@ class TemplateProcess:
         if not content.endswith(b"\n"):
             # The rest of the answer would be taken for the next one's.
             self._forget()
-            raise _EndedError(_how_it_ended(worker.returncode))
+            raise _EndedError(_cause_of_end(worker.returncode))
         answer = json.loads(content)
         if "error" in answer:
             raise TemplateFailedError(answer["error"])
@@ -117,19 +119,12 @@ class TemplateProcess:
             _end(worker, self._owner)
 
 
-def _how_it_ended(status: int) -> str:
+def _cause_of_end(status: int) -> str:
     if status == -signal.SIGPROF:
         return f"it took over {CPU_SECONDS} s of processor time for one conversation."
-    how = signal.Signals(-status).name if status < 0 else f"exit code {status}"
-    return f"the process that renders it ended with {how}."
+    return f"the process that renders it ended with {how_it_ended(status)}."
 
 
 def _end(worker: subprocess.Popen[bytes], owner: int) -> None:
-    if os.getpid() != owner:
-        return
-    worker.kill()
-    for pipe in (worker.stdin, worker.stdout):
-        if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
-    worker.wait()
+    if os.getpid() == owner:
+        end_worker(worker)

@@ -80,14 +80,12 @@ def test_after_a_conversation_that_ended_the_process_the_next_one_is_rendered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(template_process, "CPU_SECONDS", 1)
-    slow = "{% if messages[0].content == 'slow' %}{{ 9 ** (messages[0].n ** 9) }}{% endif %}"
+    slow = "{% if messages[0].content == 'slow' %}{{ 9 ** (9 ** messages[0].n | int) }}{% endif %}"
     made = template(tmp_path, slow + PLAIN)
     for _ in range(2):
         with pytest.raises(DataError, match="processor time"):
-            made.render(
-                [{"role": "user", "content": "slow", "n": 9}],  # type: ignore[dict-item]
-                add_generation_prompt=False,
-            )
+            slowly = [{"role": "user", "content": "slow", "n": "9"}]
+            made.render(slowly, add_generation_prompt=False)
         assert made.render(MESSAGES, add_generation_prompt=False).startswith("<user>two")
 
 

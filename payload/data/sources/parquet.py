@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
-import signal
 import struct
 import subprocess
 import sys
@@ -27,6 +25,7 @@ from payload.data.documents import (
 )
 from payload.data.sources import SourceRequest
 from payload.data.sources.files import ColumnFiles
+from payload.data.worker_process import end_worker, how_it_ended
 from payload.errors import DataError
 from payload.untrusted import one_line, shown
 
@@ -232,22 +231,15 @@ class ParquetReader:
             if len(content) == size:
                 return kind, content
         status = self._worker.wait()
-        how = signal.Signals(-status).name if status < 0 else f"exit code {status}"
         raise DamagedFileError(
-            f"{place}: not a readable parquet file: the process that read it ended with {how}. "
-            "Write the file again."
+            f"{place}: not a readable parquet file: the process that read it ended with "
+            f"{how_it_ended(status)}. Write the file again."
         )
 
     def _end_worker(self) -> None:
         worker, self._worker = self._worker, None
-        if worker is None:
-            return
-        worker.kill()
-        for pipe in (worker.stdin, worker.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-        worker.wait()
+        if worker is not None:
+            end_worker(worker)
 
 
 def _raise_failure(answer: Mapping[str, Any], place: str) -> None:
