@@ -80,6 +80,18 @@ SAME: Mapping[str, Change] = {
 }
 
 
+def in_make_test(changes: Mapping[str, Change], *names: str) -> list[Any]:
+    """Return all as parameters; those without a name here are left to `make test-all`.
+
+    GPT-2's tokenizer takes a second to be read and hashed.
+    """
+    slow = pytest.mark.slow
+    return [
+        pytest.param(change, id=name, marks=() if name in names else slow)
+        for name, change in changes.items()
+    ]
+
+
 @functools.cache
 def packaged() -> Mapping[str, bytes]:
     """Return GPT-2's files."""
@@ -99,7 +111,7 @@ def gpt2_folder(folder: Path, change: Change | None = None) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS.keys())
+@pytest.mark.parametrize("change", in_make_test(OTHERS, "normalizer", "added token", "model"))
 def test_a_changed_gpt2_is_neither_replaced_nor_the_datas_own(
     tmp_path: Path, change: Change
 ) -> None:
@@ -112,7 +124,7 @@ def test_a_changed_gpt2_is_neither_replaced_nor_the_datas_own(
     assert f"--tokenizer {folder} " in str(caught.value)
 
 
-@pytest.mark.parametrize("change", SAME.values(), ids=SAME.keys())
+@pytest.mark.parametrize("change", in_make_test(SAME, "sequence of one", "merges as pairs"))
 def test_what_changes_no_token_does_not_change_the_identity(tmp_path: Path, change: Change) -> None:
     folder = gpt2_folder(tmp_path / "model", change)
     raw = json.loads((folder / "tokenizer.json").read_bytes())
@@ -163,7 +175,16 @@ def test_data_of_a_lowercasing_tokenizer_has_its_tokens_and_identity(tmp_path: P
         require_same_tokenizer(meta, data=out, folder=gpt2_folder(tmp_path / "plain"), init="plain")
 
 
-@pytest.mark.parametrize("name", ["normalizer", "pre-tokenizer", "post-processor", "added token"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "added token",
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("normalizer", "pre-tokenizer", "post-processor")
+        ),
+    ],
+)
 def test_data_of_an_older_version_is_compared_on_the_packaged_text(
     tmp_path: Path, name: str
 ) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -35,6 +34,7 @@ from tests.support.chat_data import (
     prepare,
     write_rows,
 )
+from tests.support.slow_imports import peft
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -70,7 +70,7 @@ def test_merged_weights_give_the_logits_of_base_and_adapter(
     ours = model.logits(model.hidden(TOKENS))
     torch.testing.assert_close(found, ours, rtol=1e-4, atol=1e-5 * float(ours.detach().abs().max()))
     whole = AutoModelForCausalLM.from_pretrained(base)
-    theirs: Any = peft.PeftModel.from_pretrained(whole, folder)
+    theirs: Any = peft().PeftModel.from_pretrained(whole, folder)
     wanted = theirs.eval().merge_and_unload().state_dict()
     for name, value in merged.state_dict().items():
         torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-6, msg=name)

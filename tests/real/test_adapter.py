@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from payload.train.models.lora import add_adapter, save_adapter
 from payload.train.models.registry import load
 from payload.train.optimizer import build_optimizers
 from payload.training_sections import AdapterSection, EngineSection, OptimizerSection
+from tests.support.slow_imports import peft
 from tests.support.smollm2 import smollm2_folder
 from tests.train.alone import ALONE
 
@@ -50,7 +50,7 @@ def test_twenty_losses_in_fp32_are_pefts(tmp_path: Path) -> None:
 def pefts_losses(adapter: Path) -> list[float]:
     anything: Any = AutoModelForCausalLM
     base = anything.from_pretrained(smollm2_folder(), dtype=torch.float32)
-    model = peft.PeftModel.from_pretrained(base, adapter, is_trainable=True).train()
+    model = peft().PeftModel.from_pretrained(base, adapter, is_trainable=True).train()
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(
         trained,

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -21,6 +20,7 @@ from payload.results import RunPaths
 from tests.real.test_smollm2 import of_transformers, run
 from tests.support.chat_data import prepare
 from tests.support.launching import metrics
+from tests.support.slow_imports import peft
 from tests.support.smollm2 import smollm2_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.usefixtures("one_thread")]
@@ -98,7 +98,7 @@ def merged(trained: Path, large_folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def adapted(trained: Path) -> Any:
     checkpoint = RunPaths(trained).checkpoint(STEPS)
-    return peft.PeftModel.from_pretrained(of_transformers(smollm2_folder()), checkpoint).eval()
+    return peft().PeftModel.from_pretrained(of_transformers(smollm2_folder()), checkpoint).eval()
 
 
 def test_modules_that_are_held_out_have_no_pair_in_training(source: Path, data: Path) -> None:

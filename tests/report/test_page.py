@@ -20,7 +20,7 @@ from tests.report.real_runs import STEPS
 from tests.report.synthetic import HOSTILE, make_hostile, make_long
 from tests.support.browser import Browser
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 WIDTHS = (390, 820, 1280)
 
 
@@ -37,7 +37,6 @@ def require_quiet(browser: Browser, page: Path) -> None:
     assert asked == [page.resolve().as_uri()]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "sentence", "status"),
     [
@@ -207,7 +206,6 @@ def test_hostile_text_in_every_file_is_text_on_the_page(
     assert all(each in text for each in HOSTILE)
 
 
-@pytest.mark.slow
 def test_a_run_of_100_000_steps_has_a_small_page_with_few_elements(
     runs: Path, browser: Browser, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,7 +244,6 @@ def test_two_runs_are_a_table_in_the_terminal(
     assert by_name["steps"][0] == str(STEPS)
 
 
-@pytest.mark.slow
 def test_settings_that_differ_are_in_the_table(
     runs_and_failed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,9 +1,8 @@
-"""The kernels' library, built once a session."""
+"""The kernels' library, built once a machine."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,12 +19,9 @@ _M_PERTURB, _ALL_ONES = -6, 0x100
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file, from a cache that the workers of this run share."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    return built_library(folder / "kernels")
+def built() -> Path:
+    """The file, from the trainer's own cache, as ranks of other tests build it there."""
+    return built_library(Path.home() / ".cache" / "tileforge" / "kernels")
 
 
 @pytest.fixture(scope="session")

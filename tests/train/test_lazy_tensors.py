@@ -101,8 +101,11 @@ print(json.dumps(found))
 @pytest.mark.parametrize(
     "cases",
     [
-        [("llama", "none"), ("gpt2", "none"), ("olmo2", "nf4")],
-        pytest.param([("olmo2", "none"), ("llama", "nf4")], marks=pytest.mark.slow),
+        [("llama", "none")],
+        pytest.param(
+            [("gpt2", "none"), ("olmo2", "nf4"), ("olmo2", "none"), ("llama", "nf4")],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["sample", "others"],
 )

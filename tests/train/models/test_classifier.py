@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from payload.train.models.registry import build, load
 from payload.train.tasks.classify import start_note
 from payload.train.weights import save_hf
 from payload.training_sections import AdapterSection
+from tests.support.slow_imports import peft
 
 LABELS = ("bad", "fair", "good")
 PAD = 1
@@ -189,7 +189,7 @@ def test_peft_reads_a_classifiers_adapter(name: str, tmp_path: Path) -> None:
     whole = AutoModelForSequenceClassification.from_pretrained(
         base, config=AutoConfig.from_pretrained(folder)
     )
-    theirs = peft.PeftModel.from_pretrained(whole, folder).eval()
+    theirs = peft().PeftModel.from_pretrained(whole, folder).eval()
     tokens, _ = padded()
     wanted = their_logits(theirs, tokens)
     torch.testing.assert_close(model.eval().class_logits(tokens), wanted, rtol=1e-4, atol=1e-5)
@@ -203,9 +203,9 @@ def test_a_classifiers_adapter_that_peft_wrote_is_read(tmp_path: Path) -> None:
     base.mkdir()
     model = classifier("llama")
     save_hf(model, base)
-    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules="all-linear", task_type="SEQ_CLS")
+    config = peft().LoraConfig(r=3, lora_alpha=5, target_modules="all-linear", task_type="SEQ_CLS")
     whole = AutoModelForSequenceClassification.from_pretrained(base)
-    theirs = peft.get_peft_model(whole, config).eval()
+    theirs = peft().get_peft_model(whole, config).eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
             if parameter.requires_grad:

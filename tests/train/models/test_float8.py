@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torchao.float8.float8_linear import Float8Linear
 
 from payload.errors import ConfigError, ExitCode
 from payload.results import RunPaths
@@ -17,6 +16,7 @@ from payload.run_config import parse_run_config
 from payload.train.models.float8 import convert_linears
 from payload.training_sections import PrecisionSection
 from tests.support.launching import losses
+from tests.support.slow_imports import float8_linear
 from tests.train.alone import ALONE, train_alone
 from tests.train.test_model import make_model
 
@@ -26,7 +26,7 @@ RUN = (*SIZES, "precision.dtype=bf16", "optimizer.lr=0.001", "engine.kernels=off
 
 
 def float8_paths(model: nn.Module) -> set[str]:
-    return {name for name, each in model.named_modules() if isinstance(each, Float8Linear)}
+    return {name for name, each in model.named_modules() if isinstance(each, float8_linear())}
 
 
 def test_every_linear_of_a_layer_is_converted_and_nothing_else() -> None:

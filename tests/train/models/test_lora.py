@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,6 +27,7 @@ from payload.train.models.registry import load
 from payload.train.weights import save_hf
 from payload.training_sections import AdapterSection
 from tests.support.launching import losses, summary
+from tests.support.slow_imports import peft
 from tests.train.alone import train_alone
 from tests.train.test_model import make_model
 
@@ -84,9 +84,11 @@ def test_peft_reads_the_adapter_and_gives_equal_logits(
 ) -> None:
     model = with_weights(base, **changes).eval()
     save_adapter(model, tmp_path, base=(str(base), None))
-    theirs = peft.PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(base), tmp_path
-    ).eval()
+    theirs = (
+        peft()
+        .PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path)
+        .eval()
+    )
     wanted = theirs(tokens()).logits
     ours = model.logits(model.hidden(tokens()))
     assert (wanted - ours).abs().max() < 1e-5 * wanted.abs().max()
@@ -97,10 +99,10 @@ def test_peft_reads_the_adapter_and_gives_equal_logits(
 
 
 def test_an_adapter_that_peft_wrote_is_read(base: Path, tmp_path: Path) -> None:
-    config = peft.LoraConfig(
+    config = peft().LoraConfig(
         r=3, lora_alpha=5, target_modules=["c_attn", "c_fc"], task_type="CAUSAL_LM"
     )
-    theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).eval()
+    theirs = peft().get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).eval()
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             if "lora_" in name:
@@ -115,7 +117,7 @@ def test_an_adapter_that_peft_wrote_is_read(base: Path, tmp_path: Path) -> None:
 def test_gradients_are_pefts(base: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     model = with_weights(base, **changes)
     save_adapter(model, tmp_path, base=(str(base), None))
-    theirs = peft.PeftModel.from_pretrained(
+    theirs = peft().PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(base), tmp_path, is_trainable=True
     )
     text = tokens(length=13)
@@ -312,11 +314,11 @@ def test_another_kind_of_adapter_is_refused_by_its_key(
 def test_every_key_that_peft_writes_passes_with_its_default(
     begins: bool | str, tmp_path: Path
 ) -> None:
-    config = peft.LoraConfig(
+    config = peft().LoraConfig(
         base_model_name_or_path="base",
         target_modules=["q_proj"],
         task_type="CAUSAL_LM",
-        init_lora_weights=begins,  # type: ignore[arg-type]  # one of its literals
+        init_lora_weights=begins,
     )
     config.save_pretrained(str(tmp_path))
     saved = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -365,9 +367,11 @@ def test_peft_computes_the_same_beside_other_families(tmp_path: Path, kind: str)
     anything.from_config(config).save_pretrained(tmp_path / "base")
     model = with_weights(tmp_path / "base").eval()
     save_adapter(model, tmp_path, base=(str(tmp_path / "base"), None))
-    theirs = peft.PeftModel.from_pretrained(
-        anything.from_pretrained(tmp_path / "base"), tmp_path
-    ).eval()
+    theirs = (
+        peft()
+        .PeftModel.from_pretrained(anything.from_pretrained(tmp_path / "base"), tmp_path)
+        .eval()
+    )
     text = tokens() % 96
     wanted, ours = theirs(text).logits, model.logits(model.hidden(text))
     assert (wanted - ours).abs().max() < 1e-5 * wanted.abs().max()

@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -41,6 +39,7 @@ from payload.train.models.registry import load
 from payload.train.optimizer import build_optimizers
 from payload.training_sections import AdapterSection, OptimizerSection
 from tests.support.launching import losses, mpirun, run, summary, train_program
+from tests.support.slow_imports import bitsandbytes, peft
 from tests.train.alone import ALONE, train_alone
 
 DTYPES: tuple[Dtype, ...] = ("bf16", "fp32")
@@ -100,7 +99,7 @@ def test_the_bits_are_those_of_bitsandbytes_own_linear(size: tuple[int, int]) ->
     weight = torch.randn(size, generator=torch.Generator().manual_seed(1)).bfloat16()
     ours = QuantizedLinear(nn.Linear(size[1], size[0], bias=False))
     ours.take(weight)
-    functions: Any = bitsandbytes.functional
+    functions: Any = bitsandbytes().functional
     packed, state = functions.quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
     assert torch.equal(ours.weight, packed)
     assert torch.equal(ours.scales, state.absmax)
@@ -220,7 +219,7 @@ def pefts_losses(
     base = anything.from_pretrained(
         folder, quantization_config=how, dtype=torch.bfloat16, device_map="cpu"
     )
-    model = peft.PeftModel.from_pretrained(base, adapter, is_trainable=True).train()
+    model = peft().PeftModel.from_pretrained(base, adapter, is_trainable=True).train()
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(
         trained,
