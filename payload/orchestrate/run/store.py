@@ -20,6 +20,7 @@ from payload.hints import command
 from payload.inventory import ClusterInventory
 from payload.launch.plan import LaunchPlan, auto_batch_size, operators_data
 from payload.launch.ranks import Rank, load_ranks
+from payload.manifest_hashes import known_hashes, verdict
 from payload.metrics_log import read_metrics
 from payload.named_settings import note_brought, note_named, reaching
 from payload.orchestrate.run.mirror import alone, inside, mirror_file, read_mirrored
@@ -501,10 +502,14 @@ def _take_checkpoint(
         not stored or checkpoint_step(Path(stored[-1])) <= checkpoint_step(here)
     ):
         return here
+    known = known_hashes(paths)
     found = fetch_newest(
         store,
         paths.checkpoints,
         run=known_identity(paths),
+        known=known,
         passed_over=lambda name, why: say(f"warning: {name} in the store is passed over: {why}"),
     )
+    if found is not None and found != here:
+        say(f"{found.name} from {store.address}: {verdict(found.name, known)}")
     return max(filter(None, (here, found)), key=checkpoint_step, default=None)
