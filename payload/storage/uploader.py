@@ -215,7 +215,8 @@ class Uploader:
     def _note_hash(self, name: str, sha256: str) -> None:
         """Record what this head uploads, as whoever else writes to the store may replace it."""
         try:
-            note_hash(self._paths, name, sha256)
+            if self._paths.root.is_dir():  # no part of a removed run comes back
+                note_hash(self._paths, name, sha256)
         except OSError as error:  # a full disk keeps no checkpoint from the store
             self._say(f"warning: {self._paths.manifest_hashes}: {error.strerror}")
 

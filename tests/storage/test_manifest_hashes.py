@@ -12,7 +12,7 @@ from payload.manifest_hashes import HASHES_FILE, MOST_HASHES, known_hashes, note
 from payload.orchestrate.run.store import collect_from_store
 from payload.results import RunPaths
 from payload.storage.checkpoints import Upload, fetch_newest, whole_checkpoints
-from payload.storage.objects import ObjectStore, StoreError, open_store
+from payload.storage.objects import ObjectStore, StoredObject, StoreError, open_store
 from payload.storage.restore import restore
 from payload.store_address import parse_store_address
 from tests.storage.folders import content_of, write_checkpoint
@@ -138,6 +138,37 @@ def test_a_second_operator_and_an_older_run_go_on_with_a_line(
             said.clear()
     with pytest.raises(FileNotFoundError):
         run_at(tmp_path / "second operator").manifest_hashes.read_bytes()
+
+
+def test_a_planted_checkpoint_that_came_before_its_hash_is_named_later(
+    head: RunPaths, store: ObjectStore, tmp_path: Path
+) -> None:
+    plant(store, tmp_path / "planted", 5)
+    here = run_at(tmp_path / "here")
+    said: list[str] = []
+    assert collect_from_store(store, here, say=said.append) == here.checkpoint(5)
+    assert UNKNOWN in said[-1]
+    shutil.copy(head.manifest_hashes, here.manifest_hashes)
+    collect_from_store(store, here, say=said.append)
+    wrote = manifest_of(head.checkpoint(5))
+    assert f"{here.checkpoint(5)} was here already" in said[-1] and wrote in said[-1]
+
+
+def test_an_upload_brings_no_part_of_a_removed_run_back(
+    head: RunPaths, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(head.checkpoints, 6, seed=0)
+    entries = store.entries
+
+    def removing(prefix: str = "") -> list[StoredObject]:
+        if prefix == "checkpoints/step_00000006/":  # its files are open by then
+            shutil.rmtree(head.root)
+        return entries(prefix)
+
+    monkeypatch.setattr(store, "entries", removing)
+    with pytest.raises(AssertionError):  # there is no storage.json any more
+        upload_all(head, store)
+    assert not head.root.exists()
 
 
 def test_what_a_head_has_brought_from_the_store_is_not_of_its_own_writing(

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from payload.checkpoint_files import checkpoint_step, newest_sound
+from payload.checkpoint_files import MANIFEST_FILE, checkpoint_step, newest_sound, sha256_of
 from payload.errors import ConfigError, ExitCode, PreflightError, TileforgeError, UsageError
 from payload.hints import command
 from payload.inventory import ClusterInventory
@@ -496,13 +496,18 @@ def _take_checkpoint(
     store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]
 ) -> Path | None:
     """Bring the newest checkpoint where it is newer; return the newest that is here then."""
-    stored = whole_checkpoints(store)
+    stored, known = whole_checkpoints(store), known_hashes(paths)
     here = newest_sound(paths.checkpoints)
+    wrote = known.by_name().get(here.name) if here is not None else None
+    if here is not None and wrote not in (None, sha256_of(here / MANIFEST_FILE)):
+        say(
+            f"warning: {here} was here already, and its manifest is not the one that the head "
+            f"wrote (sha256 {wrote}). Where it came from a store, move it away, and collect again"
+        )
     if here is not None and (
         not stored or checkpoint_step(Path(stored[-1])) <= checkpoint_step(here)
     ):
         return here
-    known = known_hashes(paths)
     found = fetch_newest(
         store,
         paths.checkpoints,
