@@ -44,7 +44,7 @@ FOLDER_NAME = re.compile(r"step_(\d{8,18})")
 """A checkpoint's folder, by the number of its step."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 _BLOCK_BYTES = 512  # st_blocks', whatever the file system's are.
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+SHA256 = re.compile(r"[0-9a-f]{64}")
 _NOT_ARITHMETIC = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
 """Keys of config.json that change no result: weights are computed with in the run's own dtype."""
 
@@ -54,7 +54,7 @@ class ManifestEntry:
     """One file of a checkpoint, as it was written."""
 
     bytes: int = checked(low=0)
-    sha256: str = checked(pattern=_SHA256, wanted="64 hexadecimal digits")
+    sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

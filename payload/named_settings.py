@@ -2,7 +2,7 @@
 
 A run's other records come back from its nodes and its store. Whoever writes there could name any
 data or model of this machine, another store to write to, or sbatch's options, for the next resume
-to obey.
+to obey. They could have it wait for weeks, or without the limit of its cost.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from payload.errors import ConfigError
 from payload.results import RunPaths, write_whole
@@ -22,6 +23,12 @@ from payload.store_address import NONE, is_bucket_address
 from payload.untrusted import build, can_see, check_schema, parse_json, read_bytes, shown
 
 SCHEMA_VERSION = 1
+MOST_WAIT_S = 3600.0
+"""A longer wait is obeyed where a person has named it."""
+_WAITS = ("storage.final_wait_s", "limits.hang_timeout_s", "distributed.timeout_s")
+_LIMITS = ("limits.max_hours", "limits.max_usd")
+_NO_LIMIT = "none"
+_PLACES = ("data.dir", "model.init", "storage.results")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +43,8 @@ class _Named:
 def reaching(config: RunConfig) -> dict[str, str]:
     """Return the settings that reach beyond the run's own folder, with their values.
 
-    Defaults are left out. So is a model of a hub: it is nothing of this machine.
+    The limits of time and cost are always among them. Of the others the defaults are left out, and
+    waits of up to an hour. So is a model of a hub: it is nothing of this machine.
     """
     found: dict[str, str] = {}
     default = RunConfig()
@@ -50,7 +58,27 @@ def reaching(config: RunConfig) -> dict[str, str]:
         value = getattr(config.slurm, each.name)
         if value != getattr(default.slurm, each.name):
             found[f"slurm.{each.name}"] = str(value)
+    found |= {key: str(_value(config, key)) for key in _WAITS if _value(config, key) > MOST_WAIT_S}
+    for key in _LIMITS:
+        value = _value(config, key)
+        found[key] = _NO_LIMIT if value is None else str(value)
     return found
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def bounded_wait_s(paths: RunPaths, config: RunConfig, key: str) -> float:
+    """Return how long a command here waits by the setting `key` of a run, in seconds.
+
+    That is an hour at most where nobody has named a longer time on this machine.
+    """
+    wait_s, known = float(_value(config, key)), _read(paths)
+    if known is None or str(wait_s) in known.settings.get(key, ()):
+        return wait_s
+    return min(wait_s, MOST_WAIT_S)
 
 
 def require_named(
@@ -67,15 +95,24 @@ def require_named(
     unnamed = {
         key: value
         for key, value in settings.items()
-        if key not in named and _whole(key, value) not in known.settings.get(key, ())
+        if key not in named and not _is_named(key, value, known.settings.get(key, ()))
     }
     if unnamed:
         words = ", ".join(f"{key} = {shown(value)}" for key, value in unnamed.items())
         raise ConfigError(
             f"run {paths.run_id}: nobody has named {words} for it on this machine. Its settings "
-            "may be the word of a node or a store, which moves no files and starts nothing from "
-            f"here. If it is right, add {_options(unnamed)}"
+            "may be the word of a node or a store, which moves no files, starts nothing from here "
+            f"and raises no limit. If it is right, add {_options(unnamed)}"
         )
+
+
+def _is_named(key: str, value: str, known: Collection[str]) -> bool:
+    """Say whether a person has named this value; of a limit, this or a higher one."""
+    if key not in _LIMITS:
+        return _whole(key, value) in known
+    if not known or _NO_LIMIT in known or value in known:
+        return True
+    return value != _NO_LIMIT and float(value) <= max(map(float, known))
 
 
 def note_named(paths: RunPaths, settings: Mapping[str, str]) -> None:
@@ -110,7 +147,7 @@ def _read(paths: RunPaths) -> _Named | None:
 
 
 def _whole(key: str, value: str) -> str:
-    is_place = not key.startswith("slurm.") and not is_bucket_address(value)
+    is_place = key in _PLACES and not is_bucket_address(value)
     return str(Path(value).resolve()) if is_place else value
 
 

@@ -92,6 +92,11 @@ class RunPaths:
         return self.root / "named.json"
 
     @property
+    def manifest_hashes(self) -> Path:
+        """manifest_hashes.json: hashes of the checkpoints' manifests, as the head wrote them."""
+        return self.root / "manifest_hashes.json"
+
+    @property
     def inventory(self) -> Path:
         """inventory.json: the nodes of this run."""
         return self.root / "inventory.json"

@@ -187,6 +187,7 @@ def _folders(paths: RunPaths) -> Iterator[Path]:
 def _replaced_files(paths: RunPaths) -> Iterator[Path]:
     yield from (paths.config, paths.identity, paths.inventory, paths.plan, paths.hosts, paths.ranks)
     yield from (paths.state, paths.stop_request, paths.metrics, paths.summary)
+    yield paths.manifest_hashes
     yield from paths.root.glob("accelerate_node_*.yaml")
     for folder in (paths.rank_progress(0).parent, paths.rank_exit(0).parent):
         if folder.is_dir():

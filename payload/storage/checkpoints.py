@@ -28,6 +28,7 @@ from payload.checkpoint_files import (
     sha256_of,
 )
 from payload.errors import CheckpointError, PreflightError
+from payload.manifest_hashes import ManifestHashes
 from payload.results import fsync_folder
 from payload.run_identity import RunIdentity, checkpoint_identity
 from payload.storage.objects import (
@@ -43,6 +44,7 @@ from payload.storage.objects import (
 from payload.untrusted import no_follow
 
 FOLDER = "checkpoints"
+_NO_HASHES = ManifestHashes()
 _FETCHES = 3
 """Tries for a file whose hash is not the manifest's: the network may have changed it."""
 
@@ -76,11 +78,19 @@ class Upload:
         """Let go of the files."""
         self._open.close()
 
-    def send(self, store: ObjectStore, *, may_write: Callable[[], None]) -> None:
+    def send(
+        self,
+        store: ObjectStore,
+        *,
+        may_write: Callable[[], None],
+        note_hash: Callable[[str, str], None] = lambda name, sha256: None,
+    ) -> None:
         """Write all files that are not there yet, then the manifest.
 
-        `may_write` is called before anything is written or removed, and raises to refuse. Raises
-        StoreError, and CheckpointError when the files here are not the manifest's.
+        `may_write` is called before anything is written or removed, and raises to refuse.
+        `note_hash` gets the checkpoint's name and its manifest's hash at a time when the store has
+        no other manifest of that name. Raises StoreError, and CheckpointError when the files here
+        are not the manifest's.
         """
         prefix = f"{FOLDER}/{self.name}/"
         there = {entry.name: entry for entry in store.entries(prefix)}
@@ -89,9 +99,11 @@ class Upload:
         if manifest in there:
             text, generation = store.read(manifest)
             if text == content and self._is_complete(there, prefix):
+                note_hash(self.name, self.manifest_sha256)
                 return
             may_write()
             store.remove(manifest, generation=generation)
+        note_hash(self.name, self.manifest_sha256)
         for name, entry in self._manifest.files.items():
             place = there.get(f"{prefix}{name}")
             if place is not None and self._sent.get(name) == place.generation:
@@ -178,21 +190,22 @@ def fetch_newest(
     checkpoints: Path,
     *,
     run: RunIdentity | None = None,
+    known: ManifestHashes = _NO_HASHES,
     passed_over: Callable[[str, str], None],
     say: Callable[[str], None] = lambda line: None,
     after_step: int = -1,
 ) -> Path | None:
     """Bring the newest sound checkpoint to the folder `checkpoints`, and return where it is.
 
-    `run` is the one that they have to be of. `passed_over` is told of each that is not sound or of
-    another run, and why; `say` gets a line before each. None when the store has none of a later
-    step than `after_step`.
+    `run` is the one that they have to be of, `known` what the head says of them. `passed_over` is
+    told of each that is not sound, of another run or not the head's, and why; `say` gets a line
+    before each. None when the store has none of a later step than `after_step`.
     """
     for name in reversed(whole_checkpoints(store)):
         if checkpoint_step(PurePosixPath(name)) <= after_step:
             return None
         try:
-            return fetch_checkpoint(store, name, checkpoints, run=run, say=say)
+            return fetch_checkpoint(store, name, checkpoints, run=run, known=known, say=say)
         except (CheckpointError, MissingObjectError, TooLargeError) as error:
             passed_over(name, str(error))
     return None
@@ -204,13 +217,14 @@ def fetch_checkpoint(
     checkpoints: Path,
     *,
     run: RunIdentity | None = None,
+    known: ManifestHashes = _NO_HASHES,
     say: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Bring one checkpoint to the folder `checkpoints`: beside, verified, then renamed.
 
     One that is there and sound stays, and so does one that the trainer is writing.
-    Raises CheckpointError for one that is not sound or of another identity than the run's, and
-    PreflightError on a full disk.
+    Raises CheckpointError for one that is not sound, of another identity than the run's or with
+    another manifest than the head's in `known`, and PreflightError on a full disk.
     """
     target, partial = checkpoints / name, checkpoints / f"{name}.fetch{PARTIAL_SUFFIX}"
     prefix = f"{FOLDER}/{name}/"
@@ -221,7 +235,9 @@ def fetch_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         try:
-            (partial / MANIFEST_FILE).write_bytes(store.read(f"{prefix}{MANIFEST_FILE}")[0])
+            content, _ = store.read(f"{prefix}{MANIFEST_FILE}")
+            _require_heads(name, content, known)
+            (partial / MANIFEST_FILE).write_bytes(content)
             manifest = load_manifest(partial)
             _require_sizes(store, manifest, prefix)
             size = sum(entry.bytes for entry in manifest.files.values())
@@ -246,6 +262,17 @@ def fetch_checkpoint(
             f"{checkpoints}: cannot be written ({error.strerror}). Free disk space, and try again."
         ) from None
     return target
+
+
+def _require_heads(name: str, manifest: bytes, known: ManifestHashes) -> None:
+    """Raise CheckpointError for another manifest than the head wrote, where that is known."""
+    wrote, found = known.by_name().get(name), hashlib.sha256(manifest).hexdigest()
+    if wrote not in (None, found):
+        raise CheckpointError(
+            f"its manifest in the store has the sha256 {found}, and the head wrote {wrote}: "
+            "somebody else has written it. If the run was resumed from elsewhere meanwhile, bring "
+            "it into another folder with --runs-dir DIR"
+        )
 
 
 def _require_sizes(store: StoreReader, manifest: Manifest, prefix: str) -> None:

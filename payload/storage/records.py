@@ -118,7 +118,7 @@ def fetch_records(
     for entry in found:
         if entry.name in _NAMES and _bring(store, entry, root, most_bytes=_MOST_BYTES, say=say):
             brought.append(entry.name)
-    room = min(_MOST_LOG_BYTES, _free_bytes(root) // 2) if logs else 0
+    room = log_room(root) if logs else 0
     left_out = logs[_MOST_LOGS:]
     for entry in logs[:_MOST_LOGS]:
         if room < entry.bytes <= _MOST_BYTES:
@@ -133,6 +133,14 @@ def fetch_records(
             f"of the free disk space, or over {_MOST_LOGS:,}"
         )
     return brought
+
+
+def log_room(folder: Path, *, taken_bytes: int = 0) -> int:
+    """Return how many bytes of logs may still come to a run's folder, which has `taken_bytes`.
+
+    All of them may take 4 GiB, and half of the disk space that would be free without them.
+    """
+    return min(_MOST_LOG_BYTES, (_free_bytes(folder) + taken_bytes) // 2) - taken_bytes
 
 
 def _free_bytes(folder: Path) -> int:

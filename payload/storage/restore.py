@@ -7,6 +7,7 @@ from pathlib import Path
 
 from payload.checkpoint_files import checkpoint_step, newest_sound
 from payload.errors import ConfigError
+from payload.manifest_hashes import ManifestHashes, known_hashes, verdict
 from payload.metrics_log import read_val_losses, stream_metrics
 from payload.results import RunPaths, last_record, write_whole
 from payload.run_identity import RunIdentity, known_identity
@@ -75,10 +76,12 @@ def restore(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) 
         damaged.append(name)
         say(f"warning: {name} in the store is passed over: {why}")
 
+    known = known_hashes(paths)
     found = fetch_newest(
         store,
         paths.checkpoints,
         run=run,
+        known=known,
         passed_over=pass_over,
         say=say,
         after_step=step_here,
@@ -97,9 +100,10 @@ def restore(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) 
         say(f"note: {store.address} has no checkpoint yet, and neither has the disk")
         return None
     _take_metrics(paths)
-    _fetch_best(store, paths, run, newest=found, say=say)
+    _fetch_best(store, paths, run, known, newest=found, say=say)
     words = f"; {_are_damaged(damaged)}" if damaged else ""
-    say(f"the run goes on from {found.name}, which came from {store.address}{words}")
+    how = verdict(found.name, known)
+    say(f"the run goes on from {found.name}, which came from {store.address} ({how}){words}")
     return found
 
 
@@ -136,6 +140,7 @@ def _fetch_best(
     store: StoreReader,
     paths: RunPaths,
     run: RunIdentity,
+    known: ManifestHashes,
     *,
     newest: Path,
     say: Callable[[str], None],
@@ -156,6 +161,7 @@ def _fetch_best(
     if (paths.checkpoints / best).is_dir():
         return
     try:
-        fetch_checkpoint(store, best, paths.checkpoints, run=run)
+        fetch_checkpoint(store, best, paths.checkpoints, run=run, known=known)
+        say(f"the best checkpoint, {best}, came too ({verdict(best, known)})")
     except ConfigError as error:
         say(f"warning: the best checkpoint, {best}, is passed over: {error}")

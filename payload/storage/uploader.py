@@ -24,6 +24,7 @@ from payload.checkpoint_files import (
     sha256_of,
 )
 from payload.errors import CheckpointError, ConfigError
+from payload.manifest_hashes import note_hash
 from payload.metrics_log import read_val_losses
 from payload.results import RunPaths, last_record, write_json
 from payload.run_identity import RunIdentity, known_identity, settle_identity
@@ -190,7 +191,11 @@ class Uploader:
             # The rows up to a checkpoint's step are there before it.
             self._add(self._records.send_for_checkpoint(self._store))
             try:
-                upload.send(self._store, may_write=self._require_owner_now_and_then)
+                upload.send(
+                    self._store,
+                    may_write=self._require_owner_now_and_then,
+                    note_hash=self._note_hash,
+                )
             except CheckpointError as error:
                 self._let_go()
                 self._pass_over(folder, error)
@@ -206,6 +211,14 @@ class Uploader:
         if self._has_old and self._state.checkpoint is not None:
             self._remove_old(self._state.checkpoint)
             self._has_old = False
+
+    def _note_hash(self, name: str, sha256: str) -> None:
+        """Record what this head uploads, as whoever else writes to the store may replace it."""
+        try:
+            if self._paths.root.is_dir():  # no part of a removed run comes back
+                note_hash(self._paths, name, sha256)
+        except OSError as error:  # a full disk keeps no checkpoint from the store
+            self._say(f"warning: {self._paths.manifest_hashes}: {error.strerror}")
 
     def _pass_over(self, folder: Path, error: CheckpointError) -> None:
         self._refused.add((folder.name, manifest_sha256(folder)))

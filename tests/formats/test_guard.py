@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from payload.checkpoint_files import sha256_of
 from payload.run_identity import RunIdentity
 from tests.formats.commands import Commands
 from tests.formats.filled import filled, filled_samples
@@ -116,6 +117,16 @@ def test_the_identity_of_a_run(supervised: Recorded, full: Path) -> None:
     owner = supervised.new_json(supervised.store / "full" / "owner.json")
     trainer = read_json(supervised.stored_checkpoint("full") / "trainer.json")
     assert {found["identity"]} == {owner["identity"], trainer["identity"]}
+
+
+@pytest.mark.ranks
+def test_the_hashes_that_the_head_has_written(supervised: Recorded, full: Path) -> None:
+    found = supervised.new_json(full / "manifest_hashes.json")
+    assert_format("manifest_hashes", [found])
+    stored = supervised.stored_checkpoint("full")
+    assert {each["checkpoint"]: each["sha256"] for each in found["hashes"]}[stored.name] == (
+        sha256_of(stored / "manifest.json")
+    )
 
 
 @pytest.mark.ranks

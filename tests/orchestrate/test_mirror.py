@@ -11,6 +11,7 @@ import pytest
 
 from payload.errors import AnswerError, ConfigError
 from payload.inventory import Access
+from payload.manifest_hashes import ManifestHash, ManifestHashes, known_hashes
 from payload.orchestrate.node.control import read, send
 from payload.orchestrate.run.mirror import (
     Mirrored,
@@ -51,6 +52,12 @@ def here(tmp_path: Path) -> RunPaths:
     paths = RunPaths(tmp_path / "here" / "one")
     write_ranks(paths, "node-0", "node-1", "node-2")
     return paths
+
+
+def hashes(checkpoint: str, sha256: str, *, time_unix: float = 1.0) -> ManifestHashes:
+    """Return the record of a head that has written one checkpoint."""
+    one = ManifestHash(checkpoint=checkpoint, sha256=sha256, time_unix=time_unix)
+    return ManifestHashes(hashes=(one,))
 
 
 def exchange(
@@ -248,7 +255,7 @@ FOREIGN = [
     "logs/\x1b[2J.log",
     "x" * 4096,
 ]
-HEADS_OWN = ["state.json", "summary.json", "progress/rank_0001.json"]
+HEADS_OWN = ["state.json", "summary.json", "manifest_hashes.json", "progress/rank_0001.json"]
 OTHERS = ["exits/rank_0000.json", "exits/rank_0002.json"]
 
 
@@ -257,6 +264,49 @@ def content_of(root: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()
     }
+
+
+def test_hashes_of_several_heads_are_added_and_the_latest_of_a_step_counts(
+    there: RunPaths, here: RunPaths
+) -> None:
+    told = [
+        hashes("step_00000001", "1" * 64, time_unix=1.0),
+        hashes("step_00000002", "2" * 64, time_unix=2.0),
+        hashes("step_00000001", "3" * 64, time_unix=3.0),
+        hashes("step_00000002", "4" * 64, time_unix=1.0),  # an older head's, seen again
+    ]
+    for record in told:
+        write_whole(there.manifest_hashes, record.to_json())
+        exchange(there, here)
+    expected = {"step_00000001": "3" * 64, "step_00000002": "2" * 64}
+    assert known_hashes(here).by_name() == expected
+
+
+def test_logs_that_come_over_ssh_leave_half_of_the_disk(
+    there: RunPaths, here: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: a worker's rank printed until the operator's disk was full."""
+    free = 1000
+    monkeypatch.setattr(
+        "payload.storage.records._free_bytes", lambda _: free - here.rank_log(0).stat().st_size
+    )
+    write_whole(here.rank_log(0), "")
+    there.metrics.write_text('{"step": 1}\n')
+    there.rank_log(0).write_bytes(b"x" * 400)
+    assert exchange(there, here)[1] == []
+    there.rank_log(0).write_bytes(b"x" * 900)
+    there.metrics.write_text('{"step": 1}\n' * 100)
+    _, problems = exchange(there, here)
+    assert here.rank_log(0).stat().st_size == 500 and "half of the free disk" in problems[0]
+    assert here.metrics.read_bytes() == there.metrics.read_bytes()
+    # What is not taken is not sent again and again.
+    answer, problems = exchange(there, here)
+    assert list(answer.more) == ["metrics.jsonl"] and "half of the free disk" in problems[0]
+    free = 100_000
+    assert exchange(there, here)[1] == []
+    assert here.rank_log(0).read_bytes() == there.rank_log(0).read_bytes()
+    monkeypatch.setattr("payload.storage.records._MOST_LOG_BYTES", 900)
+    assert "4 GiB" in exchange(there, here)[1][0]
 
 
 @pytest.mark.parametrize("name", [*FOREIGN, *HEADS_OWN, *OTHERS])
@@ -314,6 +364,7 @@ def test_what_is_damaged_there_is_named_and_the_copy_stays(here: RunPaths) -> No
         "summary.json": summary_text("one"),
         "progress/rank_0001.json": progress_text(1, node="node-1"),
         "exits/rank_0002.json": exit_text(2, node="node-2"),
+        "manifest_hashes.json": hashes("step_00000001", "0" * 64).to_json(),
     }
     wanted = wanted_of(here, "node-0", is_head=True)
     assert merge(here, Part(alive=True, begun=True, whole=good, more={}, left=0), wanted) == []
@@ -323,6 +374,7 @@ def test_what_is_damaged_there_is_named_and_the_copy_stays(here: RunPaths) -> No
         "summary.json": summary_text("another"),
         "progress/rank_0001.json": progress_text(2, node="node-1"),
         "exits/rank_0002.json": exit_text(1, node="node-2"),
+        "manifest_hashes.json": hashes("../step_00000001", "0" * 64).to_json(),
     }
     bad = [{name: text for name in good} for text in ("", "{", "[]", "{}", "[" * 20_000, "\0")]
     for whole in (swapped, *bad):

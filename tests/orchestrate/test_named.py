@@ -12,7 +12,7 @@ import pytest
 
 from payload.errors import ConfigError, ExitCode
 from payload.inventory import Access
-from payload.named_settings import note_named, reaching, require_named
+from payload.named_settings import bounded_wait_s, note_named, reaching, require_named
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.sites.local import Local
 from payload.orchestrate.sites.ssh import Ssh
@@ -220,10 +220,49 @@ def test_what_was_named_once_is_known_by_its_place(
     assert "\x1b" not in str(raised.value)
 
 
+NO_LIMITS = {"limits.max_hours": "none", "limits.max_usd": "none"}
+
+
 def test_defaults_and_models_of_a_hub_reach_nothing(tmp_path: Path) -> None:
-    assert reaching(RunConfig()) == {}
+    assert reaching(RunConfig()) == NO_LIMITS
     hub = parse_run_config("", overrides=["model.init=org/model"], where="test")
-    assert reaching(hub) == {}
+    assert reaching(hub) == NO_LIMITS
+
+
+@pytest.mark.parametrize("key", ["storage.final_wait_s", "limits.hang_timeout_s"])
+def test_a_wait_of_over_an_hour_is_a_person_s_to_name(tmp_path: Path, key: str) -> None:
+    """The attack: a store's run.toml kept the machines, and `stop`, waiting for eleven days."""
+    paths = RunPaths(tmp_path)
+    settings = [f"{key}=9e5", "distributed.timeout_s=9e6"]
+    config = parse_run_config("", overrides=settings, where="test")
+    assert bounded_wait_s(paths, config, key) == 9e5  # an older run, all this machine's own
+    note_named(paths, {})
+    with pytest.raises(ConfigError, match=rf"nobody has named .*{key} = '900000\.0'"):
+        require_named(paths, reaching(config))
+    assert bounded_wait_s(paths, config, key) == 3600
+    require_named(paths, reaching(config), named={key, "distributed.timeout_s"})
+    note_named(paths, reaching(config))
+    require_named(paths, reaching(config))
+    assert bounded_wait_s(paths, config, key) == 9e5
+
+
+def test_a_limit_that_a_person_has_named_is_raised_by_nobody_else(tmp_path: Path) -> None:
+    """The attack: a store's run.toml had no limit of cost any more."""
+    paths = RunPaths(tmp_path)
+
+    def settings(limit: str) -> dict[str, str]:
+        more = [f"limits.max_usd={limit}"]
+        return reaching(parse_run_config("", overrides=more, where="test"))
+
+    note_named(paths, settings("50"))
+    for lower in ("50", "5"):
+        require_named(paths, settings(lower))
+    for higher in ("51", "none"):
+        with pytest.raises(ConfigError, match=r"nobody has named limits\.max_usd"):
+            require_named(paths, settings(higher))
+    require_named(paths, settings("none"), named={"limits.max_usd"})
+    note_named(paths, settings("none"))
+    require_named(paths, settings("51"))
 
 
 @pytest.mark.parametrize(

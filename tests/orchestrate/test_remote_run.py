@@ -13,13 +13,14 @@ import pytest
 
 from payload.errors import RankLostError
 from payload.inventory import Node
+from payload.manifest_hashes import ManifestHashes, known_hashes, note_hash
 from payload.orchestrate.run import there
 from payload.orchestrate.run.mirror import note_collected, read_mirrored
-from payload.orchestrate.run.there import RemoteRun
+from payload.orchestrate.run.there import RemoteRun, hashes_there
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import Left, Login
 from payload.results import RunPaths
-from tests.orchestrate.conftest import PATIENT
+from tests.orchestrate.conftest import PATIENT, remote_run
 from tests.orchestrate.run_copies import write_ranks
 from tests.orchestrate.sshd import Sshd, make_cluster
 
@@ -108,3 +109,25 @@ def test_a_process_that_cannot_be_killed_is_named(
     monkeypatch.setattr(there, "_KILL_S", 0.0)
     with pytest.raises(RankLostError, match=r"run one do not end: node-0: \[7\]"):
         run.end_leftovers(at_once=True)
+
+
+def test_the_head_s_hashes_come_here_by_every_look(
+    node: Sshd, login: Login, tmp_path: Path
+) -> None:
+    there, paths = RunPaths(node.home / "tileforge" / "runs" / "two"), RunPaths(tmp_path / "two")
+    there.root.mkdir(parents=True)
+    write_ranks(paths, "node-0")
+    run = remote_run(paths, make_cluster(node.node), there=there.root, login=login)
+    head = run.cluster.connect(node.node)
+    for content in (None, "half", "x" * 2_000_000):
+        if content is not None:
+            there.manifest_hashes.write_text(content)
+        assert hashes_there(head, run.run_dir) == ManifestHashes()
+        run.refresh()
+    assert not paths.manifest_hashes.exists()
+    there.manifest_hashes.unlink()
+    note_hash(there, "step_00000010", "a" * 64)
+    run.refresh()
+    assert known_hashes(paths) == hashes_there(head, run.run_dir) == known_hashes(there)
+    assert known_hashes(paths).by_name() == {"step_00000010": "a" * 64}
+    run.close()

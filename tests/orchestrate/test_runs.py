@@ -19,6 +19,7 @@ from payload.launch.arithmetic import work_out
 from payload.launch.ranks import place_ranks
 from payload.launch_sections import LaunchSection
 from payload.models.gpt2 import PRESETS
+from payload.named_settings import note_named
 from payload.orchestrate.run import follow
 from payload.orchestrate.run.store import all_runs, create_run, find_run, view_run
 from payload.orchestrate.sites.choose import load_cluster, memory_warning, require_one_machine
@@ -306,9 +307,15 @@ def test_who_asked_for_a_stop_waits_for_the_store_of_a_run_that_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, results: str, is_over: bool
 ) -> None:
     monkeypatch.setattr(follow, "_MARGIN_S", 0.0)
-    paths = plan_stand_in(tmp_path / "run", settings=(f"storage.results={results}",))
+    settings = (f"storage.results={results}", "storage.final_wait_s=9e5")
+    paths = plan_stand_in(tmp_path / "run", settings=settings)
+    note_named(paths, {})
     wait = follow.StopWait(paths, StopRequest(grace_s=0.0))
     assert wait.is_over()
     state = parse_json(state_text("run"), where="test")
     write_json(paths.state, build(RunState, state | {"exit_class": "ok"}, where="test"))
     assert wait.is_over() is is_over
+    # The wait is that of a run.toml which may have come from a store: an hour at most.
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 3700.0)
+    assert wait.is_over()

@@ -144,6 +144,7 @@ PLANTED = {
     "report.html": b"<script>alert(1)</script>",
     "supervisor.lock": b"",
     "stop.json": b"{}",
+    "manifest_hashes.json": b'{"schema_version": 1, "hashes": []}',
     "checkpoints": b"no folder",
     "logs/evil.sh": b"",
     "logs/.hidden.log": b"",

@@ -20,6 +20,7 @@ from payload.checkpoint_watch import CheckpointWatch
 from payload.errors import INTERRUPTED, ConfigError, ExitCode, TileforgeError
 from payload.hints import run_command
 from payload.metrics_log import StepMetrics
+from payload.named_settings import bounded_wait_s
 from payload.orchestrate.run.console import LiveLine, text_console
 from payload.orchestrate.run.report import failure_lines, result_lines, straggler_line
 from payload.orchestrate.sites.choose import SiteRun, how_to_attach
@@ -108,9 +109,11 @@ class StopWait:
         grace_s = _grace_s(paths) if request.grace_s is None else request.grace_s
         config = known_config(paths)
         self._paths = paths
-        self._watch = CheckpointWatch(paths, stall_timeout_s=config.limits.hang_timeout_s)
+        stall_s = bounded_wait_s(paths, config, "limits.hang_timeout_s")
+        final_wait_s = bounded_wait_s(paths, config, "storage.final_wait_s")
+        self._watch = CheckpointWatch(paths, stall_timeout_s=stall_s)
         has_store = config.storage.address() is not None
-        self._final_wait_s = config.storage.final_wait_s if has_store else 0.0
+        self._final_wait_s = final_wait_s if has_store else 0.0
         self._began_s = time.monotonic()
         self._ends_s = self._began_s + grace_s + _MARGIN_S
 

@@ -22,6 +22,7 @@ from payload.checkpoint_files import FOLDER_NAME
 from payload.errors import AnswerError, ConfigError, UsageError
 from payload.hints import run_command
 from payload.launch.ranks import load_ranks
+from payload.manifest_hashes import HASHES_FILE, ManifestHashes, known_hashes, parse_hashes
 from payload.orchestrate.ssh.streams import Part, Piece, require_known
 from payload.results import (
     SCHEMA_VERSION as RESULTS_VERSION,
@@ -37,6 +38,7 @@ from payload.results import (
     write_whole,
 )
 from payload.run_identity import IDENTITY_FILE, RunIdentity, known_identity, parse_identity
+from payload.storage.records import log_room
 from payload.untrusted import build, check_schema, checked, no_follow, parse_json, read_bytes
 
 SCHEMA_VERSION = 1
@@ -45,9 +47,10 @@ _COLLECTED = re.compile(rf"|{FOLDER_NAME.pattern}")
 _PATH = re.compile(r"[^\x00-\x1f\x7f]+")
 _MOST_UNIX = 253402300799  # The year 9999, the last that a date can have.
 
-_Record: TypeAlias = RunState | Summary | RankProgress | RankExit | RunIdentity
+_Record: TypeAlias = RunState | Summary | RankProgress | RankExit | RunIdentity | ManifestHashes
 _RECORDS: Mapping[str, type[_Record]] = {
     IDENTITY_FILE: RunIdentity,
+    HASHES_FILE: ManifestHashes,
     "state.json": RunState,
     "summary.json": Summary,
     "progress": RankProgress,
@@ -171,11 +174,15 @@ def wanted_of(paths: RunPaths, node: str, *, is_head: bool, brief: bool = False)
     every = load_ranks(paths.ranks)
     mine = frozenset(rank.rank for rank in every if is_head or rank.node == node)
     whole = [paths.rank_exit(rank) for rank in sorted(mine)]
-    growing = [paths.rank_log(rank) for rank in sorted(mine)]
+    logs = [paths.rank_log(rank) for rank in sorted(mine)]
+    growing = []
     if is_head:
         shown = [0] if brief and len(mine) > _MOST_FOLLOWED else sorted(mine)
-        whole += [paths.identity, paths.state, paths.summary, *map(paths.rank_progress, shown)]
-        growing = [paths.metrics, paths.launcher_log, paths.supervisor_log, *growing]
+        whole += [paths.identity, paths.manifest_hashes, paths.state, paths.summary]
+        whole += map(paths.rank_progress, shown)
+        growing = [paths.metrics]
+        logs = [paths.launcher_log, paths.supervisor_log, *logs]
+    growing += logs if _log_room(paths) > 0 else []
     return Wanted(
         node=node,
         is_head=is_head,
@@ -206,15 +213,49 @@ def merge(paths: RunPaths, answer: Part, wanted: Wanted) -> list[str]:
             problem = _problem(paths, name, text, wanted)
             if problem is not None:
                 damaged.append(problem)
-            elif not _holds(inside(paths, name), text):
+            elif _holds(inside(paths, name), text):
+                continue
+            elif name == HASHES_FILE:
+                take_hashes(paths, parse_hashes(text, where=wanted.node))
+            else:
                 write_whole(inside(paths, name), text, durable=False)
+        room = _log_room(paths)
         for name, (offset, content) in pieces.items():
+            if name != paths.metrics.name:
+                content = content[: max(0, room)]
+                room -= len(content)
             with open(inside(paths, name), "ab", opener=no_follow) as file:
                 file.truncate(offset)
                 file.write(content)
     except OSError as error:
         raise _unwritable(error, paths.root) from None
+    if wanted.is_head and room <= 0:
+        damaged.append(
+            f"{paths.logs}: no more of the logs comes here: they have 4 GiB, or half of the free "
+            "disk space. They go on there."
+        )
     return damaged
+
+
+def _log_room(paths: RunPaths) -> int:
+    """Return how many bytes of logs may still come: a node decides how much its ranks print."""
+    taken_bytes = 0
+    for path in paths.logs.glob("*.log"):
+        with suppress(OSError):
+            taken_bytes += path.lstat().st_size
+    return log_room(paths.root, taken_bytes=taken_bytes)
+
+
+def take_hashes(paths: RunPaths, told: ManifestHashes) -> ManifestHashes:
+    """Add the hashes that the head has to those that are here; return all. Raises OSError.
+
+    Another head than the one before may have fewer.
+    """
+    known = known_hashes(paths)
+    merged = known.merged(told.hashes)
+    if merged != known:
+        write_whole(inside(paths, HASHES_FILE), merged.to_json())
+    return merged
 
 
 def _require_own(paths: RunPaths, told: str | None, *, node: str) -> None:
@@ -312,7 +353,7 @@ def _problem(paths: RunPaths, name: str, text: str, wanted: Wanted) -> str | Non
     if isinstance(record, RankProgress | RankExit):
         rank = int(PurePosixPath(file).stem.partition("_")[2])
         is_own = record.rank == rank and (wanted.is_head or record.node == wanted.node)
-    elif isinstance(record, RunIdentity):
+    elif isinstance(record, RunIdentity | ManifestHashes):
         is_own = True  # it names no run
     else:
         is_own = record.run_id == paths.run_id

@@ -14,12 +14,13 @@ from typing import Any
 
 from rich.console import Console
 
-from payload.checkpoint_files import checkpoint_step, newest_sound
+from payload.checkpoint_files import MANIFEST_FILE, checkpoint_step, newest_sound, sha256_of
 from payload.errors import ConfigError, ExitCode, PreflightError, TileforgeError, UsageError
 from payload.hints import command
 from payload.inventory import ClusterInventory
 from payload.launch.plan import LaunchPlan, auto_batch_size, operators_data
 from payload.launch.ranks import Rank, load_ranks
+from payload.manifest_hashes import known_hashes, verdict
 from payload.metrics_log import read_metrics
 from payload.named_settings import note_brought, note_named, reaching
 from payload.orchestrate.run.mirror import alone, inside, mirror_file, read_mirrored
@@ -495,8 +496,14 @@ def _take_checkpoint(
     store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]
 ) -> Path | None:
     """Bring the newest checkpoint where it is newer; return the newest that is here then."""
-    stored = whole_checkpoints(store)
+    stored, known = whole_checkpoints(store), known_hashes(paths)
     here = newest_sound(paths.checkpoints)
+    wrote = known.by_name().get(here.name) if here is not None else None
+    if here is not None and wrote not in (None, sha256_of(here / MANIFEST_FILE)):
+        say(
+            f"warning: {here} was here already, and its manifest is not the one that the head "
+            f"wrote (sha256 {wrote}). Where it came from a store, move it away, and collect again"
+        )
     if here is not None and (
         not stored or checkpoint_step(Path(stored[-1])) <= checkpoint_step(here)
     ):
@@ -505,6 +512,9 @@ def _take_checkpoint(
         store,
         paths.checkpoints,
         run=known_identity(paths),
+        known=known,
         passed_over=lambda name, why: say(f"warning: {name} in the store is passed over: {why}"),
     )
+    if found is not None and found != here:
+        say(f"{found.name} from {store.address}: {verdict(found.name, known)}")
     return max(filter(None, (here, found)), key=checkpoint_step, default=None)

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -27,7 +28,8 @@ from payload.inventory import ClusterInventory, Node
 from payload.launch.environment import RUN_DIR
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import load_ranks
-from payload.named_settings import note_named
+from payload.manifest_hashes import HASHES_FILE, ManifestHashes, parse_hashes
+from payload.named_settings import bounded_wait_s, note_named
 from payload.orchestrate.run.mirror import (
     Wanted,
     alone,
@@ -45,7 +47,7 @@ from payload.run_identity import IDENTITY_FILE, RunIdentity, parse_identity, req
 from payload.untrusted import shown
 
 _ACTION_S = 20.0
-_IDENTITY_BYTES = 64 * 1024
+_RECORD_BYTES = 2**20
 _START_S = 60.0
 _LEAVE_S = 10.0
 _KILL_S = 60.0
@@ -219,7 +221,8 @@ class RemoteRun:
         state = read_json(RunState, self.paths.state)
         if state is None or state.exit_class is not None:
             return None
-        stall_timeout_s = load_run_config(self.paths.config).limits.hang_timeout_s
+        config = load_run_config(self.paths.config)
+        stall_timeout_s = bounded_wait_s(self.paths, config, "limits.hang_timeout_s")
         return GracePeriod(self.paths, grace_s=state.grace_s, stall_timeout_s=stall_timeout_s)
 
     def remove_key(self) -> None:
@@ -360,9 +363,22 @@ class RemoteRun:
 
 def identity_there(head: Connection, run_dir: PurePosixPath) -> RunIdentity | None:
     """Return the identity of the run in the head's folder; None where it has none."""
-    place = str(run_dir / IDENTITY_FILE)
-    done = head.run(["cat", "--", place], timeout_s=_ACTION_S, most_bytes=_IDENTITY_BYTES)
-    return parse_identity(done.stdout, where=place) if done.status == 0 else None
+    text = _record_there(head, run_dir / IDENTITY_FILE)
+    return None if text is None else parse_identity(text, where=str(run_dir / IDENTITY_FILE))
+
+
+def hashes_there(head: Connection, run_dir: PurePosixPath) -> ManifestHashes:
+    """Return the hashes in the head's folder; none where it has none, or a damaged record."""
+    with suppress(AnswerError, ConfigError):
+        text = _record_there(head, run_dir / HASHES_FILE)
+        return parse_hashes(text or b"", where=str(run_dir / HASHES_FILE))
+    return ManifestHashes()
+
+
+def _record_there(head: Connection, place: PurePosixPath) -> bytes | None:
+    argv = ["cat", "--", str(place)]
+    done = head.run(argv, timeout_s=_ACTION_S, most_bytes=_RECORD_BYTES)
+    return done.stdout if done.status == 0 else None
 
 
 def require_own_there(head: Connection, run_dir: PurePosixPath, run: RunIdentity) -> None:

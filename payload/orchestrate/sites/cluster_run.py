@@ -52,6 +52,8 @@ class ClusterRun(SiteRun):
     def __init__(self, run: RemoteRun, *, talk: Console) -> None:
         self.paths, self.nodes = run.paths, len(run.inventory.nodes)
         self.where = f"on {run.inventory.cluster}"
+        self._said: set[str] = set()
+        """Damage there that was reported."""
         self._run = run
         self._talk = talk
 
@@ -63,7 +65,9 @@ class ClusterRun(SiteRun):
     ) -> Seen:
         """Bring the copy up to date; raises SshUnreachableError when that takes too long."""
         look = patiently(self._run, say=say, interrupted=interrupted)
-        return Seen(alive=look.alive, news=[f"warning: {problem}" for problem in look.damaged])
+        fresh = [problem for problem in look.damaged if problem not in self._said]
+        self._said.update(fresh)
+        return Seen(alive=look.alive, news=[f"warning: {problem}" for problem in fresh])
 
     def signal(self, number: signal.Signals, request: StopRequest) -> bool:
         """Signal the supervisor, which may be repeated; once more where a connection has broken."""

@@ -26,11 +26,13 @@ from payload.launch.budget import time_limit
 from payload.launch.launchers.registry import candidates
 from payload.launch.ranks import Placement
 from payload.launch_sections import LimitsSection
+from payload.manifest_hashes import HASHES_FILE, ManifestHashes
 from payload.orchestrate.planning import InventorySite, PlannedRun, plan_run
 from payload.orchestrate.preflight.checks import check_cluster, lock_sha, operator_key
 from payload.orchestrate.preflight.report import Report, try_if_new, with_known_trial
+from payload.orchestrate.run.mirror import take_hashes
 from payload.orchestrate.run.store import Order, is_copy, require_new, room_for
-from payload.orchestrate.run.there import RemoteRun, require_own_there
+from payload.orchestrate.run.there import RemoteRun, hashes_there, require_own_there
 from payload.orchestrate.sites.choose import (
     Chosen,
     SiteRun,
@@ -323,9 +325,11 @@ class Ssh(InventorySite):
             planned = self._plan(order, report, answers, code=code, run_key=run_key)
             with order.folder() as paths:
                 own = known_identity(paths)
-                require_own_there(cluster.connect(inventory.head), run.run_dir, own)
+                head = cluster.connect(inventory.head)
+                require_own_there(head, run.run_dir, own)
+                hashes = take_hashes(paths, hashes_there(head, run.run_dir))
                 # First there: where a connection breaks, a resumed run's records here stay.
-                _write_there(planned, cluster, config=config, own=own, talk=talk)
+                _write_there(planned, cluster, config=config, own=own, hashes=hashes, talk=talk)
                 for stale in _stale(order.paths):
                     stale.unlink(missing_ok=True)
                 planned.write(order.paths)
@@ -455,15 +459,24 @@ def _key_lasts_s(limits: LimitsSection, inventory: ClusterInventory) -> float:
 
 
 def _write_there(
-    planned: PlannedRun, cluster: Cluster, *, config: RunConfig, own: RunIdentity, talk: Console
+    planned: PlannedRun,
+    cluster: Cluster,
+    *,
+    config: RunConfig,
+    own: RunIdentity,
+    hashes: ManifestHashes,
+    talk: Console,
 ) -> None:
     """Write the run folder on every node; what lies in a file's place is set aside.
 
-    `config` has the nodes' own paths, and `own` is the run's identity.
+    `config` has the nodes' own paths, `own` is the run's identity, and by `hashes` the head knows
+    the checkpoints in the store.
     """
     decided = planned.config
     there = replace(config, batch=decided.batch, memory=decided.memory)
     files = {planned.paths.identity.name: own.to_json()}
+    if hashes.hashes:
+        files[HASHES_FILE] = hashes.to_json()
     files |= replace(planned, config=there).files()
     content = archive({name: text.encode() for name, text in files.items()})
     run_dir = PurePosixPath(planned.paths.root)

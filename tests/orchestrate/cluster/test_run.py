@@ -22,6 +22,7 @@ import pytest
 
 from payload.errors import INTERRUPTED, ExitCode, PreflightError
 from payload.launch.plan import LaunchPlan
+from payload.manifest_hashes import known_hashes, note_hash
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud.google import VARIABLE
 from payload.orchestrate.run.mirror import read_mirrored
@@ -153,8 +154,14 @@ def test_what_another_operator_resumed_or_started_is_brought_home_before_anythin
     (tmp_path / "b").mkdir()
     rival = Operator(tmp_path / "b", another.nodes)
     shutil.copytree(another.paths("one").root, rival.paths("one").root, symlinks=True)
+    head = RunPaths(another.nodes.home_of(0) / "tileforge" / "runs" / "one")
+    for paths, step in ((head, 1), (rival.paths("one"), 2)):
+        note_hash(paths, f"step_{step:08d}", f"{step:064x}")
     code, said = rival.do(*rival.run_words("one", "train.steps=4"), "--resume", "one")
     assert code == ExitCode.OK and not another.paths("one").checkpoint(4).exists(), said
+    # What either knew of the head's checkpoints, both know: the head may be a new machine.
+    for paths in (head, rival.paths("one")):
+        assert known_hashes(paths).by_name().keys() == {"step_00000001", "step_00000002"}
     # Of a run that this machine has never seen, it cannot know how to bring it home.
     code, said, told = as_stack(another, "down")
     assert code == ExitCode.CONFIG and told == ["stack", "stack"], said
