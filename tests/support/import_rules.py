@@ -49,6 +49,7 @@ RULES = {
                 "payload.inventory",
                 "payload.errors",
                 "payload.untrusted",
+                "payload.cloud_need",
                 "payload.cloud_prices",
                 "payload.cluster_identity",
                 "payload.accelerators",

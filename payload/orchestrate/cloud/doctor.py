@@ -27,6 +27,7 @@ from payload.cloud_prices import (
     spot_warning,
 )
 from payload.errors import CloudAuthError, CloudError, ExitCode, TileforgeError, UsageError
+from payload.orchestrate.cloud.encryption_key import check_key
 from payload.orchestrate.cloud.firewall import check_firewall
 from payload.orchestrate.cloud.google import CloudMissingError, Endpoints, Google, UnreadableError
 from payload.orchestrate.cloud.machine_status import check_machines
@@ -42,7 +43,6 @@ from payload.orchestrate.cloud.project import (
     ask_compute,
     auth,
     check_gpus,
-    check_key,
     check_offers,
     check_own_gpus,
     check_policies,
