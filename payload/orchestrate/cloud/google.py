@@ -351,6 +351,8 @@ class Google:
         if isinstance(error, exceptions.Forbidden):
             more = f"{_attribute(error, 'errors')} {_attribute(error, 'details')}"
             known = access_refusal(one_line(f"{said} {more}", longest=2000), project=self.project)
+            if known is not None and known.error is CloudError:
+                return CloudError(f"{what}: {said}. {known.advice}.")
             fix = known.advice if known else "Ask for a role that allows it, see docs/operating.md"
             return CloudAuthError(f"{what}: {said}", fix=f"{fix}.")
         if isinstance(error, exceptions.GoogleAPICallError):

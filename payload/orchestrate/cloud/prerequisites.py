@@ -13,7 +13,14 @@ from payload.cloud_need import Need
 from payload.errors import CloudAuthError, ExitCode, TileforgeError
 from payload.orchestrate.cloud.environment import address_of, proxy_of, spares_loopback
 from payload.orchestrate.cloud.google import REQUEST_S, CloudMissingError, Google, request_of
-from payload.orchestrate.cloud.project import Check, auth, check_boolean_policy, unknown, wrong
+from payload.orchestrate.cloud.project import (
+    Check,
+    auth,
+    check_boolean_policy,
+    denied,
+    unknown,
+    wrong,
+)
 from payload.orchestrate.cloud.refusals import QUOTA_PROJECT_FIX, billing_fix, bucket_fix
 from payload.untrusted import checked
 
@@ -113,7 +120,7 @@ def check_image(google: Google, need: Need) -> Iterator[Check]:
         return
     except CloudAuthError as error:
         role = f"roles/compute.imageUser on the project {named['project']}"
-        yield auth(name, str(error), f"Its owner gives you {role}.")
+        yield denied(name, error, f"Its owner gives you {role}.")
         return
     except TileforgeError as error:
         yield unknown(name, error)
@@ -160,7 +167,7 @@ def check_bucket(google: Google, need: Need) -> Iterator[Check]:
         yield wrong(name, "there is no such bucket", f"{fix}made: pulumi config set bucket create")
         return
     except CloudAuthError as error:
-        yield auth(name, error.cause, f"{bucket_fix(need.bucket_name)}.")
+        yield denied(name, error, f"{bucket_fix(need.bucket_name)}.")
         return
     except TileforgeError as error:
         yield unknown(name, error)

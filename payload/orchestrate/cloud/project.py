@@ -38,6 +38,17 @@ def auth(name: str, found: str, fix: str) -> Check:
     return Check(name=name, outcome="error", found=found, fix=fix, exit_code=ExitCode.AUTH)
 
 
+def denied(name: str, error: TileforgeError, permission_fix: str) -> Check:
+    """Return the error of a refusal; `permission_fix` is for one that a permission would end.
+
+    Another one has its own fix, such as billing, or a perimeter of VPC Service Controls.
+    """
+    own = error.fix if error.fix and "Ask for" not in error.fix else ""
+    lacks_permission = not own or "roles/" in own
+    found = error.cause.removeprefix(f"{name}: ")
+    return auth(name, found, permission_fix if lacks_permission else own)
+
+
 def wrong(name: str, found: str, fix: str) -> Check:
     """Return the error of a setting that names what is not there, or cannot be used."""
     return Check(name=name, outcome="error", found=found, fix=f"{fix}.", exit_code=ExitCode.CONFIG)
@@ -45,7 +56,8 @@ def wrong(name: str, found: str, fix: str) -> Check:
 
 def unknown(name: str, error: TileforgeError) -> Check:
     """Return the check of something that could not be looked at."""
-    return Check(name=name, outcome="unknown", found="could not be looked at", fix=str(error))
+    fix = str(error).removeprefix(f"{name}: ")
+    return Check(name=name, outcome="unknown", found="could not be looked at", fix=fix)
 
 
 def ask_compute(google: Google, kind: str, request: str, *, what: str, **fields: str) -> Any:
