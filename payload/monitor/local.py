@@ -21,6 +21,7 @@ from types import FrameType
 import payload
 from payload.errors import PreflightError
 from payload.interpreter import code_environment, module_words
+from payload.interrupts import Presses
 from payload.results import RunPaths
 from payload.untrusted import one_line
 
@@ -50,8 +51,11 @@ def stay(pages: Sequence[str], *, show: Say, say: Say, in_browser: bool) -> None
 def ended_by_sigterm() -> Iterator[None]:
     """Let SIGTERM end the block as Ctrl-C does, so that what was started is ended, too."""
 
+    presses = Presses()
+
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        if presses.is_new():
+            raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
