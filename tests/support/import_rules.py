@@ -110,6 +110,7 @@ RULES = {
 GOOGLE_MODULES = (
     PurePosixPath("payload/orchestrate/cloud/google.py"),
     PurePosixPath("payload/storage/bucket.py"),
+    PurePosixPath("payload/storage/credentials.py"),
 )
 HUB_MODULES = (PurePosixPath("payload/models/hub.py"),)
 REGISTRIES = frozenset(
