@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from payload import interrupts
 from payload.interrupts import interrupt_once
 from payload.monitor.local import ended_by_sigterm
 from payload.orchestrate.run.follow import Interrupts
 from payload.supervise.stopping import Wakeups
 from payload.train.__main__ import StopSignal
 
-Press = Callable[[], None]
-
 
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
     """Lets time pass; the signals' handlers are put back after the test."""
     now_s = [100.0]
-    monkeypatch.setattr(interrupts.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

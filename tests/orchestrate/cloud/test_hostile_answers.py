@@ -165,7 +165,7 @@ READS: dict[str, tuple[str, Callable[[Site], object]]] = {
     "image": ("/global/images/", lambda site: list(check_image(google(site), Need()))),
     "bucket": ("/storage/v1/b/b-1", lambda site: list(check_bucket(google(site), WITH_BUCKET))),
     "project number": ("/v3/projects", lambda site: list(check_key(google(site), NEED))),
-    "key": ("GET .*/cryptoKeys/k$", lambda site: list(check_key(google(site), NEED))),
+    "key": ("/cryptoKeys/k$", lambda site: list(check_key(google(site), NEED))),
     "key policy": (":getIamPolicy", lambda site: list(check_key(google(site), NEED))),
     "key permissions": (":testIam", lambda site: list(check_key(google(site), NEED))),
 }
