@@ -11,7 +11,7 @@ import time
 from types import FrameType
 
 PRESS_S = 0.2
-"""What arrives this soon after a press is the same one: faster than anybody presses again."""
+"""A signal this soon after a press belongs to it: nobody presses again that fast."""
 
 
 class Presses:

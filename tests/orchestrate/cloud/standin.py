@@ -99,7 +99,7 @@ class CloudStandIn(Compute):
         self.key_members: dict[str, list[str]] = {}
         """By Cloud KMS key: who may encrypt and decrypt with it."""
         self.key: Document = {"purpose": "ENCRYPT_DECRYPT", "primary": {"state": "ENABLED"}}
-        """What each of them says of itself."""
+        """Purpose and primary version of each of them."""
         self.key_grants = True
         """True if the operator may let others use a key."""
         self.records: dict[str, list[tuple[str, str]]] = {}
