@@ -7,6 +7,10 @@ readonly EXIT_USAGE=2 EXIT_BOOTSTRAP=30 # payload.errors.ExitCode
 readonly STAMP_VERSION=1                # raise it when an old environment must be rebuilt
 readonly CCL_INDEX=https://pytorch-extension.intel.com/release-whl/stable/cpu/us/
 
+# Else Python looks for modules in the current folder first: a file pip.py or json.py that somebody
+# has put there would run (payload/interpreter.py).
+export PYTHONSAFEPATH=1
+
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 venv=.venv
 extras=train,orchestrate

@@ -12,6 +12,8 @@ readonly SYSCTL=/etc/sysctl.d/90-tileforge.conf
 readonly LOCK_TIMEOUT_S=600 # another apt may be at work: Ubuntu's first boot updates itself
 readonly APT_JOBS=(apt-daily.timer apt-daily-upgrade.timer)
 
+export PYTHONSAFEPATH=1 # no modules from the current folder
+
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 step=start
 finished=

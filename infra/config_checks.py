@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from infra.config import MTU, ClusterConfig, key_of
 from infra.machines import MachineType
+from payload.cloud_need import KMS_KEY, key_location_fits
 from payload.errors import ConfigError
 
 MAX_NODES = 64
@@ -19,9 +20,6 @@ _PROJECT = re.compile(r"[a-z][a-z0-9-]{4,28}[a-z0-9]")
 _REGION = re.compile(r"[a-z]+-[a-z]+[0-9]+")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
 _IMAGE = re.compile(r"projects/[a-z0-9:.-]+/global/images/[a-z]([a-z0-9-]*[a-z0-9])?")
-_KMS_KEY = re.compile(
-    r"projects/[\w:.-]+/locations/(?P<location>[\w-]+)/keyRings/[\w-]+/cryptoKeys/[\w-]+", re.ASCII
-)
 _LABEL = re.compile(r"(?!tileforge|goog)[a-z][a-z0-9_-]{0,62}=[a-z0-9_-]{0,63}")
 _USER = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 _NODE_PATH = re.compile(r"/[\w./+-]+", re.ASCII)
@@ -180,18 +178,16 @@ def _disks(config: ClusterConfig) -> Iterator[Problem]:
 
 
 def _key(config: ClusterConfig) -> Iterator[Problem]:
-    key = _KMS_KEY.fullmatch(config.kms_key)
+    key = KMS_KEY.fullmatch(config.kms_key)
     if key is None:
         yield (
             "kmsKey",
             f" = {config.kms_key!r}; projects/P/locations/L/keyRings/R/cryptoKeys/K is needed.",
         )
         return
-    # Disks take a key of their region or of a location around it; buckets and Filestore instances
-    # of a region take one of the region alone ("Cloud KMS region 'global' not available").
-    strict = config.bucket == "create" or config.shared_storage == "filestore"
+    regional = config.bucket == "create" or config.shared_storage == "filestore"
     location = key["location"]
-    if location != config.region and (strict or _REGION.fullmatch(location)):
+    if not key_location_fits(location, region=config.region, regional=regional):
         yield (
             "kmsKey",
             f" = {config.kms_key!r}: its location is {location}, and the cluster's region is "

@@ -18,7 +18,19 @@ Spot = Literal["false", "true", "auto"]
 SPOT: tuple[Spot, ...] = ("false", "true", "auto")
 DEFAULT_IMAGE = "projects/ubuntu-os-cloud/global/images/ubuntu-2404-noble-amd64-v20260918"
 """The boot image of a config that names none, as in Pulumi.yaml."""
-_KMS_KEY = re.compile(r"projects/[\w:.-]+/locations/[\w-]+/keyRings/[\w-]+/cryptoKeys/[\w-]+", re.A)
+KMS_KEY = re.compile(
+    r"projects/(?P<project>[\w:.-]+)/locations/(?P<location>[\w-]+)/keyRings/(?P<ring>[\w-]+)"
+    r"/cryptoKeys/(?P<key>[\w-]+)",
+    re.ASCII,
+)
+"""A Cloud KMS key by its full name."""
+_REGION = re.compile(r"[a-z]+-[a-z]+[0-9]+")
+# Continents, by which regions begin, of the multi-regions in
+# https://cloud.google.com/kms/docs/locations; the last ones have letters and a number.
+_CONTINENTS = {
+    **{"us": "us", "nam": "us", "ca": "northamerica", "europe": "europe", "eur": "europe"},
+    **{"asia": "asia", "in": "asia", "au": "australia"},
+}
 
 # The compute quotas count pd-balanced as SSD, too.
 _DISK_QUOTAS = {
@@ -63,6 +75,11 @@ class Need:
         """Return the project of the boot image."""
         words = self.image.split("/")
         return words[1] if len(words) > 1 and words[0] == "projects" else "ubuntu-os-cloud"
+
+    @property
+    def needs_regional_key(self) -> bool:
+        """Return whether something besides disks is encrypted, which takes no other key."""
+        return self.makes_bucket or self.has_filestore
 
     @property
     def family(self) -> str:
@@ -146,6 +163,21 @@ class Need:
         return [*own, ("project", ("GPUS_ALL_REGIONS",), count)]
 
 
+def key_location_fits(location: str, *, region: str, regional: bool) -> bool:
+    """Return whether a key at `location` can encrypt what is in `region`.
+
+    Disks take a key of their region, of a multi-region around it, or a global one. With `regional`
+    it is for a bucket or a Filestore instance, too: they take a key of the region alone ("Cloud KMS
+    region 'global' not available").
+    """
+    if location == region:
+        return True
+    if regional or _REGION.fullmatch(location):
+        return False
+    continent = _CONTINENTS.get(location.rstrip("0123456789"))
+    return continent is None or continent == region.partition("-")[0]
+
+
 def need_of(settings: Mapping[str, Any]) -> Need:
     """Return the need by the stack's config; a key that is not set has the config's default.
 
@@ -165,7 +197,7 @@ def need_of(settings: Mapping[str, Any]) -> Need:
     for zone in zones:
         _name({"zones": zone}, "zones", "")
     kms_key = str(settings.get("kmsKey") or "")
-    if kms_key and not _KMS_KEY.fullmatch(kms_key):
+    if kms_key and not KMS_KEY.fullmatch(kms_key):
         raise ConfigError(
             f"kmsKey = {shown(kms_key)}: must be projects/P/locations/L/keyRings/R/cryptoKeys/K. "
             "pulumi config set kmsKey NAME"

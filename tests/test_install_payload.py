@@ -115,10 +115,14 @@ def test_it_installs_the_extras_asked_for_and_a_second_run_changes_nothing(tmp_p
         "delta==1.0 ; sys_platform == 'nowhere'  # train",
     )
     options: list[str | Path] = ["--lock", lock, "--wheelhouse", wheels, "--venv", tmp_path / "v"]
+    # What a folder that somebody else made may have in it: none of it runs.
+    for name in ("pip", "venv", "ensurepip", "json", "re", "pathlib", "tomllib"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
 
     first = install(*options, "--extras", "train", cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     assert installed(tmp_path / "v") == {"alpha==1.0", "beta==1.0"}
+    assert not (tmp_path / "ran").exists()
 
     again = install(*options, "--extras", "train", cwd=tmp_path)
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "")

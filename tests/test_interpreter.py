@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +118,30 @@ def test_the_code_is_first_on_the_path_and_an_empty_entry_is_not_handed_on() -> 
     assert code_path({"PYTHONPATH": f":/a::{root}:"}) == f"{root}:/a"
     assert code_environment({"A": "b"}) == {"A": "b", "PYTHONPATH": root}
     assert SAFE_PATH == {"PYTHONSAFEPATH": "1"}
+
+
+@pytest.mark.processes
+def test_tileforge_hands_no_empty_entry_of_pythonpath_on(trap: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "tileforge").symlink_to(REPO / "bootstrap" / "tileforge")
+    (folder / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (folder / "python").chmod(0o755)
+    env = {**os.environ, "PYTHONPATH": "::/absent a/*:"}
+    done = subprocess.run(
+        [folder / "tileforge", "--version"], env=env, capture_output=True, check=False
+    )
+    assert (done.returncode, trap.exists()) == (0, False)
+
+
+@pytest.mark.parametrize("script", sorted((REPO / "bootstrap").glob("*.sh")), ids=lambda s: s.name)
+def test_a_script_that_starts_python_looks_for_no_module_in_the_current_folder(
+    script: Path,
+) -> None:
+    text = script.read_text(encoding="utf-8")
+    starts = re.search(r"python3?\"? -", text)
+    said = re.search("^export PYTHONSAFEPATH=1", text, re.M)
+    assert starts is None or (said is not None and said.start() < starts.start())
 
 
 def test_every_module_is_started_by_module_words() -> None:

@@ -27,6 +27,7 @@ from payload.data.tasks.base import Task
 from payload.data_folder import DataMeta, load_meta
 from payload.errors import ExitCode, TileforgeError, UsageError
 from payload.hints import command
+from payload.interrupts import interrupt_once
 from payload.remake import no_range_hashes
 from payload.tasks import TASK_KINDS
 from payload.untrusted import printable
@@ -350,4 +351,5 @@ def _fraction(text: str) -> float:
 
 
 if __name__ == "__main__":
+    interrupt_once()
     sys.exit(main(sys.argv[1:]))

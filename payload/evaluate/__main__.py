@@ -20,6 +20,7 @@ from payload.errors import (
     RanksDifferError,
 )
 from payload.hints import command
+from payload.interrupts import interrupt_once
 from payload.untrusted import printable
 
 if TYPE_CHECKING:
@@ -336,4 +337,5 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
+    interrupt_once()
     sys.exit(main(None, os.environ))

@@ -18,6 +18,7 @@ from payload.export.merged import DequantizedWeights, MergedWeights
 from payload.export.tensors import WeightFiles
 from payload.export.vocabulary import read_vocabulary
 from payload.hf_folder import read_config
+from payload.interrupts import interrupt_once
 from payload.train.weights import (
     base_folder,
     config_folder,
@@ -114,4 +115,5 @@ def _out_path(out: Path | None, *, name: str, format_: str, dtype: str) -> Path:
 
 
 if __name__ == "__main__":
+    interrupt_once()
     sys.exit(main())

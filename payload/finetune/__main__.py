@@ -17,6 +17,7 @@ from typing import Any
 from payload.errors import INTERRUPTED, ConfigError, ExitCode, TileforgeError, UsageError
 from payload.hints import command
 from payload.interpreter import code_environment, module_words
+from payload.interrupts import interrupt_once
 from payload.results import DEFAULT_RUNS_DIR, write_whole
 from payload.tasks import TASK_KINDS
 from payload.untrusted import printable
@@ -210,4 +211,5 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
+    interrupt_once()
     sys.exit(main(sys.argv[1:]))

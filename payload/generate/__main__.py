@@ -26,6 +26,7 @@ from payload.generate.codec import Codec, find_codec
 from payload.generate.output import BETWEEN, InOrder, JsonOutput, Sample, TextOutput
 from payload.generate.prompts import batches, encode, read_prompts
 from payload.generate.sampling import Sampler, SamplingOptions
+from payload.interrupts import interrupt_once
 from payload.train.models.base import CausalLM
 from payload.train.models.registry import load
 from payload.train.weights import model_folder, tokenizer_folder
@@ -251,4 +252,5 @@ def _note_vocabulary(codec: Codec, model: CausalLM) -> None:
 
 
 if __name__ == "__main__":
+    interrupt_once()
     sys.exit(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -21,6 +22,7 @@ from types import FrameType
 import payload
 from payload.errors import PreflightError
 from payload.interpreter import code_environment, module_words
+from payload.interrupts import Presses
 from payload.results import RunPaths
 from payload.untrusted import one_line
 
@@ -35,23 +37,42 @@ Say = Callable[[str], None]
 
 
 def stay(pages: Sequence[str], *, show: Say, say: Say, in_browser: bool) -> None:
-    """Tell the addresses, the first of them by `show`, for programs, and stay until Ctrl-C."""
-    show(pages[0])
-    for page in pages[1:]:
+    """Tell the addresses, the first of them by `show`, and stay until Ctrl-C.
+
+    `pages` have the plain loopback address; browsers get a name of their own for it.
+    """
+    named = in_origins_of_their_own(pages)
+    show(named[0])
+    for page in named[1:]:
         say(f"also: {page}")
+    say(f"Where names under localhost are not known (Safari, scripts): {pages[0]}")
     say("Ctrl-C ends this.")
     if in_browser:
-        webbrowser.open(pages[0])
+        webbrowser.open(named[0])
     while True:
         time.sleep(_LOOK_S)
+
+
+def in_origins_of_their_own(pages: Sequence[str]) -> list[str]:
+    """Return the pages with a random name under localhost for each server in place of 127.0.0.1.
+
+    Cookies know no ports: under 127.0.0.1 a page would get those of every other server here, and
+    they its own. Browsers take such names as this machine without asking a name server, so nobody
+    can make one lead elsewhere (RFC 6761, section 6.3).
+    """
+    named = [urllib.parse.urlsplit(page) for page in pages]
+    names = {each.port: f"tileforge-{secrets.token_hex(8)}.localhost" for each in named}
+    return [each._replace(netloc=f"{names[each.port]}:{each.port}").geturl() for each in named]
 
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
     """Let SIGTERM end the block as Ctrl-C does, so that what was started is ended, too."""
+    presses = Presses()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        if presses.is_new():
+            raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:

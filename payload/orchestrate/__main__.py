@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import payload
 from payload.errors import INTERRUPTED, ExitCode, TileforgeError, UsageError
 from payload.hints import command, quoted
+from payload.interrupts import interrupt_once
 from payload.launch.exports.registry import ENGINES
 from payload.orchestrate.commands import run, status
 from payload.orchestrate.commands.cloud import add_cloud_commands, add_runs_dir, typed
@@ -445,4 +446,5 @@ def _add_which(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
+    interrupt_once()
     sys.exit(main(sys.argv[1:], os.environ))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from payload.errors import ConfigError, ExitCode, TileforgeError, UsageError
 from payload.hints import command
+from payload.interrupts import interrupt_once
 from payload.report.page import render
 from payload.report.source import Run, find_run
 from payload.report.table import comparison
@@ -112,4 +113,5 @@ def _out_path(out: Path | None, runs: Sequence[Run]) -> Path:
 
 
 if __name__ == "__main__":
+    interrupt_once()
     sys.exit(main())

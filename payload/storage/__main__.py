@@ -11,6 +11,7 @@ from pathlib import Path
 
 from payload.errors import ExitCode, TileforgeError, UsageError
 from payload.hints import command
+from payload.interrupts import interrupt_once
 from payload.results import RunPaths
 from payload.run_config import load_run_config
 from payload.storage.checkpoints import whole_checkpoints
@@ -136,4 +137,5 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    interrupt_once()
     sys.exit(main(sys.argv[1:]))

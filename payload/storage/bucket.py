@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import re
 import secrets
 import threading
@@ -13,6 +14,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, BinaryIO, TypeVar
 
+from payload.errors import CloudAuthError
+from payload.google_login import GoogleLogin
+from payload.storage.credentials import load_credentials, quiet
 from payload.storage.objects import (
     SMALL_BYTES,
     ConflictError,
@@ -35,20 +39,31 @@ _FETCHES = 3
 _WRITE_ID = "tileforge-write"
 """Metadata of every object: a random id of the write, by which a writer knows its own."""
 _QUERY = re.compile(r"\?[^\s'\")>]+")
-_LOG_IN = "Log in with gcloud auth application-default login, or use the node's service account"
+_STAND_IN = "STORAGE_EMULATOR_HOST"
+"""The client's variable for a server in Google's place, which is sent no credentials."""
 
 
 class BucketStore:
     """Objects in a bucket below a prefix. Threads may share it: each gets its own connection."""
 
     def __init__(self, address: StoreAddress, *, timeout_s: float, retry_s: float) -> None:
-        """Raises StoreRefusedError where the client is not installed."""
+        """Raises StoreRefusedError where the client, or the login that is named, is not there."""
         self.address = address
         self._prefix = f"{address.path}/" if address.path else ""
         self._timeout = (_CONNECT_S, timeout_s)
         self._retry_s = retry_s
+        # The client reads its variables of the environment itself, too.
+        self._login = GoogleLogin() if _STAND_IN in os.environ else GoogleLogin.from_env(os.environ)
         self._local = threading.local()
         _libraries()
+        try:
+            with quiet():
+                # Without any the client finds the node's, or the application default.
+                self._credentials = (
+                    None if self._login.is_default else load_credentials(self._login)
+                )
+        except CloudAuthError as error:
+            raise StoreRefusedError(f"{address}: {error}") from None
 
     def entries(self, prefix: str = "") -> list[StoredObject]:
         """List the objects whose names begin with `prefix`."""
@@ -206,12 +221,17 @@ class BucketStore:
             storage, auth = _libraries().storage, _libraries().auth_errors
             try:
                 # Objects belong to a bucket; the client asks for a project all the same.
-                self._local.client = storage.Client(project="unused")
+                self._local.client = storage.Client(project="unused", credentials=self._credentials)
             except auth.GoogleAuthError as error:
                 raise StoreRefusedError(
-                    f"{self.address}: no credentials for Google ({one_line(error)}). {_LOG_IN}."
+                    f"{self.address}: no credentials for Google ({one_line(error)}). "
+                    f"{self._how_to_log_in()}."
                 ) from None
         return self._local.client
+
+    def _how_to_log_in(self) -> str:
+        or_else = ", or use the node's service account" if self._login.is_default else ""
+        return f"{self._login.renewal()}{or_else}"
 
     def _blob(self, name: str) -> Any:
         bucket = self._client().bucket(self.address.bucket)
@@ -250,13 +270,26 @@ class BucketStore:
                     "create in the cluster's settings, or name another in storage.results."
                 ) from None
             raise MissingObjectError(f"{what}: there is no such object") from None
-        except (libraries.errors.Forbidden, libraries.errors.Unauthorized) as error:
+        except libraries.errors.Unauthorized as error:
+            raise StoreRefusedError(
+                f"{what}: Google refuses these credentials ({_words(error)}). "
+                f"{self._how_to_log_in()}."
+            ) from None
+        except libraries.errors.Forbidden as error:
             raise StoreRefusedError(
                 f"{what}: Google refuses it ({_words(error)}). Give the account "
                 f"roles/storage.objectUser on the bucket {self.address.bucket}."
             ) from None
         except libraries.auth_errors.DefaultCredentialsError:
-            raise StoreRefusedError(f"{what}: no credentials for Google. {_LOG_IN}.") from None
+            raise StoreRefusedError(
+                f"{what}: no credentials for Google. {self._how_to_log_in()}."
+            ) from None
+        except libraries.auth_errors.RefreshError as error:
+            said = f"{what}: Google does not renew these credentials ({_words(error)})"
+            # A node's metadata server may fail for a moment, and the library does not say so.
+            if error.retryable or self._login.is_default:
+                raise StoreError(said) from None
+            raise StoreRefusedError(f"{said}. {self._how_to_log_in()}.") from None
         except StoreError:
             raise
         except libraries.all as error:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
+from payload.interrupts import Presses
 from payload.results import RunPaths, StopRequest, discard, last_record
 from payload.run_lock import FORCE_SIGNAL
 
@@ -23,10 +24,11 @@ Stop = Literal["none", "graceful", "forced", "expired"]
 class Wakeups:
     """Counts the named signals and ends a sleep when one comes. For the main thread, once.
 
-    Handlers only count; the caller acts when it wakes.
+    Handlers only count; the caller acts when it wakes. Of SIGINT, presses are counted.
     """
 
     def __init__(self, numbers: Iterable[signal.Signals]) -> None:
+        self._presses = Presses()
         self.counts: Counter[signal.Signals] = Counter()
         self._receiver, sender = socket.socketpair()
         self._receiver.setblocking(False)
@@ -54,7 +56,8 @@ class Wakeups:
             signal.signal(number, signal.SIG_IGN)
 
     def _count(self, number: int, _frame: object) -> None:
-        self.counts[signal.Signals(number)] += 1
+        if number != signal.SIGINT or self._presses.is_new():
+            self.counts[signal.Signals(number)] += 1
 
 
 class Stopping:

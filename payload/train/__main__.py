@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Never
 
 from payload.errors import ExitCode, TileforgeError, TrainingError, UsageError
 from payload.hints import command
+from payload.interrupts import Presses
 from payload.results import RunPaths, new_run_id
 from payload.run_config import RunConfig, load_run_config
 from payload.train.start_clock import StartClock
@@ -79,9 +80,10 @@ def main(
 
 
 class StopSignal:
-    """Remembers SIGTERM or SIGINT, for the end of the step. A second SIGINT ends it at once."""
+    """Remembers SIGTERM or SIGINT, for the end of the step. A second Ctrl-C ends it at once."""
 
     def __init__(self) -> None:
+        self._presses = Presses()
         self.number: signal.Signals | None = None
         """The signal that came."""
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -92,11 +94,14 @@ class StopSignal:
         return self.number is not None
 
     def _remember(self, number: int, _frame: object) -> None:
-        self.number = signal.Signals(number)
         if number == signal.SIGINT:
+            if not self._presses.is_new():
+                return
+            if self.number == signal.SIGINT:
+                raise KeyboardInterrupt
             with contextlib.suppress(OSError):
                 print("stopping after this step; Ctrl-C again to stop at once", file=sys.stderr)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.number = signal.Signals(number)
 
 
 class LastWords:

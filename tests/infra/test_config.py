@@ -120,6 +120,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"kmsKey": "projects/p/locations/europe-west4/keyRings/r/cryptoKeys/k"},
         r"location is europe-west4, and the cluster's region is us-central1\. Take a key of that",
     ),
+    ({"kmsKey": "projects/p/locations/eur4/keyRings/r/cryptoKeys/k"}, r"location is eur4, and the"),
     (
         {"kmsKey": "projects/p/locations/global/keyRings/r/cryptoKeys/k", "bucket": "create"},
         r"its location is global, and the cluster's region is us-central1",

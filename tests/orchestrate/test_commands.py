@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
@@ -57,11 +58,12 @@ class Workplace:
         return [word for value in values for word in ("--set", value)]
 
     def start(
-        self, stand_in: tuple[str, ...], command: str, *arguments: str
+        self, stand_in: tuple[str, ...], command: str, *arguments: str, under: Sequence[str] = ()
     ) -> subprocess.Popen[str]:
         """Start a command in a process of its own, with the stand-in program as the trainer."""
         return subprocess.Popen(
             [
+                *under,
                 *(sys.executable, "-m", "tests.orchestrate.cli", *stand_in, "--"),
                 *self._words(command, *arguments),
             ],
@@ -213,12 +215,14 @@ def test_a_failure_shows_the_ranks_own_words(workplace: Workplace) -> None:
 
 @pytest.mark.ranks
 def test_ctrl_c_saves_and_stops_and_the_run_can_go_on(workplace: Workplace) -> None:
-    process = workplace.start(ENDLESS, "run", "--run-id", "one", *ONE_RANK)
+    # It sends its signal, and any that it gets, to the process and to its group.
+    under = ("timeout", "-s", "INT", str(DEADLINE_S))
+    process = workplace.start(ENDLESS, "run", "--run-id", "one", *ONE_RANK, under=under)
     wait_for_steps(workplace.run_paths("one"), ranks=1)
-    os.killpg(process.pid, signal.SIGINT)
+    process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == INTERRUPTED
-    assert "stopping: saving a checkpoint first" in err
+    assert "stopping: saving a checkpoint first" in err and "stopping at once" not in err
     assert "status           stopped" in out
     assert not processes_of(workplace.run_paths("one").root)
     (workplace.run_paths("one").root / "stand_in_stop").unlink()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,11 +16,12 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from payload.errors import PreflightError, UsageError
-from payload.monitor.local import local_stack
+from payload.monitor.local import in_origins_of_their_own, local_stack
 from payload.monitor.tunnel import forwarded
 from payload.orchestrate.commands import status
 from payload.orchestrate.ssh.connection import Cluster
@@ -160,15 +163,37 @@ def test_the_command_ends_all_that_it_started(
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
-    address = process.stdout.readline().strip()
-    assert address.startswith("http://127.0.0.1:")
+    assert process.stdout is not None and process.stderr is not None
+    address = urlsplit(process.stdout.readline().strip())
+    assert re.fullmatch(r"tileforge-[0-9a-f]{16}\.localhost", address.hostname or "")
+    # What a browser asks, which knows by itself that the name is this machine's.
+    request = http.client.HTTPConnection("127.0.0.1", address.port or 0, timeout=60)
+    request.request("GET", "/-/ready", headers={"Host": address.netloc})
+    assert request.getresponse().status == 200
+    request.close()
     mine = children(process.pid)
     assert len(mine) >= 2
+    while not (line := process.stderr.readline()).startswith("Where names"):
+        assert line
+    assert f"(Safari, scripts): http://127.0.0.1:{address.port}/" in line
     process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode == 0
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in mine), "their ends")
+
+
+def test_each_server_has_an_origin_of_its_own_and_its_pages_share_it() -> None:
+    plain = [
+        "http://127.0.0.1:9/d/x?var-run=1",
+        "http://127.0.0.1:8/graph?a=%7B",
+        "http://127.0.0.1:8/",
+    ]
+    pages = in_origins_of_their_own(plain)
+    hosts = [urlsplit(page).hostname for page in pages]
+    assert len({"127.0.0.1", *hosts}) == 3 and hosts[1] == hosts[2]
+    assert in_origins_of_their_own(plain) != pages
+    back = [re.sub("tileforge-[0-9a-f]{16}[.]localhost", "127.0.0.1", page) for page in pages]
+    assert back == plain
 
 
 def children(pid: int) -> list[int]:

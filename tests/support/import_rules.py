@@ -49,6 +49,7 @@ RULES = {
                 "payload.inventory",
                 "payload.errors",
                 "payload.untrusted",
+                "payload.cloud_need",
                 "payload.cloud_prices",
                 "payload.cluster_identity",
                 "payload.accelerators",
@@ -109,6 +110,7 @@ RULES = {
 GOOGLE_MODULES = (
     PurePosixPath("payload/orchestrate/cloud/google.py"),
     PurePosixPath("payload/storage/bucket.py"),
+    PurePosixPath("payload/storage/credentials.py"),
 )
 HUB_MODULES = (PurePosixPath("payload/models/hub.py"),)
 REGISTRIES = frozenset(

@@ -27,6 +27,7 @@ from payload.cloud_prices import (
     spot_warning,
 )
 from payload.errors import CloudAuthError, CloudError, ExitCode, TileforgeError, UsageError
+from payload.orchestrate.cloud.encryption_key import check_key
 from payload.orchestrate.cloud.firewall import check_firewall
 from payload.orchestrate.cloud.google import CloudMissingError, Endpoints, Google, UnreadableError
 from payload.orchestrate.cloud.machine_status import check_machines
@@ -40,14 +41,13 @@ from payload.orchestrate.cloud.prerequisites import (
 from payload.orchestrate.cloud.project import (
     Check,
     ask_compute,
-    auth,
     check_gpus,
-    check_key,
     check_offers,
     check_own_gpus,
     check_policies,
     check_quotas,
     check_services,
+    denied,
     unknown,
 )
 from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError, cluster_name, settings
@@ -270,9 +270,9 @@ def examine(google: Google, need: Need, pulumi: Pulumi | None) -> Iterator[Check
     try:
         project = ask_compute(google, "Projects", "GetProjectRequest", what="project")
     except (CloudAuthError, CloudMissingError) as error:
-        known = bool(error.fix) and "Ask for" not in error.fix
-        fix = "" if known else f"Is {google.project} the project's id?"
-        yield auth("Compute Engine", str(error), fix)
+        yield denied(
+            "Compute Engine", error, f"{error.fix} Is {google.project} the project's id?".lstrip()
+        )
         return
     except UnreadableError as error:
         project = None

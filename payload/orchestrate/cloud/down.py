@@ -407,7 +407,7 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
     bucket = None
     if options.delete_bucket is not None:
         bucket = find_bucket(google, options.delete_bucket, cluster=cluster, own=own)
-    _say_steps(stake, cluster, project, bucket, talk=talk)
+    _say_plan(stake, cluster, project, bucket, talk=talk)
     if options.dry_run:
         found = look(google, cluster, folder=folder, keep_buckets=True, ownership=own)
         text_console(stderr=False).print(found.table())
@@ -512,11 +512,12 @@ def _without_state(
     return cluster, project, outputs
 
 
-def _say_steps(
+def _say_plan(
     stake: AtStake | None, cluster: str, project: str, bucket: Bucket | None, *, talk: Console
 ) -> None:
+    """Say what the steps will do; lines with a step's number are results."""
     last = "a results bucket stays" if bucket is None else f"then {bucket}"
     first = "left out (--without-collect)" if stake is None else stake.names()
-    talk.print(f"1/3 collect: {first}")
-    talk.print(f"2/3 pulumi destroy: every machine, disk and network; {last}")
-    talk.print(f"3/3 sweep: look for what is left of {cluster} in {project}")
+    talk.print(f"to collect: {first}")
+    talk.print(f"to destroy: every machine, disk and network; {last}")
+    talk.print(f"to look for: what is left of {cluster} in {project}")

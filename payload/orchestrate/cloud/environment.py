@@ -1,90 +1,9 @@
-"""The Google login and the proxy that the environment names. Pure.
-
-The login is read as Google's Pulumi provider reads it, in its order: an access token, a key or its
-file, then application default credentials; and as whom they act (google/transport/config.go of
-terraform-provider-google).
-"""
+"""The proxy that the environment names. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 from urllib.parse import urlsplit
-
-from payload.errors import CloudAuthError
-
-TOKEN = "GOOGLE_OAUTH_ACCESS_TOKEN"
-_KEYS = ("GOOGLE_CREDENTIALS", "GOOGLE_CLOUD_KEYFILE_JSON", "GCLOUD_KEYFILE_JSON")
-_FILE = "GOOGLE_APPLICATION_CREDENTIALS"
-_IMPERSONATED = "GOOGLE_IMPERSONATE_SERVICE_ACCOUNT"
-_LOG_IN = "Log in: gcloud auth application-default login"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GoogleLogin:
-    """Whose credentials requests have."""
-
-    variable: str = ""
-    """The variable that holds or names them; empty: application default credentials."""
-    value: str = field(default="", repr=False)
-    impersonated: str = ""
-    """The service account that they act as; empty: as themselves."""
-
-    @classmethod
-    def from_env(cls, env: Mapping[str, str]) -> GoogleLogin:
-        """Return the login of these variables."""
-        variable = next((name for name in (TOKEN, *_KEYS, _FILE) if env.get(name)), "")
-        return cls(
-            variable=variable,
-            value=env.get(variable, "").strip(),
-            impersonated=env.get(_IMPERSONATED, "").strip(),
-        )
-
-    def source(self) -> str | Path:
-        """Return the token, the JSON of a key, or the path of its file.
-
-        Raises CloudAuthError for a file that is not there.
-        """
-        if self.variable == TOKEN or self.value.startswith("{"):
-            return self.value
-        path = Path(self.value).expanduser()
-        if not path.is_file():
-            raise CloudAuthError(
-                f"{self.variable} = {str(path)!r}: there is no such file. Give the file of a key, "
-                f"or take the variable away: unset {self.variable}. {_LOG_IN}"
-            )
-        return path
-
-    def for_gcloud(self) -> dict[str, str]:
-        """Return the variables by which gcloud takes the same login.
-
-        It reads a key from a file alone, and has its own login where there is a token.
-        """
-        found = {"CLOUDSDK_AUTH_IMPERSONATE_SERVICE_ACCOUNT": self.impersonated}
-        if self.variable not in ("", TOKEN) and not self.value.startswith("{"):
-            found["CLOUDSDK_AUTH_CREDENTIAL_FILE_OVERRIDE"] = str(Path(self.value).expanduser())
-        return {name: value for name, value in found.items() if value}
-
-    def renewal(self) -> str:
-        """Return what to do where these credentials are refused or have expired."""
-        if self.impersonated:
-            return (
-                f"{_IMPERSONATED} = {self.impersonated!r}: your login needs "
-                "roles/iam.serviceAccountTokenCreator on that account, and its project the API "
-                "iamcredentials.googleapis.com"
-            )
-        if self.variable == TOKEN:
-            return f"Make a new token: export {TOKEN}=$(gcloud auth print-access-token)"
-        if self.variable:
-            return f"Give a key that is valid in {self.variable}, or take the variable away"
-        return _LOG_IN
-
-    def describe(self) -> str:
-        """Return where the credentials are from, in words."""
-        whose = self.variable or "application default"
-        return f"{whose}, as {self.impersonated}" if self.impersonated else whose
-
 
 # The parts of Pulumi (engine, providers, cluster program) talk over gRPC on 127.0.0.1. gRPC sends
 # that through a proxy unless no_proxy names the address; `localhost` is not enough, and a blank

@@ -7,9 +7,7 @@ import json
 import re
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -17,8 +15,9 @@ from urllib.parse import quote, urlsplit
 
 from payload.cloud_need import CLOUD_NAME
 from payload.errors import CloudAuthError, CloudError, ConfigError, TileforgeError
-from payload.orchestrate.cloud.environment import TOKEN, GoogleLogin
+from payload.google_login import GoogleLogin
 from payload.orchestrate.cloud.refusals import access_refusal, other_refusal
+from payload.storage.credentials import load_credentials, quiet
 from payload.untrusted import build, parse_json, printable, shown
 
 VARIABLE = "TILEFORGE_API_ENDPOINT"
@@ -104,7 +103,6 @@ def _is_loopback(host: str) -> bool:
 
 
 REQUEST_S = 30.0
-_SCOPES = ("https://www.googleapis.com/auth/cloud-platform",)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 16.0
 _TRY_AGAIN = (429, 500, 502, 503, 504)
 _RATE_REASONS = frozenset({"rateLimitExceeded", "userRateLimitExceeded"})
@@ -326,9 +324,9 @@ class Google:
 
     def _credentials_or_raise(self) -> Any:
         if self._credentials is None:
-            with _quiet():
-                loopback = self._endpoints.is_loopback()
-                self._credentials = _anonymous() if loopback else _load(self._endpoints.login)
+            with quiet():
+                loopback, login = self._endpoints.is_loopback(), self._endpoints.login
+                self._credentials = _anonymous() if loopback else load_credentials(login)
         return self._credentials
 
     def _explained(self, error: Exception, what: str) -> TileforgeError:
@@ -351,6 +349,8 @@ class Google:
         if isinstance(error, exceptions.Forbidden):
             more = f"{_attribute(error, 'errors')} {_attribute(error, 'details')}"
             known = access_refusal(one_line(f"{said} {more}", longest=2000), project=self.project)
+            if known is not None and known.error is CloudError:
+                return CloudError(f"{what}: {said}. {known.advice}.")
             fix = known.advice if known else "Ask for a role that allows it, see docs/operating.md"
             return CloudAuthError(f"{what}: {said}", fix=f"{fix}.")
         if isinstance(error, exceptions.GoogleAPICallError):
@@ -386,58 +386,10 @@ def endless(what: str) -> CloudError:
     return CloudError(f"{what}: the list does not end after {MOST_PAGES} pages. Try again later.")
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep back what google.api_core says about Python's age, which no operator can act on.
-
-    Not for threads: what is kept back is the whole process's.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.simplefilter("ignore", DeprecationWarning)
-        warnings.filterwarnings("ignore", message=".*without a quota project.*")
-        yield
-
-
 def _anonymous() -> Any:
     from google.auth.credentials import AnonymousCredentials
 
     return AnonymousCredentials()
-
-
-def _load(login: GoogleLogin) -> Any:
-    """Return the credentials of a login. Raises CloudAuthError."""
-    import google.auth
-    from google.auth import impersonated_credentials
-    from google.auth.exceptions import GoogleAuthError
-    from google.oauth2 import credentials as oauth2
-
-    source = login.source() if login.variable else None
-    credentials: Any
-    try:
-        if login.variable == TOKEN:
-            token: Any = oauth2.Credentials
-            credentials = token(source)
-        elif isinstance(source, Path):
-            credentials, _ = google.auth.load_credentials_from_file(str(source), scopes=_SCOPES)
-        elif source is not None:
-            key = parse_json(source, where=login.variable, error=CloudAuthError)
-            credentials, _ = google.auth.load_credentials_from_dict(key, scopes=_SCOPES)
-        else:
-            credentials, _ = google.auth.default(scopes=_SCOPES)
-    except (GoogleAuthError, AttributeError, KeyError, TypeError, ValueError):
-        # Their texts quote what they read.
-        where = f"in {login.variable}" if login.variable else "on this machine"
-        raise CloudAuthError(
-            f"there are no Google Cloud credentials {where}. {login.renewal()}"
-        ) from None
-    if not login.impersonated:
-        return credentials
-    return impersonated_credentials.Credentials(
-        source_credentials=credentials,
-        target_principal=login.impersonated,
-        target_scopes=list(_SCOPES),
-    )
 
 
 _Errors = tuple[type[Exception], ...]
@@ -449,7 +401,7 @@ def _import() -> tuple[_Errors, _Errors]:
     Return what their requests raise, and what they raise on an answer that is not in Google's
     format.
     """
-    with _quiet():
+    with quiet():
         import google.cloud.compute_v1
         import google.cloud.storage  # noqa: F401
         import requests

@@ -13,7 +13,14 @@ from payload.cloud_need import Need
 from payload.errors import CloudAuthError, ExitCode, TileforgeError
 from payload.orchestrate.cloud.environment import address_of, proxy_of, spares_loopback
 from payload.orchestrate.cloud.google import REQUEST_S, CloudMissingError, Google, request_of
-from payload.orchestrate.cloud.project import Check, auth, check_boolean_policy, unknown
+from payload.orchestrate.cloud.project import (
+    Check,
+    auth,
+    check_boolean_policy,
+    denied,
+    unknown,
+    wrong,
+)
 from payload.orchestrate.cloud.refusals import QUOTA_PROJECT_FIX, billing_fix, bucket_fix
 from payload.untrusted import checked
 
@@ -109,11 +116,11 @@ def check_image(google: Google, need: Need) -> Iterator[Check]:
             name, partial(client.get, request=request, retry=None, timeout=REQUEST_S)
         )
     except CloudMissingError:
-        yield _wrong(name, f"project {named['project']} has no such image", fix)
+        yield wrong(name, f"project {named['project']} has no such image", fix)
         return
     except CloudAuthError as error:
         role = f"roles/compute.imageUser on the project {named['project']}"
-        yield auth(name, str(error), f"Its owner gives you {role}.")
+        yield denied(name, error, f"Its owner gives you {role}.")
         return
     except TileforgeError as error:
         yield unknown(name, error)
@@ -122,7 +129,7 @@ def check_image(google: Google, need: Need) -> Iterator[Check]:
     newer = _IMAGE.search(image.deprecated.replacement)
     fix = f"{fix.removesuffix('NAME')}{newer.group()}" if newer else fix
     if state in _GONE:
-        yield _wrong(name, f"it is {state.lower()}: no machine can be made from it", fix)
+        yield wrong(name, f"it is {state.lower()}: no machine can be made from it", fix)
     elif state == "DEPRECATED":
         found = "it is deprecated: machines can be made from it until it is withdrawn"
         yield Check(name=name, outcome="warning", found=found, fix=f"{fix}.")
@@ -157,10 +164,10 @@ def check_bucket(google: Google, need: Need) -> Iterator[Check]:
         )
     except CloudMissingError:
         fix = "`gcloud storage ls` shows yours; then: pulumi config set bucket NAME, or let it be "
-        yield _wrong(name, "there is no such bucket", f"{fix}made: pulumi config set bucket create")
+        yield wrong(name, "there is no such bucket", f"{fix}made: pulumi config set bucket create")
         return
     except CloudAuthError as error:
-        yield auth(name, error.cause, f"{bucket_fix(need.bucket_name)}.")
+        yield denied(name, error, f"{bucket_fix(need.bucket_name)}.")
         return
     except TileforgeError as error:
         yield unknown(name, error)
@@ -171,7 +178,3 @@ def check_bucket(google: Google, need: Need) -> Iterator[Check]:
         yield auth(name, found, f"{bucket_fix(need.bucket_name)}.")
     else:
         yield Check(name=name, outcome="ok", found="exists, and the nodes can be let in")
-
-
-def _wrong(name: str, found: str, fix: str) -> Check:
-    return Check(name=name, outcome="error", found=found, fix=f"{fix}.", exit_code=ExitCode.CONFIG)

@@ -1,4 +1,4 @@
-"""`doctor`'s checks of a project: enabled APIs, offers in its zones, policies, the key, quotas."""
+"""`doctor`'s checks of a project: enabled APIs, offers in its zones, policies, quotas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 from payload.accelerators import FP8_CAPABILITY, NVIDIA_DRIVER_BRANCH, SPOT_ALONE, gpus_of
-from payload.cloud_need import Need, Scope
+from payload.cloud_need import KMS_KEY, Need, Scope
 from payload.errors import CloudAuthError, CloudError, ExitCode, TileforgeError
 from payload.inventory import Node
 from payload.nvidia import GpuNeed, NvidiaFacts, gpu_faults
@@ -18,8 +18,6 @@ from payload.orchestrate.cloud.refusals import policy_fix
 from payload.untrusted import checked, shown
 
 Outcome = Literal["ok", "error", "warning", "unknown"]
-_KEY_ROLE = "roles/cloudkms.cryptoKeyEncrypterDecrypter"
-_MAY_GRANT = "cloudkms.cryptoKeys.setIamPolicy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +38,26 @@ def auth(name: str, found: str, fix: str) -> Check:
     return Check(name=name, outcome="error", found=found, fix=fix, exit_code=ExitCode.AUTH)
 
 
+def denied(name: str, error: TileforgeError, permission_fix: str) -> Check:
+    """Return the error of a refusal; `permission_fix` is for one that a permission would end.
+
+    Another one has its own fix, such as billing, or a perimeter of VPC Service Controls.
+    """
+    own = error.fix if error.fix and "Ask for" not in error.fix else ""
+    lacks_permission = not own or "roles/" in own
+    found = error.cause.removeprefix(f"{name}: ")
+    return auth(name, found, permission_fix if lacks_permission else own)
+
+
+def wrong(name: str, found: str, fix: str) -> Check:
+    """Return the error of a setting that names what is not there, or cannot be used."""
+    return Check(name=name, outcome="error", found=found, fix=f"{fix}.", exit_code=ExitCode.CONFIG)
+
+
 def unknown(name: str, error: TileforgeError) -> Check:
     """Return the check of something that could not be looked at."""
-    return Check(name=name, outcome="unknown", found="could not be looked at", fix=str(error))
+    fix = str(error).removeprefix(f"{name}: ")
+    return Check(name=name, outcome="unknown", found="could not be looked at", fix=fix)
 
 
 def ask_compute(google: Google, kind: str, request: str, *, what: str, **fields: str) -> Any:
@@ -226,6 +241,9 @@ def _listed(project: str, need: Need) -> dict[str, Sequence[Sequence[str]]]:
         file = ("file",) if need.has_filestore else ()
         services = ("compute", *bucket, *file)
         values["gcp.restrictNonCmekServices"] = [(f"{name}.googleapis.com",) for name in services]
+    elif key := KMS_KEY.fullmatch(need.kms_key):
+        keys = f"projects/{key['project']}"
+        values["gcp.restrictCmekCryptoKeyProjects"] = [(keys, f"under:{keys}")]
     return values
 
 
@@ -286,76 +304,6 @@ def _allows(rules: Sequence[_Rule], value: Sequence[str]) -> tuple[str, str]:
     if groups:
         return "unknown", f"names {shown(groups[0])}; whether {value[0]} is in it is not looked at"
     return ("refused" if allowed else "allowed"), ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Project:
-    name: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Binding:
-    role: str = ""
-    members: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Grants:
-    bindings: tuple[_Binding, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Allowed:
-    permissions: tuple[str, ...] = ()
-
-
-def check_key(google: Google, need: Need) -> Iterator[Check]:
-    """Check that Google's services may use `kmsKey`, or that `up` may let them.
-
-    https://cloud.google.com/compute/docs/disks/customer-managed-encryption,
-    https://cloud.google.com/storage/docs/encryption/using-customer-managed-keys and
-    https://cloud.google.com/filestore/docs/cmek
-    """
-    if not need.kms_key:
-        return
-    name, key = "kmsKey", f"/v1/{need.kms_key}"
-    try:
-        path = f"/v3/projects/{google.project}"
-        project = google.get("cloudresourcemanager", path, what="project", shape=_Project)
-        grants = google.get("cloudkms", f"{key}:getIamPolicy", what=name, shape=_Grants)
-        may = google.post(
-            "cloudkms",
-            f"{key}:testIamPermissions",
-            {"permissions": [_MAY_GRANT]},
-            what=name,
-            shape=_Allowed,
-        )
-    except CloudMissingError as error:
-        fix = "Make the key, or name another one: pulumi config set kmsKey"
-        yield Check(
-            name=name, outcome="error", found=str(error), fix=fix, exit_code=ExitCode.CONFIG
-        )
-        return
-    except TileforgeError as error:
-        yield unknown(name, error)
-        return
-    number = project.name.rpartition("/")[2]
-    members = {m for b in grants.bindings if b.role == _KEY_ROLE for m in b.members}
-    missing = [m for m in need.key_users(number) if m not in members]
-    if not missing:
-        yield Check(name=name, outcome="ok", found="the service agents may use it")
-    elif need.grants_key and _MAY_GRANT in may.permissions:
-        yield Check(name=name, outcome="ok", found="`up` will let the service agents use it")
-    else:
-        yield auth(
-            name,
-            f"not given to {', '.join(missing)} on the key itself",
-            f"Ask the key's owner for: {'; '.join(_grant(need.kms_key, m) for m in missing)}",
-        )
-
-
-def _grant(key: str, member: str) -> str:
-    return f"gcloud kms keys add-iam-policy-binding {key} --role={_KEY_ROLE} --member={member}"
 
 
 _PAGE = "https://console.cloud.google.com/iam-admin/quotas?project={project}"

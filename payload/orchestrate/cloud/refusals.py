@@ -53,6 +53,7 @@ _READERS = {
     "storage": "roles/storage.bucketViewer",
     "dns": "roles/dns.reader",
     "file": "roles/file.viewer",
+    "cloudkms": "roles/cloudkms.viewer",
 }
 _ACT_AS = "roles/iam.serviceAccountUser"
 QUOTA_PROJECT_FIX = (
@@ -259,6 +260,12 @@ _OTHERS = (
         "pulumi config set nodeCount NUMBER",
     ),
     _rule(
+        r"is not enabled, current state is: (?P<state>[A-Z_]{1,40})",
+        ConfigError,
+        f"The key of the setting kmsKey is {{state}}. `{command('orchestrate', 'doctor')}` names "
+        "the command that enables it, or take another: pulumi config set kmsKey NAME",
+    ),
+    _rule(
         r"Cloud KMS region '?(?P<location>[\w-]{1,64})'? not available|kms\S* .{0,120}"
         r"(?:same|different|wrong) (?:location|region)|KMS_RESOURCE_NOT_FOUND_IN_LOCATION",
         ConfigError,
@@ -345,7 +352,7 @@ def _first(rules: tuple[_Rule, ...], text: str, *, project: str) -> Refusal | No
                 machine=_group(_INSTANCE, text) or "NAME",
                 **{
                     name: groups.get(name) or name.upper()
-                    for name in ("kind", "user", "most", "type")
+                    for name in ("kind", "user", "most", "type", "state")
                 },
             )
             return Refusal(error=rule.error, advice=advice)

@@ -19,6 +19,7 @@ from rich.console import Console
 from payload.checkpoint_watch import CheckpointWatch
 from payload.errors import INTERRUPTED, ConfigError, ExitCode, TileforgeError
 from payload.hints import run_command
+from payload.interrupts import Presses
 from payload.metrics_log import StepMetrics
 from payload.named_settings import bounded_wait_s
 from payload.orchestrate.run.console import LiveLine, text_console
@@ -215,6 +216,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.count = 0
+        self._presses = Presses()
         self._asked_by_system = False
         self._before: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int | None] = {}
 
@@ -235,7 +237,7 @@ class Interrupts:
 
     def _note(self, number: int, _frame: object) -> None:
         if number == signal.SIGINT:
-            self.count += 1
+            self.count += self._presses.is_new()
         elif not self._asked_by_system:
             self._asked_by_system = True
             self.count += 1

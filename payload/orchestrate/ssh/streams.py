@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from payload.errors import AnswerError, ConfigError, NodesError, SshUnreachableError, TileforgeError
+from payload.google_login import GoogleLogin
 from payload.inventory import RANK_PORTS, Access, Node
-from payload.orchestrate.cloud.environment import GoogleLogin
 from payload.untrusted import RUN_ID, build, checked, parse_json, shown
 
 
@@ -144,6 +144,11 @@ class ProxyProcess:
         self._argv0 = argv[0]
         self.socket, theirs = socket.socketpair()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115, closed in close()
+        login = GoogleLogin.from_env(env)
+        # Nobody else may read it, and it goes with the program.
+        self._key = tempfile.NamedTemporaryFile(prefix="tileforge-key-")  # noqa: SIM115, likewise
+        self._key.write(login.key_text.encode())
+        self._key.flush()
         try:
             self._process = subprocess.Popen(
                 argv,
@@ -151,13 +156,14 @@ class ProxyProcess:
                 stdout=theirs.fileno(),
                 stderr=self._said,
                 # What the operator has set for gcloud itself goes first.
-                env=GoogleLogin.from_env(env).for_gcloud() | dict(env),
+                env=login.for_gcloud(key_file=self._key.name) | dict(env),
                 # A terminal's Ctrl-C goes to its whole group, and what it asks goes through here.
                 start_new_session=True,
             )
         except OSError as error:
             self.socket.close()
             self._said.close()
+            self._key.close()
             raise SshUnreachableError(
                 f"{node}: cannot start `{argv[0]}`, which carries the connection "
                 f"({error.strerror})",
@@ -187,6 +193,7 @@ class ProxyProcess:
             self._process.kill()
             self._process.wait()
         self._said.close()
+        self._key.close()
 
 
 NODE_FOLDER = "tileforge"

@@ -32,6 +32,7 @@ TOKEN = "of-a-stand-in"
 LISTED = (
     *("compute.restrictCloudNATUsage", "compute.trustedImageProjects"),
     *("compute.vmExternalIpAccess", "gcp.resourceLocations", "gcp.restrictNonCmekServices"),
+    "gcp.restrictCmekCryptoKeyProjects",
 )
 """Constraints of organization policies that list values."""
 _LOST = 0
@@ -97,6 +98,8 @@ class CloudStandIn(Compute):
         """Limits of the quota CPUS_PER_VM_FAMILY, as Cloud Quotas has them."""
         self.key_members: dict[str, list[str]] = {}
         """By Cloud KMS key: who may encrypt and decrypt with it."""
+        self.key: Document = {"purpose": "ENCRYPT_DECRYPT", "primary": {"state": "ENABLED"}}
+        """Purpose and primary version of each of them."""
         self.key_grants = True
         """True if the operator may let others use a key."""
         self.records: dict[str, list[tuple[str, str]]] = {}
@@ -373,6 +376,10 @@ class CloudStandIn(Compute):
         key, _, verb = path.partition(":")
         if key not in self.key_members:
             raise MissingError(f"CryptoKey {key} not found.")
+        if not verb:
+            primary: Document | None = self.key.get("primary")
+            version = {"name": f"{key}/cryptoKeyVersions/1", **(primary or {})}
+            return {"name": key} | self.key | ({"primary": version} if primary else {})
         if verb == "testIamPermissions":
             return {"permissions": ["cloudkms.cryptoKeys.setIamPolicy"]} if self.key_grants else {}
         role = "roles/cloudkms.cryptoKeyEncrypterDecrypter"

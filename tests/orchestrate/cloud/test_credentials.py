@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,12 +17,16 @@ from payload.errors import CloudAuthError, ConfigError, ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud.google import Endpoints, Google
 from payload.orchestrate.ssh.streams import ProxyProcess
+from payload.storage.bucket import BucketStore
+from payload.storage.objects import StoreRefusedError
+from payload.store_address import parse_store_address
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.fake_pulumi import step
 from tests.orchestrate.cloud.stacks import Capture, own_key, words
 from tests.orchestrate.cloud.standin import PROJECT, Fault
 
 EMAIL = "robot@acme-lab.iam.gserviceaccount.com"
+ADDRESS = parse_store_address("gs://acme-results/runs")
 TARGET = "builder@acme-lab.iam.gserviceaccount.com"
 
 
@@ -129,39 +134,115 @@ def test_credentials_that_are_refused_say_how_to_renew_them(
     assert "these credentials are refused" in str(caught.value) and fix in str(caught.value)
 
 
+_KEY_FILE, _ACCOUNT, _TOKEN = (
+    "CLOUDSDK_AUTH_CREDENTIAL_FILE_OVERRIDE",
+    "CLOUDSDK_AUTH_IMPERSONATE_SERVICE_ACCOUNT",
+    "CLOUDSDK_AUTH_ACCESS_TOKEN",
+)
+
+
 @pytest.mark.parametrize(
     ("env", "gcloud"),
     [
         ({}, {}),
-        ({"GOOGLE_OAUTH_ACCESS_TOKEN": "x"}, {}),
-        ({"GOOGLE_CREDENTIALS": "{}"}, {}),
+        ({"GOOGLE_OAUTH_ACCESS_TOKEN": "x", "GOOGLE_CREDENTIALS": "/k.json"}, {_TOKEN: "x"}),
         (
             {"GOOGLE_CREDENTIALS": "/k.json", "GOOGLE_IMPERSONATE_SERVICE_ACCOUNT": TARGET},
-            {
-                "CLOUDSDK_AUTH_CREDENTIAL_FILE_OVERRIDE": "/k.json",
-                "CLOUDSDK_AUTH_IMPERSONATE_SERVICE_ACCOUNT": TARGET,
-            },
+            {_KEY_FILE: "/k.json", _ACCOUNT: TARGET},
         ),
         (
-            {
-                "GOOGLE_CREDENTIALS": "/k.json",
-                "CLOUDSDK_AUTH_CREDENTIAL_FILE_OVERRIDE": "/other.json",
-            },
-            {"CLOUDSDK_AUTH_CREDENTIAL_FILE_OVERRIDE": "/other.json"},
+            {"GOOGLE_OAUTH_ACCESS_TOKEN": "x", "GOOGLE_IMPERSONATE_SERVICE_ACCOUNT": TARGET},
+            {_TOKEN: "x", _ACCOUNT: TARGET},
         ),
+        ({"GOOGLE_CREDENTIALS": "/k.json", _KEY_FILE: "/other.json"}, {_KEY_FILE: "/other.json"}),
     ],
 )
 @pytest.mark.processes
 def test_the_way_to_the_head_has_the_same_login(
     env: dict[str, str], gcloud: dict[str, str], tmp_path: Path
 ) -> None:
-    printed = tmp_path / "env.json"
-    code = f"import json, os; json.dump(dict(os.environ), open({str(printed)!r}, 'w'))"
+    found, _ = what_gcloud_gets(env, tmp_path)
+    assert {k: v for k, v in found.items() if k.startswith("CLOUDSDK_")} == gcloud
+
+
+@pytest.mark.processes
+def test_a_key_as_text_reaches_gcloud_in_a_file_of_its_own_that_goes_with_it(
+    tmp_path: Path,
+) -> None:
+    found, content = what_gcloud_gets({"GOOGLE_CREDENTIALS": '{"type": "x"}'}, tmp_path)
+    assert content == ['{"type": "x"}', 0o600]
+    assert not Path(found[_KEY_FILE]).exists()
+
+
+def what_gcloud_gets(env: dict[str, str], folder: Path) -> tuple[dict[str, str], list[Any]]:
+    """Environment of the program that carries SSH; text and mode of the key's file, if any."""
+    printed = folder / "env.json"
+    code = (
+        "import json, os, stat; e = dict(os.environ); f = e.get('CLOUDSDK_AUTH_CREDENTIAL_FILE"
+        "_OVERRIDE', ''); k = [open(f).read(), stat.S_IMODE(os.stat(f).st_mode)] if "
+        f"os.path.exists(f) else []; json.dump([e, k], open({str(printed)!r}, 'w'))"
+    )
     process = ProxyProcess([sys.executable, "-c", code], node="head", env=env)
     assert process.socket.recv(1) == b""  # it has ended
     process.close()
-    found = json.loads(printed.read_text())
-    assert {k: v for k, v in found.items() if k.startswith("CLOUDSDK_")} == gcloud
+    found: tuple[dict[str, str], list[Any]] = json.loads(printed.read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"GOOGLE_OAUTH_ACCESS_TOKEN": "ya29.secret"},
+        {"GOOGLE_CREDENTIALS": "KEY"},
+        {"GOOGLE_OAUTH_ACCESS_TOKEN": "x", "GOOGLE_IMPERSONATE_SERVICE_ACCOUNT": TARGET},
+    ],
+)
+def test_a_store_has_the_login_of_the_commands(
+    env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, key() if value == "KEY" else value)
+    store = BucketStore(ADDRESS, timeout_s=1.0, retry_s=1.0)
+    found = store._client()._credentials
+    if "GOOGLE_IMPERSONATE_SERVICE_ACCOUNT" in env:
+        assert found.service_account_email == TARGET
+    elif "GOOGLE_CREDENTIALS" in env:
+        assert found.service_account_email == EMAIL
+    else:
+        assert found.token == env["GOOGLE_OAUTH_ACCESS_TOKEN"]
+    # A server in Google's place is sent none of it.
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:9")
+    local = BucketStore(ADDRESS, timeout_s=1.0, retry_s=1.0)
+    assert type(local._client()._credentials).__name__ == "AnonymousCredentials"
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"GOOGLE_CREDENTIALS": "/nowhere/key.json"}, "there is no such file"),
+        ({"GOOGLE_OAUTH_ACCESS_TOKEN": "x"}, "export GOOGLE_OAUTH_ACCESS_TOKEN="),
+        ({"GOOGLE_CREDENTIALS": "KEY"}, "Give a key that is valid in GOOGLE_CREDENTIALS"),
+    ],
+)
+def test_a_store_says_how_to_renew_the_login_that_is_refused(
+    env: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, key() if value == "KEY" else value)
+    with pytest.raises(StoreRefusedError, match=re.escape(said)):
+        refuse(BucketStore(ADDRESS, timeout_s=1.0, retry_s=1.0), is_key="GOOGLE_CREDENTIALS" in env)
+
+
+def refuse(store: BucketStore, *, is_key: bool) -> None:
+    """Let Google refuse what the store's client sends."""
+    # Here they are imported already, without the warning of Python's age.
+    from google.api_core.exceptions import Unauthorized
+    from google.auth.exceptions import RefreshError
+
+    with store._plainly("listing it"):
+        if is_key:
+            raise RefreshError("invalid_grant: Invalid JWT Signature")
+        raise Unauthorized("Invalid Credentials")
 
 
 def test_a_project_that_is_mistyped_is_refused_with_where_to_look(site: Site) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from payload.cloud_need import need_of
 from payload.errors import ExitCode
+from payload.orchestrate.cloud.encryption_key import check_key
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.standin import NUMBER, PROJECT, ZONE
 from tests.orchestrate.cloud.test_doctor import configure, doctor
@@ -128,6 +130,63 @@ def test_a_key_that_does_not_exist_or_whose_apis_are_off_is_said(
     project.cloud.services |= {"cloudkms", "cloudresourcemanager"}
     status, check = found(project, capsys, "kmsKey")
     assert status == ExitCode.CONFIG and "not found" in check["found"]
+
+
+def _at(location: str) -> str:
+    return KEY.replace("us-central1", location)
+
+
+def _key_in(state: str, **more: Any) -> dict[str, Any]:
+    return {"purpose": "ENCRYPT_DECRYPT", "primary": {"state": state}} | more
+
+
+_ENABLE = "gcloud kms keys versions enable 1 --key=key --keyring=ring --location=us-central1 --proj"
+
+
+@pytest.mark.parametrize(
+    ("key", "document", "settings", "outcome", "words"),
+    [
+        # Disks take a key of the region, of what is around it, or of everywhere.
+        *((_at(place), None, {}, "ok", "will let") for place in ("global", "us", "nam4", "eur-x")),
+        (_at("europe"), None, {}, "error", "it is in europe, and the cluster's region is us-c"),
+        (_at("asia1"), None, {}, "error", "Take a key in us-central1, a multi-region around it"),
+        (_at("us-east1"), None, {}, "error", "it is in us-east1, and"),
+        # Buckets and Filestore instances of a region take one of the region alone.
+        (_at("us"), None, {"bucket": "create"}, "error", "Take a key in us-central1: pulumi"),
+        (_at("global"), None, {"sharedStorage": "filestore"}, "error", "it is in global"),
+        (_at("global"), None, {"bucket": "acme"}, "ok", "will let"),
+        (KEY, _key_in("DISABLED"), {}, "error", _ENABLE),
+        (KEY, _key_in("DESTROY_SCHEDULED"), {}, "error", f"{_ENABLE.replace('enable', 'restore')}"),
+        (KEY, _key_in("DESTROYED"), {}, "error", "is DESTROYED, so nothing can be encrypted Take"),
+        (KEY, _key_in("ENABLED", purpose="MAC"), {}, "error", "its purpose is MAC, not ENCRYPT_D"),
+        (KEY, _key_in("", primary=None), {}, "error", "it has no primary version"),
+    ],
+)
+def test_the_key_fits_the_region_and_can_encrypt(
+    project: Site,
+    key: str,
+    document: dict[str, Any] | None,
+    settings: dict[str, str],
+    outcome: str,
+    words: str,
+) -> None:
+    project.cloud.key_members[key] = []
+    project.cloud.key = document or project.cloud.key
+    (check,) = check_key(project.google(), need_of({"kmsKey": key, **settings}))
+    assert check.outcome == outcome and words in f"{check.found} {check.fix}"
+    assert check.exit_code == (ExitCode.CONFIG if outcome == "error" else ExitCode.OK)
+
+
+def test_a_key_of_a_project_that_a_policy_forbids_is_named(project: Site, capsys: Capture) -> None:
+    constraint = "gcp.restrictCmekCryptoKeyProjects"
+    project.cloud.services |= {"cloudkms", "cloudresourcemanager"}
+    project.cloud.key_members[KEY] = []
+    configure(project, kmsKey=KEY)
+    for allowed, outcome in ((f"under:projects/{PROJECT}", "ok"), ("projects/keys", "error")):
+        project.cloud.rules[constraint] = [{"values": {"allowedValues": [allowed]}}]
+        status, check = found(project, capsys, f"policy {constraint}")
+        assert check["outcome"] == outcome
+    assert status == ExitCode.AUTH and "use a key of a project that is allowed" in check["fix"]
 
 
 def test_without_nat_the_dns_api_is_needed(project: Site, capsys: Capture) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from infra.config import ClusterConfig
-from payload.cloud_need import DEFAULT_IMAGE
+from payload.cloud_need import DEFAULT_IMAGE, need_of
 from payload.errors import ExitCode
+from payload.orchestrate.cloud.doctor import examine
 from payload.orchestrate.cloud.environment import past_the_proxy
 from payload.orchestrate.cloud.prerequisites import check_proxy
 from payload.orchestrate.cloud.pulumi import Pulumi
@@ -146,6 +147,59 @@ def test_a_project_without_billing_is_exit_13(project: Site, capsys: Capture) ->
     assert status == ExitCode.AUTH and by_name["billing"]["found"] == "not enabled"
     fix = f"gcloud billing projects link {PROJECT} --billing-account=ACCOUNT"
     assert fix in by_name["billing"]["fix"]
+
+
+_PERIMETER = (
+    "Request is prohibited by organization's policy. vpcServiceControlsUniqueIdentifier: VQQnKfXt"
+)
+_OWN_PROJECT = f"/projects/{PROJECT}([?]|$)"
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "name", "fix"),
+    [
+        (
+            _OWN_PROJECT,
+            "This API method requires billing to be enabled. Please enable billing on project #1",
+            "Compute Engine",
+            f"gcloud billing projects link {PROJECT} --billing-account=ACCOUNT",
+        ),
+        (_OWN_PROJECT, _PERIMETER, "Compute Engine", "for an ingress rule"),
+        ("/b/acme-results", _PERIMETER, "bucket acme-results", "for an ingress rule"),
+        (
+            "/b/acme-results",
+            "The billing account for the owning project is disabled in state absent",
+            "bucket acme-results",
+            "gcloud billing projects link",
+        ),
+        ("/images/", _PERIMETER, f"image {IMAGE}", "for an ingress rule"),
+        (
+            "/images/",
+            "Required 'compute.images.get' permission for 'projects/x/global/images/y'",
+            f"image {IMAGE}",
+            "Its owner gives you roles/compute.imageUser",
+        ),
+        (
+            _OWN_PROJECT,
+            f"Required 'compute.projects.get' permission for 'projects/{PROJECT}'",
+            "Compute Engine",
+            f"Is {PROJECT} the project's id?",
+        ),
+    ],
+)
+@pytest.mark.processes
+def test_a_refusal_has_the_fix_of_its_own_cause(
+    project: Site, path: str, said: str, name: str, fix: str
+) -> None:
+    project.cloud.add_bucket("acme-results", labels={})
+    project.cloud.faults.append(
+        Fault(path=path, status=403, reason="forbidden", message=said, times=99)
+    )
+    need = need_of({"bucket": "acme-results"})
+    (check,) = [each for each in examine(project.google(), need, None) if each.name == name]
+    assert (check.outcome, check.exit_code) == ("error", ExitCode.AUTH)
+    assert fix in check.fix and not check.found.startswith(name)
+    assert ("roles/" in check.fix) == ("permission" in said)
 
 
 @pytest.mark.processes

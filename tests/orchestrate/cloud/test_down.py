@@ -27,7 +27,10 @@ def test_down_destroys_and_shows_that_nothing_is_left(
     assert main(["down", "--yes"], site.env) == ExitCode.OK
     err = capsys.readouterr().err
     steps = ["1/3 collect: 0 run(s) brought home", "2/3 destroy: done", "3/3 sweep: clean"]
-    assert [line for line in err.splitlines() if line in steps] == steps
+    lines = err.splitlines()
+    # What will be done is said before; a step's number comes with its result, in order.
+    assert [line for line in lines if line[1:3] == "/3"] == steps
+    assert lines.index("to look for: what is left of mine in acme-lab") < lines.index(steps[0])
     assert "kept with its results: gs://mine-results" in err
     assert words(site) == [
         "stack output --json",
@@ -82,7 +85,7 @@ def test_results_that_cannot_be_brought_home_stop_the_destroy(
     head_says(monkeypatch)
     assert main(["down", "--yes"], site.env) == ExitCode.SSH_UNREACHABLE
     err = capsys.readouterr().err
-    assert "1/3 collect: one" in err
+    assert "to collect: one" in err
     assert "run one is not brought home, so nothing was destroyed" in err
     assert "down --without-collect" in err
     assert words(site) == ["stack output --json"]
@@ -145,7 +148,7 @@ def test_runs_of_other_clusters_and_collected_ones_are_left_alone(
     # One that failed before its first checkpoint: its files alone never show that it is all here.
     copy_of_run(site, "one", alive=collected is None, collected=collected)
     assert main(["down", "--yes"], site.env) == ExitCode.OK
-    assert "1/3 collect: nothing is missing here" in capsys.readouterr().err
+    assert "to collect: nothing is missing here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("replaced", [True, False])
@@ -162,7 +165,7 @@ def test_results_that_went_with_their_machine_do_not_keep_down_from_the_rest(
     assert main(["down", "--yes"], site.env) == ExitCode.OK
     err = capsys.readouterr().err
     assert "run one: the machine that had its results is gone" in err
-    assert "1/3 collect: nothing is missing here" in err
+    assert "to collect: nothing is missing here" in err
 
 
 def test_a_stack_that_never_came_up_whole_can_be_taken_down(site: Site, capsys: Capture) -> None:

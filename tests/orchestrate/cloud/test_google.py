@@ -86,6 +86,14 @@ def test_a_rate_limit_that_comes_as_403_is_waited_for(site: Site) -> None:
     assert site.sleeps == [1.0]
 
 
+def test_a_rate_limit_that_lasts_is_no_refusal_of_the_login(site: Site) -> None:
+    refusal = Fault(path="/projects/acme-lab", status=403, reason="rateLimitExceeded", times=9)
+    refusal.message = "Quota exceeded for quota metric 'Queries' and limit 'Queries per minute'"
+    site.cloud.faults.append(refusal)
+    with pytest.raises(CloudError, match="Repeat the command in a minute"):
+        site.google(retry_s=0.0).check_access()
+
+
 def test_every_page_is_read_and_each_with_retries(site: Site) -> None:
     site.build(nodes=7)
     site.cloud.page_size = 3

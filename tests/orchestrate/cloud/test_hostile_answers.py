@@ -21,6 +21,7 @@ from payload.errors import TileforgeError
 from payload.inventory import ClusterInventory
 from payload.orchestrate.cloud import stack
 from payload.orchestrate.cloud.doctor import fresh_catalog
+from payload.orchestrate.cloud.encryption_key import check_key
 from payload.orchestrate.cloud.failures import explain
 from payload.orchestrate.cloud.firewall import stack_state
 from payload.orchestrate.cloud.google import Google
@@ -36,7 +37,6 @@ from payload.orchestrate.cloud.listing import (
 from payload.orchestrate.cloud.prerequisites import check_billing, check_bucket, check_image
 from payload.orchestrate.cloud.project import (
     ask_compute,
-    check_key,
     check_offers,
     check_policies,
     check_quotas,
@@ -165,6 +165,7 @@ READS: dict[str, tuple[str, Callable[[Site], object]]] = {
     "image": ("/global/images/", lambda site: list(check_image(google(site), Need()))),
     "bucket": ("/storage/v1/b/b-1", lambda site: list(check_bucket(google(site), WITH_BUCKET))),
     "project number": ("/v3/projects", lambda site: list(check_key(google(site), NEED))),
+    "key": ("/cryptoKeys/k$", lambda site: list(check_key(google(site), NEED))),
     "key policy": (":getIamPolicy", lambda site: list(check_key(google(site), NEED))),
     "key permissions": (":testIam", lambda site: list(check_key(google(site), NEED))),
 }

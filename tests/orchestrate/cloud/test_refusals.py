@@ -234,6 +234,15 @@ CASES = {
         "The key has to be in the cluster's region",
         "pulumi config set kmsKey NAME",
     ),
+    "a key that is disabled": (
+        "Error creating instance: googleapi: Error 400: Cloud KMS error when using key "
+        "projects/acme-lab/locations/us-central1/keyRings/r/cryptoKeys/k/cryptoKeyVersions/1: "
+        "projects/acme-lab/locations/us-central1/keyRings/r/cryptoKeys/k/cryptoKeyVersions/1 is "
+        "not enabled, current state is: DISABLED., kmsPermissionDenied",
+        ExitCode.CONFIG,
+        "The key of the setting kmsKey is DISABLED",
+        "or take another: pulumi config set kmsKey NAME",
+    ),
     # dstackai/dstack 2586
     "a placement's limit": (
         "Error waiting for instance to create: No more than 22 instances of machine type "

@@ -113,7 +113,7 @@ _TABLE = (
     (r"GET /compute/v1/projects/P/zones/[\w-]+/operations", "compute.zoneOperations.list"),
     # Public, or of the key and not of the project.
     (r"GET /v1/services/[\w-]+/skus", ""),
-    (r"\w+ /v1/.*/cryptoKeys/k:\w+", ""),
+    (r"\w+ /v1/.*/cryptoKeys/k(:\w+)?", ""),
 )
 
 

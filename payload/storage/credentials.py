@@ -1,0 +1,63 @@
+"""Credentials for Google's clients, here and in `payload.orchestrate`: one source for both."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from payload.errors import CloudAuthError
+from payload.google_login import TOKEN, GoogleLogin
+from payload.untrusted import parse_json
+
+_SCOPES = ("https://www.googleapis.com/auth/cloud-platform",)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep back what google.api_core says about Python's age, which no operator can act on.
+
+    Not for threads: what is kept back is the whole process's.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", message=".*without a quota project.*")
+        yield
+
+
+def load_credentials(login: GoogleLogin) -> Any:
+    """Return Google's object for the credentials of a login. Raises CloudAuthError."""
+    import google.auth
+    from google.auth import impersonated_credentials
+    from google.auth.exceptions import GoogleAuthError
+    from google.oauth2 import credentials as oauth2
+
+    source = login.source() if login.variable else None
+    credentials: Any
+    try:
+        if login.variable == TOKEN:
+            token: Any = oauth2.Credentials
+            credentials = token(source)
+        elif isinstance(source, Path):
+            credentials, _ = google.auth.load_credentials_from_file(str(source), scopes=_SCOPES)
+        elif source is not None:
+            key = parse_json(source, where=login.variable, error=CloudAuthError)
+            credentials, _ = google.auth.load_credentials_from_dict(key, scopes=_SCOPES)
+        else:
+            credentials, _ = google.auth.default(scopes=_SCOPES)
+    except (GoogleAuthError, AttributeError, KeyError, TypeError, ValueError):
+        # Their texts quote what they read.
+        where = f"in {login.variable}" if login.variable else "on this machine"
+        raise CloudAuthError(
+            f"there are no Google Cloud credentials {where}. {login.renewal()}"
+        ) from None
+    if not login.impersonated:
+        return credentials
+    return impersonated_credentials.Credentials(
+        source_credentials=credentials,
+        target_principal=login.impersonated,
+        target_scopes=list(_SCOPES),
+    )

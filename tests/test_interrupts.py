@@ -1,0 +1,90 @@
+"""Ctrl-C: two signals of one press are one request, and a person's second press is another."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from payload.interrupts import interrupt_once
+from payload.monitor.local import ended_by_sigterm
+from payload.orchestrate.run.follow import Interrupts
+from payload.supervise.stopping import Wakeups
+from payload.train.__main__ import StopSignal
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
+    """Lets time pass; the signals' handlers are put back after the test."""
+    now_s = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def pass_by(seconds: float) -> None:
+        now_s[0] += seconds
+
+    yield pass_by
+    signal.set_wakeup_fd(-1)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def press() -> None:
+    """Send what `timeout -s INT` sends: a signal to the process, and one to its group."""
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_a_run_that_is_followed_counts_presses(later: Callable[[float], None]) -> None:
+    with Interrupts() as found:
+        press()
+        assert found.count == 1
+        later(0.3)
+        press()
+        assert found.count == 2
+
+
+def test_a_supervisor_counts_presses(later: Callable[[float], None]) -> None:
+    found = Wakeups([signal.SIGINT, signal.SIGTERM])
+    press()
+    assert found.counts[signal.SIGINT] == 1
+    later(0.3)
+    press()
+    assert found.counts[signal.SIGINT] == 2
+
+
+def test_a_rank_ends_at_once_at_the_second_press(
+    later: Callable[[float], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = StopSignal()
+    press()
+    assert found.requested() and capsys.readouterr().err.count("Ctrl-C again to stop at once") == 1
+    later(0.3)
+    with pytest.raises(KeyboardInterrupt):
+        press()
+
+
+def test_any_other_command_is_interrupted_once_a_press(later: Callable[[float], None]) -> None:
+    interrupt_once()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)  # while it says what is left
+    later(0.3)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_dashboard_that_sigterm_ends_is_interrupted_once(later: Callable[[float], None]) -> None:
+    with ended_by_sigterm():
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_what_was_ignored_stays_ignored(later: Callable[[float], None]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interrupt_once()
+    press()
