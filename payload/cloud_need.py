@@ -18,6 +18,7 @@ Spot = Literal["false", "true", "auto"]
 SPOT: tuple[Spot, ...] = ("false", "true", "auto")
 DEFAULT_IMAGE = "projects/ubuntu-os-cloud/global/images/ubuntu-2404-noble-amd64-v20260918"
 """The boot image of a config that names none, as in Pulumi.yaml."""
+_FILESTORE_GIB = 1024
 _KMS_KEY = re.compile(r"projects/[\w:.-]+/locations/[\w-]+/keyRings/[\w-]+/cryptoKeys/[\w-]+", re.A)
 
 # The compute quotas count pd-balanced as SSD, too.
@@ -45,7 +46,8 @@ class Need:
     has_public_head: bool = False
     uses_os_login: bool = False
     has_bucket: bool = False
-    has_filestore: bool = False
+    filestore_gib: int = 0
+    """Size of the Filestore instance; 0 for none."""
     makes_bucket: bool = False
     cluster: str = ""
     """Empty where it is not known."""
@@ -63,6 +65,11 @@ class Need:
         """Return the project of the boot image."""
         words = self.image.split("/")
         return words[1] if len(words) > 1 and words[0] == "projects" else "ubuntu-os-cloud"
+
+    @property
+    def has_filestore(self) -> bool:
+        """Return True if there is a Filestore instance."""
+        return self.filestore_gib > 0
 
     @property
     def family(self) -> str:
@@ -182,7 +189,7 @@ def need_of(settings: Mapping[str, Any]) -> Need:
         has_public_head=access == "direct",
         uses_os_login=access == "oslogin",
         has_bucket=(settings.get("bucket") or "none") != "none",
-        has_filestore=settings.get("sharedStorage") == "filestore",
+        filestore_gib=_filestore_gib(settings),
         makes_bucket=settings.get("bucket") == "create",
         cluster=str(settings.get("cluster") or ""),
         image=str(settings.get("image") or DEFAULT_IMAGE),
@@ -212,6 +219,12 @@ def _name(settings: Mapping[str, Any], key: str, default: str) -> str:
     if not isinstance(value, str) or not CLOUD_NAME.fullmatch(value):
         raise ConfigError(f"{key} = {shown(value)}: must be a name. pulumi config set {key} NAME")
     return value
+
+
+def _filestore_gib(settings: Mapping[str, Any]) -> int:
+    if settings.get("sharedStorage") != "filestore":
+        return 0
+    return _whole(settings, "filestoreGb", _FILESTORE_GIB) or _FILESTORE_GIB
 
 
 def _whole(settings: Mapping[str, Any], key: str, default: int) -> int:

@@ -163,7 +163,8 @@ class Engine:
 
     def down(self) -> Done:
         """`down --yes`, which has to end with 0."""
-        done = self.orchestrate("down", "--yes", "--without-collect", "--project", PROJECT)
+        loses = ("--without-collect", "--delete-filestore", "dev-shared")
+        done = self.orchestrate("down", "--yes", *loses, "--project", PROJECT)
         assert done.returncode == 0, done.stdout + done.stderr
         return done
 

@@ -54,7 +54,7 @@ _BY_OTHERS = {
 _ID = re.compile(r"projects/[^/]+/zones/(?P<zone>[^/]+)/instances/(?P<name>[^/]+)")
 _LINKS = "https://www.googleapis.com/compute/v1/"
 _START_S = 300.0
-_CLOCK_SLACK_S = 60.0
+CLOCK_SLACK_S = 60.0
 """How far this machine's clock may be ahead of Google's."""
 _UP = command("orchestrate", "up")
 _DOWN = command("orchestrate", "down")
@@ -101,7 +101,7 @@ def machines_there(
             each.name
             for each in labelled
             if each.name not in state.machines
-            and (each.created_unix or 0.0) < since_unix - _CLOCK_SLACK_S
+            and (each.created_unix or 0.0) < since_unix - CLOCK_SLACK_S
         ),
     )
 

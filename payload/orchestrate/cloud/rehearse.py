@@ -21,12 +21,13 @@ from rich.console import Console
 import payload
 from payload import __version__
 from payload.cloud_need import Need, need_of
-from payload.cloud_prices import disk_price, machine_price, nat_price
+from payload.cloud_prices import disk_price, filestore_price, machine_price, nat_price
 from payload.cluster_identity import new_cluster_identity, settle_cluster_identity
 from payload.errors import INTERRUPTED, BudgetError, ConfigError, ExitCode, TileforgeError
 from payload.hints import command
 from payload.interpreter import code_environment, module_words
 from payload.launch.ranks import place_ranks
+from payload.orchestrate.cloud.filestore import filestore_name
 from payload.orchestrate.cloud.google import REQUEST_LOG, Endpoints, Google
 from payload.orchestrate.cloud.listing import remove
 from payload.orchestrate.cloud.pulumi import Pulumi
@@ -212,7 +213,8 @@ class Rehearsal:
         Return whether nothing is left. Where results cannot be collected, they are lost.
         """
         project = ("--project", self.google.project)
-        down = ("down", "--yes", "--stack", self.name, *project)
+        data = ("--delete-filestore", filestore_name(self.name))
+        down = ("down", "--yes", "--stack", self.name, *data, *project)
         gone = collect and self._tried("down", *down)
         gone = gone or self._tried("down, results lost", *down, "--without-collect")
         is_clean = self._tried("sweep", "sweep", "--cluster", self.name, *project)
@@ -420,12 +422,14 @@ def _reckon(need: Need, *, budget_usd: float) -> tuple[float, int]:
     machine = machine_price(need.machine_type, region=need.region, spot=need.spot == "true")
     disks = disk_price(need.disk_type, gib=need.disk_gib, region=need.region)
     nat = nat_price(nodes=need.node_count, region=need.region)
-    if machine is None or disks is None or nat is None:
+    shared = filestore_price(gib=need.filestore_gib, region=need.region)
+    shared = shared if need.has_filestore else 0.0
+    if machine is None or disks is None or nat is None or shared is None:
         raise ConfigError(
             f"no price is known of {need.describe()}, so no budget can be kept. Take other "
             "settings: --set region=us-central1 --set machineType=c3-standard-4"
         )
-    usd = machine * need.node_count + disks.usd + nat
+    usd = machine * need.node_count + disks.usd + nat + shared
     shortest, longest = _LIFETIMES_MIN
     minutes = min(longest, int(budget_usd / usd * 60))
     if minutes < shortest:

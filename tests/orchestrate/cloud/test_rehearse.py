@@ -94,6 +94,11 @@ def test_data_of_a_bucket_is_looked_for_in_the_cache(
     ("more", "code", "line"),
     [
         (("--budget-usd", "0.1"), ExitCode.BUDGET, "a rehearsal needs 45 minutes. Allow $0."),
+        (
+            ("--budget-usd", "0.4", "--set", "sharedStorage=filestore"),
+            ExitCode.BUDGET,
+            "a rehearsal needs 45 minutes. Allow $0.60",
+        ),
         (("--set", "machineType=c9-x-4"), ExitCode.CONFIG, "no price is known of 2 x c9-x-4"),
         (("--set", "cluster=prod"), ExitCode.CONFIG, "--set cluster=prod: must be KEY=VALUE"),
         (("--set", "nothing"), ExitCode.CONFIG, "--set nothing: must be KEY=VALUE"),
@@ -184,6 +189,7 @@ def test_what_google_refused_is_on_the_page_and_everything_is_taken_down(
     assert "| listing instances | " in out
     assert (rehearsal.folder / f".cluster/{NAME}/page.md").read_text() == out
     assert "error: step 'up' ended with 11" in err and "taking everything down" in err
+    assert f"+ down --yes --stack {NAME} --delete-filestore {NAME}-shared --project" in err
     told = words(rehearsal)
     assert told[-1] == f"{NAME} stack rm --yes"
     assert any("destroy --yes" in each for each in told)
