@@ -159,7 +159,7 @@ def _provider() -> str:
 
 
 _NAME = "rehearsal-{}"
-"""Of a rehearsal's stack, cluster and run, with the first digits of the cluster's identity."""
+"""Name of a rehearsal's stack, cluster and run, with the first digits of the cluster's identity."""
 _NAME_DIGITS = 8
 _SMALLEST = {
     "nodeCount": "2",
@@ -178,7 +178,7 @@ class Rehearsal:
     """One way through; `steps` grows."""
 
     name: str
-    """Of its stack, its cluster and its run."""
+    """Name of its stack, its cluster and its run."""
     pulumi: Pulumi
     google: Google
     env: Mapping[str, str]
