@@ -35,6 +35,8 @@ _FETCHES = 3
 _WRITE_ID = "tileforge-write"
 """Metadata of every object: a random id of the write, by which a writer knows its own."""
 _QUERY = re.compile(r"\?[^\s'\")>]+")
+_REFUSED = "invalid_grant"
+"""In the answer of Google's token server about a login or a key that is not valid."""
 _LOG_IN = "Log in with gcloud auth application-default login, or use the node's service account"
 
 
@@ -250,7 +252,9 @@ class BucketStore:
                     "create in the cluster's settings, or name another in storage.results."
                 ) from None
             raise MissingObjectError(f"{what}: there is no such object") from None
-        except (libraries.errors.Forbidden, libraries.errors.Unauthorized) as error:
+        except libraries.errors.Unauthorized as error:
+            raise _credentials_error(what, error) from None
+        except libraries.errors.Forbidden as error:
             raise StoreRefusedError(
                 f"{what}: Google refuses it ({_words(error)}). Give the account "
                 f"roles/storage.objectUser on the bucket {self.address.bucket}."
@@ -260,7 +264,17 @@ class BucketStore:
         except StoreError:
             raise
         except libraries.all as error:
+            # Other failures of a refresh are the network's, and pass.
+            if isinstance(error, libraries.auth_errors.RefreshError) and _REFUSED in str(error):
+                raise _credentials_error(what, error) from None
             raise StoreError(f"{what}: {_words(error)}") from None
+
+
+def _credentials_error(what: str, error: Exception) -> StoreRefusedError:
+    return StoreRefusedError(
+        f"{what}: Google refuses the credentials ({_words(error)}): the login has expired or was "
+        f"revoked, or the key in GOOGLE_APPLICATION_CREDENTIALS was deleted. {_LOG_IN}."
+    )
 
 
 def _read_again(ask: Callable[[], _T]) -> _T:
