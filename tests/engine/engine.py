@@ -225,7 +225,9 @@ class Engine:
                 for (kind, _), items in self.cloud.items.items()
                 if items
             }
+            shared = [each["name"] for each in self.cloud.filestores.values()]
             buckets = [each["name"] for each in self.cloud.buckets if each["labels"]]
+        found |= {"filestores": shared} if shared else {}
         return found | ({"buckets": buckets} if buckets else {})
 
     def machines(self) -> dict[str, str]:

@@ -164,7 +164,9 @@ def _add_down(commands: Commands) -> None:
         description="Collect what is missing here of the cluster's runs, `pulumi destroy`, sweep. "
         "Nothing is destroyed when a run cannot be collected, or the head says that one goes on. "
         "A stopped head is started for that, after a question. "
-        "A results bucket stays without --delete-bucket. Exit code 60 when something is left.",
+        "A results bucket stays without --delete-bucket. A Filestore instance goes after its name "
+        "was typed, or with --delete-filestore; else nothing is destroyed. "
+        "Exit code 60 when something is left.",
     )
     parser.set_defaults(command=_down)
     _add_stack(parser)
