@@ -450,9 +450,8 @@ def _settle_name(folder: Path) -> str:
 
 def _left_before(env: Mapping[str, str], *, folder: Path) -> list[str]:
     """Return the rehearsals of this folder whose stack still exists. Raises PulumiError."""
-    known = {
-        path.parent.name for path in folder.glob(f".cluster/{_NAME.format('*')}/identity.json")
-    }
+    pattern = _NAME.format("[0-9a-f]" * _NAME_DIGITS)
+    known = {path.parent.name for path in folder.glob(f".cluster/{pattern}/identity.json")}
     if not known:
         return []
     stacks = Pulumi(env, folder=folder).ask_json("stack", "ls")
