@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TextIO
 
 from payload import __version__
+from payload.cloud_need import need_of
 from payload.errors import BudgetError, ConfigError, ExitCode, TileforgeError, UsageError
 from payload.launch.ranks import place_ranks
 from payload.orchestrate.cloud.google import Endpoints, Google
@@ -87,6 +88,8 @@ class Smoke:
     max_hourly_usd: float
     config: Path
     num_steps: int
+    filestore: str | None = None
+    """The Filestore instance that goes with the cluster."""
     sleep: Callable[[float], None] = time.sleep
     run_id: str = field(default_factory=lambda: f"smoke-{secrets.token_hex(3)}")
     steps: list[Step] = field(default_factory=list)
@@ -114,7 +117,8 @@ class Smoke:
     def down(self, cluster: str | None) -> None:
         """Destroy, and look twice; nothing is raised, as this must go to its end."""
         without = [] if all(step.is_good for step in self.steps) else ["--without-collect"]
-        self._run("down", "down", "--yes", *self._stack(), *without)
+        data = ["--delete-filestore", self.filestore] if self.filestore else []
+        self._run("down", "down", "--yes", *self._stack(), *without, *data)
         if cluster is not None:
             project = ("--project", self.google.project)
             self._run("sweep", "sweep", "--cluster", cluster, *project, "--keep-buckets")
@@ -205,6 +209,7 @@ def main(
             max_hourly_usd=arguments.max_hourly_usd,
             config=arguments.config,
             num_steps=arguments.steps,
+            filestore=arguments.delete_filestore,
             sleep=sleep,
         )
     except TileforgeError as error:
@@ -273,6 +278,11 @@ def _guard(pulumi: Pulumi, arguments: argparse.Namespace, answers: TextIO) -> No
             f"test at most {arguments.max_hourly_usd:g}. Lower it: pulumi config set maxHourlyUsd "
             f"{arguments.max_hourly_usd:g}"
         )
+    if need_of(known).has_filestore and not arguments.delete_filestore:
+        raise ConfigError(
+            "the stack has sharedStorage filestore, which would be left. Let it be deleted, with "
+            "all data on it: --delete-filestore NAME"
+        )
     for ask in ("This builds machines that cost money. The project's name:", "Once more:"):
         print(ask, end=" ", file=sys.stderr, flush=True)
         if answers.readline().strip() != arguments.project:
@@ -290,6 +300,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cloud_smoke")
     parser.add_argument("--project", required=True, metavar="ID", help="has to be the stack's")
     parser.add_argument("--stack", metavar="NAME", help="(default: the selected one)")
+    parser.add_argument("--delete-filestore", metavar="NAME", help="as of `down`")
     parser.add_argument("--max-hourly-usd", type=float, default=5.0, metavar="USD")
     parser.add_argument("--steps", type=int, default=20, metavar="COUNT")
     parser.add_argument(

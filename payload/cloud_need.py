@@ -31,6 +31,7 @@ _CONTINENTS = {
     **{"us": "us", "nam": "us", "ca": "northamerica", "europe": "europe", "eur": "europe"},
     **{"asia": "asia", "in": "asia", "au": "australia"},
 }
+_FILESTORE_GIB = 1024
 
 # The compute quotas count pd-balanced as SSD, too.
 _DISK_QUOTAS = {
@@ -57,7 +58,8 @@ class Need:
     has_public_head: bool = False
     uses_os_login: bool = False
     has_bucket: bool = False
-    has_filestore: bool = False
+    filestore_gib: int = 0
+    """Size of the Filestore instance; 0 for none."""
     makes_bucket: bool = False
     cluster: str = ""
     """Empty where it is not known."""
@@ -80,6 +82,11 @@ class Need:
     def needs_regional_key(self) -> bool:
         """Return whether something besides disks is encrypted, which takes no other key."""
         return self.makes_bucket or self.has_filestore
+
+    @property
+    def has_filestore(self) -> bool:
+        """Return True if there is a Filestore instance."""
+        return self.filestore_gib > 0
 
     @property
     def family(self) -> str:
@@ -214,7 +221,7 @@ def need_of(settings: Mapping[str, Any]) -> Need:
         has_public_head=access == "direct",
         uses_os_login=access == "oslogin",
         has_bucket=(settings.get("bucket") or "none") != "none",
-        has_filestore=settings.get("sharedStorage") == "filestore",
+        filestore_gib=_filestore_gib(settings),
         makes_bucket=settings.get("bucket") == "create",
         cluster=str(settings.get("cluster") or ""),
         image=str(settings.get("image") or DEFAULT_IMAGE),
@@ -244,6 +251,12 @@ def _name(settings: Mapping[str, Any], key: str, default: str) -> str:
     if not isinstance(value, str) or not CLOUD_NAME.fullmatch(value):
         raise ConfigError(f"{key} = {shown(value)}: must be a name. pulumi config set {key} NAME")
     return value
+
+
+def _filestore_gib(settings: Mapping[str, Any]) -> int:
+    if settings.get("sharedStorage") != "filestore":
+        return 0
+    return _whole(settings, "filestoreGb", _FILESTORE_GIB) or _FILESTORE_GIB
 
 
 def _whole(settings: Mapping[str, Any], key: str, default: int) -> int:

@@ -7,6 +7,7 @@ terraform-provider-google).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,16 @@ _KEYS = ("GOOGLE_CREDENTIALS", "GOOGLE_CLOUD_KEYFILE_JSON", "GCLOUD_KEYFILE_JSON
 _FILE = "GOOGLE_APPLICATION_CREDENTIALS"
 _IMPERSONATED = "GOOGLE_IMPERSONATE_SERVICE_ACCOUNT"
 _LOG_IN = "Log in: gcloud auth application-default login"
+# As Google's token server, its APIs and the clients in Go and Python write it:
+# https://github.com/pulumi/pulumi-gcp/issues/479
+REFUSED_CREDENTIALS = re.compile(
+    r"invalid_grant|invalid_client|unauthorized_client|(?i:\breauth)|\bError 401\b"
+    r"|\b401 Unauthorized|(?:status|response) code:? 401|iam\.serviceAccounts\.getAccessToken"
+    r"|(?i:invalid authentication credentials|invalid credentials)|\bUNAUTHENTICATED\b"
+)
+"""Matches the text of a refusal of credentials, whatever their roles."""
+_MAY_NOT_ACT = re.compile(r"getAccessToken|PERMISSION_DENIED|\b40[34]\b|NOT_FOUND|[Nn]ot found")
+_WRONG_CLOCK = re.compile(r"short-lived token|reasonable timeframe|Token used too early")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,18 +91,37 @@ class GoogleLogin:
         return {name: value for name, value in found.items() if value}
 
     def renewal(self) -> str:
-        """Return what to do where these credentials are refused or have expired."""
-        if self.impersonated:
-            return (
-                f"{_IMPERSONATED} = {self.impersonated!r}: your login needs "
-                "roles/iam.serviceAccountTokenCreator on that account, and its project the API "
-                "iamcredentials.googleapis.com"
-            )
+        """Return how to come by credentials that are valid."""
         if self.variable == TOKEN:
             return f"Make a new token: export {TOKEN}=$(gcloud auth print-access-token)"
         if self.variable:
-            return f"Give a key that is valid in {self.variable}, or take the variable away"
+            return (
+                f"Give a key that is valid in {self.variable}, or take the variable away: unset "
+                f"{self.variable}. {_LOG_IN}"
+            )
         return _LOG_IN
+
+    def refusal(self, said: str) -> str:
+        """Return the cause and the fix where Google refuses these credentials, with `said`.
+
+        No role is missing then, but for the right to act as another account.
+        """
+        if self.impersonated and _MAY_NOT_ACT.search(said):
+            return (
+                f"{_IMPERSONATED} = {self.impersonated!r}: there is no such account, or this login "
+                "may not act as it. It needs roles/iam.serviceAccountTokenCreator on that account, "
+                "and its project the API iamcredentials.googleapis.com"
+            )
+        whose = f"Google refuses the credentials ({self.describe()}): "
+        if _WRONG_CLOCK.search(said):
+            return f"{whose}this machine's clock is wrong. Set it, then repeat the command"
+        if self.variable == TOKEN:
+            cause = "an access token is good for one hour, and this one has expired or is none"
+        elif self.variable:
+            cause = "the key was deleted or replaced, or its account is disabled or gone"
+        else:
+            cause = "the login has expired or was revoked"
+        return f"{whose}{cause}. {self.renewal()}"
 
     def describe(self) -> str:
         """Return where the credentials are from, in words."""

@@ -41,6 +41,8 @@ _WRITE_ID = "tileforge-write"
 _QUERY = re.compile(r"\?[^\s'\")>]+")
 _STAND_IN = "STORAGE_EMULATOR_HOST"
 """The client's variable for a server in Google's place, which is sent no credentials."""
+_REFUSED = "invalid_grant"
+"""In the answer of Google's token server about a login or a key that is not valid."""
 
 
 class BucketStore:
@@ -233,6 +235,11 @@ class BucketStore:
         or_else = ", or use the node's service account" if self._login.is_default else ""
         return f"{self._login.renewal()}{or_else}"
 
+    def _credentials_error(self, what: str, error: Exception) -> StoreRefusedError:
+        or_else = ", or use the node's service account" if self._login.is_default else ""
+        refusal = self._login.refusal(str(error))
+        return StoreRefusedError(f"{what} ({_words(error)}): {refusal}{or_else}.")
+
     def _blob(self, name: str) -> Any:
         bucket = self._client().bucket(self.address.bucket)
         return bucket.blob(f"{self._prefix}{name}", chunk_size=_PART_BYTES)
@@ -271,10 +278,7 @@ class BucketStore:
                 ) from None
             raise MissingObjectError(f"{what}: there is no such object") from None
         except libraries.errors.Unauthorized as error:
-            raise StoreRefusedError(
-                f"{what}: Google refuses these credentials ({_words(error)}). "
-                f"{self._how_to_log_in()}."
-            ) from None
+            raise self._credentials_error(what, error) from None
         except libraries.errors.Forbidden as error:
             raise StoreRefusedError(
                 f"{what}: Google refuses it ({_words(error)}). Give the account "
@@ -285,11 +289,11 @@ class BucketStore:
                 f"{what}: no credentials for Google. {self._how_to_log_in()}."
             ) from None
         except libraries.auth_errors.RefreshError as error:
-            said = f"{what}: Google does not renew these credentials ({_words(error)})"
             # A node's metadata server may fail for a moment, and the library does not say so.
-            if error.retryable or self._login.is_default:
-                raise StoreError(said) from None
-            raise StoreRefusedError(f"{said}. {self._how_to_log_in()}.") from None
+            is_refused = _REFUSED in str(error) or not self._login.is_default
+            if error.retryable or not is_refused:
+                raise StoreError(f"{what}: {_words(error)}") from None
+            raise self._credentials_error(what, error) from None
         except StoreError:
             raise
         except libraries.all as error:

@@ -163,7 +163,8 @@ class Engine:
 
     def down(self) -> Done:
         """`down --yes`, which has to end with 0."""
-        done = self.orchestrate("down", "--yes", "--without-collect", "--project", PROJECT)
+        loses = ("--without-collect", "--delete-filestore", "dev-shared")
+        done = self.orchestrate("down", "--yes", *loses, "--project", PROJECT)
         assert done.returncode == 0, done.stdout + done.stderr
         return done
 
@@ -224,7 +225,9 @@ class Engine:
                 for (kind, _), items in self.cloud.items.items()
                 if items
             }
+            shared = [each["name"] for each in self.cloud.filestores.values()]
             buckets = [each["name"] for each in self.cloud.buckets if each["labels"]]
+        found |= {"filestores": shared} if shared else {}
         return found | ({"buckets": buckets} if buckets else {})
 
     def machines(self) -> dict[str, str]:

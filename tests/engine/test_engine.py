@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import stat
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 from payload.errors import INTERRUPTED
 from tests.engine.engine import Engine
 from tests.engine.variants import VARIANTS
-from tests.orchestrate.cloud.standin import REGION, ZONE, CloudStandIn, Fault
+from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, CloudStandIn, Fault
+from tests.support.data_folders import make_data_folder
+from tests.support.launching import TINY_RUN
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 UP = (
@@ -216,6 +219,23 @@ def test_after_ctrl_c_down_leaves_nothing(
     assert process.wait(timeout=300) in (INTERRUPTED, 0)
     engine.down()
     assert engine.left() == {}
+
+
+def test_a_rehearsal_that_was_killed_is_named_and_can_be_taken_down(engine: Engine) -> None:
+    data = make_data_folder(engine.folder / "data", vocab_size=512)
+    (engine.folder / "tiny.toml").write_text(TINY_RUN.format(data=data))
+    rehearse = ("rehearse", "--project", PROJECT, "--config", "tiny.toml")
+    process = engine.start("orchestrate", *rehearse, "--yes")
+    engine.wait_for_change(process)
+    engine.kill(process)
+    assert engine.left() != {}
+    assert engine.pulumi("stack", "--show-name").stdout.strip() == "dev"  # selected as before
+    asked = engine.orchestrate(*rehearse)
+    (name,) = re.findall("(rehearsal-[0-9a-f]{8}) was not taken down", asked.stderr)
+    done = engine.orchestrate("down", "--yes", "--without-collect", "--stack", name)
+    assert done.returncode == 0, done.stderr
+    assert engine.left() == {}
+    assert engine.pulumi("stack", "rm", name, "--yes").returncode == 0
 
 
 def test_a_lock_of_another_machine_is_named_and_left(engine: Engine) -> None:

@@ -190,6 +190,7 @@ def test_requests_are_repeated_as_the_provider_does(fake: Engine, cloud: CloudSt
         (("stack", "select", "none"), "no stack named 'none' found"),
         (("stack", "output", "none"), "does not have output property 'none'"),
         (("up", "--diff"), "unknown flag: --diff"),
+        (("stack", "init", "two", "--stack", "two"), "only one of --stack or argument"),
         (("new",), 'unknown command "new" for "pulumi"'),
     ],
 )

@@ -15,6 +15,7 @@ from infra.cost import cluster_cost, describe, price_of_cluster
 from infra.network import FILESTORE_RANGE, NFS_PORT, SUBNET
 from payload.errors import BudgetError
 from payload.inventory import SHARED_FOLDER
+from payload.orchestrate.cloud.filestore import filestore_name
 from tests.infra.stacks import FILESTORE, ROOT, Plain, deploy
 from tests.infra.test_cloud_init import written_files
 from tests.infra.test_monitoring import in_script
@@ -62,6 +63,7 @@ def test_filestore_is_for_the_nodes_alone_and_goes_with_the_stack(tmp_path: Path
         },
     ]
     assert inputs["deletionProtectionEnabled"] is False
+    assert inputs["name"] == filestore_name("dev")
     assert not found["options"].get("retainOnDelete")
     (egress,) = [r for r in made.of_type("Firewall") if r["name"] == "dev-egress-filestore"]
     assert egress["destinationRanges"] == [FILESTORE_RANGE]

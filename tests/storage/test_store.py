@@ -16,6 +16,7 @@ import pytest
 from payload.errors import ConfigError, DataError, ExitCode
 from payload.orchestrate.__main__ import main as orchestrate
 from payload.run_config import parse_run_config
+from payload.storage.bucket import BucketStore, _libraries
 from payload.storage.checkpoints import Upload, fetch_newest, remove_checkpoints, whole_checkpoints
 from payload.storage.here import bring_data_here
 from payload.storage.objects import (
@@ -23,6 +24,7 @@ from payload.storage.objects import (
     ConflictError,
     MissingObjectError,
     ObjectStore,
+    StoreError,
     StoreRefusedError,
     TooLargeError,
     check_store,
@@ -291,3 +293,22 @@ def test_preflight_tries_the_store_last(
     said = capsys.readouterr()
     assert status == code, said.out + said.err
     assert words in said.out + said.err
+
+
+def test_credentials_that_have_expired_are_no_missing_role() -> None:
+    store = open_store(parse_store_address("gs://b-1/x"))
+    assert isinstance(store, BucketStore)
+    libraries = _libraries()
+    expired = libraries.auth_errors.RefreshError(
+        "invalid_grant: Token has been expired or revoked."
+    )
+    for error in (libraries.errors.Unauthorized("Invalid Credentials"), expired):
+        with pytest.raises(StoreRefusedError) as caught, store._plainly("listing runs"):
+            raise error
+        assert "Google refuses the credentials" in str(caught.value)
+        assert "gcloud auth application-default login" in str(caught.value)
+        assert "roles/" not in str(caught.value)
+    # As on a node whose metadata server does not answer for a moment.
+    with pytest.raises(StoreError) as passing, store._plainly("listing runs"):
+        raise libraries.auth_errors.RefreshError("Failed to retrieve http://metadata")
+    assert not isinstance(passing.value, StoreRefusedError)

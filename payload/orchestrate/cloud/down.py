@@ -18,6 +18,7 @@ from payload.cluster_identity import known_cluster_identity
 from payload.errors import ConfigError, ExitCode, TileforgeError, UsageError
 from payload.hints import command
 from payload.inventory import ClusterInventory, Node
+from payload.orchestrate.cloud.filestore import may_delete, own_filestores
 from payload.orchestrate.cloud.firewall import StackState, stack_state
 from payload.orchestrate.cloud.google import Endpoints, Google
 from payload.orchestrate.cloud.machine_status import start_head
@@ -363,6 +364,8 @@ class DownOptions:
     runs_dir: Path
     without_collect: bool
     delete_bucket: str | None
+    delete_filestore: list[str]
+    """Names of Filestore instances that may be deleted with their data."""
     dry_run: bool
     yes: bool
 
@@ -380,6 +383,14 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
     own = ownership_of(state, known_cluster_identity(folder, cluster))
     if state.parts:
         require_own_state(google, cluster, own, kept="nothing was destroyed", talk=talk)
+    data = own_filestores(google, state, own)
+    # First of all: without the instance nothing of its network can be destroyed, and a stopped head
+    # is started, and billed, only for a cluster that goes.
+    if not options.dry_run and not may_delete(
+        data, named=options.delete_filestore, kept=_WORDS["kept"]
+    ):
+        talk.print("nothing was destroyed")
+        return ExitCode.OK
     stake = None
     if not options.without_collect:
         started = None
@@ -407,7 +418,7 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
     bucket = None
     if options.delete_bucket is not None:
         bucket = find_bucket(google, options.delete_bucket, cluster=cluster, own=own)
-    _say_plan(stake, cluster, project, bucket, talk=talk)
+    _say_plan(stake, cluster, project, bucket, data, talk=talk)
     if options.dry_run:
         found = look(google, cluster, folder=folder, keep_buckets=True, ownership=own)
         text_console(stderr=False).print(found.table())
@@ -427,7 +438,9 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
         operations = Operations(
             pulumi=pulumi, cluster=cluster, folder=folder, talk=talk, assume_yes=options.yes
         )
-        destroy_and_look(operations, google, state=state, steps=3)
+        destroy_and_look(
+            operations, google, state=state, steps=3, may_go=lambda each: each.name in data
+        )
         if bucket is not None:
             delete_bucket(google, bucket)
             talk.print(f"gs://{bucket.name}: deleted")
@@ -513,11 +526,18 @@ def _without_state(
 
 
 def _say_plan(
-    stake: AtStake | None, cluster: str, project: str, bucket: Bucket | None, *, talk: Console
+    stake: AtStake | None,
+    cluster: str,
+    project: str,
+    bucket: Bucket | None,
+    data: Sequence[str],
+    *,
+    talk: Console,
 ) -> None:
     """Say what the steps will do; lines with a step's number are results."""
     last = "a results bucket stays" if bucket is None else f"then {bucket}"
     first = "left out (--without-collect)" if stake is None else stake.names()
+    also = "".join(f", Filestore {name} with all data on it" for name in data)
     talk.print(f"to collect: {first}")
-    talk.print(f"to destroy: every machine, disk and network; {last}")
+    talk.print(f"to destroy: every machine, disk and network{also}; {last}")
     talk.print(f"to look for: what is left of {cluster} in {project}")

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from payload.errors import CapacityError, ConfigError, QuotaError, TileforgeError
+from payload.google_login import GoogleLogin
 from payload.hints import command
 from payload.orchestrate.cloud.pulumi import STACK_TYPE, Update, name_of, refusal, type_of
 from payload.orchestrate.cloud.refusals import access_refusal, other_refusal
@@ -345,14 +346,14 @@ def explain(update: Update, *, spot: bool = False) -> TileforgeError:
         return stock_out.error(what)
     return (
         _quota_error(what, problems)
-        or _access_error(what, problems)
+        or _access_error(what, problems, update.login)
         or _other_error(what, problems)
     )
 
 
 def _not_started(update: Update) -> TileforgeError:
     if not is_busy(update.text):
-        return refusal(update.shown, update.text)
+        return refusal(update.shown, update.text, update.login)
     held = ", ".join(map(str, locks_in(update.text)))
     return StackBusyError(
         f"{update.shown}: another update of the stack is going on, so this one did nothing: "
@@ -377,10 +378,12 @@ def _quota_error(what: str, problems: Sequence[Problem]) -> TileforgeError | Non
     )
 
 
-def _access_error(what: str, problems: Sequence[Problem]) -> TileforgeError | None:
+def _access_error(
+    what: str, problems: Sequence[Problem], login: GoogleLogin
+) -> TileforgeError | None:
     """Return the error of the first problem with credentials or permissions, or None."""
     for each in problems:
-        refusal = access_refusal(each.message)
+        refusal = access_refusal(each.message, login=login)
         if refusal is not None:
             return refusal.error(f"{what}: {_cut(str(each))}. {refusal.advice}")
     return None

@@ -342,13 +342,14 @@ class Google:
             error, auth.TransportError
         )
         if is_refused or isinstance(error, exceptions.Unauthorized):
-            renewal = self._endpoints.login.renewal()
-            return CloudAuthError(f"{what}: these credentials are refused ({said})", fix=renewal)
+            fix = self._endpoints.login.refusal(one_line(message, longest=2000))
+            return CloudAuthError(f"{what}: {said}", fix=f"{fix}.")
         if isinstance(error, exceptions.NotFound):
             return CloudMissingError(f"{what}: {said}")
         if isinstance(error, exceptions.Forbidden):
             more = f"{_attribute(error, 'errors')} {_attribute(error, 'details')}"
-            known = access_refusal(one_line(f"{said} {more}", longest=2000), project=self.project)
+            text = one_line(f"{said} {more}", longest=2000)
+            known = access_refusal(text, project=self.project, login=self._endpoints.login)
             if known is not None and known.error is CloudError:
                 return CloudError(f"{what}: {said}. {known.advice}.")
             fix = known.advice if known else "Ask for a role that allows it, see docs/operating.md"

@@ -10,16 +10,14 @@ from typing import Any
 
 from rich.console import Console
 
-from payload.cloud_prices import filestore_price
 from payload.cluster_identity import identity_in
-from payload.errors import CloudError, ConfigError, TileforgeError
-from payload.orchestrate.cloud.firewall import INSTANCE, StackState, inputs_in_state
+from payload.errors import CloudError, ConfigError
+from payload.orchestrate.cloud.firewall import INSTANCE, StackState
 from payload.orchestrate.cloud.google import CloudMissingError, Google, request_of
 from payload.orchestrate.cloud.listing import remove
-from payload.orchestrate.cloud.pulumi import Pulumi, Step, Update, name_of, type_of
+from payload.orchestrate.cloud.pulumi import Pulumi, Update, name_of, type_of
 from payload.orchestrate.cloud.resources import CLUSTER_LABEL, KEPT_LABEL, Resource, last_word
 from payload.orchestrate.cloud.stack import recall
-from payload.orchestrate.run.console import confirm_by_name
 from payload.untrusted import printable
 
 _NETWORK, _BOOT = "its network", "what it boots with"
@@ -188,22 +186,7 @@ def added_lines(added: Sequence[Additions], going: Collection[str]) -> Iterator[
             )
 
 
-FILESTORE = "gcp:filestore/instance:Instance"
 _INSTANCE_ID = re.compile(r".*/zones/([a-z0-9-]+)/instances/([a-z0-9-]+)")
-_ENDS = ("delete", "replace", "delete-replaced")
-
-
-def has_filestore(state: StackState) -> bool:
-    """Return True if the stack has an instance, which may hold data."""
-    return any(type_of(urn) == FILESTORE for urn, _ in state.parts)
-
-
-def confirm_filestore(name: str) -> bool:
-    """Return whether the operator types the instance's name, which --yes does not answer.
-
-    Raises UsageError where nobody can be asked.
-    """
-    return confirm_by_name(f"This deletes Filestore {name} with all data on it.", name=name)
 
 
 def remove_machines(google: Google, state: StackState) -> None:
@@ -216,72 +199,6 @@ def remove_machines(google: Google, state: StackState) -> None:
     failed = remove(google, found)
     if failed:
         raise CloudError("; ".join(failed))
-
-
-def filestores_that_go(preview: Update) -> list[str]:
-    """Return the instances that `pulumi up` would delete or replace, with the data on them."""
-    return sorted({name_of(step.urn) for step in _steps(preview) if step.op in _ENDS})
-
-
-def refuse_another_region(preview: Update, region: str) -> None:
-    """Raise ConfigError where the instance stays in another region than the machines are to be."""
-    for step in _steps(preview):
-        place = _place(step)
-        if step.op not in _ENDS and place and not place.startswith(f"{region}-"):
-            raise ConfigError(
-                f"Filestore {name_of(step.urn)} is in {place} with its data, and region = "
-                f"{region!r}. Copy what you need from it, remove it (pulumi config set "
-                "sharedStorage none, then up), and set sharedStorage again"
-            )
-
-
-def zone_words(update: Update, zone: str | None) -> str:
-    """Return a sentence where the machines are in another zone than the instance; else nothing."""
-    for step in _steps(update):
-        place = _place(step)
-        if step.op not in _ENDS and place and zone and place != zone:
-            return (
-                f"Filestore {name_of(step.urn)} stays in {place} with its data, and the machines "
-                f"are in {zone}: Google bills the traffic between zones"
-            )
-    return ""
-
-
-def billed_words(pulumi: Pulumi) -> str:
-    """Return a sentence on the instance in the stack's state, which costs until it is removed.
-
-    Empty where there is none, or the state cannot be read.
-    """
-    try:
-        found = inputs_in_state(pulumi, FILESTORE)
-    except TileforgeError:
-        return ""
-    return "".join(_billed(inputs) for inputs in found)
-
-
-def _billed(inputs: Any) -> str:
-    place = printable(str(inputs.get("location")))
-    shares = inputs.get("fileShares") or {}
-    gib = shares.get("capacityGb") if isinstance(shares, dict) else None
-    usd = None
-    if isinstance(gib, (int, float)):
-        usd = filestore_price(gib=int(gib), region=place.rpartition("-")[0])
-    price = f"${usd:.2f}/h" if usd is not None else "money"
-    return (
-        f"Filestore {printable(str(inputs.get('name')))} in {place} stays and costs {price} "
-        "until it is removed: no lifetime ends it. "
-    )
-
-
-def _steps(update: Update) -> list[Step]:
-    return [
-        step for step in update.steps if type_of(step.urn) == FILESTORE and step.op != "refresh"
-    ]
-
-
-def _place(step: Step) -> str:
-    inputs = step.new.inputs if step.new is not None else None
-    return printable(str((inputs or {}).get("location") or ""))
 
 
 _BUCKET = "gcp:storage/bucket:Bucket"

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -26,7 +26,7 @@ from payload.errors import (
     TileforgeError,
 )
 from payload.hints import command
-from payload.inventory import ClusterInventory
+from payload.inventory import Access, ClusterInventory, Node
 from payload.orchestrate.cloud.failures import find_stock_out
 from payload.orchestrate.cloud.firewall import INSTANCE, StackState, stack_state
 from payload.orchestrate.cloud.google import REQUEST_S, Endpoints, Google, one_line, request_of
@@ -34,8 +34,9 @@ from payload.orchestrate.cloud.listing import list_machines, see_to_its_end
 from payload.orchestrate.cloud.ownership import Ownership
 from payload.orchestrate.cloud.project import Check, ask_compute, unknown
 from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError, type_of
-from payload.orchestrate.cloud.stack import ENDING, STOPPED
+from payload.orchestrate.cloud.stack import ENDING, STOPPED, external_address
 from payload.orchestrate.run.console import confirm
+from payload.results import RunPaths, write_whole
 
 StoppedChoice = Literal["start", "replace", "leave"]
 STOPPED_CHOICES: tuple[StoppedChoice, ...] = ("start", "replace", "leave")
@@ -54,7 +55,7 @@ _BY_OTHERS = {
 _ID = re.compile(r"projects/[^/]+/zones/(?P<zone>[^/]+)/instances/(?P<name>[^/]+)")
 _LINKS = "https://www.googleapis.com/compute/v1/"
 _START_S = 300.0
-_CLOCK_SLACK_S = 60.0
+CLOCK_SLACK_S = 60.0
 """How far this machine's clock may be ahead of Google's."""
 _UP = command("orchestrate", "up")
 _DOWN = command("orchestrate", "down")
@@ -101,7 +102,7 @@ def machines_there(
             each.name
             for each in labelled
             if each.name not in state.machines
-            and (each.created_unix or 0.0) < since_unix - _CLOCK_SLACK_S
+            and (each.created_unix or 0.0) < since_unix - CLOCK_SLACK_S
         ),
     )
 
@@ -307,15 +308,46 @@ def start_head(
     start(google, [head], talk=talk)
     node = inventory.head
     if node.external_address is not None:
-        node = replace(node, external_address=_external_address(google, head))
+        node = replace(node, external_address=external_address(_instance(google, node)))
     return replace(inventory, nodes=(node, *inventory.nodes[1:]))
 
 
-def _external_address(google: Google, machine: StoppedMachine) -> str | None:
-    place = {"zone": machine.zone, "instance": machine.name}
-    found = ask_compute(google, "Instances", "GetInstanceRequest", what=machine.name, **place)
-    interfaces = [each for each in found.network_interfaces if each.access_configs]
-    return str(interfaces[0].access_configs[0].nat_i_p) or None if interfaces else None
+def _instance(google: Google, node: Node) -> Any:
+    place = {"zone": node.zone or "", "instance": node.name}
+    return ask_compute(google, "Instances", "GetInstanceRequest", what=node.name, **place)
+
+
+def follow_head(paths: RunPaths, env: Mapping[str, str]) -> str:
+    """Write how the head is reached now into the copy of a run; return words where that is new.
+
+    A stop and a start give a machine another external address, and another `accessMode` takes or
+    gives one. Empty where nothing is new, or where Google does not say.
+    """
+    try:
+        was = ClusterInventory.load(paths.inventory)
+        if was.source != "pulumi" or was.project is None or was.head.instance_id is None:
+            return ""
+        # Once: whoever waits for the head asks again.
+        google = Google(was.project, endpoints=Endpoints.from_env(env), retry_s=0)
+        found = _instance(google, was.head)
+    except TileforgeError:
+        return ""
+    address = external_address(found)
+    access = Access(kind="direct") if address else Access(kind="iap", project=was.project)
+    head = replace(was.head, external_address=address)
+    now = replace(was, access=access, nodes=(head, *was.nodes[1:]))
+    # Another machine of that name has no part of the run.
+    if str(found.id) != head.instance_id or found.status != "RUNNING" or now == was:
+        return ""
+    write_whole(paths.inventory, now.to_json())
+    return (
+        f"it is reached {_way(head)} now, not {_way(was.head)}. The run's inventory.json has that "
+        "from now on, and the next attempt uses it"
+    )
+
+
+def _way(head: Node) -> str:
+    return f"at {head.external_address}" if head.external_address else "through Google's proxy"
 
 
 def stopped_words(inventory: ClusterInventory, env: Mapping[str, str]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, Literal, TypeVar
 
 from payload.cloud_need import Need
 from payload.errors import ConfigError, ExitCode
+from payload.google_login import REFUSED_CREDENTIALS, GoogleLogin
 from payload.hints import command
 from payload.orchestrate.cloud.environment import past_the_proxy
 from payload.untrusted import NODE_NAME, build, check_type, checked, parse_json, printable, shown
@@ -124,6 +125,8 @@ class Update:
     text: str = ""
     """The end of what was printed for people."""
     log: Path | None = None
+    login: GoogleLogin = field(default_factory=GoogleLogin)
+    """The one that Google's provider had."""
 
     @property
     def shown(self) -> str:
@@ -227,8 +230,15 @@ _STACK = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*){
 NEWER = "See that it is Pulumi 3.200 or newer: pulumi version"
 
 Trouble = Literal[
-    "not installed", "no project", "not logged in", "no stack", "damaged state", "other"
+    "not installed",
+    "no project",
+    "not logged in",
+    "no stack",
+    "credentials refused",
+    "damaged state",
+    "other",
 ]
+_MOST_CHARS = 300
 
 # Pulumi's own words; what each means and what to do.
 _COMPLAINTS: tuple[tuple[str, Trouble, str], ...] = (
@@ -303,13 +313,13 @@ class PulumiError(ConfigError):
         """`trouble` says which of the known ones it is."""
         super().__init__(message)
         self.trouble = trouble
-        if trouble == "not logged in":
+        if trouble in ("not logged in", "credentials refused"):
             self.exit_code = ExitCode.AUTH
 
     @property
     def is_fault(self) -> bool:
         """Tell whether there may be a stack all the same, which could not be read."""
-        return self.trouble in ("damaged state", "other")
+        return self.trouble in ("credentials refused", "damaged state", "other")
 
 
 class Pulumi:
@@ -373,7 +383,8 @@ class Pulumi:
                 "other",
             ) from None
         if done.returncode != 0:
-            raise refusal(shown, done.stderr or done.stdout)
+            said = done.stderr or done.stdout
+            raise refusal(shown, said, GoogleLogin.from_env(self._env))
         return done.stdout
 
     def ask_json(self, *words: str, timeout_s: float | None = None) -> Any:
@@ -422,12 +433,21 @@ class Pulumi:
             unreadable=events.unreadable,
             text=printable(text),
             log=log,
+            login=GoogleLogin.from_env(self._env),
         )
 
 
-def refusal(shown: str, said: str) -> PulumiError:
-    """Return the error that a command amounts to whose engine never started, by what it printed."""
+def refusal(shown: str, said: str, login: GoogleLogin) -> PulumiError:
+    """Return the error that a command amounts to whose engine never started, by what it printed.
+
+    A state in a bucket is read with `login`.
+    """
     said = printable(said)
+    if REFUSED_CREDENTIALS.search(said) and re.search("google|oauth2", said):
+        flat = " ".join(said.split()).removeprefix("error: ").rstrip(".")
+        flat = flat if len(flat) <= _MOST_CHARS else f"{flat[:_MOST_CHARS]}..."
+        message = f"`{shown}`: {flat}. {login.refusal(said)}"
+        return PulumiError(message, "credentials refused")
     for pattern, trouble, fix in _COMPLAINTS:
         found = re.search(rf"^.*({pattern}).*$", said, re.MULTILINE)
         if found:

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 
 from payload.errors import CloudAuthError, CloudError, ConfigError, TileforgeError
+from payload.google_login import REFUSED_CREDENTIALS, GoogleLogin
 from payload.hints import command
 
 _UP = command("orchestrate", "up")
@@ -162,12 +163,12 @@ _ACCESS = (
         "or take the variable away and log in: gcloud auth application-default login",
     ),
     _rule(
-        r"(?i)could not find default credentials|No credentials loaded|invalid_grant|reauth"
-        r"|Error 401\b|invalid authentication credentials",
+        r"(?i)could not find default credentials|No credentials loaded",
         CloudAuthError,
-        "There are no Google Cloud credentials, or they have expired. Log in: gcloud auth "
-        "application-default login",
+        "There are no Google Cloud credentials. Log in: gcloud auth application-default login",
     ),
+    # Before everything that a role mends.
+    _rule(REFUSED_CREDENTIALS.pattern, CloudAuthError, "{credentials}"),
     _rule(
         r"does not have access to service account '?(?P<account>[^'\s]{1,256})"
         r"|SERVICE_ACCOUNT_ACCESS_DENIED|(?i:iam\.serviceAccounts\.actAs)",
@@ -183,7 +184,7 @@ _ACCESS = (
         bucket_fix("{bucket}"),
     ),
     _rule(
-        r"googleapi: Error 40[13]|PERMISSION_DENIED|Permission denied"
+        r"googleapi: Error 403|PERMISSION_DENIED|Permission denied"
         r"|Required '[\w.]{1,99}' permission|[Pp]ermission '[\w.]{1,99}' denied",
         CloudAuthError,
         "{role_advice}",
@@ -324,12 +325,13 @@ _PERMISSION = re.compile(
 _INSTANCE = re.compile(r"instance ([a-z0-9-]{1,63})\b")
 
 
-def access_refusal(text: str, *, project: str = "") -> Refusal | None:
+def access_refusal(text: str, *, project: str = "", login: GoogleLogin) -> Refusal | None:
     """Return the refusal of credentials, a permission, a policy or the project, or None.
 
-    `text` is on one line. `project` goes into commands; empty: the one that the text names.
+    `text` is on one line. `project` goes into commands; empty: the one that the text names. `login`
+    is whose request was refused.
     """
-    return _first(_ACCESS, text, project=project)
+    return _first(_ACCESS, text, project=project, credentials=login.refusal(text))
 
 
 def other_refusal(text: str, *, project: str = "") -> Refusal | None:
@@ -337,7 +339,9 @@ def other_refusal(text: str, *, project: str = "") -> Refusal | None:
     return _first(_OTHERS, text, project=project)
 
 
-def _first(rules: tuple[_Rule, ...], text: str, *, project: str) -> Refusal | None:
+def _first(
+    rules: tuple[_Rule, ...], text: str, *, project: str, credentials: str = ""
+) -> Refusal | None:
     for rule in rules:
         found = rule.pattern.search(text)
         if found is not None:
@@ -349,6 +353,7 @@ def _first(rules: tuple[_Rule, ...], text: str, *, project: str) -> Refusal | No
                 bucket=groups.get("bucket") or groups.get("other") or "NAME",
                 policy_fix=policy_fix(groups.get("constraint") or ""),
                 role_advice=_role_advice(text, project),
+                credentials=credentials,
                 machine=_group(_INSTANCE, text) or "NAME",
                 **{
                     name: groups.get(name) or name.upper()

@@ -21,11 +21,13 @@ from rich.console import Console
 import payload
 from payload import __version__
 from payload.cloud_need import Need, need_of
-from payload.cloud_prices import disk_price, machine_price, nat_price
+from payload.cloud_prices import disk_price, filestore_price, machine_price, nat_price
+from payload.cluster_identity import new_cluster_identity, settle_cluster_identity
 from payload.errors import INTERRUPTED, BudgetError, ConfigError, ExitCode, TileforgeError
 from payload.hints import command
 from payload.interpreter import code_environment, module_words
 from payload.launch.ranks import place_ranks
+from payload.orchestrate.cloud.filestore import filestore_name
 from payload.orchestrate.cloud.google import REQUEST_LOG, Endpoints, Google
 from payload.orchestrate.cloud.listing import remove
 from payload.orchestrate.cloud.pulumi import Pulumi
@@ -70,10 +72,7 @@ def page(
     project: str,
     trouble: str,
 ) -> str:
-    """Return the page in Markdown; it names neither the project nor an address.
-
-    `folder` is the rehearsal's, within the cluster's.
-    """
+    """Return the page in Markdown; it names neither the project nor an address."""
     chosen = ", ".join(f"{key} = {value}" for key, value in sorted(settings.items()))
     lines = [
         "# A rehearsal in Google Cloud",
@@ -90,7 +89,7 @@ def page(
         "",
         "| Resource | State | Seconds |",
         "|---|---|--:|",
-        *_resource_rows(folder.parent, since_unix=time.time() - took_s - 1),
+        *_resource_rows(folder),
         "",
         "| Request | Count | Median s | Longest s | Failed |",
         "|---|--:|--:|--:|--:|",
@@ -124,12 +123,11 @@ def _anonymous(text: str, *, project: str) -> str:
     return re.sub(r"\b(?!10\.|127\.)\d{1,3}(?:\.\d{1,3}){3}\b", "ADDRESS", text)
 
 
-def _resource_rows(folder: Path, *, since_unix: float) -> list[str]:
-    """Return a row of each resource that Pulumi changed since then."""
+def _resource_rows(folder: Path) -> list[str]:
+    """Return a row of each resource that Pulumi changed."""
     paths = [*folder.glob("up-*.json"), *folder.glob("destroy-*.json")]
-    recent = [path for path in paths if path.stat().st_mtime >= since_unix]
     rows = []
-    for path in sorted(recent, key=lambda each: each.stat().st_mtime):
+    for path in sorted(paths, key=lambda each: each.stat().st_mtime):
         for each in parse_json(read_bytes(path), where=str(path))["resources"]:
             what = f"{each['kind']} {each['name']}"
             rows.append(f"| {what} | {each['state']} | {each['seconds']:.1f} |")
@@ -160,9 +158,10 @@ def _provider() -> str:
         return "not installed"
 
 
-STACK = "rehearsal"
+_NAME = "rehearsal-{}"
+"""Name of a rehearsal's stack, cluster and run, with the first digits of the cluster's identity."""
+_NAME_DIGITS = 8
 _SMALLEST = {
-    "cluster": STACK,
     "nodeCount": "2",
     "machineType": "c3-standard-4",
     "region": "us-central1",
@@ -178,11 +177,13 @@ _GRACE_S = 60.0
 class Rehearsal:
     """One way through; `steps` grows."""
 
+    name: str
+    """Name of its stack, its cluster and its run."""
     pulumi: Pulumi
     google: Google
     env: Mapping[str, str]
     folder: Path
-    """Folder of the logs and the page."""
+    """The cluster's folder, which gets the logs and the page, too."""
     config: Path
     hourly_usd: float
     budget_usd: float
@@ -194,15 +195,14 @@ class Rehearsal:
 
     def through(self) -> None:
         """Take every step up to the healed cluster. Raises TileforgeError at the first bad step."""
-        up = ("up", "--yes", "--results-may-be-lost", "--stack", STACK)
-        self._step("doctor", "doctor", "--stack", STACK)
+        up = ("up", "--yes", "--results-may-be-lost", "--stack", self.name)
+        self._step("doctor", "doctor", "--stack", self.name)
         self._step("up", *up)
         outputs = self._priced()
-        job = ("--inventory", f"stack:{STACK}", *self._job(outputs))
+        job = ("--inventory", f"stack:{self.name}", *self._job(outputs))
         preflight = ("preflight", *job, "--wait", _BOOT_MINUTES)
         self._step("preflight", *preflight)
-        run_id = f"rehearsal-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
-        self._step(f"run of {_STEPS} steps", "run", *job, "--run-id", run_id)
+        self._step(f"run of {_STEPS} steps", "run", *job, "--run-id", self.name)
         self._lose(outputs)
         self._step("up heals it", *up)
         self._step("preflight again", *preflight)
@@ -213,10 +213,11 @@ class Rehearsal:
         Return whether nothing is left. Where results cannot be collected, they are lost.
         """
         project = ("--project", self.google.project)
-        down = ("down", "--yes", "--stack", STACK, *project)
+        data = ("--delete-filestore", filestore_name(self.name))
+        down = ("down", "--yes", "--stack", self.name, *data, *project)
         gone = collect and self._tried("down", *down)
         gone = gone or self._tried("down, results lost", *down, "--without-collect")
-        is_clean = self._tried("sweep", "sweep", "--cluster", STACK, *project)
+        is_clean = self._tried("sweep", "sweep", "--cluster", self.name, *project)
         if gone and is_clean:
             with suppress(TileforgeError):
                 self.pulumi.ask("stack", "rm", "--yes")
@@ -339,7 +340,10 @@ def rehearse(options: RehearseOptions, env: Mapping[str, str]) -> int:
     settings = _settings(options.settings)
     need = need_of({**settings, "zones": [settings["zone"]]})
     usd, minutes = _reckon(need, budget_usd=options.budget_usd)
-    project = project_of(options.project, None, env, folder=Path.cwd())
+    folder = Path.cwd()
+    project = project_of(options.project, None, env, folder=folder)
+    for name in _left_before(env, folder=folder):
+        talk.print(f"{name} was not taken down, or is still going on. {_how_to_take_down(name)}")
     talk.print(
         f"a rehearsal in project {project}: {need.describe()}, ${usd:.4f} an hour, for at most "
         f"{minutes} minutes (${usd * minutes / 60:.2f}); the machines end themselves after that"
@@ -347,20 +351,22 @@ def rehearse(options: RehearseOptions, env: Mapping[str, str]) -> int:
     if not confirm("Build this, and take it down again?", assume_yes=options.yes):
         talk.print("nothing was built")
         return ExitCode.OK
-    pulumi = Pulumi(env, folder=Path.cwd(), stack=STACK)
+    name = _settle_name(folder)
+    settings["cluster"] = name
+    pulumi = Pulumi(env, folder=folder, stack=name)
     _make_stack(
         pulumi,
         settings
         | {"project": project, "maxLifetime": f"{minutes}m", "maxHourlyUsd": f"{usd * 1.1:.2f}"},
     )
-    folder = cluster_folder(Path.cwd(), STACK) / f"rehearsal-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
-    folder.mkdir()
-    logged = {**env, REQUEST_LOG: str(folder / REQUESTS)}
+    own = cluster_folder(folder, name)
+    logged = {**env, REQUEST_LOG: str(own / REQUESTS)}
     rehearsal = Rehearsal(
+        name=name,
         pulumi=pulumi,
         google=Google(project, endpoints=Endpoints.from_env(logged)),
         env=logged,
-        folder=folder,
+        folder=own,
         config=options.config,
         hourly_usd=usd,
         budget_usd=options.budget_usd,
@@ -382,6 +388,7 @@ def _go(rehearsal: Rehearsal, settings: Mapping[str, str]) -> int:
         rehearsal.talk.print(f"error: {trouble}; taking everything down")
     if not rehearsal.end(collect=not trouble):
         code = ExitCode.TEARDOWN
+        rehearsal.talk.print(f"not all is taken down. {_how_to_take_down(rehearsal.name)}")
     text = page(
         rehearsal.steps,
         folder=rehearsal.folder,
@@ -415,12 +422,14 @@ def _reckon(need: Need, *, budget_usd: float) -> tuple[float, int]:
     machine = machine_price(need.machine_type, region=need.region, spot=need.spot == "true")
     disks = disk_price(need.disk_type, gib=need.disk_gib, region=need.region)
     nat = nat_price(nodes=need.node_count, region=need.region)
-    if machine is None or disks is None or nat is None:
+    shared = filestore_price(gib=need.filestore_gib, region=need.region)
+    shared = shared if need.has_filestore else 0.0
+    if machine is None or disks is None or nat is None or shared is None:
         raise ConfigError(
             f"no price is known of {need.describe()}, so no budget can be kept. Take other "
             "settings: --set region=us-central1 --set machineType=c3-standard-4"
         )
-    usd = machine * need.node_count + disks.usd + nat
+    usd = machine * need.node_count + disks.usd + nat + shared
     shortest, longest = _LIFETIMES_MIN
     minutes = min(longest, int(budget_usd / usd * 60))
     if minutes < shortest:
@@ -431,15 +440,38 @@ def _reckon(need: Need, *, budget_usd: float) -> tuple[float, int]:
     return usd, minutes
 
 
+def _settle_name(folder: Path) -> str:
+    """Return the name of a new rehearsal, once it is known here: it may be killed any time."""
+    identity = new_cluster_identity()
+    name = _NAME.format(identity[:_NAME_DIGITS])
+    settle_cluster_identity(folder, name, told=[identity])
+    return name
+
+
+def _left_before(env: Mapping[str, str], *, folder: Path) -> list[str]:
+    """Return the rehearsals of this folder whose stack still exists. Raises PulumiError."""
+    pattern = _NAME.format("[0-9a-f]" * _NAME_DIGITS)
+    known = {path.parent.name for path in folder.glob(f".cluster/{pattern}/identity.json")}
+    if not known:
+        return []
+    stacks = Pulumi(env, folder=folder).ask_json("stack", "ls")
+    there = {
+        str(each.get("name")).rpartition("/")[2]
+        for each in (stacks if isinstance(stacks, list) else [])
+        if isinstance(each, dict)
+    }
+    return sorted(known & there)
+
+
+def _how_to_take_down(name: str) -> str:
+    down = command("orchestrate", "down", "--stack", name)
+    return f"Take it down: {down}; then: pulumi stack rm {name}"
+
+
 def _make_stack(pulumi: Pulumi, settings: Mapping[str, str]) -> None:
-    """Make the stack. Raises ConfigError when there is one: it may have a cluster."""
-    try:
-        pulumi.ask("stack", "init", STACK)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{error}. If a rehearsal was broken off: {command('orchestrate', 'down')} --stack "
-            f"{STACK}; pulumi stack rm {STACK}"
-        ) from None
+    """Make the stack, and leave the operator's selected one selected. Raises PulumiError."""
+    # Its name is the option's: the engine refuses one as an argument beside that.
+    pulumi.ask("stack", "init", "--no-select")
     for key, value in settings.items():
         path = ("--path", "zones[0]") if key == "zone" else (key,)
         pulumi.ask("config", "set", *path, value)

@@ -9,6 +9,7 @@ from rich.console import Console
 from payload.cluster_identity import identity_in
 from payload.errors import CloudError, ConfigError
 from payload.hints import command
+from payload.orchestrate.cloud.filestore import MayDelete
 from payload.orchestrate.cloud.google import Google
 from payload.orchestrate.cloud.listing import list_everything, remove
 from payload.orchestrate.cloud.ownership import (
@@ -17,7 +18,7 @@ from payload.orchestrate.cloud.ownership import (
     describe_others,
     removable,
 )
-from payload.orchestrate.cloud.resources import Resource, is_made_by_program
+from payload.orchestrate.cloud.resources import FILESTORE, Resource, is_made_by_program
 from payload.orchestrate.run.console import confirm_by_name
 
 
@@ -71,7 +72,14 @@ def _listed(
     return listing.resources
 
 
-def take_over(google: Google, others: Sequence[Resource], *, cluster: str, talk: Console) -> bool:
+def take_over(
+    google: Google,
+    others: Sequence[Resource],
+    *,
+    cluster: str,
+    may_delete: MayDelete,
+    talk: Console,
+) -> bool:
     """Remove another cluster's resources after its name was typed; False where it was not.
 
     Raises UsageError where nobody can be asked, and CloudError when something stays.
@@ -82,6 +90,9 @@ def take_over(google: Google, others: Sequence[Resource], *, cluster: str, talk:
         "whether a run is going on there cannot be asked from here: its own operator has the key"
     )
     if not confirm_by_name(f"Remove these {len(others)} resource(s)?", name=cluster):
+        return False
+    data = [each.name for each in others if each.kind == FILESTORE]
+    if not may_delete(data, kept="nothing was built"):
         return False
     if failed := remove(google, others):
         raise CloudError(f"not everything was removed: {'; '.join(failed)}")

@@ -59,17 +59,17 @@ class _Reader:
     sleep: Callable[[float], None]
 
     def pinned(self, node: Node) -> Node:
-        """Return the node with its machine's number and host keys."""
-        instance_id = self._instance_id(node)
+        """Return the node with its machine's number, its external address and host keys."""
+        node = self._found(node)
         before = self.known.get(node.name)
-        if before is not None and before.instance_id == instance_id and before.host_keys:
-            return replace(node, instance_id=instance_id, host_keys=before.host_keys)
-        if before is not None and before.instance_id != instance_id:
+        if before is not None and before.instance_id == node.instance_id and before.host_keys:
+            return replace(node, host_keys=before.host_keys)
+        if before is not None and before.instance_id != node.instance_id:
             self.say(f"{node.name}: it is another machine than last time; its host keys are new")
-        keys = self._wait_for_keys(node)
-        return replace(node, instance_id=instance_id, host_keys=keys)
+        return replace(node, host_keys=self._wait_for_keys(node))
 
-    def _instance_id(self, node: Node) -> str:
+    def _found(self, node: Node) -> Node:
+        """Return the node as Google has it; a stop and a start have changed its address."""
         request = request_of(
             "GetInstanceRequest", project=self.google.project, zone=node.zone, instance=node.name
         )
@@ -86,7 +86,8 @@ class _Reader:
                 f"on it, is kept and billed. Start it: {command('orchestrate', 'up')}; or bring "
                 f"its results here and destroy it: {command('orchestrate', 'down')}"
             )
-        return str(found.id)
+        address = node.external_address and (external_address(found) or node.external_address)
+        return replace(node, instance_id=str(found.id), external_address=address)
 
     def _wait_for_keys(self, node: Node) -> tuple[str, ...]:
         has_told = False
@@ -204,6 +205,12 @@ def pin_node(
         sleep=sleep,
     )
     return reader.pinned(node)
+
+
+def external_address(instance: Any) -> str | None:
+    """Return the external address of one of Compute Engine's instances, or None."""
+    interfaces = [each for each in instance.network_interfaces if each.access_configs]
+    return str(interfaces[0].access_configs[0].nat_i_p) or None if interfaces else None
 
 
 class MachineGoneError(RankLostError):

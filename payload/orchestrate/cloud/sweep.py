@@ -30,6 +30,7 @@ from payload.errors import (
 )
 from payload.hints import command
 from payload.orchestrate.cloud.failures import StackBusyError, explain
+from payload.orchestrate.cloud.filestore import may_delete
 from payload.orchestrate.cloud.firewall import StackState
 from payload.orchestrate.cloud.google import CloudMissingError, Endpoints, Google
 from payload.orchestrate.cloud.listing import list_everything, remove
@@ -60,6 +61,7 @@ from payload.orchestrate.run.console import confirm, confirm_by_name, text_conso
 from payload.untrusted import checked, shown
 
 _SCHEMA_VERSION = 1
+_LOSSES = {BUCKET: "  # deletes the results in it", FILESTORE: "  # deletes the data on it"}
 _RUNNING = ("RUNNING", "STAGING", "PROVISIONING", "REPAIRING")
 
 
@@ -178,6 +180,8 @@ class SweepOptions:
     identity: str | None
     keep_buckets: bool
     delete: bool
+    delete_filestore: list[str]
+    """Names of Filestore instances that may be deleted with their data."""
     json: bool
     yes: bool
 
@@ -206,6 +210,9 @@ def sweep(options: SweepOptions, env: Mapping[str, str]) -> int:
             "here. Remove what carries it?",
             name=str(options.cluster),
         ):
+            raise TeardownError("nothing was removed.")
+        data = [each.name for each in found.removable() if each.kind == FILESTORE]
+        if not may_delete(data, named=options.delete_filestore, kept="nothing was removed"):
             raise TeardownError("nothing was removed.")
         _remove(google, found, assume_yes=options.yes or named is not None, talk=talk)
         found = again()
@@ -342,7 +349,7 @@ def _say_how_to_remove(found: Sweep, *, talk: Console) -> None:
     """Print the commands that remove what is this cluster's; name whose the rest is."""
     mine = in_order(filter(found.owns, found.all_left()))
     for each in mine:
-        note = "  # deletes the results in it" if each.kind == BUCKET else ""
+        note = _LOSSES.get(each.kind, "")
         talk.print(f"remove with: {each.removal(project=found.project)}{note}")
     for cluster, resources in found.left.items():
         for line in describe_others([each for each in resources if each not in mine]):
@@ -416,13 +423,18 @@ _WORDS = ("destroy", "--yes", "--skip-preview", "--exclude-protected")
 
 
 def destroy_and_look(
-    operations: Operations, google: Google, *, state: StackState, steps: int
+    operations: Operations,
+    google: Google,
+    *,
+    state: StackState,
+    steps: int,
+    may_go: Callable[[Resource], bool],
 ) -> None:
     """Destroy and look, as the last two of so many steps; look also when the destroy has failed.
 
     `state` is the stack's before. What is left and is the cluster's own, by its identity or by that
-    state, is removed after a question. Raises TeardownError when something is left, or when it
-    cannot be shown that nothing is.
+    state, is removed after a question; a Filestore instance only where `may_go` allows it. Raises
+    TeardownError when something is left, or when it cannot be shown that nothing is.
     """
     talk = operations.talk
     own = ownership_of(state, known_cluster_identity(operations.folder, operations.cluster))
@@ -431,7 +443,7 @@ def destroy_and_look(
     found = _look(operations, google, own)
     # While somebody else builds, what is not in the stack is about to be.
     if not isinstance(trouble, StackBusyError):
-        removed = _remove_own(operations, google, found)
+        removed = _remove_own(operations, google, found, may_go)
         if trouble is not None and (removed or not found.left):
             trouble = _destroy(operations)
         if removed:
@@ -467,9 +479,11 @@ def _look(operations: Operations, google: Google, own: Ownership) -> Sweep:
         ) from None
 
 
-def _remove_own(operations: Operations, google: Google, found: Sweep) -> bool:
+def _remove_own(
+    operations: Operations, google: Google, found: Sweep, may_go: Callable[[Resource], bool]
+) -> bool:
     """Remove what is left of the cluster's own, after a question; False for nothing."""
-    going = found.removable()
+    going = [each for each in found.removable() if each.kind != FILESTORE or may_go(each)]
     if not going:
         return False
     operations.talk.print(

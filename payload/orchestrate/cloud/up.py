@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,15 @@ from payload.orchestrate.cloud.failures import (
     problems_of,
     stock_out_of,
 )
+from payload.orchestrate.cloud.filestore import (
+    MayDelete,
+    billed_words,
+    filestores_that_go,
+    has_filestore,
+    may_delete,
+    refuse_another_region,
+    zone_words,
+)
 from payload.orchestrate.cloud.firewall import (
     INSTANCE,
     StackState,
@@ -44,19 +54,14 @@ from payload.orchestrate.cloud.kept import (
     KEPT_VARIABLE,
     Additions,
     added_lines,
-    billed_words,
-    confirm_filestore,
-    filestores_that_go,
     hand_added,
-    has_filestore,
     kept_metadata,
     reasons,
-    refuse_another_region,
     remove_machines,
     use_kept_bucket,
-    zone_words,
 )
 from payload.orchestrate.cloud.machine_status import (
+    CLOCK_SLACK_S,
     MachinesThere,
     StoppedChoice,
     machines_there,
@@ -74,8 +79,7 @@ from payload.orchestrate.cloud.pulumi import (
     settings,
     type_of,
 )
-from payload.orchestrate.cloud.resources import FILESTORE as FILESTORE_KIND
-from payload.orchestrate.cloud.resources import Resource
+from payload.orchestrate.cloud.resources import FILESTORE, Resource
 from payload.orchestrate.cloud.same_name import of_this_name, take_over
 from payload.orchestrate.cloud.stack import outputs_if_any, read_outputs, remember, remember_plan
 from payload.orchestrate.cloud.sweep import destroy_and_look, project_of
@@ -156,6 +160,7 @@ class Builder:
     there: Sequence[str]
     """Machines that were up before."""
     save: Saves
+    may_delete: MayDelete
     full_zones: Path
     """The memory of zones that had no machine free."""
     replaces: Sequence[str] = ()
@@ -301,9 +306,9 @@ class Builder:
         google, state = self.google(), stack_state(operations.pulumi)
         found = orphans(google, state, self.identity)
         self._cleared = True
-        for each in found:
-            if each.kind == FILESTORE_KIND and not confirm_filestore(each.name):
-                return False
+        data = [each.name for each in found if each.kind == FILESTORE]
+        if not self.may_delete(data, kept="it stays"):
+            return False
         return bool(found) and remove_orphans(
             google,
             operations.cluster,
@@ -402,6 +407,8 @@ class UpOptions:
     keep_on_failure: bool
     without_collect: bool
     take_over: str | None
+    delete_filestore: list[str]
+    """Names of Filestore instances that may be deleted with their data."""
     stopped: StoppedChoice | None
     """Treatment of stopped machines; None to ask."""
     results_may_be_lost: bool
@@ -434,6 +441,7 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
         project = project_of(known.get("project"), cluster, env, folder=folder)
         return Google(project, endpoints=Endpoints.from_env(env))
 
+    may_delete_data = partial(may_delete, named=options.delete_filestore)
     _make_key(known, cluster, there=there, talk=talk)
     identity = settle_cluster_identity(folder, cluster, told=before.identities)
 
@@ -494,13 +502,15 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
         return ExitCode.OK
     if stake is not None:
         stake.refuse_losses(**_WORDS)
-    if not confirm("Build this?", assume_yes=options.yes) or not all(
-        map(confirm_filestore, filestores_that_go(preview))
+    if not confirm("Build this?", assume_yes=options.yes) or not may_delete_data(
+        filestores_that_go(preview), kept="nothing was built"
     ):
         talk.print("nothing was built")
         return ExitCode.OK
     _refuse_if_changed(pulumi, before, kept="nothing was built")
-    if others and not take_over(google(), others, cluster=cluster, talk=talk):
+    if others and not take_over(
+        google(), others, cluster=cluster, may_delete=may_delete_data, talk=talk
+    ):
         talk.print("nothing was built")
         return ExitCode.OK
     remember_plan(cluster, known, folder=folder)
@@ -514,6 +524,7 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
         spot=need_of(known).spot,
         there=there,
         save=results.save,
+        may_delete=may_delete_data,
         full_zones=folder / ".cluster" / cluster / "zones.json",
         replaces=replaces,
     )
@@ -743,7 +754,14 @@ def _take_back(
             rest = command("orchestrate", "down")
             words = "The machines that were built before are removed again"
             return with_words(error, f"{words}. {billed_words(pulumi)}Remove the rest with: {rest}")
-        destroy_and_look(operations, google, state=after, steps=2)
+        destroy_and_look(
+            operations,
+            google,
+            state=after,
+            steps=2,
+            # There was none before: nothing is on one that this `up` has made.
+            may_go=lambda each: (each.created_unix or 0.0) >= since_unix - CLOCK_SLACK_S,
+        )
     except KeyboardInterrupt:
         talk.print(f"up was interrupted. {_how_to_remove(pulumi)}")
         raise

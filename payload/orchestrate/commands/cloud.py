@@ -41,6 +41,7 @@ def _add_up(commands: Commands) -> None:
     )
     parser.set_defaults(command=_up)
     _add_stack(parser)
+    _add_delete_filestore(parser)
     parser.add_argument(
         "--next-zone",
         action="store_true",
@@ -145,6 +146,7 @@ def _add_sweep(commands: Commands) -> None:
         help="remove what is left and carries the identity of this folder's cluster, but no "
         "bucket, after a question",
     )
+    _add_delete_filestore(parser)
     _add_yes(parser)
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
 
@@ -162,7 +164,9 @@ def _add_down(commands: Commands) -> None:
         description="Collect what is missing here of the cluster's runs, `pulumi destroy`, sweep. "
         "Nothing is destroyed when a run cannot be collected, or the head says that one goes on. "
         "A stopped head is started for that, after a question. "
-        "A results bucket stays without --delete-bucket. Exit code 60 when something is left.",
+        "A results bucket stays without --delete-bucket. A Filestore instance goes after its name "
+        "was typed, or with --delete-filestore; else nothing is destroyed. "
+        "Exit code 60 when something is left.",
     )
     parser.set_defaults(command=_down)
     _add_stack(parser)
@@ -177,6 +181,7 @@ def _add_down(commands: Commands) -> None:
         help="delete this results bucket of the cluster, too, with all that is in it; asks for its "
         "name, which --yes does not answer",
     )
+    _add_delete_filestore(parser)
     parser.add_argument("--dry-run", action="store_true", help="say what would be done")
     add_runs_dir(parser)
     _add_yes(parser)
@@ -237,6 +242,17 @@ def _add_project(parser: argparse.ArgumentParser) -> None:
 def add_runs_dir(parser: argparse.ArgumentParser) -> None:
     """Add the option that says where runs are kept."""
     parser.add_argument("--runs-dir", metavar="DIR", help="where runs are kept (default: runs)")
+
+
+def _add_delete_filestore(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--delete-filestore",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="this Filestore instance may be deleted with the data on it, in place of its name "
+        "being typed, which --yes does not answer; may be repeated",
+    )
 
 
 def _add_yes(parser: argparse.ArgumentParser) -> None:

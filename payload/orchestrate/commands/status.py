@@ -330,7 +330,7 @@ def dashboard(options: DashboardOptions, access: LocalAccess) -> int:
                     stay(pages, show=show, say=say, in_browser=options.open)
             else:
                 with _cluster_pages(
-                    inventory, replace(options, run=run_id), access.environment()
+                    inventory, replace(options, run=run_id), access.environment(), copy=paths
                 ) as pages:
                     stay(pages, show=show, say=say, in_browser=options.open)
     except KeyboardInterrupt:
@@ -364,18 +364,27 @@ def _run_id(options: DashboardOptions) -> str | None:
 
 @contextmanager
 def _cluster_pages(
-    inventory: ClusterInventory, options: DashboardOptions, env: Mapping[str, str]
+    inventory: ClusterInventory,
+    options: DashboardOptions,
+    env: Mapping[str, str],
+    *,
+    copy: RunPaths | None = None,
 ) -> Iterator[list[str]]:
     """Forward the head's Grafana and Prometheus to here. Raises PreflightError without them."""
     # paramiko takes half a second to import.
     from payload.orchestrate.preflight.checks import operator_key
+    from payload.orchestrate.sites.cluster_run import news_of_head
     from payload.orchestrate.ssh.connection import Cluster
     from payload.orchestrate.ssh.streams import Login
 
     key = operator_key(inventory, given=options.ssh_key)
     login = Login(user=inventory.ssh_user, key=key)
+
+    def news() -> str:
+        return "" if copy is None else news_of_head(copy, env)
+
     with ExitStack() as stack:
-        cluster = stack.enter_context(Cluster(inventory, login=login, env=env))
+        cluster = stack.enter_context(Cluster(inventory, login=login, env=env, news=news))
         head = cluster.connect(inventory.head)
         ports = stack.enter_context(forwarded(head, (GRAFANA_PORT, PROMETHEUS_PORT)))
         grafana, prometheus = (f"http://127.0.0.1:{port}" for port in ports)

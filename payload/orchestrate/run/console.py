@@ -108,13 +108,18 @@ def confirm(question: str, *, assume_yes: bool) -> bool:
     return _answer(f"{question} [y/N] ").lower() in ("y", "yes")
 
 
-def confirm_by_name(question: str, *, name: str) -> bool:
+def confirm_by_name(
+    question: str,
+    *,
+    name: str,
+    otherwise: str = "Only a person at a terminal can answer this, not --yes.",
+) -> bool:
     """Return whether the operator types `name`, which --yes does not answer.
 
-    Raises UsageError where nobody can be asked.
+    Raises UsageError where nobody can be asked; `otherwise` says what else can be done.
     """
     if not sys.stdin.isatty():
-        raise UsageError(f"{question} Only a person at a terminal can answer this, not --yes.")
+        raise UsageError(f"{question} {otherwise}")
     return _answer(f"{question} Type {name} to go on: ") == name
 
 

@@ -226,10 +226,28 @@ def remote_run(paths: RunPaths, mirrored: Mirrored, *, env: Mapping[str, str]) -
     key = Path(mirrored.ssh_key)
 
     def connect() -> Cluster:
-        return Cluster(inventory, login=Login(user=inventory.ssh_user, key=key), env=env)
+        # As it is now: another command, or a failure before this one, may have changed it.
+        now = ClusterInventory.load(paths.inventory)
+        return Cluster(
+            now,
+            login=Login(user=now.ssh_user, key=key),
+            env=env,
+            news=partial(news_of_head, paths, env),
+        )
 
     run_dir = planned_run_dir(paths)
     return RemoteRun(paths, inventory, run_dir=run_dir, key=key, connect=connect)
+
+
+def news_of_head(paths: RunPaths, env: Mapping[str, str]) -> str:
+    """Bring the copy of a run up to date with how its head is reached; return words on what is new.
+
+    They are empty for nothing.
+    """
+    # Google's libraries take a second to import.
+    from payload.orchestrate.cloud.machine_status import follow_head
+
+    return follow_head(paths, env)
 
 
 def adopted(

@@ -487,9 +487,15 @@ class Cluster:
         login: Login,
         env: Mapping[str, str],
         deadlines: Deadlines = _DEFAULT_DEADLINES,
+        news: Callable[[], str] = lambda: "",
     ) -> None:
-        """`env` is what a proxy command runs in."""
+        """`env` is what a proxy command runs in.
+
+        `news` returns words where the head is reached another way than the inventory says. It is
+        called when the head cannot be connected to.
+        """
         self._inventory = inventory
+        self._news = news
         self._login = login
         self._env = env
         self._deadlines = deadlines
@@ -497,13 +503,17 @@ class Cluster:
         self._made: dict[str, Connection | TileforgeError] = {}
 
     def connect(self, node: Node) -> Connection:
-        """Return the connection to `node`; a failure is remembered and raised again."""
+        """Return the connection to the inventory's node of the name of `node`.
+
+        A failure is remembered and raised again.
+        """
+        node = next(each for each in self._inventory.nodes if each.name == node.name)
         with self._locks[node.name]:
             if node.name not in self._made:
                 try:
                     self._made[node.name] = self._dial(node)
                 except TileforgeError as error:
-                    self._made[node.name] = error
+                    self._made[node.name] = self._with_news(node, error)
             made = self._made[node.name]
         if isinstance(made, TileforgeError):
             raise made
@@ -526,6 +536,11 @@ class Cluster:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _with_news(self, node: Node, error: TileforgeError) -> TileforgeError:
+        """Return the error; one that can be retried where the head is reached another way."""
+        news = self._news() if node.name == self._inventory.head.name else ""
+        return SshUnreachableError(f"{node.name}: {news} ({error})") if news else error
 
     def _dial(self, node: Node) -> Connection:
         return dial(

@@ -22,7 +22,7 @@ _WITH_VALUE = frozenset({"--color", "--event-log", "--file", "--stack", "--repla
 _FLAGS = frozenset(
     {
         *("--exclude-protected", "--expect-no-changes", "--force", "--json", "--non-interactive"),
-        *("--path", "--show-name", "--skip-preview", "--yes"),
+        *("--no-select", "--path", "--show-name", "--skip-preview", "--yes"),
     }
 )
 _RETRIES = 5
@@ -97,9 +97,18 @@ def _answer(line: Line, backend: Backend) -> str:
     match line.words:
         case ["whoami"]:
             return "operator\n"
-        case ["stack", "init", name]:
-            backend.create(name)
-            return f"Created stack '{name}'\n"
+        case ["stack", "init", *names]:
+            names = [*names, *filter(None, [line.values.get("--stack")])]
+            if len(names) > 1:
+                raise RefusedError(
+                    "only one of --stack or argument stack name may be specified, not both"
+                )
+            stack = backend.create(names[0])
+            if "--no-select" not in line.flags:
+                backend.select(stack)
+            return f"Created stack '{stack.name}'\n"
+        case ["stack", "ls"]:
+            return f"{json.dumps([{'name': name} for name in backend.names()])}\n"
         case ["stack", "select", name]:
             backend.select(backend.stack(name))
             return ""
@@ -115,8 +124,6 @@ def _answer(line: Line, backend: Backend) -> str:
             return f"{stack.config()[_full(stack, key)]}\n"
         case ["stack"] if "--show-name" in line.flags:
             return f"{stack.name}\n"
-        case ["stack", "ls"]:
-            return f"{json.dumps([{'name': stack.name, 'current': True}])}\n"
         case ["stack", "output", *names]:
             return f"{json.dumps(_outputs(stack, names), indent=2)}\n"
         case ["stack", "export"]:

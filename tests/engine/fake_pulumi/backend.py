@@ -52,8 +52,12 @@ class Backend:
             raise RefusedError(f"no stack named '{stack.name}' found")
         return stack
 
-    def create(self, name: str) -> None:
-        """Make a stack and select it. Raises RefusedError."""
+    def names(self) -> list[str]:
+        """Return the names of the project's stacks."""
+        return sorted(path.stem for path in (self._root / "stacks" / self.name).glob("*.json"))
+
+    def create(self, name: str) -> Stack:
+        """Make a stack. Raises RefusedError."""
         if self._phrase is None:
             raise RefusedError(
                 "passphrase must be set with PULUMI_CONFIG_PASSPHRASE or "
@@ -65,7 +69,7 @@ class Backend:
         stack.save([], [])
         document = stack.read_settings()
         stack.write_settings(document | {"encryptionsalt": f"v1:{self.digest()}"})
-        self.select(stack)
+        return stack
 
     def select(self, stack: Stack) -> None:
         """Make it the one of commands that name none."""

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from payload.errors import CloudAuthError, ConfigError, ExitCode
+from payload.google_login import GoogleLogin
 from payload.orchestrate.__main__ import main
+from payload.orchestrate.cloud.failures import explain
 from payload.orchestrate.cloud.google import Endpoints, Google
+from payload.orchestrate.cloud.pulumi import refusal
 from payload.orchestrate.ssh.streams import ProxyProcess
 from payload.storage.bucket import BucketStore
 from payload.storage.objects import StoreRefusedError
@@ -24,6 +28,7 @@ from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.fake_pulumi import step
 from tests.orchestrate.cloud.stacks import Capture, own_key, words
 from tests.orchestrate.cloud.standin import PROJECT, Fault
+from tests.orchestrate.cloud.test_failures import failed
 
 EMAIL = "robot@acme-lab.iam.gserviceaccount.com"
 ADDRESS = parse_store_address("gs://acme-results/runs")
@@ -115,23 +120,65 @@ def test_credentials_that_cannot_be_read_are_refused_with_their_variable(
     assert words_of_it in str(caught.value) and variable in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("env", "fix"),
-    [
-        ({}, "gcloud auth application-default login"),
-        ({"GOOGLE_OAUTH_ACCESS_TOKEN": "x"}, "$(gcloud auth print-access-token)"),
-        ({"GOOGLE_CREDENTIALS": "x"}, "Give a key that is valid in GOOGLE_CREDENTIALS"),
-        ({"GOOGLE_IMPERSONATE_SERVICE_ACCOUNT": TARGET}, "roles/iam.serviceAccountTokenCreator"),
-    ],
-)
-def test_credentials_that_are_refused_say_how_to_renew_them(
-    site: Site, env: dict[str, str], fix: str
+EXPIRED = "Request had invalid authentication credentials."
+JWT = '{"error":"invalid_grant","error_description":"Invalid JWT%s"}'
+ACTS = {"GOOGLE_IMPERSONATE_SERVICE_ACCOUNT": TARGET}
+LOG_IN = "Log in: gcloud auth application-default login"
+KINDS = [
+    ({}, EXPIRED, "(application default): the login has expired or was revoked", LOG_IN),
+    (
+        {"GOOGLE_OAUTH_ACCESS_TOKEN": "x"},
+        EXPIRED,
+        "(GOOGLE_OAUTH_ACCESS_TOKEN): an access token is good for one hour",
+        "export GOOGLE_OAUTH_ACCESS_TOKEN=$(gcloud auth print-access-token)",
+    ),
+    (
+        {"GOOGLE_CREDENTIALS": "{}"},
+        JWT % " Signature.",
+        "(GOOGLE_CREDENTIALS): the key was deleted or replaced, or its account is disabled",
+        f"unset GOOGLE_CREDENTIALS. {LOG_IN}",
+    ),
+    (
+        {"GOOGLE_APPLICATION_CREDENTIALS": "/k.json"},
+        JWT % ": Token must be a short-lived token (60 minutes) and in a reasonable timeframe.",
+        "(GOOGLE_APPLICATION_CREDENTIALS): this machine's clock is wrong",
+        "Set it, then repeat the command",
+    ),
+    # What is refused is the login that is to act as the account: no role helps.
+    (ACTS, EXPIRED, f"(application default, as {TARGET}): the login has expired", LOG_IN),
+    (
+        ACTS,
+        "impersonate: status code 403: Permission 'iam.serviceAccounts.getAccessToken' denied",
+        f"'{TARGET}': there is no such account, or this login may not act as it",
+        "roles/iam.serviceAccountTokenCreator on that account",
+    ),
+]
+
+
+@pytest.mark.parametrize(("env", "said", "cause", "fix"), KINDS)
+def test_credentials_that_are_refused_have_the_cause_and_fix_of_their_kind(
+    site: Site, env: dict[str, str], said: str, cause: str, fix: str
 ) -> None:
+    """The same from a request of ours, from Pulumi's engine, and from its state in a bucket."""
     site.env |= env
-    site.cloud.faults.append(Fault(path=f"projects/{PROJECT}$", status=401))
+    client = site.google()
+    # After the client, which keeps back what they say of Python's age.
+    from google.api_core.exceptions import Unauthorized
+    from google.auth.exceptions import RefreshError
+
+    def refused() -> None:
+        raise Unauthorized(said) if said == EXPIRED else RefreshError(said)
+
     with pytest.raises(CloudAuthError) as caught:
-        site.google().check_access()
-    assert "these credentials are refused" in str(caught.value) and fix in str(caught.value)
+        client.ask("project", refused)
+    login = GoogleLogin.from_env(env)
+    engine = explain(replace(failed(f"googleapi: Error 401: {said}"), login=login))
+    read = f"error: read https://storage.googleapis.com: 401 Unauthorized {said}"
+    bucket = refusal("pulumi stack output", read, login)
+    for error in (caught.value, engine, bucket):
+        assert error.exit_code == ExitCode.AUTH
+        assert cause in str(error) and fix in str(error), str(error)
+        assert ("roles" in str(error)) is ("getAccessToken" in said)
 
 
 _KEY_FILE, _ACCOUNT, _TOKEN = (

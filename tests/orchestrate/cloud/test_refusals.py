@@ -303,7 +303,29 @@ CASES = {
         "googleapi: Error 401: Request had invalid authentication credentials. Expected OAuth 2 "
         "access token, login cookie or other valid authentication credential., authError",
         ExitCode.AUTH,
-        "no Google Cloud credentials, or they have expired",
+        "Google refuses the credentials (application default): the login has expired or was",
+        "Log in: gcloud auth application-default login",
+    ),
+    "a session that has ended": (
+        'Error creating Network: Post "https://compute.googleapis.com/compute/v1/projects/p/global/'
+        'networks?alt=json": oauth2: cannot fetch token: 400 Bad Request Response: { "error": '
+        '"invalid_grant", "error_description": "reauth related error (rapt_required)" }',
+        ExitCode.AUTH,
+        "the login has expired or was revoked",
+        "gcloud auth application-default login",
+    ),
+    "a refusal of the credentials that names a permission": (
+        'Error when reading or editing Storage Bucket "b-1": googleapi: Error 401: Anonymous '
+        "caller does not have storage.buckets.get access to the Google Cloud Storage bucket. "
+        "Permission 'storage.buckets.get' denied on resource (or it may not exist)., required",
+        ExitCode.AUTH,
+        "Google refuses the credentials",
+        "gcloud auth application-default login",
+    ),
+    "a 401 that is no document": (
+        "googleapi: got HTTP response code 401 with body: <html>",
+        ExitCode.AUTH,
+        "Google refuses the credentials",
         "gcloud auth application-default login",
     ),
 }

@@ -11,10 +11,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from types import SimpleNamespace
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 
+from infra.config_checks import _CLUSTER
+from payload.cluster_identity import known_cluster_identity
 from payload.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
 from payload.training_sections import DataSection
@@ -22,19 +24,32 @@ from tests.orchestrate.cloud.conftest import Site, inventory_output
 from tests.orchestrate.cloud.stacks import Answers, Capture, destroys, words
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE
 from tests.support.data_folders import make_data_folder
-from tests.support.identities import cluster_labels, write_cluster_identity
+from tests.support.identities import CLUSTER, cluster_labels
 from tests.support.launching import TINY_RUN
 from tests.support.waiting import wait_until
 from tests.test_architecture import ROOT
 
+NAME = f"rehearsal-{CLUSTER[:8]}"
+
+
+class KilledError(Exception):
+    """Stands for a kill: nothing after it runs."""
+
+
+def kill(*_: Any) -> int:
+    raise KilledError
+
 
 @pytest.fixture
-def rehearsal(site: Site) -> Site:
+def rehearsal(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
     """A folder with data and a config, a Pulumi with no stack yet, a project with room."""
     data = make_data_folder(site.folder / "data" / "tiny", vocab_size=512)
     (site.folder / "tiny.toml").write_text(TINY_RUN.format(data=data))
     site.env["PYTHONPATH"] = str(ROOT)
-    site.configure(cluster="rehearsal", project=PROJECT, zones=[ZONE], nodeCount="2")
+    # No name: the rehearsal's cluster has its stack's.
+    site.configure(project=PROJECT, zones=[ZONE], nodeCount="2")
+    monkeypatch.setattr("payload.orchestrate.cloud.rehearse.new_cluster_identity", lambda: CLUSTER)
+    site.pulumi.on("stack", "--show-name", out=NAME)
     for command in (("stack", "init"), ("stack", "rm"), ("config", "set"), ("version",)):
         site.pulumi.on(*command, out="v3.260.0\n" if command == ("version",) else "")
     site.pulumi.outputs()
@@ -79,6 +94,11 @@ def test_data_of_a_bucket_is_looked_for_in_the_cache(
     ("more", "code", "line"),
     [
         (("--budget-usd", "0.1"), ExitCode.BUDGET, "a rehearsal needs 45 minutes. Allow $0."),
+        (
+            ("--budget-usd", "0.4", "--set", "sharedStorage=filestore"),
+            ExitCode.BUDGET,
+            "a rehearsal needs 45 minutes. Allow $0.60",
+        ),
         (("--set", "machineType=c9-x-4"), ExitCode.CONFIG, "no price is known of 2 x c9-x-4"),
         (("--set", "cluster=prod"), ExitCode.CONFIG, "--set cluster=prod: must be KEY=VALUE"),
         (("--set", "nothing"), ExitCode.CONFIG, "--set nothing: must be KEY=VALUE"),
@@ -94,12 +114,33 @@ def test_what_cannot_be_rehearsed_is_refused_before_anything_is_asked(
 
 
 @pytest.mark.processes
-def test_a_stack_of_that_name_is_left_alone(rehearsal: Site, capsys: Capture) -> None:
-    taken = "error: stack 'rehearsal' already exists\n"
-    rehearsal.pulumi.on("stack", "init", err=taken, status=255)
-    assert main(argv(rehearsal, "--yes"), rehearsal.env) == ExitCode.CONFIG
-    assert "If a rehearsal was broken off: " in capsys.readouterr().err.splitlines()[-1]
-    assert words(rehearsal) == ["rehearsal stack init rehearsal"]
+def test_each_rehearsal_has_a_name_of_its_own_and_one_that_was_killed_is_named(
+    rehearsal: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.chdir(rehearsal.folder)
+    monkeypatch.setattr("payload.orchestrate.cloud.rehearse._go", kill)
+    rehearsal.pulumi.on("stack", "ls", out="[]")
+    for _ in range(2):
+        with pytest.raises(KilledError):
+            main(argv(rehearsal, "--yes"), rehearsal.env)
+    one, two = (each.split()[0] for each in words(rehearsal) if "stack init" in each)
+    assert one != two
+    assert f"{one} stack init --no-select" in words(rehearsal)
+    assert f"{one} config set cluster {one}" in words(rehearsal)
+    for name in (one, two):
+        assert _CLUSTER.fullmatch(name)
+        identity = known_cluster_identity(rehearsal.folder, name)
+        assert identity is not None and name == f"rehearsal-{identity[:8]}"
+    # The stack of the second one was removed by hand.
+    listed = [{"name": "dev", "current": True}, {"name": f"organization/tileforge/{one}"}]
+    rehearsal.pulumi.on("stack", "ls", out=json.dumps(listed))
+    capsys.readouterr()
+    assert main(argv(rehearsal), rehearsal.env) == ExitCode.USAGE
+    err = capsys.readouterr().err
+    assert f"{one} was not taken down, or is still going on. Take it down: " in err
+    assert f"orchestrate down --stack {one}; then: pulumi stack rm {one}" in err
+    assert two not in err
 
 
 class StepHere:
@@ -139,20 +180,20 @@ def test_what_google_refused_is_on_the_page_and_everything_is_taken_down(
         ["| sweep", "0"],
     ]
     refused = out.partition("## What was refused")[2]
-    assert "`up --yes --results-may-be-lost --stack rehearsal` ended with 11:" in refused
+    assert f"`up --yes --results-may-be-lost --stack {NAME}` ended with 11:" in refused
     assert "quota C3_CPUS is 8 in us-central1, the cluster needs more" in refused
     # It can be sent as it is.
     assert PROJECT not in out and str(rehearsal.folder) not in out and str(ROOT) not in out
     assert "Pulumi v3.260.0" in out and "machineType = c3-highmem-8" in out
     assert "| machine dev-node-0 | creating FAILED | " in out
     assert "| listing instances | " in out
-    (page,) = (rehearsal.folder / ".cluster/rehearsal").glob("rehearsal-*/page.md")
-    assert page.read_text() == out
+    assert (rehearsal.folder / f".cluster/{NAME}/page.md").read_text() == out
     assert "error: step 'up' ended with 11" in err and "taking everything down" in err
+    assert f"+ down --yes --stack {NAME} --delete-filestore {NAME}-shared --project" in err
     told = words(rehearsal)
-    assert told[-1] == "rehearsal stack rm --yes"
+    assert told[-1] == f"{NAME} stack rm --yes"
     assert any("destroy --yes" in each for each in told)
-    assert "rehearsal config set maxLifetime 120m" in told
+    assert f"{NAME} config set maxLifetime 120m" in told
 
 
 @pytest.mark.slow
@@ -160,23 +201,23 @@ def test_what_google_refused_is_on_the_page_and_everything_is_taken_down(
 def test_a_cluster_that_costs_too_much_is_taken_down_and_what_stays_is_exit_60(
     rehearsal: Site, capsys: Capture
 ) -> None:
-    write_cluster_identity(rehearsal.folder, "rehearsal")
-    rehearsal.cloud.add_node("rehearsal-node-0", labels=cluster_labels("rehearsal"))
-    rehearsal.cloud.stuck["rehearsal-node-0"] = "it is in use"
-    destroys(rehearsal, leaves=("rehearsal-node-0",))
+    rehearsal.cloud.add_node(f"{NAME}-node-0", labels=cluster_labels(NAME))
+    rehearsal.cloud.stuck[f"{NAME}-node-0"] = "it is in use"
+    destroys(rehearsal, leaves=(f"{NAME}-node-0",))
     rehearsal.pulumi.on("preview")
     rehearsal.pulumi.on("up", out="done\n")
     rehearsal.pulumi.outputs(
-        inventory=inventory_output("rehearsal", ["rehearsal-node-0"]),
+        inventory=inventory_output(NAME, [f"{NAME}-node-0"]),
         hourly_usd=99.0,
         project=PROJECT,
         region=REGION,
     )
     assert main(argv(rehearsal, "--yes"), rehearsal.env) == ExitCode.TEARDOWN
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert "It broke off: the cluster costs 99.0 dollars an hour, and 0." in out
+    assert "not all is taken down. Take it down: " in err and f"down --stack {NAME};" in err
     assert "| down, results lost | 60 |" in out and "| sweep | 60 |" in out
-    assert words(rehearsal)[-1] != "rehearsal stack rm --yes"
+    assert words(rehearsal)[-1] != f"{NAME} stack rm --yes"
 
 
 @pytest.mark.slow

@@ -181,10 +181,11 @@ def everything_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     main(["doctor", "--machine-type", "c4-standard-8"], site.env)
     assert main(["up", "--yes", "--without-collect"], site.env) == ExitCode.OK
     main(["preflight", "--inventory", "stack", "--quick"], site.env)
-    main(["sweep", "--cluster", "mine", "--project", PROJECT, "--delete", "--yes"], site.env)
+    data = ("--yes", "--delete-filestore", "mine-shared")
+    main(["sweep", "--cluster", "mine", "--project", PROJECT, "--delete", *data], site.env)
     destroys(site)
     monkeypatch.setattr("sys.stdin", Answers("mine-results\n"))
-    words = ["down", "--yes", "--without-collect", "--delete-bucket", "mine-results"]
+    words = ["down", *data, "--without-collect", "--delete-bucket", "mine-results"]
     assert main(words, site.env) == ExitCode.OK
     return [*_PROVIDER, *_IN_PLACE]
 

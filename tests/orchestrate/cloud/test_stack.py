@@ -13,7 +13,7 @@ from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError
 from payload.orchestrate.cloud.stack import pin_host_keys, read_outputs, recall
 from payload.orchestrate.sites.choose import load_cluster
 from tests.orchestrate.cloud.conftest import KEY, Site, inventory_output, read_json
-from tests.orchestrate.cloud.standin import PROJECT, REGION, Fault
+from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, Fault
 
 pytestmark = pytest.mark.processes
 
@@ -155,6 +155,18 @@ def test_keys_are_read_once_and_again_for_another_machine(site: Site) -> None:
     assert said == ["mine-1: it is another machine than last time; its host keys are new"]
     cached = read_json(site.folder / "host_keys.json")["inventory"]["nodes"][1]
     assert tuple(cached["host_keys"]) == second.nodes[1].host_keys
+
+
+def test_an_address_that_changed_after_up_comes_from_google(site: Site) -> None:
+    site.build(nodes=2)
+    head, worker = site.cloud.items["instances", ZONE]
+    for machine, address in ((head, "203.0.113.99"), (worker, "203.0.113.98")):
+        machine["networkInterfaces"] = [{"accessConfigs": [{"natIP": address}]}]
+    inventory = inventory_output("mine", ["mine-0", "mine-1"], access={"kind": "direct"})
+    inventory["nodes"][0]["external_address"] = "203.0.113.7"
+    site.pulumi.outputs(inventory=inventory, project=PROJECT, region=REGION)
+    # Workers are reached through the head.
+    assert [node.external_address for node in pin(site).nodes] == ["203.0.113.99", None]
 
 
 def test_keys_that_are_not_there_yet_are_waited_for(site: Site) -> None:

@@ -8,16 +8,18 @@ from dataclasses import replace
 
 import pytest
 
-from payload.errors import ExitCode, SshUnreachableError
-from payload.inventory import ClusterInventory
+from payload.errors import ExitCode, HostKeyError, SshUnreachableError
+from payload.inventory import Access, ClusterInventory, Node
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud import down
 from payload.orchestrate.cloud.down import Head
 from payload.orchestrate.cloud.google import Google
-from payload.orchestrate.cloud.machine_status import stopped_machines
+from payload.orchestrate.cloud.machine_status import follow_head, stopped_machines
 from payload.orchestrate.cloud.stack import StackOutputs
 from payload.orchestrate.run.mirror import read_mirrored, write_mirrored
+from payload.orchestrate.sites.cluster_run import remote_run
 from payload.orchestrate.ssh.keys import make_operator_key
+from payload.results import RunPaths
 from tests.orchestrate.cloud.conftest import Site, inventory_output
 from tests.orchestrate.cloud.stacks import (
     Answers,
@@ -265,6 +267,94 @@ def test_status_of_a_run_that_cannot_be_reached_shows_the_stopped_machine(
     write_mirrored(paths, replace(mirrored, alive=False, collected=""))
     assert main(shown, site.env) == ExitCode.OK
     assert site.cloud.requests == []
+
+
+def direct_copy(site: Site, *, address: str | None) -> RunPaths:
+    """The copy of a live run whose head, by the copy, is at this external address."""
+    make_operator_key(site.folder / "key")
+    paths = copy_of_run(site, "one", alive=True, instance_id=machine(site, "mine-0")["id"])
+    was = ClusterInventory.load(paths.inventory)
+    node = replace(was.head, name="mine-0", zone=ZONE, external_address=address)
+    access = Access(kind="direct") if address else Access(kind="iap", project=PROJECT)
+    now = replace(was, source="pulumi", project=PROJECT, nodes=(node,), access=access)
+    paths.inventory.write_text(now.to_json())
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        ("203.0.113.7", "203.0.113.99", "at 203.0.113.99 now, not at 203.0.113.7."),
+        (None, "203.0.113.99", "at 203.0.113.99 now, not through Google's proxy."),
+        ("203.0.113.7", None, "through Google's proxy now, not at 203.0.113.7."),
+    ],
+)
+def test_a_run_whose_head_is_reached_another_way_says_so_and_takes_it(
+    site: Site,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+    before: str | None,
+    now: str | None,
+    said: str,
+) -> None:
+    """After a stop and a start by hand, or another accessMode; `up` was in another folder."""
+    cluster(site)
+    dialled = []
+
+    def dial(node: Node, **_: object) -> None:
+        dialled.append(node.external_address)
+        raise HostKeyError(f"{node.name}: another host key")  # somebody else has the address
+
+    monkeypatch.setattr("payload.orchestrate.ssh.connection.dial", dial)
+    interfaces = [{"accessConfigs": [{"natIP": now}]}] if now else [{}]
+    paths = direct_copy(site, address=before)
+    unchanged = paths.inventory.read_text()
+    shown = ["status", "one", "--runs-dir", str(paths.root.parent)]
+    machine(site, "mine-0").update(networkInterfaces=interfaces, status="TERMINATED")
+    assert main(shown, site.env) == ExitCode.OK
+    assert "another host key" in capsys.readouterr().err
+    assert paths.inventory.read_text() == unchanged
+    machine(site, "mine-0")["status"] = "RUNNING"
+    assert main(shown, site.env) == ExitCode.OK
+    err = capsys.readouterr().err
+    assert f"mine-0: it is reached {said}" in err and "the next attempt uses it" in err
+    assert main(shown, site.env) == ExitCode.OK
+    assert "it is reached" not in capsys.readouterr().err
+    assert dialled == [before, before, now]
+    kind = ClusterInventory.load(paths.inventory).access.kind
+    assert kind == ("direct" if now else "iap")
+
+
+def test_the_copy_of_a_run_on_another_machine_of_that_name_stays(site: Site) -> None:
+    cluster(site)
+    paths = direct_copy(site, address="203.0.113.7")
+    interfaces = [{"accessConfigs": [{"natIP": "203.0.113.9"}]}]
+    machine(site, "mine-0").update(networkInterfaces=interfaces, id="4711")
+    assert follow_head(paths, site.env) == ""
+    assert ClusterInventory.load(paths.inventory).head.external_address == "203.0.113.7"
+
+
+def test_a_retry_within_one_command_takes_the_new_address(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster(site)
+    dialled = []
+
+    def dial(node: Node, **_: object) -> None:
+        dialled.append(node.external_address)
+        raise SshUnreachableError(f"{node.name}: no answer")
+
+    monkeypatch.setattr("payload.orchestrate.ssh.connection.dial", dial)
+    paths = direct_copy(site, address="203.0.113.7")
+    machine(site, "mine-0")["networkInterfaces"] = [{"accessConfigs": [{"natIP": "203.0.113.9"}]}]
+    mirrored = read_mirrored(paths)
+    assert mirrored is not None
+    run = remote_run(paths, mirrored, env=site.env)
+    for _ in range(2):
+        with pytest.raises(SshUnreachableError):
+            run.look()
+        run.close()
+    assert dialled == ["203.0.113.7", "203.0.113.9"]
 
 
 def test_a_started_head_has_another_address_and_the_copies_of_its_runs_get_it(

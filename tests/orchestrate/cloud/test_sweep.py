@@ -264,7 +264,13 @@ def test_a_clusters_filestore_instance_is_found_with_its_price_and_removed(
     assert "Filestore instance  mine-shared" in out and "somebody-elses" not in out
     assert "0.351" in out and "at least $0.35/h" in err
     assert "gcloud filestore instances delete mine-shared --zone=us-central1-a" in err
-    assert sweep(site, "--cluster", "mine", "--delete", "--yes") == ExitCode.OK
+    assert "# deletes the data on it" in err
+    deletes = ("--cluster", "mine", "--delete", "--yes")
+    assert sweep(site, *deletes) == ExitCode.USAGE
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "so nothing was removed" in last and "--delete-filestore mine-shared" in last
+    assert len(site.cloud.filestores) == 2
+    assert sweep(site, *deletes, "--delete-filestore", "mine-shared") == ExitCode.OK
     assert [name.rpartition("/")[2] for name in site.cloud.filestores] == ["somebody-elses"]
 
 
@@ -273,7 +279,8 @@ def test_a_filestore_instance_that_stays_or_cannot_be_seen_is_said(
 ) -> None:
     site.cloud.add_filestore("mine-shared", labels=LABELS, network="mine-network")
     site.cloud.filestore_refusal = "the instance has a backup in progress"
-    assert sweep(site, "--cluster", "mine", "--delete", "--yes") == ExitCode.TEARDOWN
+    deletes = ("--delete", "--yes", "--delete-filestore", "mine-shared")
+    assert sweep(site, "--cluster", "mine", *deletes) == ExitCode.TEARDOWN
     assert "the instance has a backup in progress" in capsys.readouterr().err
     site.cloud.filestores.clear()
     site.cloud.filestore_places_down = [f"projects/{PROJECT}/locations/us-central1-b"]

@@ -55,9 +55,12 @@ def test_a_filestore_instance_goes_only_after_its_name_was_typed(
     site.pulumi.on("preview", events=filestore_step(op))
     site.pulumi.on("up", out="done\n")
     state_has(site, NETWORK, FILESTORE)
-    # --yes does not answer it, and a script cannot.
-    assert main(["up", "--yes"], site.env) == ExitCode.USAGE
-    assert "Only a person at a terminal" in capsys.readouterr().err
+    # --yes does not answer it, nor does another instance's name.
+    other = ["--delete-filestore", "ours-shared"]
+    assert main(["up", "--yes", *other], site.env) == ExitCode.USAGE
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "so nothing was built. Copy what you need from it, then repeat" in last
+    assert last.endswith("with --delete-filestore mine-shared")
     monkeypatch.setattr("sys.stdin", Answers("yes\n"))
     assert main(["up", "--yes"], site.env) == ExitCode.OK
     err = capsys.readouterr().err
@@ -66,6 +69,9 @@ def test_a_filestore_instance_goes_only_after_its_name_was_typed(
     monkeypatch.setattr("sys.stdin", Answers("mine-shared\n"))
     assert main(["up", "--yes"], site.env) == ExitCode.OK
     assert words(site).count("up --yes --skip-preview") == 1
+    monkeypatch.undo()
+    monkeypatch.chdir(site.folder)
+    assert main(["up", "--yes", "--delete-filestore", "mine-shared"], site.env) == ExitCode.OK
 
 
 def test_machines_in_another_zone_than_filestore_are_named(site: Site, capsys: Capture) -> None:

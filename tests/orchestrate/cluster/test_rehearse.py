@@ -45,12 +45,7 @@ def test_a_rehearsal_goes_through_everything_and_leaves_nothing_but_a_page(tmp_p
         operator = Operator(tmp_path, nodes)
         config = tmp_path / "tiny.toml"
         config.write_text(_TINY.format(data=operator.data))
-        # What `up` would make, and the nodes would get with their first boot.
-        key = operator_key_path(tmp_path, cluster="rehearsal")
-        key.parent.mkdir(parents=True, mode=0o700)
-        shutil.copy(nodes.key, key)
-        shutil.copy(nodes.key.with_suffix(".pub"), key.with_suffix(".pub"))
-        inventory = json.loads(nodes.inventory.to_json()) | {"cluster": "rehearsal"}
+        inventory = json.loads(nodes.inventory.to_json())
         for node in inventory["nodes"]:
             node["zone"] = ZONE
             kind, _, text = node["host_keys"][0].partition(" ")
@@ -60,19 +55,30 @@ def test_a_rehearsal_goes_through_everything_and_leaves_nothing_but_a_page(tmp_p
             pulumi.on(*words)
         for word in ("preview", "up", "destroy"):
             pulumi.on(word)
-        settings = {"cluster": "rehearsal", "project": PROJECT, "nodeCount": "2"}
+        settings = {"project": PROJECT, "nodeCount": "2"}
         document = {f"tileforge:{name}": {"value": value} for name, value in settings.items()}
         pulumi.on("config", "--json", out=json.dumps(document))
         pulumi.on("stack", "export", out="{}")
-        pulumi.outputs(inventory=inventory, hourly_usd=0.4, project=PROJECT, region=REGION)
         for kind, name in (("machineTypes", "c3-highmem-8"), ("diskTypes", "pd-balanced")):
             cloud.add(kind, name, place=ZONE, labels={}, guestCpus=8)
         cloud.regions[REGION] = {"C3_CPUS": (100.0, 0.0), "SSD_TOTAL_GB": (500.0, 0.0)}
-        ups = 0
+        name, ups = "", 0
+
+        def prepare() -> None:
+            """Leave what `up` makes, once the name is known: the key of the nodes' first boot."""
+            key = operator_key_path(tmp_path, cluster=name)
+            shutil.copy(nodes.key, key)
+            shutil.copy(nodes.key.with_suffix(".pub"), key.with_suffix(".pub"))
+            pulumi.on("stack", "--show-name", out=name)
+            inventory["cluster"] = name
+            pulumi.outputs(inventory=inventory, hourly_usd=0.4, project=PROJECT, region=REGION)
 
         def engine(method: str, target: str) -> None:
             """Do what Pulumi does to the cloud; the first request after a command sees it."""
-            nonlocal ups
+            nonlocal name, ups
+            if not name:
+                name = next(str(call[0]) for call in pulumi.calls() if "init" in call)
+                prepare()
             told = [str(call[1]) for call in pulumi.calls()]
             if "destroy" in told:
                 cloud.items.pop(("instances", ZONE), None)
@@ -81,7 +87,7 @@ def test_a_rehearsal_goes_through_everything_and_leaves_nothing_but_a_page(tmp_p
                 there = {each["name"] for each in cloud.items.get(("instances", ZONE), ())}
                 for node in inventory["nodes"]:
                     if node["name"] not in there:
-                        labels = {"tileforge-cluster": "rehearsal"}
+                        labels = {"tileforge-cluster": name}
                         cloud.add_node(node["name"], labels=labels)
 
         cloud.before_each = engine
@@ -106,9 +112,8 @@ def test_a_rehearsal_goes_through_everything_and_leaves_nothing_but_a_page(tmp_p
     assert len(deleted) == 1 and "/instances/node-1" in deleted[0] and ups == 2
     assert told[-1] == "stack rm --yes"
     # The run trained, and its newest checkpoint came home before anything was destroyed.
-    (run,) = (tmp_path / "runs").glob("rehearsal-*")
-    summary = json.loads((run / "summary.json").read_text())
+    summary = json.loads((tmp_path / "runs" / name / "summary.json").read_text())
     assert (summary["steps"], summary["nodes"], summary["status"]) == (10, 2, "finished")
-    (page,) = tmp_path.glob(".cluster/rehearsal/rehearsal-*/page.md")
+    page = tmp_path / f".cluster/{name}/page.md"
     assert page.read_text() in said and "What was refused" not in said
     assert PROJECT not in page.read_text() and "| removing instance node-1 | 2 | " in said
