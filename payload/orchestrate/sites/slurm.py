@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from payload.errors import INTERRUPTED, ConfigError, ExitCode, PreflightError
-from payload.interpreter import module_words
+from payload.interpreter import code_environment, module_words
 from payload.orchestrate.run.mirror import mirror_file
 from payload.orchestrate.run.report import log_tail
 from payload.orchestrate.run.store import Order
@@ -143,7 +143,7 @@ def _pattern(path: Path) -> str:
 def submit(script: Path, config: RunConfig, env: Mapping[str, str]) -> str:
     """Hand the script to sbatch; return the job's number. Raises ConfigError, PreflightError."""
     try:
-        printed = ask(["sbatch", "--parsable", str(script)], _outside(env))
+        printed = ask(["sbatch", "--parsable", str(script)], _outside(code_environment(env)))
     except SlurmError as error:
         raise ConfigError(_refusal(error.words, config, env)) from None
     job_id = printed.strip().partition(";")[0]
