@@ -13,8 +13,9 @@ _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 def own_folder(path: Path) -> Path:
     """Return `path`, made if need be, where nobody but this user and root may write.
 
-    Raises PermissionError for another user's folder. One that belongs to whoever has the home folder
-    is taken: root has such a home in some containers. Raises OSError where it cannot be made.
+    Raises PermissionError for another user's folder. One that belongs to whoever has the home
+    folder is taken: root has such a home in some containers. Raises OSError where it cannot be
+    made.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_trusted_owner(path):

@@ -58,8 +58,8 @@ class Mpirun(Launcher):
     def argv(self, job: Job) -> tuple[str, ...]:
         """Return Intel MPI's command line, in the spelling of Intel's own guides.
 
-        Without `-noconf`, it takes options from `mpiexec.conf` in the current folder, and one of them
-        names a program to start.
+        Without `-noconf`, it takes options from `mpiexec.conf` in the current folder, and one of
+        them names a program to start.
         """
         variables = [word for item in sorted(job.environment.items()) for word in ("-genv", *item)]
         return (
