@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import payload
 from payload.cloud_need import CLOUD_NAME, Need
 from payload.cluster_files import cluster_path
 from payload.errors import (
@@ -276,6 +277,9 @@ def _write_cache(path: Path, inventory: ClusterInventory) -> None:
     write_whole(path, json.dumps(entry, indent=2))
 
 
+_PROJECT_FILES = tuple(
+    f"Pulumi.{kind}{packed}" for kind in ("yaml", "yml", "json") for packed in ("", ".gz")
+)
 _MEMORY_VERSION = 1
 _MOST_USD = 1e6
 
@@ -358,8 +362,11 @@ def default_stack(env: Mapping[str, str], *, folder: Path) -> StackOutputs | str
     A stack whose outputs cannot be used is an error and no reason to train elsewhere. Raises
     ConfigError.
     """
-    if not any((each / "Pulumi.yaml").is_file() for each in (folder, *folder.parents)):
+    found = _project_files(folder)
+    if not found:
         return "no Pulumi project here"
+    if not _is_own_project(found):
+        return f"{found[0]} is another project's; name its stack to use it: --inventory stack:NAME"
     try:
         return read_outputs(Pulumi(env, folder=folder))
     except PulumiError as error:
@@ -368,6 +375,29 @@ def default_stack(env: Mapping[str, str], *, folder: Path) -> StackOutputs | str
         if error.trouble == "no stack":
             return "no Pulumi stack is selected, or nothing is up in it"
         return "Pulumi is " + error.trouble if error.trouble != "no project" else error.trouble
+
+
+def _project_files(folder: Path) -> list[Path]:
+    """Return Pulumi's project files of the nearest folder that has any, from `folder` upwards."""
+    for each in (folder, *folder.parents):
+        if found := [each / name for name in _PROJECT_FILES if (each / name).is_file()]:
+            return found
+    return []
+
+
+def _is_own_project(found: Sequence[Path]) -> bool:
+    """Return whether this is the cluster program's project, or a copy of its file.
+
+    A project file may name a backend: `pulumi` sends its token there. So it is not started in a
+    folder that merely has one, as a cloned one may, where nobody asked for a stack.
+    """
+    own = Path(payload.__file__).parents[1] / _PROJECT_FILES[0]
+    if len(found) > 1 or not own.is_file():
+        return False
+    try:
+        return found[0].samefile(own) or read_bytes(found[0]) == read_bytes(own)
+    except OSError:
+        return False
 
 
 def load_stack(
