@@ -93,7 +93,7 @@ def test_where_there_is_no_slurm_an_ended_run_is_seen_to_have_ended(
     ("name", "script", "is_ours"),
     [
         ("one", "{root}/job.sbatch", True),
-        ("one", "/home/ada/runs/one/job.sbatch", False),
+        ("one", "/srv/ada/runs/one/job.sbatch", False),
         ("one", "(null)", False),
         ("train", "{root}/job.sbatch", False),
     ],
@@ -108,7 +108,7 @@ def test_a_job_that_only_has_the_recorded_number_is_not_ended(
     cancelled = tmp_path / "cancelled"
     answer = (
         f"JobId=12 JobName={name} UserId=ada(1000) {job} BatchHost=n1 "
-        f"Command={script.format(root=paths.root)} WorkDir=/home/ada StdErr=/home/ada/log"
+        f"Command={script.format(root=paths.root)} WorkDir=/srv/ada StdErr=/srv/ada/log"
     )
     programs = {"scontrol": f"echo '{answer}'", "scancel": f'echo "$@" >{cancelled}'}
     run = SlurmRun(paths, "12", slurm(tmp_path / "bin", **programs))
