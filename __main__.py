@@ -29,12 +29,13 @@ from infra.shared_storage import FilestoreArgs, SharedFilestore
 from infra.storage import ResultsBucket, StorageArgs
 from payload import __version__
 from payload.cloud_prices import read_catalog
+from payload.cluster_files import cluster_path
 
 root = Path(__file__).resolve().parent
 with shown_plainly():
     config, authorized_keys = load_config(root)
     identity_of_cluster = program_identity(root, config.cluster)
-    catalog = read_catalog(root / ".cluster", now_unix=time.time())
+    catalog = read_catalog(cluster_path(root), now_unix=time.time())
     cost = price_of_cluster(config, catalog)
     files = BootstrapFiles.load(root / "bootstrap")
     boot_text = user_data(config, files, authorized_keys=authorized_keys, version=__version__)

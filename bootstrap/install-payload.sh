@@ -2,14 +2,14 @@
 # Makes a virtual environment with exactly the locked wheels. Safe to run twice.
 # Needs bash 3.2 or newer, and Python 3.11 or newer with venv. `--help` says more.
 set -euo pipefail
+# Python takes modules from its own folders alone, also where this is called in a folder that
+# somebody else wrote; and an environment is asked for its own packages.
+export PYTHONSAFEPATH=1
+unset PYTHONPATH
 
 readonly EXIT_USAGE=2 EXIT_BOOTSTRAP=30 # payload.errors.ExitCode
 readonly STAMP_VERSION=1                # raise it when an old environment must be rebuilt
 readonly CCL_INDEX=https://pytorch-extension.intel.com/release-whl/stable/cpu/us/
-
-# Else Python looks for modules in the current folder first: a file pip.py or json.py that somebody
-# has put there would run (payload/interpreter.py).
-export PYTHONSAFEPATH=1
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 venv=.venv

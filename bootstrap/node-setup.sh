@@ -29,7 +29,7 @@ fail() {
 
 # write_state OK REASON: the whole file or none, also when the power goes.
 write_state() {
-    python3 - "$STATE" "$step" "$1" "$2" "$VERSION" "$SHA" <<'PYTHON'
+    python3 -I - "$STATE" "$step" "$1" "$2" "$VERSION" "$SHA" <<'PYTHON'
 import json, os, sys
 path, step, ok, reason, version, sha = sys.argv[1:]
 reason = reason.encode(errors="surrogateescape").decode(errors="replace")
@@ -300,7 +300,7 @@ step_monitoring() {
 
 # Prints an attribute of this instance from Google's metadata server.
 attribute() {
-    python3 - "$1" <<'PYTHON'
+    python3 -I - "$1" <<'PYTHON'
 import sys, urllib.request
 url = f"http://metadata.google.internal/computeMetadata/v1/instance/attributes/{sys.argv[1]}"
 request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})

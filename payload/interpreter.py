@@ -30,11 +30,18 @@ def code_path(env: Mapping[str, str]) -> str | None:
     root = Path(__file__).absolute().parents[1]
     if root in {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}:
         return None
-    known = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    return os.pathsep.join(dict.fromkeys((str(root), *known)))
+    return os.pathsep.join(dict.fromkeys((str(root), *_entries(env))))
 
 
 def code_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return `env` with this package on Python's path, for processes of its modules."""
-    path = code_path(env)
-    return dict(env) | ({"PYTHONPATH": path} if path else {})
+    """Return `env` with this package on Python's path, for processes of its modules.
+
+    An empty entry of the path is left out, also where this package is installed.
+    """
+    path = code_path(env) or os.pathsep.join(_entries(env))
+    others = {name: value for name, value in env.items() if name != "PYTHONPATH"}
+    return others | ({"PYTHONPATH": path} if path else {})
+
+
+def _entries(env: Mapping[str, str]) -> list[str]:
+    return [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]

@@ -71,6 +71,11 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
 
 
+def shown_name(name: str) -> str:
+    """Return a file's or an object's name, printable and on one line."""
+    return printable(name).replace("\n", " ")
+
+
 def is_failure(error: BaseException) -> bool:
     """Tell what a library raises for bad input from a request to end, such as Ctrl-C.
 

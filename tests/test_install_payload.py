@@ -115,17 +115,31 @@ def test_it_installs_the_extras_asked_for_and_a_second_run_changes_nothing(tmp_p
         "delta==1.0 ; sys_platform == 'nowhere'  # train",
     )
     options: list[str | Path] = ["--lock", lock, "--wheelhouse", wheels, "--venv", tmp_path / "v"]
-    # What a folder that somebody else made may have in it: none of it runs.
-    for name in ("pip", "venv", "ensurepip", "json", "re", "pathlib", "tomllib"):
-        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
 
-    first = install(*options, "--extras", "train", cwd=tmp_path)
+    # In a folder with modules that somebody else wrote, of which an empty entry makes use, too.
+    cloned = tmp_path / "cloned"
+    cloned.mkdir()
+    for name in (
+        "hashlib",
+        "venv",
+        "pip",
+        "ensurepip",
+        "importlib",
+        "json",
+        "re",
+        "ssl",
+        "tomllib",
+    ):
+        (cloned / f"{name}.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')\n")
+
+    first = install(*options, "--extras", "train", cwd=cloned, PYTHONPATH=":/opt/x")
     assert first.returncode == 0, first.stderr
     assert installed(tmp_path / "v") == {"alpha==1.0", "beta==1.0"}
-    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "sprung").exists()
 
-    again = install(*options, "--extras", "train", cwd=tmp_path)
+    again = install(*options, "--extras", "train", cwd=cloned)
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+    assert not (tmp_path / "sprung").exists()
 
     # What an environment has, stays; and what it has then is enough for the smaller request.
     assert install(*options, "--extras", "dev", cwd=tmp_path).returncode == 0

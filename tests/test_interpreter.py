@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from payload.interpreter import SAFE_PATH, code_environment, code_path, module_words
-from payload.launch.environment import Rendezvous, common_environment
+from payload.launch.environment import Rendezvous, common_environment, launcher_environment
+from payload.launch.launchers.base import Job, Reach
+from payload.launch.launchers.registry import find
 from payload.launch.plan import rank_words
+from payload.orchestrate.sites.local import LocalAccess
 from payload.shared_folders import _Look
 from payload.storage.here import try_store_here
 from payload.storage.watched import watched_store
@@ -120,18 +123,76 @@ def test_the_code_is_first_on_the_path_and_an_empty_entry_is_not_handed_on() -> 
     assert SAFE_PATH == {"PYTHONSAFEPATH": "1"}
 
 
+def test_an_empty_entry_is_not_handed_on_where_the_package_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("payload.interpreter.sysconfig.get_path", lambda name: str(REPO))
+    assert code_path({"PYTHONPATH": ":/a"}) is None
+    assert code_environment({"PYTHONPATH": ":/a::/b:"}) == {"PYTHONPATH": "/a:/b"}
+    assert code_environment({"PYTHONPATH": ":", "A": "b"}) == {"A": "b"}
+
+
 @pytest.mark.processes
-def test_tileforge_hands_no_empty_entry_of_pythonpath_on(trap: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "tileforge").symlink_to(REPO / "bootstrap" / "tileforge")
-    (folder / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    (folder / "python").chmod(0o755)
-    env = {**os.environ, "PYTHONPATH": "::/absent a/*:"}
-    done = subprocess.run(
-        [folder / "tileforge", "--version"], env=env, capture_output=True, check=False
+def test_the_command_takes_no_code_through_an_empty_entry_of_pythonpath(
+    trap: Path, tmp_path: Path
+) -> None:
+    console = tmp_path / "bin" / "tileforge"
+    console.parent.mkdir()
+    console.symlink_to(REPO / "bootstrap" / "tileforge")
+    said, python = tmp_path / "said", console.with_name("python")
+    python.write_text(f'#!/bin/sh\nprintf \'%s\\n\' "$PYTHONPATH" "$@" >{said}\n')
+    python.chmod(0o755)
+    for given, handed_on in ((":/opt/x", ":/opt/x"), ("/a b::*:", ":/a b:*"), (":", "")):
+        subprocess.run(
+            [console, "status", "a b"], env={**os.environ, "PYTHONPATH": given}, check=True
+        )
+        assert said.read_text() == f"{REPO}{handed_on}\n-P\n-m\npayload\nstatus\na b\n"
+    python.unlink()
+    python.symlink_to(sys.executable)
+    env = {**os.environ, "PYTHONPATH": ":/opt/x"}
+    done = subprocess.run([console, "--version"], env=env, capture_output=True, check=False)
+    assert (done.returncode, trap.exists()) == (0, False), done.stderr
+
+
+@pytest.mark.processes
+def test_mpirun_takes_no_options_from_the_current_folder(trap: Path, tmp_path: Path) -> None:
+    tool = tmp_path / "evil.sh"
+    tool.write_text(f'#!/bin/sh\n: >{trap}\nexec "$@"\n')
+    tool.chmod(0o755)
+    Path("mpiexec.conf").write_text(f'-gtool "{tool}:all"\n-genv LD_PRELOAD ./evil.so\n')
+    (tmp_path / "hosts").write_text("127.0.0.1\n")
+    mpirun, reach = find("mpirun"), Reach(interface="lo")
+    job = Job(
+        executable=str(Path(sys.executable).with_name("mpirun")),
+        python="/bin/echo",
+        words=("done",),
+        environment={},
+        world_size=1,
+        ranks_per_node=1,
+        nodes=1,
+        hosts=tmp_path / "hosts",
+        folder=tmp_path,
+        rendezvous=Rendezvous(address="127.0.0.1", port=1, interfaces={}),
+        reach=reach,
     )
-    assert (done.returncode, trap.exists()) == (0, False)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = launcher_environment(os.environ, {"PATH": path, **mpirun.settings(reach)})
+    done = subprocess.run(mpirun.argv(job), env=env, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr, trap.exists()) == ("done\n", "", False)
+
+
+@pytest.mark.processes
+def test_a_launcher_is_asked_for_its_version_outside_of_the_current_folder(
+    trap: Path, tmp_path: Path
+) -> None:
+    program = tmp_path / "bin" / "srun"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\npwd >{tmp_path}/where\necho slurm 23.11\n")
+    program.chmod(0o755)
+    path = f"{os.path.relpath(program.parent)}:{os.environ['PATH']}"
+    found = LocalAccess({**os.environ, "PATH": path}).executable(find("srun"))
+    assert Path(found).resolve() == program
+    assert (tmp_path / "where").read_text() == "/\n"
 
 
 @pytest.mark.parametrize("script", sorted((REPO / "bootstrap").glob("*.sh")), ids=lambda s: s.name)

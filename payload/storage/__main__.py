@@ -20,7 +20,7 @@ from payload.storage.restore import has_run, require_absent, restore
 from payload.storage.uploader import Uploader
 from payload.storage.watched import serve, watched_store
 from payload.store_address import StoreAddress, parse_store_address
-from payload.untrusted import printable
+from payload.untrusted import printable, shown_name
 
 _NICE = 10
 """The ranks have the processors first."""
@@ -52,7 +52,7 @@ def _check(arguments: argparse.Namespace) -> int:
 def _list(arguments: argparse.Namespace) -> int:
     store = open_store(parse_store_address(arguments.address, setting="ADDRESS"))
     if not has_run(store):
-        print(printable("\n".join(store.groups())))
+        print("\n".join(map(shown_name, store.groups())))
         return ExitCode.OK
     for name in whole_checkpoints(store):
         size = sum(each.bytes for each in store.entries(f"checkpoints/{name}/"))

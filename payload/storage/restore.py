@@ -17,6 +17,7 @@ from payload.storage.owner import OWNER, require_own_store, stored_identity
 from payload.storage.records import fetch_records
 from payload.store_address import StoreAddress
 from payload.store_state import StoreState
+from payload.untrusted import shown_name
 
 _TRY_S = 15.0
 RESTORED = "restored"
@@ -45,7 +46,7 @@ def fetch_run(store: StoreReader, paths: RunPaths) -> None:
     Raises ConfigError where the store has no such run.
     """
     if not has_run(store):
-        found = ", ".join(store.siblings()[:10]) or "no run"
+        found = ", ".join(map(shown_name, store.siblings()[:10])) or "no run"
         raise ConfigError(f"{store.address}: there is no run. The store has: {found}.")
     fetch_records(store, paths.root, names=TO_RESUME)
     # What the store's owner says is the identity; the token counts for an older version's run.

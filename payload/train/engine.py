@@ -10,6 +10,7 @@ import torch
 from payload.engines import DEEPSPEED_MODULE, deepspeed_missing, ipex_missing, require_compiler
 from payload.launch_sections import DistributedSection
 from payload.models.spec import RankSetting
+from payload.train.code_caches import keep_inductor_home
 from payload.train.kernels.kernels import find_kernels
 from payload.train.models.base import CausalLM
 from payload.train.optimizer import Optimizers
@@ -57,6 +58,7 @@ def engage(
             model, optimizer=optimizers.members[-1], inplace=True, level="O1", weights_prepack=False
         )
     if settings.compile:
+        keep_inductor_home()
         engaged.compile()
     if settings.wants_kernels():
         model.kernels = find_kernels()

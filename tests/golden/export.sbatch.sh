@@ -13,13 +13,13 @@ set -euo pipefail
 checkout=$SLURM_SUBMIT_DIR
 cd "$SLURM_SUBMIT_DIR"
 run_dir="$PWD/runs/tiny-1"
-[ -x "$checkout"/.venv/bin/python ] || bash "$checkout"/bootstrap/install-payload.sh --venv "$checkout"/.venv --extras train
-export PATH="$checkout"/.venv/bin:$PATH PYTHONPATH="$checkout"
 export OMP_NUM_THREADS=1
 export PYTHONUNBUFFERED=1
 export PYTHONSAFEPATH=1
 export GLIBC_TUNABLES=glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296:glibc.malloc.hugetlb=1
 export GOMP_SPINCOUNT=3000
+[ -x "$checkout"/.venv/bin/python ] || bash "$checkout"/bootstrap/install-payload.sh --venv "$checkout"/.venv --extras train
+export PATH="$checkout"/.venv/bin:$PATH PYTHONPATH="$checkout"
 mkdir -p "$run_dir"
 cat >"$run_dir/run.toml" <<'END_OF_RUN_TOML'
 [run]

@@ -15,6 +15,7 @@ import yaml
 from infra.config import KEYS, ClusterConfig
 from infra.config_reading import load_config, read_config
 from infra.machines import machine_type, machine_types
+from infra.operator_key import make_key
 from payload.errors import ConfigError
 from tests.infra.stacks import KEY, ROOT, as_pulumi_hands_over
 
@@ -35,6 +36,21 @@ def read(root: Path, **settings: Any) -> ClusterConfig:
     values = as_pulumi_hands_over({"project": "my-project"} | settings)
     plain = {key.partition(":")[2]: value for key, value in values.items()}
     return read_config(plain, stack="dev", root=root)[0]
+
+
+@pytest.mark.parametrize("name", ["id_ed25519", "id_ed25519.pub", ""])
+def test_the_key_pair_is_not_made_through_a_link(name: str, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    link = tmp_path / "cloned" / ".cluster" / "dev" / name
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if not name:
+        outside.mkdir()
+    link.symlink_to(outside)
+    with pytest.raises(ConfigError, match=f"{link} is a symlink"):
+        read_config(
+            {"project": "my-project"}, stack="dev", root=tmp_path / "cloned", missing_key=make_key
+        )
+    assert not outside.exists() or not list(outside.iterdir())
 
 
 def test_the_schema_and_the_code_have_the_same_settings_types_and_defaults() -> None:

@@ -108,7 +108,13 @@ def test_plan_shows_everything_and_starts_nothing(workplace: Workplace) -> None:
     status, out, err = workplace.call("plan")
     assert status == 0
     assert err.startswith("inventory: local (this machine, the default")
-    for part in ("127.0.0.1", "mpirun -f", "-genv", "GLOO_SOCKET_IFNAME=lo", "machine_rank: 0"):
+    for part in (
+        "127.0.0.1",
+        "mpirun -noconf -f",
+        "-genv",
+        "GLOO_SOCKET_IFNAME=lo",
+        "machine_rank: 0",
+    ):
         assert part in out
     assert "parameters" in out and "synchronisation" in out
     assert not workplace.runs.exists()

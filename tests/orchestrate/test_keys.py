@@ -10,8 +10,12 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+from payload.cluster_identity import settle_cluster_identity
 from payload.errors import ConfigError
 from payload.inventory import Access, ClusterInventory, Node
+from payload.orchestrate.cloud.stack import cluster_folder
+from payload.orchestrate.preflight.checks import operator_key
+from payload.orchestrate.preflight.trial_findings import record_path
 from payload.orchestrate.ssh.keys import (
     make_operator_key,
     operator_key_path,
@@ -112,3 +116,31 @@ def test_a_key_that_is_none_is_said_to(tmp_path: Path) -> None:
     path.touch(mode=0o600)
     with pytest.raises(ConfigError, match="cannot be read"):
         make_operator_key(path)
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("place", [".cluster", ".cluster/c", ".cluster/c/id_ed25519"])
+def test_files_of_a_cluster_are_not_written_through_a_link_in_the_project_s_folder(
+    place: str, given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private, project = tmp_path / "home" / ".ssh", tmp_path / "cloned"
+    for folder in (private, private / "c"):
+        folder.mkdir(parents=True)
+        (folder / "known_hosts").write_text("mine")
+        (folder / "id_ed25519").write_text("mine")
+    link = project / place
+    link.parent.mkdir(parents=True)
+    link.symlink_to(private / "id_ed25519" if place.endswith("19") else private)
+    monkeypatch.chdir(project)
+    inventory, before = make_cluster(), sorted(private.rglob("*"))
+    with pytest.raises(ConfigError, match=f"{place} is a symlink"):
+        operator_key(inventory, given=tmp_path / "key" if given else None)
+    if not place.endswith("19"):
+        with pytest.raises(ConfigError, match="is a symlink"):
+            cluster_folder(project, "c")
+        with pytest.raises(ConfigError, match="is a symlink"):
+            settle_cluster_identity(project, "c")
+        with pytest.raises(ConfigError, match="is a symlink"):
+            record_path(project, cluster="c")
+    assert sorted(private.rglob("*")) == before
+    assert {path.read_text() for path in before if path.is_file()} == {"mine"}

@@ -102,6 +102,20 @@ def test_a_batch_script_asks_for_what_the_settings_say(tmp_path: Path) -> None:
     assert lines[-1].startswith("exec ") and "--run-dir" in lines[-1]
 
 
+@pytest.mark.parametrize("where", ["the run's folder", "the current folder"])
+def test_a_line_break_becomes_no_line_of_the_batch_script(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hostile = tmp_path / "a\ntouch owned\n#"
+    hostile.mkdir()
+    if where == "the current folder":
+        monkeypatch.chdir(hostile)
+    paths = RunPaths(hostile if where == "the run's folder" else tmp_path)
+    config = parse_run_config("", where="test")
+    with pytest.raises(ConfigError, match="has a control character, such as a line break"):
+        render_script(paths, config, access=LocalAccess({}), grace_s=60.0)
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [

@@ -89,6 +89,41 @@ def test_where_there_is_no_slurm_an_ended_run_is_seen_to_have_ended(
         assert not run.signal(signal.SIGTERM, StopRequest())
 
 
+@pytest.mark.parametrize(
+    ("name", "script", "is_ours"),
+    [
+        ("one", "{root}/job.sbatch", True),
+        ("one", "/srv/ada/runs/one/job.sbatch", False),
+        ("one", "(null)", False),
+        ("train", "{root}/job.sbatch", False),
+    ],
+)
+@pytest.mark.parametrize(
+    "job", ["JobState=PENDING Reason=Priority", "JobState=RUNNING Reason=None"]
+)
+def test_a_job_that_only_has_the_recorded_number_is_not_ended(
+    job: str, name: str, script: str, is_ours: bool, tmp_path: Path
+) -> None:
+    paths = run_in_job(tmp_path / "a b", pid=7, status="running")
+    cancelled = tmp_path / "cancelled"
+    answer = (
+        f"JobId=12 JobName={name} UserId=ada(1000) {job} BatchHost=n1 "
+        f"Command={script.format(root=paths.root)} WorkDir=/srv/ada StdErr=/srv/ada/log"
+    )
+    programs = {"scontrol": f"echo '{answer}'", "scancel": f'echo "$@" >{cancelled}'}
+    run = SlurmRun(paths, "12", slurm(tmp_path / "bin", **programs))
+    if is_ours:
+        assert run.signal(signal.SIGTERM, StopRequest())
+        words = "12" if "PENDING" in job else "--signal=TERM --batch 12"
+        assert cancelled.read_text() == f"{words}\n"
+        return
+    with pytest.raises(ConfigError, match=rf"Slurm's job 12 is {name} of .* not this run's"):
+        run.signal(signal.SIGTERM, StopRequest())
+    with pytest.raises(ConfigError, match="It is left alone"):
+        run.abandon()
+    assert not cancelled.exists()
+
+
 def test_status_says_that_slurm_does_not_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

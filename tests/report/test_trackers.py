@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from payload.launch_sections import TRACKERS
 from payload.metrics_log import read_metrics
 from payload.report.track import Tracked
+from payload.report.trackers import wandb
 from payload.report.trackers.base import About, Row
 from payload.results import RunPaths
 from payload.run_config import parse_run_config
@@ -201,3 +203,20 @@ def test_every_row_comes_once_however_they_arrive(tmp_path: Path) -> None:
         tracked.log(rows[max(0, end - 2) : end])  # as after a resume, some come again
     assert kept.rows == rows
     assert (tmp_path / "kept.last").read_text(encoding="ascii") == "14\n"
+
+
+def test_wandb_reads_no_settings_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, seen = ModuleType("wandb"), []
+
+    def init(**options: Any) -> None:
+        seen.append((Path.cwd(), Path(options["dir"])))
+
+    monkeypatch.setattr(package, "init", init, raising=False)
+    monkeypatch.setattr(package, "Settings", dict, raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    monkeypatch.chdir(tmp_path)
+    about = About(run_id="r", name="n", folder=Path("track/wandb"), config={})
+    wandb.make().start(about)
+    assert (seen, Path.cwd()) == ([(Path("/"), tmp_path / "track" / "wandb")], tmp_path)

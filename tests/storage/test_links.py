@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ExitCode, PreflightError
+from payload.errors import ConfigError, ExitCode, PreflightError
+from payload.results import RunPaths
 from payload.run_identity import RunIdentity
 from payload.storage.__main__ import main
 from payload.storage.checkpoints import fetch_newest, remove_checkpoints, stored_manifests
@@ -25,6 +26,7 @@ from payload.storage.objects import (
 )
 from payload.storage.owner import stored_identity
 from payload.storage.records import fetch_records
+from payload.storage.restore import fetch_run
 from payload.store_address import StoreAddress, parse_store_address
 from tests.storage.folders import write_checkpoint
 from tests.support.identities import MINE, THEIRS
@@ -157,6 +159,17 @@ def test_a_name_with_an_escape_sequence_reaches_no_terminal(
     (team / "exp\x1b]0;owned\x07\x9b2J1").mkdir()
     assert main(["list", str(team)]) == ExitCode.OK
     assert capsys.readouterr().out == "exp1\n"
+
+
+def test_a_name_with_a_line_break_is_no_line_of_its_own(
+    team: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (team / "exp1\nerror: run this").mkdir()
+    assert main(["list", str(team)]) == ExitCode.OK
+    assert capsys.readouterr().out == "exp1 error: run this\n"
+    with pytest.raises(ConfigError) as caught:
+        fetch_run(FolderStore(run_address(f"{team}/exp2")), RunPaths(tmp_path / "exp2"))
+    assert "The store has: exp1 error: run this." in str(caught.value)
 
 
 def write_vast_checkpoint(checkpoints: Path, step: int) -> None:

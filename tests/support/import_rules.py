@@ -51,6 +51,7 @@ RULES = {
                 "payload.untrusted",
                 "payload.cloud_need",
                 "payload.cloud_prices",
+                "payload.cluster_files",
                 "payload.cluster_identity",
                 "payload.accelerators",
             }

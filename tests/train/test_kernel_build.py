@@ -95,7 +95,7 @@ def test_of_many_that_ask_at_once_one_builds(
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(KernelsUnavailableError, match=r"file/cache cannot be written"):
+    with pytest.raises(KernelsUnavailableError, match=r"file/cache cannot be used"):
         built_library(tmp_path / "file" / "cache")
 
 

@@ -37,8 +37,9 @@ class Sbatch(Engine):
             "checkout=$SLURM_SUBMIT_DIR\n"
             f'cd "{folder}"\n'
             f'run_dir="$PWD/{job.run_dir}"\n'
-            f"[ -x {venv}/bin/python ] || {source_lines(checkout, venv=venv)}"
-            f"{source_environment_lines(checkout, venv=venv)}{exports}"
+            # Before the set-up: it runs Python in a folder that others may write.
+            f"{exports}[ -x {venv}/bin/python ] || {source_lines(checkout, venv=venv)}"
+            f"{source_environment_lines(checkout, venv=venv)}"
             'mkdir -p "$run_dir"\n'
             f"{job.config_lines('$run_dir/run.toml')}"
             'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'

@@ -56,10 +56,14 @@ class Mpirun(Launcher):
         return f"Intel MPI runs on x86-64 Linux only; this is {system} on {machine}"
 
     def argv(self, job: Job) -> tuple[str, ...]:
-        """Return Intel MPI's command line, in the spelling of Intel's own guides."""
+        """Return Intel MPI's command line, in the spelling of Intel's own guides.
+
+        Without `-noconf`, it takes options from `mpiexec.conf` in the current folder, and one of
+        them names a program to start.
+        """
         variables = [word for item in sorted(job.environment.items()) for word in ("-genv", *item)]
         return (
-            job.executable,
+            *(job.executable, "-noconf"),
             *("-f", str(job.hosts), "-n", str(job.world_size), "-ppn", str(job.ranks_per_node)),
             *variables,
             job.python,

@@ -12,7 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import payload
 from payload.cloud_need import CLOUD_NAME, Need
+from payload.cluster_files import cluster_path
 from payload.errors import (
     BootstrapError,
     CloudAuthError,
@@ -282,6 +284,9 @@ def _write_cache(path: Path, inventory: ClusterInventory) -> None:
     write_whole(path, json.dumps(entry, indent=2))
 
 
+_PROJECT_FILES = tuple(
+    f"Pulumi.{kind}{packed}" for kind in ("yaml", "yml", "json") for packed in ("", ".gz")
+)
 _MEMORY_VERSION = 1
 _MOST_USD = 1e6
 
@@ -364,8 +369,11 @@ def default_stack(env: Mapping[str, str], *, folder: Path) -> StackOutputs | str
     A stack whose outputs cannot be used is an error and no reason to train elsewhere. Raises
     ConfigError.
     """
-    if not any((each / "Pulumi.yaml").is_file() for each in (folder, *folder.parents)):
+    found = _project_files(folder)
+    if not found:
         return "no Pulumi project here"
+    if not _is_own_project(found):
+        return f"{found[0]} is another project's; name its stack to use it: --inventory stack:NAME"
     try:
         return read_outputs(Pulumi(env, folder=folder))
     except PulumiError as error:
@@ -374,6 +382,29 @@ def default_stack(env: Mapping[str, str], *, folder: Path) -> StackOutputs | str
         if error.trouble == "no stack":
             return "no Pulumi stack is selected, or nothing is up in it"
         return "Pulumi is " + error.trouble if error.trouble != "no project" else error.trouble
+
+
+def _project_files(folder: Path) -> list[Path]:
+    """Return Pulumi's project files of the nearest folder that has any, from `folder` upwards."""
+    for each in (folder, *folder.parents):
+        if found := [each / name for name in _PROJECT_FILES if (each / name).is_file()]:
+            return found
+    return []
+
+
+def _is_own_project(found: Sequence[Path]) -> bool:
+    """Return whether this is the cluster program's project, or a copy of its file.
+
+    A project file may name a backend: `pulumi` sends its token there. So it is not started in a
+    folder that merely has one, as a cloned one may, where nobody asked for a stack.
+    """
+    own = Path(payload.__file__).parents[1] / _PROJECT_FILES[0]
+    if len(found) > 1 or not own.is_file():
+        return False
+    try:
+        return found[0].samefile(own) or read_bytes(found[0]) == read_bytes(own)
+    except OSError:
+        return False
 
 
 def load_stack(
@@ -396,8 +427,11 @@ def load_stack(
 
 
 def cluster_folder(folder: Path, cluster: str) -> Path:
-    """Return where this machine keeps what belongs to a cluster; made if need be, for us alone."""
-    own = folder / ".cluster" / cluster
+    """Return where this machine keeps what belongs to a cluster; made if need be, for us alone.
+
+    Raises ConfigError for a link in its place.
+    """
+    own = cluster_path(folder, cluster)
     own.mkdir(mode=0o700, parents=True, exist_ok=True)
     return own
 
@@ -432,8 +466,8 @@ def _keep(known: Remembered, *, folder: Path) -> None:
 
 def recall(folder: Path, cluster: str) -> Remembered | None:
     """Return the record of a cluster, or None."""
-    path = folder / ".cluster" / cluster / "stack.json"
     try:
+        path = cluster_path(folder, cluster, "stack.json")
         raw = parse_json(read_bytes(path), where=str(path))
         check_schema(raw, _MEMORY_VERSION, where=str(path))
         return build(Remembered, raw, where=str(path))
@@ -447,7 +481,7 @@ def recall_outputs(folder: Path, cluster: str, *, project: str) -> StackOutputs 
     They have neither price nor end. None where it has never reached them in this project.
     """
     known = recall(folder, cluster)
-    inventory = _cached_inventory(folder / ".cluster" / cluster / CACHE_FILE)
+    inventory = _cached_inventory(cluster_path(folder, cluster, CACHE_FILE))
     if known is None or inventory is None:
         return None
     if (inventory.cluster, known.project) != (cluster, project):
@@ -459,7 +493,7 @@ def recall_outputs(folder: Path, cluster: str, *, project: str) -> StackOutputs 
 
 def remembered_clusters(folder: Path) -> list[Remembered]:
     """Return every cluster that this folder has built, or begun to."""
-    names = sorted(path.parent.name for path in (folder / ".cluster").glob("*/stack.json"))
+    names = sorted(path.parent.name for path in cluster_path(folder).glob("*/stack.json"))
     return [known for name in names if (known := recall(folder, name)) is not None]
 
 

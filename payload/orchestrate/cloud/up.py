@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from payload.cloud_need import CLOUD_NAME, Spot, need_of, text_list
+from payload.cluster_files import cluster_path
 from payload.cluster_identity import known_cluster_identity, settle_cluster_identity
 from payload.errors import (
     CloudAuthError,
@@ -525,7 +526,7 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
         there=there,
         save=results.save,
         may_delete=may_delete_data,
-        full_zones=folder / ".cluster" / cluster / "zones.json",
+        full_zones=cluster_path(folder, cluster, "zones.json"),
         replaces=replaces,
     )
     began_unix = time.time()

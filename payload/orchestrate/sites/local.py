@@ -120,8 +120,14 @@ class LocalAccess:
             )
         # A script may call its helper, which lies beside it, by its bare name.
         path = f"{Path(found).parent}{os.pathsep}{self._path()}"
+        # It may read settings from its current folder, which is not the user's own here.
         version = subprocess.run(
-            [found, "--version"], capture_output=True, text=True, check=False, env={"PATH": path}
+            [Path(found).absolute(), "--version"],
+            cwd="/",
+            capture_output=True,
+            text=True,
+            check=False,
+            env={"PATH": path},
         )
         if launcher.version not in version.stdout:
             first = (version.stdout or version.stderr).strip().partition("\n")[0]

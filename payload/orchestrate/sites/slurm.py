@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from payload.errors import INTERRUPTED, ConfigError, ExitCode, PreflightError
-from payload.interpreter import module_words
+from payload.interpreter import code_environment, module_words
 from payload.orchestrate.run.mirror import mirror_file
 from payload.orchestrate.run.report import log_tail
 from payload.orchestrate.run.store import Order
@@ -40,8 +40,10 @@ from payload.run_config import RunConfig
 from payload.run_lock import FORCE_SIGNAL
 from payload.run_repair import known_config
 from payload.storage.here import require_new_in_store
+from payload.untrusted import PLAIN_TEXT, shown, shown_name
 
 _ASK_EVERY_S = 3.0
+_SCRIPT = "job.sbatch"
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD")
 _GOING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 _CODES = {
@@ -65,6 +67,9 @@ class Job:
     """Why it waits, or why it ended."""
     exit_code: int = 0
     nodes: str = ""
+    name: str = ""
+    script: str = ""
+    """The path of its batch script, as it was submitted."""
 
     @property
     def alive(self) -> bool:
@@ -88,7 +93,7 @@ class Slurm(NamedSite):
         if not order.resumes:
             require_new_in_store(order.config, order.paths.run_id, env=access.code_environment())
         with order.folder() as paths:
-            script = paths.root / "job.sbatch"
+            script = paths.root / _SCRIPT
             text = render_script(paths, order.config, access=access, grace_s=order.grace_s)
             write_whole(script, text)
             job = RunJob(site=self.name, job_id=submit(script, order.config, order.env))
@@ -104,7 +109,11 @@ class Slurm(NamedSite):
 def render_script(
     paths: RunPaths, config: RunConfig, *, access: LocalAccess, grace_s: float
 ) -> str:
-    """Return the batch script: what the job needs, and the program that plans and supervises."""
+    """Return the batch script: what the job needs, and the program that plans and supervises.
+
+    Raises ConfigError for a folder with a line break or another control character in its name:
+    sbatch and the shell would take what follows it for a line of the script.
+    """
     slurm = config.slurm
     options = [
         f"--job-name={paths.run_id}",
@@ -132,7 +141,14 @@ def render_script(
     lines += [f"cd {shlex.quote(str(Path.cwd()))} || exit {int(ExitCode.PREFLIGHT)}"]
     lines += [f"export PYTHONPATH={shlex.quote(root)}"] if root else []
     # In the shell's place: Slurm's signals to the batch script then reach the supervisor.
-    return "\n".join([*lines, f"exec {shlex.join(program)}", ""])
+    lines += [f"exec {shlex.join(program)}"]
+    for line in lines:
+        if not PLAIN_TEXT.fullmatch(line):
+            raise ConfigError(
+                f"{_SCRIPT}: {shown(line)} has a control character, such as a line break. Rename "
+                "the folder."
+            )
+    return "\n".join([*lines, ""])
 
 
 def _pattern(path: Path) -> str:
@@ -143,7 +159,7 @@ def _pattern(path: Path) -> str:
 def submit(script: Path, config: RunConfig, env: Mapping[str, str]) -> str:
     """Hand the script to sbatch; return the job's number. Raises ConfigError, PreflightError."""
     try:
-        printed = ask(["sbatch", "--parsable", str(script)], _outside(env))
+        printed = ask(["sbatch", "--parsable", str(script)], _outside(code_environment(env)))
     except SlurmError as error:
         raise ConfigError(_refusal(error.words, config, env)) from None
     job_id = printed.strip().partition(";")[0]
@@ -252,14 +268,28 @@ class SlurmRun(SiteRun):
             self.paths.stop_request, StopRequest(pids=(record.pid,), grace_s=request.grace_s)
         )
         name = "TERM" if number == signal.SIGTERM else FORCE_SIGNAL.name.removeprefix("SIG")
-        ask(["scancel", f"--signal={name}", "--batch", self.job_id], self._env)
-        self._asked_s = float("-inf")
+        self._cancel(f"--signal={name}", "--batch")
         return True
+
+    def _cancel(self, *options: str) -> None:
+        """Call scancel for the run's job.
+
+        Raises ConfigError where the job of that number is another one: job.json may be a copy or
+        somebody else's, and Slurm takes numbers again.
+        """
+        job, script = self.job(), self.paths.root / _SCRIPT
+        if job.name != self.paths.run_id or Path(job.script).resolve() != script.resolve():
+            raise ConfigError(
+                f"{self.paths.job}: Slurm's job {self.job_id} is {shown_name(job.name)} of "
+                f"{shown_name(job.script)}, and not this run's. It is left alone. If the run has "
+                f"no job, remove {self.paths.job}; to end that one: scancel {self.job_id}"
+            )
+        ask(["scancel", *options, self.job_id], self._env)
+        self._asked_s = float("-inf")
 
     def abandon(self) -> str:
         """Let Slurm end the job."""
-        ask(["scancel", self.job_id], self._env)
-        self._asked_s = float("-inf")
+        self._cancel()
         return f"job {self.job_id} was cancelled; the last checkpoint is as it was"
 
     def bring_home(self, *, at_once: bool = False) -> Home:
@@ -310,11 +340,15 @@ class SlurmRun(SiteRun):
 
 def _of_scontrol(line: str) -> Job:
     found = fields(line)
+    # A path may have blanks. The script that a submitted one was copied to has no other field here.
+    script = re.search(r" Command=(.*?) WorkDir=", line)
     return Job(
         state=found.get("JobState", "UNKNOWN"),
         reason=found.get("Reason", "").replace("None", ""),
         exit_code=_status(found.get("ExitCode", "")),
         nodes=found.get("NodeList", "").replace("(null)", ""),
+        name=found.get("JobName", ""),
+        script=script[1] if script else "",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import chdir
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,26 +22,29 @@ class WandbTracker:
 
     def start(self, about: About) -> None:
         """Open the run, or go on with it."""
-        import wandb
-
         about.folder.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            project=about.name,
-            name=about.run_id,
-            id=hashlib.sha256(about.run_id.encode()).hexdigest()[:16],
-            resume="allow",
-            dir=str(about.folder),
-            config=dict(about.config),
-            mode=os.environ.get("WANDB_MODE", "offline"),
-            settings=wandb.Settings(
-                silent=True,
-                disable_code=True,
-                disable_git=True,
-                x_disable_stats=True,
-                x_disable_meta=True,
-                console="off",
-            ),
-        )
+        folder = about.folder.absolute()
+        # A file wandb/settings in the current folder may name another server, which gets the key.
+        with chdir("/"):
+            import wandb
+
+            self._run = wandb.init(
+                project=about.name,
+                name=about.run_id,
+                id=hashlib.sha256(about.run_id.encode()).hexdigest()[:16],
+                resume="allow",
+                dir=str(folder),
+                config=dict(about.config),
+                mode=os.environ.get("WANDB_MODE", "offline"),
+                settings=wandb.Settings(
+                    silent=True,
+                    disable_code=True,
+                    disable_git=True,
+                    x_disable_stats=True,
+                    x_disable_meta=True,
+                    console="off",
+                ),
+            )
 
     def log(self, rows: Sequence[Row]) -> None:
         """Log each row at its step; an evaluation's goes with its step's."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from payload.results import fsync_folder
+from payload.train.code_caches import is_own_file, own_folder
 from payload.train.kernels.unavailable import KernelsUnavailableError
 
 SOURCES = ("attention.cpp", "decoder.cpp", "pointwise.cpp", "products.cpp", "update.cpp")
@@ -50,16 +51,16 @@ def built_library(cache: Path) -> Path:
     if platform.system() != "Linux":
         raise KernelsUnavailableError(f"they are for Linux, this is {platform.system()}")
     library = cache / f"kernels-{_fingerprint()}.so"
-    if library.exists():
-        return library
     try:
-        cache.mkdir(parents=True, exist_ok=True)
+        own_folder(cache)
+        if is_own_file(library):
+            return library
         with (cache / "build.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not library.exists():
+            if not is_own_file(library):
                 _compile(library)
     except OSError as error:
-        raise KernelsUnavailableError(f"{cache} cannot be written: {error.strerror}") from None
+        raise KernelsUnavailableError(f"{cache} cannot be used: {error.strerror}") from None
     return library
 
 
@@ -75,8 +76,14 @@ def _compile(library: Path) -> None:
     # Torch's libraries are in the process by then: no path to them is needed at run time.
     command += [f"-L{torch_libraries}", "-ltorch_cpu", "-lc10"]
     try:
+        # Not in the user's folder: an empty entry of CPATH would take headers from there.
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            command,
+            cwd=library.parent,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
         )
         if done.returncode:
             lines = done.stderr.strip().splitlines()
@@ -85,6 +92,7 @@ def _compile(library: Path) -> None:
         # Else a power cut could leave an empty library under its name.
         with partial.open("rb") as file:
             os.fsync(file.fileno())
+        partial.chmod(0o700)
         partial.replace(library)
         fsync_folder(library.parent)
     except subprocess.TimeoutExpired:

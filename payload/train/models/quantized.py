@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from payload.engines import bitsandbytes_missing
 from payload.models.nf4 import BLOCK_SIZE, GROUP_SIZE, num_blocks, num_groups
+from payload.train.code_caches import keep_inductor_home
 from payload.train.lazy_tensors import copy_in
 
 _Library = Any
@@ -190,7 +191,8 @@ def require_quantizer() -> None:
 
 @lru_cache(maxsize=1)
 def _library() -> _Library:
-    """Return bitsandbytes, which takes a second to import."""
+    """Return bitsandbytes, which takes a second to import, and compiles some of its operations."""
+    keep_inductor_home()
     backend = logging.getLogger("bitsandbytes.backends.cpu.ops")
     level = backend.level
     # It warns of a package with a kernel for inference, which training does not use.

@@ -30,6 +30,15 @@ def test_a_run_of_two_nodes_is_this_file(engine: Engine) -> None:
     assert_golden(f"export.{engine.name}.{suffix}", engine.render(job_for(engine)))
 
 
+@pytest.mark.parametrize("name", ["sbatch", "mpijob"])
+def test_no_program_of_it_takes_code_or_options_from_the_shared_folder(name: str) -> None:
+    text = ENGINES[name].render(job_for(ENGINES[name]))
+    for line in text[: text.find("export PYTHONSAFEPATH=1")].splitlines():
+        assert "install-payload.sh" not in line
+        assert "python3 -c" not in line
+        assert "mpirun -f" not in line
+
+
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("has_image", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from payload.orchestrate.cloud.google import VARIABLE, Endpoints, Google
 from tests.orchestrate.cloud.fake_pulumi import FakePulumi
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, CloudStandIn
 from tests.support.identities import cluster_labels, write_cluster_identity
+from tests.support.launching import REPO
 
 KEY = "AAAAC3NzaC1lZDI1NTE5AAAAIGhvc3Qga2V5IHRoYXQgdGhlIHRlc3RzIHBpbiwgMzJi"
 
@@ -31,7 +33,7 @@ class Site:
         self.configure(cluster="mine", project=PROJECT, zones=[ZONE])
         write_cluster_identity(folder, "mine")
         self.pulumi.machines()
-        (folder / "Pulumi.yaml").write_text("name: tileforge\nruntime: python\n")
+        shutil.copy(REPO / "Pulumi.yaml", folder)
 
     def google(self, **more: Any) -> Google:
         """The client of the project; waiting costs no time here."""

@@ -77,6 +77,21 @@ def test_without_pulumi_or_outputs_it_is_this_machine(site: Site) -> None:
     assert "no Pulumi project" in load_cluster(None, env=site.env).why
 
 
+@pytest.mark.parametrize("name", ["Pulumi.yaml", "Pulumi.yml", "sub/Pulumi.json"])
+def test_without_inventory_pulumi_is_not_started_in_another_project(
+    site: Site, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.build()
+    foreign = site.folder / name
+    foreign.parent.mkdir(exist_ok=True)
+    foreign.write_text("name: tileforge\nruntime: python\nbackend:\n  url: https://evil.example\n")
+    monkeypatch.chdir(foreign.parent)
+    chosen = load_cluster(None, env=site.env)
+    assert chosen.inventory.access.kind == "local"
+    assert "is another project's; name its stack to use it" in chosen.headline()
+    assert site.pulumi.calls() == []
+
+
 def test_an_unknown_failure_is_no_reason_to_train_here(site: Site) -> None:
     site.pulumi.on("stack", "output", err="error: could not read the state\n", status=255)
     with pytest.raises(ConfigError, match=r"could not read the state .*--inventory local"):

@@ -1,0 +1,24 @@
+"""CONTRACT: `.cluster` in a project's folder, with what this machine knows of its clusters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from payload.errors import ConfigError
+
+
+def cluster_path(root: Path, *names: str) -> Path:
+    """Return the path of `.cluster`, of a cluster's folder in it, or of a file in that.
+
+    It need not be there. Raises ConfigError where a part of it is a symlink: in a folder that was
+    cloned or unpacked, it would lead keys and files of ssh elsewhere, as into ~/.ssh.
+    """
+    path = root
+    for name in (".cluster", *names):
+        path = path / name
+        if path.is_symlink():
+            raise ConfigError(
+                f"{path} is a symlink. Files of a cluster are written to no other place: remove "
+                "it, or put what it leads to in its place."
+            )
+    return path
