@@ -13,6 +13,7 @@ from infra.cloud_init import key_problem
 from infra.config import KEYS, PROJECT, ClusterConfig
 from infra.config_checks import problems
 from infra.operator_key import make_key, would_make_key
+from payload.cluster_folder import cluster_place
 from payload.errors import ConfigError
 from payload.untrusted import parse_json, read_bytes, shown
 
@@ -104,6 +105,9 @@ def read_config(
     named = config.operator_public_key_file or "cluster" not in {key for key, _ in found}
     if config.access_mode != "oslogin" and named:
         path = root / config.public_key_file()
+        if not config.operator_public_key_file:
+            for each in (path, path.with_suffix("")):
+                cluster_place(root, config.cluster, each.name)
         may_make = missing_key is not None and not config.operator_public_key_file
         if may_make and not found and not path.exists():
             assert missing_key is not None

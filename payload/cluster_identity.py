@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from payload.cluster_folder import cluster_place
 from payload.errors import ConfigError
 from payload.results import write_whole
 from payload.untrusted import build, check_schema, checked, parse_json, read_bytes
@@ -98,7 +99,7 @@ def identity_in(labels: Mapping[str, str]) -> str | None:
 
 
 def _path(folder: Path, cluster: str) -> Path:
-    return folder / ".cluster" / cluster / "identity.json"
+    return cluster_place(folder, cluster, "identity.json")
 
 
 def _read(path: Path) -> ClusterIdentity | None:

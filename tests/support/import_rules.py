@@ -50,6 +50,7 @@ RULES = {
                 "payload.errors",
                 "payload.untrusted",
                 "payload.cloud_prices",
+                "payload.cluster_folder",
                 "payload.cluster_identity",
                 "payload.accelerators",
             }

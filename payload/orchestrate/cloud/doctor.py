@@ -26,6 +26,7 @@ from payload.cloud_prices import (
     source,
     spot_warning,
 )
+from payload.cluster_folder import cluster_place
 from payload.errors import CloudAuthError, CloudError, ExitCode, TileforgeError, UsageError
 from payload.orchestrate.cloud.firewall import check_firewall
 from payload.orchestrate.cloud.google import CloudMissingError, Endpoints, Google, UnreadableError
@@ -241,7 +242,7 @@ def doctor(options: DoctorOptions, env: Mapping[str, str]) -> int:
     checks = [*check_proxy(env), *examine(google, need, own)]
     checks += check_gpus(need)
     checks += check_own_gpus(nvidia_here(env))
-    checks.append(check_price(need, *fresh_catalog(google, folder=Path.cwd() / ".cluster")))
+    checks.append(check_price(need, *fresh_catalog(google, folder=cluster_place(Path.cwd()))))
     code = exit_code(checks)
     if options.json:
         document = {"schema_version": _SCHEMA_VERSION, "project": project, "exit_code": code}

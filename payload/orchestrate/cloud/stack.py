@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from payload.cloud_need import CLOUD_NAME, Need
+from payload.cluster_folder import FOLDER, cluster_place
 from payload.errors import (
     BootstrapError,
     CloudAuthError,
@@ -389,8 +390,11 @@ def load_stack(
 
 
 def cluster_folder(folder: Path, cluster: str) -> Path:
-    """Return where this machine keeps what belongs to a cluster; made if need be, for us alone."""
-    own = folder / ".cluster" / cluster
+    """Return where this machine keeps what belongs to a cluster; made if need be, for us alone.
+
+    Raises ConfigError where a part of it is a link.
+    """
+    own = cluster_place(folder, cluster)
     own.mkdir(mode=0o700, parents=True, exist_ok=True)
     return own
 
@@ -425,8 +429,8 @@ def _keep(known: Remembered, *, folder: Path) -> None:
 
 def recall(folder: Path, cluster: str) -> Remembered | None:
     """Return the record of a cluster, or None."""
-    path = folder / ".cluster" / cluster / "stack.json"
     try:
+        path = cluster_place(folder, cluster, "stack.json")
         raw = parse_json(read_bytes(path), where=str(path))
         check_schema(raw, _MEMORY_VERSION, where=str(path))
         return build(Remembered, raw, where=str(path))
@@ -440,7 +444,7 @@ def recall_outputs(folder: Path, cluster: str, *, project: str) -> StackOutputs 
     They have neither price nor end. None where it has never reached them in this project.
     """
     known = recall(folder, cluster)
-    inventory = _cached_inventory(folder / ".cluster" / cluster / CACHE_FILE)
+    inventory = _cached_inventory(cluster_place(folder, cluster, CACHE_FILE))
     if known is None or inventory is None:
         return None
     if (inventory.cluster, known.project) != (cluster, project):
@@ -452,7 +456,7 @@ def recall_outputs(folder: Path, cluster: str, *, project: str) -> StackOutputs 
 
 def remembered_clusters(folder: Path) -> list[Remembered]:
     """Return every cluster that this folder has built, or begun to."""
-    names = sorted(path.parent.name for path in (folder / ".cluster").glob("*/stack.json"))
+    names = sorted(path.parent.name for path in (folder / FOLDER).glob("*/stack.json"))
     return [known for name in names if (known := recall(folder, name)) is not None]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from payload.cloud_need import CLOUD_NAME, Spot, need_of, text_list
+from payload.cluster_folder import cluster_place
 from payload.cluster_identity import known_cluster_identity, settle_cluster_identity
 from payload.errors import (
     CloudAuthError,
@@ -514,7 +515,7 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
         spot=need_of(known).spot,
         there=there,
         save=results.save,
-        full_zones=folder / ".cluster" / cluster / "zones.json",
+        full_zones=cluster_place(folder, cluster, "zones.json"),
         replaces=replaces,
     )
     began_unix = time.time()

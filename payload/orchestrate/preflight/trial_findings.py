@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from payload.cluster_folder import cluster_place
 from payload.errors import ConfigError
 from payload.inventory import Node
 from payload.launch.launchers.base import BOOTSTRAP_AGAIN, MISSING_LIBRARY, Launcher
@@ -354,7 +355,7 @@ class Record:
 
 def record_path(root: Path, *, cluster: str) -> Path:
     """Return where the newest trial that `cluster` passed is, under the project folder `root`."""
-    return root / ".cluster" / cluster / "trial.json"
+    return cluster_place(root, cluster, "trial.json")
 
 
 def read_record(path: Path) -> Record | None:

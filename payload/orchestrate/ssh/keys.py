@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from payload.cluster_folder import cluster_place
 from payload.errors import AnswerError, ConfigError, PreflightError, TileforgeError
 from payload.hints import command
 from payload.inventory import ClusterInventory, Node
@@ -40,8 +41,11 @@ _UNWRITABLE = frozenset('"\\\n\r$')
 
 
 def operator_key_path(root: Path, *, cluster: str) -> Path:
-    """Return where the operator's key of `cluster` is, under the project folder `root`."""
-    return root / ".cluster" / cluster / "id_ed25519"
+    """Return where the operator's key of `cluster` is, under the project folder `root`.
+
+    Raises ConfigError where a part of it is a link.
+    """
+    return cluster_place(root, cluster, "id_ed25519")
 
 
 def make_operator_key(path: Path) -> str:
