@@ -152,15 +152,17 @@ def has_own_record(paths: RunPaths) -> bool:
 def make_room(paths: RunPaths) -> list[str]:
     """Set aside whatever lies where the run is going to write a file or a folder.
 
-    So is a link to a file that leads out of the run's folder, but for a checkpoint's. Returns a
-    sentence for each. Raises OSError, and ConfigError for such a link to a folder: aside, its
-    checkpoints would be missing.
+    So too a link to a file that leads out of the run's folder. Returns a sentence for each. Raises
+    OSError, and ConfigError for such a link to a folder: were it set aside, its checkpoints would
+    be missing.
     """
     require_own_folders(paths)
     odd = [path for path in _folders(paths) if os.path.lexists(path) and not path.is_dir()]
     odd += [path for path in _replaced_files(paths) if is_odd_file(path)]
     odd += [path for path in _open_files(paths) if path.is_symlink() or is_odd_file(path)]
-    out = (path for path in links_out(paths.root) if not path.is_relative_to(paths.checkpoints))
+    # A damaged checkpoint is passed over, and the trackers refuse theirs.
+    kept = (paths.checkpoints, paths.track)
+    out = [each for each in links_out(paths.root) if not any(map(each.is_relative_to, kept))]
     odd += [path for path in out if path not in odd]
     return [f"{path} was no file or folder of a run; it is now {set_aside(path)}" for path in odd]
 

@@ -181,7 +181,10 @@ def _fetch(store: StoreReader, name: str, path: Path, *, most_bytes: int) -> Non
 
 
 def _files(paths: RunPaths) -> Iterator[Path]:
-    """Yield the files that are there, metrics before what is said about them; no linked folder's."""
+    """Yield the files that are there; metrics before what is said about them.
+
+    A linked folder has none: it could be any folder of this user.
+    """
     root = paths.root
     yield from (paths.identity, paths.config, paths.inventory, paths.hosts, paths.ranks)
     yield paths.plan

@@ -256,7 +256,7 @@ def _order(
             named |= {"storage.results"}
         site.hold_to_resume(resumed, env, held, talk)
     config, auto_size = options.load(resumed=resumed, say=talk.print), None
-    reads_init = resumed is None or _reads_init(resumed, config, site)
+    reads_init = resumed is None or options.samples or _reads_init(resumed, config, site)
     if resumed is not None and options.config is None:
         require_named(resumed, reaching(config, reads_init=reads_init), named=named)
     config = settle_results(config, bucket=bucket)
