@@ -27,7 +27,7 @@ from payload.models.fit import require_fit, unused_settings
 from payload.models.registry import read_spec, spec_of
 from payload.models.source import pinned
 from payload.models.spec import ModelSpec
-from payload.results import RunPaths
+from payload.results import RunPaths, require_own_folders
 from payload.run_config import RunConfig, fixed_differences, load_run_config, parse_run_config
 from payload.run_identity import checkpoint_identity, known_identity
 from payload.train.base_model import identify
@@ -159,8 +159,9 @@ def _checkpoint_to_resume(paths: RunPaths) -> Path | None:
     """Return the newest sound checkpoint, or None for a new run.
 
     Raises CheckpointError where all are damaged, as a new run never takes their place, and for one
-    of another run.
+    of another run. Raises ConfigError where a folder of the run is a link out of it.
     """
+    require_own_folders(paths)
     checkpoints = paths.checkpoints
     newest = newest_checkpoint(checkpoints)
     damaged = checkpoint_folders(checkpoints)

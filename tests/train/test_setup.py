@@ -112,3 +112,12 @@ def test_a_run_of_whole_weights_reads_no_base_that_a_checkpoint_names(tmp_path: 
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="it is an adapter, and the run trains whole weights"):
         weights_folder(tmp_path, parse_run_config("", where="test"))
+
+
+def test_training_alone_writes_through_no_link_either(tmp_path: Path, tiny_config: Path) -> None:
+    config, paths = load_run_config(tiny_config), RunPaths(tmp_path / "run")
+    (tmp_path / "other").mkdir()
+    paths.root.mkdir()
+    paths.checkpoints.symlink_to("../other")
+    with pytest.raises(ConfigError, match="checkpoints is a link that leads out"):
+        find_start(config, open_task(config), paths=paths, world=ALONE)
