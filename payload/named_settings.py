@@ -105,10 +105,10 @@ def require_named(
     if loose:
         words = ", ".join(f"{key} = {shown(value)}" for key, value in loose.items())
         raise ConfigError(
-            f"run {paths.run_id}: nobody has named {words} for it on this machine. Its folder may "
-            "be the word of a node, a store or another person, which moves no files and starts "
-            "nothing from here; one of an older version has no record. If it is right, add "
-            f"{_options(loose)}"
+            f"run {paths.run_id}: nobody has named {words} for it on this machine. A node, a store "
+            "or another person may have written its settings, so they move no files and start "
+            "nothing from here. A run of an older version has no record of what was named. If it "
+            f"is right, add {_options(loose)}"
         )
 
 
