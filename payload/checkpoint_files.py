@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -20,6 +21,7 @@ from payload.untrusted import (
     build,
     check_schema,
     checked,
+    inside_folder,
     open_regular,
     parse_json,
     read_bytes,
@@ -34,6 +36,8 @@ ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 """Files of an adapter's checkpoint, in place of `MODEL_FILES`."""
 NEEDED_FILES = (OPTIMIZER_FILE, TRAINER_FILE)
 """The other files that a resume needs; the tokenizer's are for other programs."""
+CHECKPOINTS_NAME = "checkpoints"
+"""A run's folder of checkpoints."""
 BEST_NAME = "best"
 """A link beside the checkpoints, to the one with the lowest validation loss."""
 
@@ -85,11 +89,42 @@ def checkpoint_step(folder: PurePath) -> int:
 
 
 def checkpoint_folders(checkpoints: Path) -> list[Path]:
-    """List the folders named as checkpoints, oldest first, whatever they hold."""
+    """List the folders named as checkpoints, oldest first, whatever they hold.
+
+    A link is none: whoever made the run's folder could have another folder taken for the run's.
+    """
+    return [path for path in _named_folders(checkpoints) if not path.is_symlink()]
+
+
+def _named_folders(checkpoints: Path) -> list[Path]:
+    """List what is named as a checkpoint; nothing where the folder leads out of the run's."""
+    try:
+        require_own(checkpoints)
+    except CheckpointError:
+        return []
     if not checkpoints.is_dir():
         return []
     named = [path for path in checkpoints.iterdir() if FOLDER_NAME.fullmatch(path.name)]
     return sorted(named, key=checkpoint_step)
+
+
+def require_own(path: Path) -> None:
+    """Raise CheckpointError where a run's checkpoint, or folder of them, is a link out of the run.
+
+    `best` leads to a checkpoint beside it. A link elsewhere is one that a person has named.
+    """
+    if path.name == CHECKPOINTS_NAME:
+        home = path.parent
+    elif path.parent.name == CHECKPOINTS_NAME:
+        home = path.parent.parent
+    else:
+        return
+    try:
+        inside_folder(path, home=home)
+        if path.is_symlink() and path.resolve().parent != path.parent.resolve():
+            raise OSError(errno.ELOOP, "a link that leads to no checkpoint beside it", str(path))
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}. Name another checkpoint.") from None
 
 
 def newest_sound(
@@ -99,8 +134,8 @@ def newest_sound(
 
     Reads every file of it. `passed_over` is told of each damaged one and what is wrong with it.
     """
-    for folder in reversed(checkpoint_folders(checkpoints)):
-        problems = manifest_problems(folder)
+    for folder in reversed(_named_folders(checkpoints)):
+        problems = ["it is a link."] if folder.is_symlink() else manifest_problems(folder)
         if not problems:
             return folder
         passed_over(folder, problems[0])

@@ -1,26 +1,43 @@
-"""named.json: which settings that reach beyond a run a person has named for it on this machine.
+"""named.json: which settings that reach beyond a run this user has named for it here.
 
-A run's other records come back from its nodes and its store. Whoever writes there could name any
-data or model of this machine, another store to write to, or sbatch's options, for the next resume
-to obey. They could have it wait for weeks, or without the limit of its cost.
+A run's folder and its records may come from anywhere: a node, a store, a project that was cloned.
+Whoever wrote them could name any data or model of this machine, another store to write to, or
+sbatch's options, for the next resume to obey; or have it wait for weeks, or without the limit of
+its cost. The record counts only with a proof by a key that
+lies outside of all runs, in this user's own state folder.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
+import os
+import re
+import secrets
 import shlex
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from payload.errors import ConfigError
 from payload.results import RunPaths, write_whole
 from payload.run_config import RunConfig
-from payload.run_repair import known_config
+from payload.run_identity import known_identity
 from payload.settings import AUTO
 from payload.store_address import NONE, is_bucket_address
-from payload.untrusted import build, can_see, check_schema, parse_json, read_bytes, shown
+from payload.untrusted import (
+    build,
+    can_see,
+    check_schema,
+    checked,
+    home_path,
+    parse_json,
+    read_bytes,
+    shown,
+)
 
 SCHEMA_VERSION = 1
 MOST_WAIT_S = 3600.0
@@ -29,6 +46,9 @@ _WAITS = ("storage.final_wait_s", "limits.hang_timeout_s", "distributed.timeout_
 _LIMITS = ("limits.max_hours", "limits.max_usd")
 _NO_LIMIT = "none"
 _PLACES = ("data.dir", "model.init", "storage.results")
+KEY_FILE = "named.key"
+_KEY_BYTES = 32
+_PROOF = re.compile(r"|[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,20 +57,26 @@ class _Named:
 
     settings: Mapping[str, list[str]] = field(default_factory=dict)
     """Values by `section.key`; a folder by its whole path."""
+    proof: str = checked("", pattern=_PROOF, wanted="64 hexadecimal digits")
+    """HMAC-SHA256 of the run's identity and the settings, by this user's key, in hexadecimal."""
     schema_version: int = SCHEMA_VERSION
 
+    def proven(self, paths: RunPaths, key: bytes) -> str:
+        """Return the proof that the record has if it was made here, for this run."""
+        text = json.dumps([known_identity(paths).identity, self.settings], sort_keys=True)
+        return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
-def reaching(config: RunConfig) -> dict[str, str]:
+
+def reaching(config: RunConfig, *, reads_init: bool = True) -> dict[str, str]:
     """Return the settings that reach beyond the run's own folder, with their values.
 
-    The limits of time and cost are always among them. Of the others the defaults are left out, and
-    waits of up to an hour. So is a model of a hub: it is nothing of this machine.
+    A model of a hub may be one that only this user's cache or token has. A default of `data.dir`
+    names a folder like any other. Without `reads_init` nothing is loaded from `model.init`. The
+    limits of time and cost are always among them; waits where they are over an hour.
     """
-    found: dict[str, str] = {}
+    found = {"data.dir": config.data.dir}
     default = RunConfig()
-    if config.data.dir != default.data.dir:
-        found["data.dir"] = config.data.dir
-    if config.model.init != default.model.init and can_see(Path(config.model.init)):
+    if reads_init and config.model.init != default.model.init:
         found["model.init"] = config.model.init
     if config.storage.results not in (AUTO, NONE):
         found["storage.results"] = config.storage.results
@@ -75,10 +101,37 @@ def bounded_wait_s(paths: RunPaths, config: RunConfig, key: str) -> float:
 
     That is an hour at most where nobody has named a longer time on this machine.
     """
-    wait_s, known = float(_value(config, key)), _read(paths)
-    if known is None or str(wait_s) in known.settings.get(key, ()):
+    wait_s = float(_value(config, key))
+    if str(wait_s) in _read(paths).settings.get(key, ()):
         return wait_s
     return min(wait_s, MOST_WAIT_S)
+
+
+def is_on_hub(init: str) -> bool:
+    """Return True for a `model.init` that names nothing of this machine."""
+    return not can_see(home_path(init))
+
+
+def unnamed(paths: RunPaths, settings: Mapping[str, str]) -> dict[str, str]:
+    """Return those of `settings` that this user has not named for the run here."""
+    known = _read(paths).settings
+    return {
+        key: value
+        for key, value in settings.items()
+        if not _is_named(key, value, known.get(key, ()))
+    }
+
+
+def _is_named(key: str, value: str, known: Collection[str]) -> bool:
+    """Return True for a value that this user has named; of a limit, for this or a lower one.
+
+    A limit of a run for which none was ever named here is that of its settings.
+    """
+    if key not in _LIMITS:
+        return _whole(key, value) in known
+    if not known or _NO_LIMIT in known or value in known:
+        return True
+    return value != _NO_LIMIT and float(value) <= max(map(float, known))
 
 
 def require_named(
@@ -87,68 +140,92 @@ def require_named(
     """Refuse what a resumed run's own records alone name.
 
     `settings` are those that reach beyond it; those in `named` were named by the person who
-    resumes. A run that is older than the record is all this machine's own. Raises ConfigError.
+    resumes. Raises ConfigError.
     """
-    known = _read(paths)
-    if known is None:
-        return
-    unnamed = {
-        key: value
-        for key, value in settings.items()
-        if key not in named and not _is_named(key, value, known.settings.get(key, ()))
-    }
-    if unnamed:
-        words = ", ".join(f"{key} = {shown(value)}" for key, value in unnamed.items())
+    loose = {key: value for key, value in unnamed(paths, settings).items() if key not in named}
+    if loose:
+        words = ", ".join(f"{key} = {shown(value)}" for key, value in loose.items())
         raise ConfigError(
-            f"run {paths.run_id}: nobody has named {words} for it on this machine. Its settings "
-            "may be the word of a node or a store, which moves no files, starts nothing from here "
-            f"and raises no limit. If it is right, add {_options(unnamed)}"
+            f"run {paths.run_id}: nobody has named {words} for it on this machine. A node, a store "
+            "or another person may have written its settings, so they move no files, start "
+            "nothing from here and raise no limit. A run of an older version has no record of what "
+            f"was named. If it is right, add {_options(loose)}"
         )
 
 
-def _is_named(key: str, value: str, known: Collection[str]) -> bool:
-    """Say whether a person has named this value; of a limit, this or a higher one."""
-    if key not in _LIMITS:
-        return _whole(key, value) in known
-    if not known or _NO_LIMIT in known or value in known:
-        return True
-    return value != _NO_LIMIT and float(value) <= max(map(float, known))
-
-
 def note_named(paths: RunPaths, settings: Mapping[str, str]) -> None:
-    """Record what a person has named for the run. Raises OSError."""
-    before = _read(paths) or _Named()
-    merged = {key: set(values) for key, values in before.settings.items()}
+    """Record what this user has named for the run, which has its identity already.
+
+    Without a key, as in a home that nobody may write to, the next resume asks. Raises OSError.
+    """
+    merged = {key: set(values) for key, values in _read(paths).settings.items()}
     for key, value in settings.items():
         merged.setdefault(key, set()).add(_whole(key, value))
-    ordered = {key: sorted(values) for key, values in sorted(merged.items())}
-    write_whole(paths.named, json.dumps(asdict(_Named(settings=ordered)), indent=2) + "\n")
+    record = _Named(settings={key: sorted(values) for key, values in sorted(merged.items())})
+    own = _key(make=True)
+    if own is not None:
+        record = replace(record, proof=record.proven(paths, own))
+    write_whole(paths.named, json.dumps(asdict(record), indent=2) + "\n")
 
 
-def note_brought(paths: RunPaths) -> None:
-    """Record the settings of an older version's folder, before it gets those of another place.
-
-    Raises OSError.
-    """
-    if not paths.named.exists():
-        note_named(paths, reaching(known_config(paths)) if paths.config.exists() else {})
-
-
-def _read(paths: RunPaths) -> _Named | None:
-    """Return the record; None where there is none. A damaged one allows nothing."""
-    try:
+def _read(paths: RunPaths) -> _Named:
+    """Return the record; an empty one where there is none that this user has made here."""
+    with suppress(OSError, ConfigError):
         raw = parse_json(read_bytes(paths.named), where=str(paths.named))
         check_schema(raw, SCHEMA_VERSION, where=str(paths.named))
-        return build(_Named, raw, where=str(paths.named))
-    except FileNotFoundError:
-        return None
-    except (OSError, ConfigError):
-        return _Named()
+        found = build(_Named, raw, where=str(paths.named))
+        own = _key()
+        if own is not None and hmac.compare_digest(found.proof, found.proven(paths, own)):
+            return found
+    return _Named()
+
+
+def _key(*, make: bool = False) -> bytes | None:
+    """Return this user's key, which `make` writes where there is none; None without one."""
+    with suppress(OSError, RuntimeError):  # RuntimeError: nobody knows where the home is
+        state = Path(os.environ.get("XDG_STATE_HOME", ""))
+        folder = (state if state.is_absolute() else Path.home() / ".local/state") / "tileforge"
+        found = _read_key(folder / KEY_FILE)
+        if found is not None or not make:
+            return found
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        beside = folder / f".{KEY_FILE}.{secrets.token_hex(4)}"
+        try:
+            opened = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(opened, "wb") as file:
+                file.write(secrets.token_bytes(_KEY_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+            try:
+                # Two commands may begin at once: the first one's stands.
+                os.link(beside, folder / KEY_FILE)
+            except OSError:  # it exists, or the file system has no links
+                if _read_key(folder / KEY_FILE) is None:
+                    beside.replace(folder / KEY_FILE)
+        finally:
+            beside.unlink(missing_ok=True)
+        return _read_key(folder / KEY_FILE)
+    return None
+
+
+def _read_key(path: Path) -> bytes | None:
+    """Return the key in a file; None where it is missing or damaged."""
+    with suppress(OSError):
+        found = read_bytes(path, limit_bytes=_KEY_BYTES)
+        return found if len(found) == _KEY_BYTES else None
+    return None
 
 
 def _whole(key: str, value: str) -> str:
-    is_place = key in _PLACES and not is_bucket_address(value)
-    return str(Path(value).resolve()) if is_place else value
+    """Return a setting's value by which it is known: of a place of this machine, the whole path."""
+    if key not in _PLACES or is_bucket_address(value):
+        return value
+    place = home_path(value) if key == "model.init" else Path(value)
+    if key == "model.init" and not place.is_absolute() and is_on_hub(value):
+        return value
+    with suppress(ValueError):  # a path with a NUL names nothing
+        return os.path.realpath(place)
+    return value
 
 
 def _options(settings: Mapping[str, str]) -> str:

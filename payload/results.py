@@ -11,13 +11,14 @@ import os
 import re
 import stat
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
-from payload.checkpoint_files import checkpoint_step
+from payload.checkpoint_files import MANIFEST_FILE, checkpoint_folders
 from payload.errors import ConfigError
 from payload.store_state import StoreState
 from payload.stragglers import Straggler
@@ -28,9 +29,11 @@ from payload.untrusted import (
     build,
     check_schema,
     checked,
+    links_out,
     no_follow,
     parse_json,
     read_bytes,
+    shown,
 )
 
 SCHEMA_VERSION = 1
@@ -42,8 +45,6 @@ LATEST = "latest"
 RunStatus = Literal["starting", "running", "finished", "stopped", "failed"]
 EventKind = Literal["start", "resume", "failure", "restart", "finished", "stopped", "failed"]
 MOST_EVENTS = 500
-
-_CHECKPOINT = re.compile(r"step_\d{8,}")
 
 _PHASE = re.compile(r"[a-z ]{1,40}")
 
@@ -201,9 +202,9 @@ class RunPaths:
 
     def newest_checkpoint(self) -> Path | None:
         """The last checkpoint that was written to its end."""
-        manifests = self.checkpoints.glob("step_*/manifest.json")
-        whole = [each.parent for each in manifests if _CHECKPOINT.fullmatch(each.parent.name)]
-        return max(whole, key=checkpoint_step, default=None)
+        folders = checkpoint_folders(self.checkpoints)
+        whole = (each for each in reversed(folders) if (each / MANIFEST_FILE).exists())
+        return next(whole, None)
 
     def rank_log(self, rank: int) -> Path:
         """Everything that one rank printed."""
@@ -445,6 +446,22 @@ def last_record(cls: type[_T], path: Path) -> _T | None:
         return read_json(cls, path)
     except ConfigError:
         return None
+
+
+def require_own_folders(paths: RunPaths) -> None:
+    """Raise ConfigError where a folder in the run's folder is a link that leads out of it.
+
+    Whoever made the run's folder could have any other folder read, uploaded or overwritten. The
+    run's folder itself may be a link: a person names it.
+    """
+    for link in links_out(paths.root):
+        with suppress(OSError):  # what this user may not look at
+            if link.is_dir():
+                raise ConfigError(
+                    f"{link} is a link that leads out of the run's folder, to "
+                    f"{shown(os.path.realpath(link))}: it is not followed. Move it away. To keep "
+                    "a run on another disk, let the run's folder itself be the link."
+                )
 
 
 def set_aside(path: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -13,7 +14,7 @@ from typing import Self
 
 from payload.errors import UsageError
 from payload.hints import run_command
-from payload.results import RunPaths, require_file
+from payload.results import RunPaths, require_file, set_aside
 from payload.untrusted import no_follow
 
 FORCE_SIGNAL = signal.SIGUSR1
@@ -31,7 +32,9 @@ class RunLock:
         self._descriptor = -1
 
     def __enter__(self) -> Self:
-        self._descriptor = os.open(self._paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if self._paths.lock.is_symlink():
+            set_aside(self._paths.lock)
+        self._descriptor = no_follow(str(self._paths.lock), os.O_RDWR | os.O_CREAT)
         deadline = time.monotonic() + _RETRY_S
         while not _try_lock(self._descriptor, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
@@ -78,9 +81,11 @@ def starting(paths: RunPaths) -> Iterator[None]:
 def is_supervised(paths: RunPaths) -> bool:
     """Return whether a living supervisor holds the run's lock; false from its death on."""
     try:
-        descriptor = os.open(paths.lock, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
+        descriptor = no_follow(str(paths.lock), os.O_RDONLY | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP):
+            return False  # nobody holds a lock through a link
+        raise
     try:
         return not _try_lock(descriptor, fcntl.LOCK_SH)
     finally:

@@ -19,7 +19,7 @@ from payload.results import RankProgress, RunPaths, RunState, read_json
 from payload.run_config import load_run_config
 from payload.run_lock import RunLock, is_supervised, starting
 from payload.run_repair import has_own_record
-from payload.untrusted import RUN_ID, parse_json, read_bytes
+from payload.untrusted import RUN_ID, home_path, parse_json, read_bytes
 
 _HOLDER_PREFIX = ".removing-"
 _HOLDER_RECORD = "removal.json"
@@ -84,7 +84,7 @@ def _starts_from(other: RunPaths, paths: RunPaths) -> bool:
         init = load_run_config(other.config).model.init
     except ConfigError:
         return False
-    return Path(init).resolve().is_relative_to(paths.root.resolve())
+    return home_path(init).resolve().is_relative_to(paths.root.resolve())
 
 
 def remove_run(paths: RunPaths) -> None:

@@ -21,9 +21,17 @@ from payload.checkpoint_files import (
 )
 from payload.errors import ConfigError, ExitCode
 from payload.models.spec import Dtype
-from payload.results import RunPaths, RunState, Summary, is_odd_file, last_record, set_aside
+from payload.results import (
+    RunPaths,
+    RunState,
+    Summary,
+    is_odd_file,
+    last_record,
+    require_own_folders,
+    set_aside,
+)
 from payload.run_config import RunConfig, fixed_differences, load_run_config, parse_run_config
-from payload.untrusted import RUN_ID, build, checked, parse_json, read_bytes
+from payload.untrusted import RUN_ID, build, checked, links_out, parse_json, read_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,12 +152,18 @@ def has_own_record(paths: RunPaths) -> bool:
 def make_room(paths: RunPaths) -> list[str]:
     """Set aside whatever lies where the run is going to write a file or a folder.
 
-    Returns a sentence for each. A link to a folder is left alone, and one to a file, too, where
-    the next write replaces it; what is appended to would leave the run folder. Raises OSError.
+    So too a link to a file that leads out of the run's folder. Returns a sentence for each. Raises
+    OSError, and ConfigError for such a link to a folder: were it set aside, its checkpoints would
+    be missing.
     """
+    require_own_folders(paths)
     odd = [path for path in _folders(paths) if os.path.lexists(path) and not path.is_dir()]
     odd += [path for path in _replaced_files(paths) if is_odd_file(path)]
     odd += [path for path in _open_files(paths) if path.is_symlink() or is_odd_file(path)]
+    # A damaged checkpoint is passed over, and the trackers refuse theirs.
+    kept = (paths.checkpoints, paths.track)
+    out = [each for each in links_out(paths.root) if not any(map(each.is_relative_to, kept))]
+    odd += [path for path in out if path not in odd]
     return [f"{path} was no file or folder of a run; it is now {set_aside(path)}" for path in odd]
 
 
@@ -160,6 +174,9 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         sys.stderr.write(f"{error.filename or argv[0]}: {error.strerror}\n")
         return ExitCode.PREFLIGHT
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return ExitCode.CONFIG
     sys.stdout.writelines(f"{sentence}\n" for sentence in moved)
     return ExitCode.OK
 

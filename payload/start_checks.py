@@ -22,6 +22,7 @@ from payload.run_config import RunConfig
 from payload.tasks import TaskKind
 from payload.tokenizer_identity import TOKENIZER_FILE, require_same_tokenizer
 from payload.training_sections import PrecisionSection
+from payload.untrusted import home_path
 
 # nanoGPT's rate for GPT-2 from scratch, 6e-4, made GPT-2's own weights worse.
 _MOST_FINE_TUNING_RATE = 3e-4
@@ -112,7 +113,7 @@ def require_known_sizes(config: RunConfig) -> None:
 
     A plan would count another model's.
     """
-    if config.model.init != SCRATCH and Path(config.model.init).expanduser().exists():
+    if config.model.init != SCRATCH and home_path(config.model.init).exists():
         find_source(config.model.init, setting="model.init", verify=False).spec()
 
 

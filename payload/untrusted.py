@@ -17,7 +17,8 @@ import re
 import stat
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -141,6 +142,52 @@ def inside_folder(path: Path, *, home: Path | None = None) -> Path:
         return path
     problem = f"a link that leads out of its folder, to {printable(str(target))}"
     raise OSError(errno.ELOOP, f"{problem}. Put the file itself there", str(path))
+
+
+def links_out(folder: Path, *, home: Path | None = None) -> Iterator[Path]:
+    """Yield the links below `folder` that lead out of the folder `home`, by default the same.
+
+    `folder` itself is one of them where it leads out of `home`. A folder that cannot be listed has
+    none.
+    """
+    inside, waiting = os.path.realpath(home or folder), [folder]
+    if home is not None and _leads_out(folder, inside):
+        yield folder
+        return
+    while waiting:
+        with suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for each in entries:
+                if each.is_symlink():
+                    if _leads_out(each.path, inside):
+                        yield Path(each.path)
+                elif each.is_dir(follow_symlinks=False):
+                    waiting.append(Path(each.path))
+
+
+def _leads_out(path: Path | str, inside: str) -> bool:
+    return not Path(os.path.realpath(path)).is_relative_to(inside)
+
+
+def refuse_links(path: Path, *, below: Path) -> Path:
+    """Return `path`. Raises OSError where a part of it below the folder `below` is a link."""
+    place = below
+    for part in path.relative_to(below).parts:
+        place /= part
+        if place.is_symlink():
+            raise OSError(errno.ELOOP, "A link, which is not followed. Move it away", str(place))
+    return path
+
+
+def is_own_folder(path: Path) -> bool:
+    """Return True for a folder that is no link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def home_path(text: str) -> Path:
+    """Return the path with `~` replaced; that of an unknown user stays as it is."""
+    with suppress(RuntimeError):
+        return Path(text).expanduser()
+    return Path(text)
 
 
 def no_follow(path: str, flags: int) -> int:

@@ -19,13 +19,17 @@ _TIMEOUT_S = 120.0
 _SAMPLES_TIMEOUT_S = 300.0
 
 
-def write_report(paths: RunPaths, *, show: bool = False) -> str | None:
+def write_report(
+    paths: RunPaths, *, show: bool = False, is_started_here: bool = False
+) -> str | None:
     """Write report.html into the run folder; return what went wrong, or None.
 
-    With `show`, a browser opens it.
+    With `show`, a browser opens it. `is_started_here` is for the run's own supervisor, on a machine
+    where nobody has named the data.
     """
+    words = [*(["--open"] if show else []), *(["--started-here"] if is_started_here else [])]
     try:
-        process = report_process([str(paths.root), *(["--open"] if show else [])])
+        process = report_process([str(paths.root), *words])
     except OSError as error:
         return one_line(error)
     try:

@@ -119,17 +119,7 @@ def test_it_installs_the_extras_asked_for_and_a_second_run_changes_nothing(tmp_p
     # In a folder with modules that somebody else wrote, of which an empty entry makes use, too.
     cloned = tmp_path / "cloned"
     cloned.mkdir()
-    for name in (
-        "hashlib",
-        "venv",
-        "pip",
-        "ensurepip",
-        "importlib",
-        "json",
-        "re",
-        "ssl",
-        "tomllib",
-    ):
+    for name in ("hashlib", "venv", "pip", "ensurepip", "importlib", "json", "re", "ssl"):
         (cloned / f"{name}.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')\n")
 
     first = install(*options, "--extras", "train", cwd=cloned, PYTHONPATH=":/opt/x")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from payload.data.conversations import BadConversationError, Messages, conversation_of
@@ -15,7 +14,7 @@ from payload.data.sources import DEFAULT_TEXT_COLUMN, SourceKind, SourceRequest
 from payload.errors import DataError
 from payload.models.hub import HubName
 from payload.tasks import TASK_KINDS, TaskKind
-from payload.untrusted import shown
+from payload.untrusted import home_path, shown
 
 _SAMPLE = 2000
 """Rows whose lengths are measured."""
@@ -115,7 +114,7 @@ def recognise(given: str, asked: Asked) -> Recognised:
 
 
 def _source_kind(given: str) -> SourceKind:
-    path = Path(given).expanduser()
+    path = home_path(given)
     if path.is_dir():
         found = [kind for glob, kind in _FOLDER_KINDS.items() if any(path.rglob(glob))]
         return found[0] if found else "text"

@@ -13,6 +13,7 @@ from payload.checkpoint_files import (
     checkpoint_folders,
     manifest_problems,
     newest_sound,
+    require_own,
 )
 from payload.errors import CheckpointError
 from payload.models.gguf import gguf_file, read_gguf
@@ -20,6 +21,7 @@ from payload.models.hub import HubName, fetch_config, resolve, weight_shapes
 from payload.models.registry import preset_of_hub_name, read_spec
 from payload.models.spec import ModelSpec
 from payload.results import RunPaths
+from payload.untrusted import home_path
 
 SCRATCH = "scratch"
 
@@ -69,7 +71,8 @@ def find_source(
     """
     if name == SCRATCH:
         return Source(name=name, kind="scratch")
-    path = Path(name).expanduser()
+    path = home_path(name)
+    require_own(path)
     if not _is_run(path) and (file := gguf_file(path)) is not None:
         return Source(name=name, kind="gguf", file=file)
     if not path.is_dir():
@@ -117,6 +120,7 @@ def _weights_in(
     """Return the folder with the weights that `path`, a folder, stands for."""
     if _is_run(path):
         checkpoints = path if checkpoint_folders(path) else RunPaths(path).checkpoints
+        require_own(checkpoints)
         newest = _newest(checkpoints, verify=verify, passed_over=passed_over)
         if newest is None:
             raise CheckpointError(

@@ -69,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
         help="hand a run to the trackers of its track.to once more, and write nothing else",
     )
     made.add_argument("--live", action="store_true", help=argparse.SUPPRESS)
+    made.add_argument("--started-here", action="store_true", help=argparse.SUPPRESS)
     made.add_argument(
         "--runs-dir",
         type=Path,
@@ -81,7 +82,10 @@ def parser() -> argparse.ArgumentParser:
 
 def _report(arguments: argparse.Namespace) -> None:
     words = list(dict.fromkeys(arguments.runs or [LATEST]))
-    runs = [find_run(word, runs_dir=arguments.runs_dir) for word in words]
+    runs = [
+        find_run(word, runs_dir=arguments.runs_dir, is_started_here=arguments.started_here)
+        for word in words
+    ]
     if arguments.track:
         if len(runs) > 1:
             raise UsageError(f"--track takes one run, not {len(runs)}. Name one.")

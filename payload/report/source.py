@@ -14,11 +14,13 @@ from payload.errors import ConfigError, DataError, UsageError
 from payload.hints import command
 from payload.inventory import ClusterInventory
 from payload.metrics_log import read_metrics
+from payload.named_settings import unnamed
 from payload.profile_table import PROFILE_TABLE, ProfileTable, read_table
 from payload.results import LATEST, RunPaths
 from payload.run_config import RunConfig
 from payload.run_repair import known_config, known_state, known_summary
 from payload.run_samples import SAMPLES_NAME, Sample, read_samples
+from payload.store_address import is_bucket_address
 from payload.store_state import StoreState
 from payload.untrusted import PLAIN_TEXT, RUN_ID, build, checked, parse_json, read_bytes, shown
 
@@ -52,8 +54,10 @@ class Plan:
 class Run:
     """One run folder; each file is read once, when it is asked for."""
 
-    def __init__(self, paths: RunPaths) -> None:
+    def __init__(self, paths: RunPaths, *, is_started_here: bool = False) -> None:
+        """`is_started_here`: the run's own supervisor asks, so its data was named for it."""
         self.paths = paths
+        self._is_started_here = is_started_here
         self.run_id = paths.run_id
 
     @cached_property
@@ -111,8 +115,14 @@ class Run:
 
     @cached_property
     def data(self) -> DataMeta | None:
-        """Return the data folder's meta.json; None where it is not on this machine."""
-        path = self.data_folder / META_NAME
+        """Return the data folder's meta.json; None where it is not on this machine.
+
+        None as well where only the run's own records name the folder: a page may be passed on.
+        """
+        path, named = self.data_folder / META_NAME, self.config.data.dir
+        place = named if is_bucket_address(named) else str(self.data_folder)
+        if not self._is_started_here and unnamed(self.paths, {"data.dir": place}):
+            return None
         with suppress(OSError, ConfigError, DataError, ValueError):
             raw = parse_json(read_bytes(path), where=str(path), error=DataError)
             return build(DataMeta, raw, where=str(path), error=DataError)
@@ -145,7 +155,7 @@ class Run:
         return self.state.get("error") or self.summary.get("error")
 
 
-def find_run(word: str, *, runs_dir: Path) -> Run:
+def find_run(word: str, *, runs_dir: Path, is_started_here: bool = False) -> Run:
     """Return the run that a word of the command line names: an id, `latest`, or a folder.
 
     Raises UsageError.
@@ -155,7 +165,7 @@ def find_run(word: str, *, runs_dir: Path) -> Run:
         with suppress(OSError, ValueError, RuntimeError):
             paths = RunPaths(folder.resolve())
             if any(each.is_file() for each in (paths.plan, paths.summary, paths.metrics)):
-                return Run(paths)
+                return Run(paths, is_started_here=is_started_here)
     raise UsageError(
         f"{shown(word)} is no run: neither its id in {runs_dir} nor a run's folder. See all with: "
         + command("orchestrate", "list")

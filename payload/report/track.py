@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from payload.errors import ConfigError
 from payload.metrics_log import parse_row
 from payload.report.source import Run
 from payload.report.trackers.base import About, Row, Tracker
@@ -21,7 +22,7 @@ from payload.report.trackers.registry import make_tracker
 from payload.results import write_whole
 from payload.run_config import RunConfig
 from payload.tracking import installed_trackers
-from payload.untrusted import no_follow, one_line, open_regular
+from payload.untrusted import links_out, no_follow, one_line, open_regular
 
 _EVERY_S = 5.0
 _LOCK_S = 20.0
@@ -60,9 +61,14 @@ def track(run: Run, *, live: bool, say: Callable[[str], None]) -> None:
     """Hand over all rows that there are; if live, go on until stdin is closed.
 
     Else the run has ended, and the trackers get its results and its page. A tracker that fails is
-    said once, and the others go on.
+    said once, and the others go on. Raises ConfigError.
     """
     names = installed_trackers(run.config.track.to)
+    for link in links_out(run.paths.track, home=run.paths.root):
+        raise ConfigError(
+            f"{link} is a link that leads out of the run's folder: no tracker writes through it. "
+            "Move it away."
+        )
     with _alone(run.paths.track):
         tracked = list(_start(run, names, say))
         rows = _Rows(run.paths.metrics)

@@ -22,7 +22,7 @@ from payload.storage.objects import (
     StoreReader,
     TooLargeError,
 )
-from payload.untrusted import no_follow
+from payload.untrusted import is_own_folder, no_follow
 
 EVERY_S = 30.0
 BYTES_PER_TURN = 8 * 2**20
@@ -189,14 +189,17 @@ def _fetch(store: StoreReader, name: str, path: Path, *, most_bytes: int) -> Non
 
 
 def _files(paths: RunPaths) -> Iterator[Path]:
-    """Yield the files that are there; metrics before what is said about them."""
+    """Yield the files that are there; metrics before what is said about them.
+
+    A linked folder has none: it could be any folder of this user.
+    """
     root = paths.root
     yield from (paths.identity, paths.config, paths.inventory, paths.hosts, paths.ranks)
     yield paths.plan
     yield from (paths.metrics, paths.deepspeed_config, paths.report)
-    if paths.logs.is_dir():
+    if is_own_folder(paths.logs):
         yield from sorted(paths.logs.glob("*.log"))
-    if paths.profile.is_dir():
+    if is_own_folder(paths.profile):
         yield from sorted(path for path in paths.profile.iterdir() if path.is_file())
     yield from (root / "samples.json", paths.summary, paths.state)
 

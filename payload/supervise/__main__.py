@@ -62,7 +62,7 @@ def _note(words: str) -> None:
 
 
 def _write_report(paths: RunPaths) -> None:
-    problem = write_report(paths)
+    problem = write_report(paths, is_started_here=True)
     if problem:
         print(f"note: no report was written: {problem}", file=sys.stderr)
     for note in hand_over(paths, known_config(paths)):

@@ -19,7 +19,7 @@ from payload.models.hub import HubName
 from payload.train.checkpoint import BaseModel
 from payload.train.weights import config_folder, model_folder
 from payload.training_sections import Quantize
-from payload.untrusted import parse_json, read_bytes
+from payload.untrusted import home_path, parse_json, read_bytes
 
 
 def identify(source: str, folder: Path, *, quantize: Quantize) -> BaseModel:
@@ -27,7 +27,7 @@ def identify(source: str, folder: Path, *, quantize: Quantize) -> BaseModel:
 
     Raises OSError, and CheckpointError for a damaged folder.
     """
-    on_hub = None if Path(source).expanduser().exists() else HubName.parse(source)
+    on_hub = None if home_path(source).exists() else HubName.parse(source)
     return BaseModel(
         source=on_hub.name if on_hub else str(folder.resolve()),
         revision=on_hub.revision if on_hub else None,

@@ -27,7 +27,7 @@ from payload.models.fit import require_fit, unused_settings
 from payload.models.registry import read_spec, spec_of
 from payload.models.source import pinned
 from payload.models.spec import ModelSpec
-from payload.results import RunPaths
+from payload.results import RunPaths, require_own_folders
 from payload.run_config import RunConfig, fixed_differences, load_run_config, parse_run_config
 from payload.run_identity import checkpoint_identity, known_identity
 from payload.train.base_model import identify
@@ -115,7 +115,7 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
         found = load_trainer_state(checkpoint) if checkpoint else None
         state = world.broadcast(found, TrainerState)
         _require_same_run(state, config)
-    folder = _weights_folder(checkpoint, config) if world.is_main else None
+    folder = weights_folder(checkpoint, config) if world.is_main else None
     base = _base_model(folder, config, state, task=task) if folder else None
     if folder is not None and not resumes:
         require_same_tokens(
@@ -159,8 +159,9 @@ def _checkpoint_to_resume(paths: RunPaths) -> Path | None:
     """Return the newest sound checkpoint, or None for a new run.
 
     Raises CheckpointError where all are damaged, as a new run never takes their place, and for one
-    of another run.
+    of another run. Raises ConfigError where a folder of the run is a link out of it.
     """
+    require_own_folders(paths)
     checkpoints = paths.checkpoints
     newest = newest_checkpoint(checkpoints)
     damaged = checkpoint_folders(checkpoints)
@@ -180,14 +181,20 @@ def _checkpoint_to_resume(paths: RunPaths) -> Path | None:
     return newest
 
 
-def _weights_folder(checkpoint: Path | None, config: RunConfig) -> Path:
+def weights_folder(checkpoint: Path | None, config: RunConfig) -> Path:
     """Return the folder that the weights are in.
 
     `checkpoint` is the run's own, which was verified when it was found; None is `model.init`. That
-    of an adapter's run has no copy of the base's weights.
+    of an adapter's run has no copy of the base's weights. Raises CheckpointError for an adapter in
+    another run's place: whoever wrote it would name a base of this machine.
     """
     if config.adapter.is_on():
         checkpoint = None
+    elif checkpoint is not None and has_adapter(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint}: it is an adapter, and the run trains whole weights (adapter.kind = "
+            "'none'), so it is not the run's. Move it away."
+        )
     return checkpoint or model_folder(config.model.init)
 
 

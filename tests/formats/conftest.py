@@ -44,6 +44,7 @@ def supervised(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> 
         f"train.steps={expected()['full']['last_step']}",
         "train.profile_step=10",
         f"storage.results={copy.store}",
+        "data.dir=data/text",  # nobody has named it here: that version kept no record
     )
     sets = [word for setting in settings for word in ("--set", setting)]
     words = ("run", "--resume", "full", "--inventory", "local", *sets)

@@ -228,6 +228,16 @@ def test_a_key_file_without_a_public_key_is_refused(root: Path, text: str, messa
     assert "BEGIN" not in str(caught.value)
 
 
+@pytest.mark.parametrize("place", [".cluster", ".cluster/dev", ".cluster/dev/id_ed25519"])
+def test_the_operators_key_is_not_taken_through_a_link(root: Path, place: str) -> None:
+    """The attack: a cloned project's link had a key of ~/.ssh used, or written."""
+    if (root / place).exists():
+        (root / place).rename(root / "elsewhere")
+    (root / place).symlink_to(root / "elsewhere")
+    with pytest.raises(ConfigError, match=f"{place}: A link, which is not followed"):
+        read(root)
+
+
 GOOD: Mapping[str, dict[str, Any]] = {
     "C4": {"machineType": "c4-highmem-48", "tier1": True},
     "N4": {"machineType": "n4-standard-16"},

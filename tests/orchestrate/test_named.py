@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from payload.errors import ConfigError, ExitCode
+from payload.errors import ConfigError, ExitCode, SshUnreachableError
 from payload.inventory import Access
-from payload.named_settings import bounded_wait_s, note_named, reaching, require_named
+from payload.named_settings import bounded_wait_s, note_named, reaching, require_named, unnamed
 from payload.orchestrate.__main__ import main
+from payload.orchestrate.commands import status
+from payload.orchestrate.run.mirror import Mirrored, write_mirrored
 from payload.orchestrate.sites.local import Local
 from payload.orchestrate.sites.ssh import Ssh
 from payload.results import RunPaths
@@ -26,7 +30,8 @@ from tests.launch.inventories import make_inventory
 from tests.orchestrate.test_commands import Workplace
 from tests.storage.folders import write_checkpoint
 from tests.storage.uploading import upload_all
-from tests.support.identities import MINE, write_identity
+from tests.support.data_folders import make_data_folder
+from tests.support.identities import MINE, THEIRS, write_identity
 from tests.support.run_folders import make_run
 
 Plant = Callable[..., str]
@@ -144,27 +149,153 @@ def test_what_was_found_in_a_store_stays_there(
     paths = RunPaths(workplace.runs / "one")
     known = json.loads(paths.named.read_text(encoding="utf-8"))["settings"]
     assert known == {"storage.results": [str(tmp_path / "results")]}
+    assert unnamed(paths, {"storage.results": str(tmp_path / "results")}) == {}
+
+
+def planted(workplace: Workplace, tmp_path: Path, *settings: str) -> RunPaths:
+    """Put a run folder where a clone of a project would have it."""
+    usual = [f"data.dir={workplace.data}", "data.sequence_length=16", "model.preset=tiny"]
+    paths = make_run(tmp_path / "runs" / "demo", settings=[*usual, *settings])
+    write_identity(paths)
+    if (tmp_path / "inventory.json").exists():  # that of `resume`
+        shutil.copyfile(tmp_path / "inventory.json", paths.inventory)
+    return paths
+
+
+def reach_of(paths: RunPaths) -> dict[str, str]:
+    return reaching(load_run_config(paths.config))
 
 
 @pytest.mark.processes
-def test_a_folder_of_an_older_version_is_this_machines_until_a_store_adds_to_it(
-    plant: Plant, resume: Callable[..., int], workplace: Workplace, tmp_path: Path
+@pytest.mark.parametrize("ships_record", [False, True])
+@pytest.mark.parametrize(
+    "setting", ["model.init=~/private", "model.init=org/private", "storage.results=/tmp/evil"]
+)
+def test_a_folder_that_nobody_made_here_names_nothing(
+    setting: str,
+    ships_record: bool,
+    resume: Callable[..., int],
+    workplace: Workplace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """The attacks: a cloned project's run was resumed, with its own named.json or without one."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "private").mkdir()
+    paths = planted(workplace, tmp_path, setting)
+    if ships_record:
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setenv("XDG_STATE_HOME", str(tmp_path / "another user"))
+            note_named(paths, reach_of(paths))
+            require_named(paths, reach_of(paths))
+    assert resume("demo") == ExitCode.CONFIG
+    said = " ".join(capsys.readouterr().err.split())
+    for each in (f"data.dir={workplace.data}", setting):
+        key, _, value = each.partition("=")
+        assert f"--set {key}={value}" in said or f"--set '{each}'" in said
+    require_named(paths, reach_of(paths), named={"data.dir", setting.partition("=")[0]})
+
+
+@pytest.mark.processes
+def test_what_was_named_here_stays_named_for_this_run_alone(
+    workplace: Workplace, tmp_path: Path
+) -> None:
+    """Also where its folder has moved; a record that another run's folder has says nothing."""
+    paths = planted(workplace, tmp_path, "model.init=org/model", "storage.results=/mnt/store")
+    reach = reach_of(paths)
+    note_named(paths, reach)
+    require_named(paths, reach)
+    moved = RunPaths(paths.root.rename(tmp_path / "moved"))
+    require_named(moved, reach)
+    write_identity(moved, THEIRS)
+    assert unnamed(moved, reach) == reach
+    write_identity(moved)
+    record = json.loads(moved.named.read_text())
+    record["settings"]["storage.results"].append("/mnt/evil")
+    moved.named.write_text(json.dumps(record))
+    assert unnamed(moved, reach) == reach
+
+
+@pytest.mark.processes
+def test_the_default_data_folder_is_named_like_any_other(
+    resume: Callable[..., int],
+    workplace: Workplace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The attack: without a data.dir, a store's run.toml had `data/openwebtext` sent."""
+    paths = planted(workplace, tmp_path)
+    text = paths.config.read_text(encoding="utf-8")
+    paths.config.write_text(text.replace(str(workplace.data), "data/openwebtext"))
+    monkeypatch.chdir(tmp_path)
+    make_data_folder(tmp_path / "data" / "openwebtext")
+    assert resume("demo") == ExitCode.CONFIG
+    assert "--set data.dir=data/openwebtext" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_a_hub_s_model_needs_no_name_where_the_checkpoint_here_is_read(
+    adapter: str,
+    resume: Callable[..., int],
+    workplace: Workplace,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    """Ranks elsewhere may not have it, and an adapter's run reads its base."""
+    paths = planted(workplace, tmp_path, "model.init=org/model", f"adapter.kind={adapter}")
+    note_named(paths, {"data.dir": str(workplace.data)})
+    assert resume("demo") == ExitCode.CONFIG
+    write_checkpoint(paths.checkpoints, 10, seed=1, run=MINE)
+    if adapter == "none" and "local" in request.node.callspec.id:
+        with pytest.raises(StartedError):
+            resume("demo")
+    else:
+        assert resume("demo") == ExitCode.CONFIG
+
+
+class Unreachable:
+    """A run on a cluster whose head does not answer."""
+
+    is_copied = True
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.paths = paths
+
+    def bring_home(self) -> NoReturn:
+        raise SshUnreachableError("no answer.")
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.processes
+def test_collect_takes_a_store_that_only_the_settings_name_from_nobody(
+    plant: Plant,
+    workplace: Workplace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The attack: it also became one that a person had named. So for a run that was adopted."""
     stored = plant()
+    paths = planted(workplace, tmp_path, f"storage.results={tmp_path / 'results'}")
+    paths.root.rename(paths.root.with_name("one"))
+    paths = RunPaths(paths.root.with_name("one"))
+    paths.inventory.unlink()
+    note_named(paths, {})
+    write_mirrored(paths, Mirrored(alive=False, seen_unix=1.0, ssh_key="/key"))
+    monkeypatch.setattr(status, "site_run", lambda paths, _: Unreachable(paths))
+    assert main(workplace.arguments("collect", "one"), os.environ) == ExitCode.SSH_UNREACHABLE
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"collect {stored}" in said and not paths.checkpoints.exists()
+    results = {"storage.results": str(tmp_path / "results")}
+    assert unnamed(paths, results) == results
     assert main(workplace.arguments("collect", stored), os.environ) == ExitCode.OK
-    paths = RunPaths(workplace.runs / "one")
-    paths.named.unlink()
-    with pytest.raises(StartedError):
-        resume("one")
-    settings = tmp_path / "results" / "one" / "run.toml"
-    settings.write_text(settings.read_text().replace('extra = ""', 'extra = "--container=x"'))
-    paths.metrics.unlink(missing_ok=True)
-    (tmp_path / "results" / "one" / "metrics.jsonl").write_text(
-        '{"schema_version": 1, "step": 9, "val_loss": 1.0, "val_tokens": 1, "time_unix": 1.0}\n'
-    )
-    assert main(workplace.arguments("collect", stored), os.environ) == ExitCode.OK
-    assert load_run_config(paths.config).slurm.extra == "--container=x"
-    assert resume("one") == ExitCode.CONFIG
+    assert unnamed(paths, results) == {}
+    assert main(workplace.arguments("collect", "one"), os.environ) == ExitCode.OK
 
 
 @pytest.mark.processes
@@ -223,10 +354,19 @@ def test_what_was_named_once_is_known_by_its_place(
 NO_LIMITS = {"limits.max_hours": "none", "limits.max_usd": "none"}
 
 
-def test_defaults_and_models_of_a_hub_reach_nothing(tmp_path: Path) -> None:
-    assert reaching(RunConfig()) == NO_LIMITS
+def test_what_reaches_beyond_a_run_is_the_data_and_all_that_is_no_default() -> None:
+    data = {"data.dir": "data/openwebtext", **NO_LIMITS}
+    assert reaching(RunConfig()) == data
     hub = parse_run_config("", overrides=["model.init=org/model"], where="test")
-    assert reaching(hub) == NO_LIMITS
+    assert reaching(hub) == {**data, "model.init": "org/model"}
+    assert reaching(hub, reads_init=False) == data
+
+
+@pytest.mark.parametrize("value", ["a\0b", "~nobody-has-this-name/x", "../../x", "file:/x"])
+def test_an_odd_place_is_asked_for_in_one_line(value: str, tmp_path: Path) -> None:
+    for key in ("data.dir", "model.init", "storage.results"):
+        with pytest.raises(ConfigError, match="nobody has named"):
+            require_named(RunPaths(tmp_path), {key: value})
 
 
 @pytest.mark.parametrize("key", ["storage.final_wait_s", "limits.hang_timeout_s"])
@@ -235,7 +375,6 @@ def test_a_wait_of_over_an_hour_is_a_person_s_to_name(tmp_path: Path, key: str) 
     paths = RunPaths(tmp_path)
     settings = [f"{key}=9e5", "distributed.timeout_s=9e6"]
     config = parse_run_config("", overrides=settings, where="test")
-    assert bounded_wait_s(paths, config, key) == 9e5  # an older run, all this machine's own
     note_named(paths, {})
     with pytest.raises(ConfigError, match=rf"nobody has named .*{key} = '900000\.0'"):
         require_named(paths, reaching(config))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from payload.errors import ConfigError, ExitCode, PreflightError, UsageError
+from payload.named_settings import note_named, reaching
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.sites import allocation
 from payload.orchestrate.sites.allocation import SlurmAccess, ask
@@ -185,6 +186,7 @@ def resume(tmp_path: Path) -> list[str]:
     paths = run_in_job(tmp_path / "runs", pid=7, exit_class="rank_lost", status="stopped")
     config = parse_run_config("", overrides=[*SETTINGS, f"data.dir={data}"], where="test")
     paths.config.write_text(config.to_toml(), encoding="utf-8")
+    note_named(paths, reaching(config))
     runs = ["--runs-dir", str(tmp_path / "runs")]
     return ["run", "--site", "slurm", "--resume", "one", *runs, "--set", "slurm.partition=bad"]
 

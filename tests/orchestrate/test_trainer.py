@@ -197,6 +197,7 @@ def test_a_resume_on_a_full_disk_is_refused_in_one_line(
     paths.config.write_text(text)
     small_disk.fill()
     words = ["run", "--resume", "one", "--inventory", "local", "--runs-dir", str(small_disk.path)]
+    words += ["--set", f"data.dir={data}"]  # nobody has started the run
     assert main(words, os.environ) == (ExitCode.CONFIG if found_before else ExitCode.PREFLIGHT)
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: ") and "Free " in last, last

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -22,6 +24,14 @@ def use_memory() -> None:
     """
     if _ROOT not in os.environ and _has_room():
         os.environ[_ROOT] = str(_MEMORY)
+
+
+def use_own_state() -> None:
+    """Keep this user's state of the program out of the tests: one folder for a session."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # whose controller has made one
+        folder = tempfile.mkdtemp(prefix="tileforge-state.")
+        os.environ["XDG_STATE_HOME"] = folder
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 def _has_room() -> bool:

@@ -12,7 +12,7 @@ from payload.errors import CheckpointError, ConfigError
 from payload.models.gpt2 import Gpt2Spec
 from payload.results import RunPaths
 from payload.run_config import load_run_config, parse_run_config
-from payload.train.setup import Start, find_start, require_disk_space
+from payload.train.setup import Start, find_start, require_disk_space, weights_folder
 from payload.train.tasks.registry import open_task
 from tests.train.alone import ALONE, train_alone
 from tests.train.test_model import SMALL
@@ -105,3 +105,19 @@ def test_a_resume_passes_over_what_is_damaged_and_never_begins_at_zero_instead(
     damage(paths.checkpoint(1))
     with pytest.raises(CheckpointError, match=r"not one of 2 .*_00000002: model.* from scratch"):
         start()
+
+
+def test_a_run_of_whole_weights_reads_no_base_that_a_checkpoint_names(tmp_path: Path) -> None:
+    """The attack: a store's checkpoint was an adapter of a private model, which was trained on."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="it is an adapter, and the run trains whole weights"):
+        weights_folder(tmp_path, parse_run_config("", where="test"))
+
+
+def test_training_alone_writes_through_no_link_either(tmp_path: Path, tiny_config: Path) -> None:
+    config, paths = load_run_config(tiny_config), RunPaths(tmp_path / "run")
+    (tmp_path / "other").mkdir()
+    paths.root.mkdir()
+    paths.checkpoints.symlink_to("../other")
+    with pytest.raises(ConfigError, match="checkpoints is a link that leads out"):
+        find_start(config, open_task(config), paths=paths, world=ALONE)

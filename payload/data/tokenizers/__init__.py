@@ -6,14 +6,15 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from payload.checkpoint_files import require_own
 from payload.data.tokenizers.gguf import gguf_tokenizer_folder
 from payload.data.tokenizers.gpt2 import TOKENIZER_NAME, gpt2_encoding, gpt2_tokenizer
 from payload.data.tokenizers.probe import same_tokens
-from payload.errors import DataError
+from payload.errors import CheckpointError, DataError
 from payload.models.gguf import gguf_file
 from payload.results import RunPaths
 from payload.tokenizer_identity import GPT2_PIPELINE_SHA256
-from payload.untrusted import one_line, shown
+from payload.untrusted import home_path, one_line, shown
 
 if TYPE_CHECKING:
     from payload.data.tokenizers.base import TextTokenizer
@@ -54,7 +55,11 @@ def load_hf_tokenizer(name: str) -> tuple[HfTokenizer, Path]:
 
 def _find(name: str) -> tuple[Path, str]:
     """Return the folder, and what meta.json calls it."""
-    path = Path(name).expanduser()
+    path = home_path(name)
+    try:
+        require_own(path)
+    except CheckpointError as error:
+        raise DataError(f"--tokenizer {shown(name)}: {error}") from None
     if (file := gguf_file(path)) is not None:
         return gguf_tokenizer_folder(file), name
     if path.is_dir():

@@ -13,9 +13,10 @@ from pathlib import Path
 from rich.console import Console
 
 from payload.batch_size import as_recorded, left_open
+from payload.checkpoint_files import newest_sound
 from payload.errors import ConfigError, DataError, ExitCode
 from payload.launch.plan import auto_batch_size
-from payload.named_settings import reaching, require_named
+from payload.named_settings import is_on_hub, reaching, require_named, unnamed
 from payload.orchestrate.planning import InventorySite, PlannedRun
 from payload.orchestrate.run.at_risk import run_warning
 from payload.orchestrate.run.console import text_console
@@ -24,7 +25,7 @@ from payload.orchestrate.run.report import Estimate, estimate, print_plan, strat
 from payload.orchestrate.run.store import Order, all_runs, resumable_run
 from payload.orchestrate.sites.choose import Chosen, Site, find_site, load_cluster
 from payload.orchestrate.sites.local import Local, LocalAccess, require_disk
-from payload.results import RunPaths, new_run_id
+from payload.results import RunPaths, new_run_id, require_own_folders
 from payload.run_config import RunConfig, load_run_config, parse_run_config
 from payload.run_repair import config_to_resume, known_summary
 from payload.start_checks import check_data, require_known_sizes, settle_initial
@@ -249,13 +250,15 @@ def _order(
             env=code_env,
             say=talk.print,
         )
+        require_own_folders(resumed)
         options = replace(options, overrides=overrides)
         if any(each.startswith("storage.results=") for each in overrides):
             named |= {"storage.results"}
         site.hold_to_resume(resumed, env, held, talk)
     config, auto_size = options.load(resumed=resumed, say=talk.print), None
+    reads_init = resumed is None or options.samples or _reads_init(resumed, config, site)
     if resumed is not None and options.config is None:
-        require_named(resumed, reaching(config), named=named)
+        require_named(resumed, reaching(config, reads_init=reads_init), named=named)
     config = settle_results(config, bucket=bucket)
     if resumed is not None:
         _refuse_when_finished(resumed, config)
@@ -275,7 +278,19 @@ def _order(
         env=env,
         talk=talk,
         held=held,
+        named=reaching(config, reads_init=reads_init),
     )
+
+
+def _reads_init(resumed: RunPaths, config: RunConfig, site: Site) -> bool:
+    """Return False for a hub's `model.init` of a run that goes on from its checkpoint.
+
+    Ranks on other machines take the checkpoint of another folder, and an adapter's run reads it.
+    """
+    init = {key: value for key, value in reaching(config).items() if key == "model.init"}
+    if not site.uses_this_environment or config.adapter.is_on() or not unnamed(resumed, init):
+        return True
+    return not is_on_hub(config.model.init) or newest_sound(resumed.checkpoints) is None
 
 
 def _left_size_open(resumed: RunPaths) -> bool:

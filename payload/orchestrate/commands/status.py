@@ -20,6 +20,7 @@ from payload.errors import (
     TileforgeError,
     UsageError,
 )
+from payload.hints import command
 from payload.inventory import ClusterInventory
 from payload.launch.ranks import load_ranks
 from payload.monitor.local import (
@@ -32,6 +33,7 @@ from payload.monitor.local import (
     stay,
 )
 from payload.monitor.tunnel import forwarded
+from payload.named_settings import unnamed
 from payload.orchestrate.commands.run import site_of
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.follow import (
@@ -234,6 +236,12 @@ def collect(options: RunChoice, access: LocalAccess) -> int:
         kept = stored_at(run.paths)
         if kept is None:
             raise
+        if unnamed(run.paths, {"storage.results": str(kept.parent())}):
+            # The word of a node, or of whoever made the folder.
+            raise SshUnreachableError(
+                f"{error} The run's settings name {kept}, which nobody has named for it on this "
+                f"machine. If it is right: {command('orchestrate', 'collect', str(kept))}"
+            ) from None
         talk.print(f"warning: {error} What is in {kept} comes instead.")
         return _collect_stored(kept, run.paths, env=access.code_environment(), talk=talk)
     if home.checkpoint is not None:

@@ -294,7 +294,7 @@ def is_held(lock: Path) -> bool:
     """Return whether a living supervisor holds the lock."""
     try:
         # Whatever lies there, opening it neither blocks nor fails for being no file.
-        descriptor = os.open(lock, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(lock, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False
     try:

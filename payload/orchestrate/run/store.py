@@ -22,7 +22,7 @@ from payload.launch.plan import LaunchPlan, auto_batch_size, operators_data
 from payload.launch.ranks import Rank, load_ranks
 from payload.manifest_hashes import known_hashes, verdict
 from payload.metrics_log import read_metrics
-from payload.named_settings import note_brought, note_named, reaching
+from payload.named_settings import note_named, reaching
 from payload.orchestrate.run.mirror import alone, inside, mirror_file, read_mirrored
 from payload.results import (
     LATEST,
@@ -172,6 +172,8 @@ class Order:
     """Closed when the command no longer needs to keep others from starting the run."""
     identity: str = field(default_factory=new_identity)
     """For a run that has none yet."""
+    named: Mapping[str, str] | None = None
+    """Settings that reach beyond the run and that a person has named; None for all that do."""
 
     def auto_size(self) -> int | None:
         """Return the micro-batch that the last plan chose for `auto`; None for a new run."""
@@ -197,7 +199,7 @@ class Order:
                 paths, is_new=is_made, fresh=self.identity, say=lambda line: self.talk.print(line)
             )
             before = None if is_made else _text_of(paths.config)
-            note_named(paths, reaching(self.config))
+            note_named(paths, reaching(self.config) if self.named is None else self.named)
             write_whole(paths.config, self.config.to_toml())
         try:
             with room_for(paths):
@@ -441,6 +443,7 @@ def collect_from_store(
 ) -> Path | None:
     """Bring a run's records and newest sound checkpoint here; return where that is, if any.
 
+    `store` is one that a person has named, and a resume may write to it from then on.
     What is here stays, but for records of a run that has gone further in the store. Raises
     ConfigError where the store has no such run, or another one of its name, UsageError for a run of
     this machine, and StoreError.
@@ -473,7 +476,6 @@ def _take_records(store: StoreReader, paths: RunPaths, *, say: Callable[[str], N
     """Bring the records that are not here; all of them where the store's run is further."""
     gone = ("identity.json", "inventory.json", "hosts", "ranks.json")
     names = [each.name for each in store.entries() if each.name not in gone]
-    note_brought(paths)
     note_named(paths, {"storage.results": str(store.address.parent())})
     with TemporaryDirectory(prefix=".stored.", dir=paths.root) as folder:
         staged = RunPaths(Path(folder))
@@ -496,6 +498,7 @@ def _take_checkpoint(
     store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]
 ) -> Path | None:
     """Bring the newest checkpoint where it is newer; return the newest that is here then."""
+    inside(paths, paths.checkpoints.name)
     stored, known = whole_checkpoints(store), known_hashes(paths)
     here = newest_sound(paths.checkpoints)
     wrote = known.by_name().get(here.name) if here is not None else None

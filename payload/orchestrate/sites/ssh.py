@@ -80,7 +80,7 @@ from payload.run_config import RunConfig
 from payload.run_identity import RunIdentity, known_identity
 from payload.run_lock import starting
 from payload.run_repair import known_config, known_dtype
-from payload.untrusted import can_see
+from payload.untrusted import can_see, home_path
 
 # A machine of ours lives for 30 days at most; on others a run that has no limit may go on for
 # longer, and needs the key again only to bring a lost rank back.
@@ -421,7 +421,7 @@ def _stale(paths: RunPaths) -> Iterator[Path]:
 
 def _weights(init: str, *, resumes: bool) -> Weights | None:
     """Return the weights here; a resumed run starts from its checkpoint, so they may be gone."""
-    return None if resumes and not can_see(Path(init)) else local_weights(init)
+    return None if resumes and not can_see(home_path(init)) else local_weights(init)
 
 
 def _refuse_another_place(paths: RunPaths, inventory: ClusterInventory, *, talk: Console) -> None:

@@ -1,0 +1,202 @@
+"""Attacks by links in a run's folder, and in a project's `.cluster`: none is followed out of it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from payload.checkpoint_files import checkpoint_folders, newest_sound
+from payload.data.tokenizers import load_tokenizer
+from payload.errors import CheckpointError, ConfigError, DataError, ExitCode
+from payload.models.source import find_source
+from payload.named_settings import note_named
+from payload.orchestrate.__main__ import main
+from payload.orchestrate.preflight.checks import operator_key
+from payload.orchestrate.run.store import collect_from_store
+from payload.report.source import Run
+from payload.report.track import track
+from payload.results import RunPaths, require_own_folders
+from payload.run_config import load_run_config
+from payload.run_identity import known_identity
+from payload.run_lock import is_supervised
+from payload.run_repair import make_room
+from payload.storage.objects import open_store
+from payload.storage.records import Records
+from payload.store_address import parse_store_address
+from tests.orchestrate.test_keys import make_cluster
+from tests.storage.folders import write_checkpoint
+from tests.storage.test_links import contents
+from tests.storage.uploading import upload_all
+from tests.support.data_folders import make_data_folder
+from tests.support.identities import MINE, write_identity
+from tests.support.run_folders import make_run
+
+pytestmark = pytest.mark.processes  # a run is planned with its launcher's own answer
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """Another folder of this user, with a file of every kind that a run has."""
+    folder = tmp_path / "victim"
+    for name in ("rank_0000.log", "operators.json", "metrics.csv", "known_hosts", "id_ed25519"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("private")
+    write_checkpoint(folder, 9, seed=0)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    """A run that was found, with a checkpoint."""
+    paths = write_identity(make_run(tmp_path / "runs" / "demo", settings=["track.to=csv"]))
+    write_checkpoint(paths.checkpoints, 3, seed=1)
+    return paths
+
+
+def put_link(link: Path, target: Path) -> None:
+    if link.is_dir():
+        link.rename(link.with_name(f"{link.name}.before"))
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(target)
+
+
+@pytest.mark.parametrize("place", ["logs", "profile"])
+def test_a_linked_folder_is_not_uploaded(
+    place: str, run: RunPaths, victim: Path, tmp_path: Path
+) -> None:
+    """The attack: every file of the folder was in the store."""
+    put_link(run.root / place, victim)
+    store = open_store(parse_store_address(str(tmp_path / "store")).under("demo"))
+    Records(run).send(store, all_of_them=True)
+    names = [entry.name for entry in store.entries()]
+    assert "run.toml" in names and not [name for name in names if name.startswith(f"{place}/")]
+
+
+@pytest.mark.parametrize("place", ["checkpoints", "checkpoints/step_00000009", "checkpoints/best"])
+def test_a_linked_checkpoint_is_no_checkpoint_of_the_run(
+    place: str, run: RunPaths, victim: Path
+) -> None:
+    """The attack: `export` and the weights for a head were another folder's."""
+    is_all = place == "checkpoints"
+    put_link(run.root / place, victim if is_all else victim / "step_00000009")
+    own = None if is_all else run.checkpoint(3)
+    assert checkpoint_folders(run.checkpoints) == ([] if own is None else [own])
+    assert run.newest_checkpoint() == newest_sound(run.checkpoints) == own
+    named = run.root / place / "step_00000009" if is_all else run.root / place
+    for name in (named, *([run.root, run.checkpoints] if is_all else [])):
+        for verify in (True, False):
+            with pytest.raises(CheckpointError, match="leads out of its folder"):
+                find_source(str(name), setting="--checkpoint", verify=verify)
+    with pytest.raises(DataError, match="leads out of its folder"):
+        load_tokenizer(str(named))
+    if own is not None:
+        assert find_source(str(run.root), setting="--checkpoint").folder == own
+
+
+def test_best_leads_to_a_checkpoint_beside_it_and_a_run_s_folder_may_be_a_link(
+    run: RunPaths, tmp_path: Path
+) -> None:
+    """The user's own links go on working: of the run's folder, and of the runs folder."""
+    (run.checkpoints / "best").symlink_to("step_00000003")
+    (tmp_path / "disk").symlink_to(run.root.parent)
+    (tmp_path / "mine").symlink_to(run.root)
+    for root in (tmp_path / "disk" / "demo", tmp_path / "mine"):
+        require_own_folders(RunPaths(root))
+        for name in (root, root / "checkpoints", root / "checkpoints" / "best"):
+            folder = find_source(str(name), setting="--checkpoint").folder
+            assert folder is not None and folder.resolve() == run.checkpoint(3).resolve()
+    (run.checkpoints / "best").unlink()
+    (run.checkpoints / "best").symlink_to("../other/step_00000009")
+    write_checkpoint(run.root / "other", 9, seed=0)
+    with pytest.raises(CheckpointError, match="no checkpoint beside it"):
+        find_source(str(run.checkpoints / "best"), setting="--checkpoint")
+
+
+def test_a_link_to_a_file_is_set_aside_by_a_resume(run: RunPaths, victim: Path) -> None:
+    for name in ("samples.json", "profile/operators.json"):
+        put_link(run.root / name, victim / "operators.json")
+    assert len(make_room(run)) == 2
+    assert not os.path.lexists(run.root / "samples.json") and not list(run.profile.glob("*.json"))
+
+
+@pytest.mark.parametrize("place", ["checkpoints", "restored", "track/csv", "logs", "profile"])
+def test_a_resume_in_a_folder_with_a_linked_folder_is_refused(
+    place: str, run: RunPaths, victim: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The attack: what the resumed run wrote was in another folder, of another run even."""
+    put_link(run.root / place, victim)
+    before = contents(victim)
+    words = ["run", "--resume", "demo", "--inventory", "local", "--runs-dir", str(run.root.parent)]
+    assert main(words, os.environ) == ExitCode.CONFIG
+    assert f"{run.root / place} is a link" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(ConfigError, match="is a link"):
+        make_room(run)  # as on a node
+    assert contents(victim) == before
+
+
+@pytest.mark.parametrize("place", ["track", "track/csv", "track/csv/metrics.csv", "track/.lock"])
+def test_a_tracker_writes_through_no_link(place: str, run: RunPaths, victim: Path) -> None:
+    """The attack: `report --track` put its table and its settings into another folder."""
+    put_link(run.root / place, victim / "metrics.csv" if "." in place else victim)
+    before = contents(victim)
+    with pytest.raises(ConfigError, match="leads out of the run's folder"):
+        track(Run(run), live=False, say=lambda _: None)
+    assert contents(victim) == before
+
+
+def test_collect_brings_no_checkpoint_through_a_link(
+    run: RunPaths, victim: Path, tmp_path: Path
+) -> None:
+    store = open_store(parse_store_address(str(tmp_path / "store")).under("demo"))
+    upload_all(run, store, is_new=True)
+    for path in (run.inventory, run.named):
+        path.unlink(missing_ok=True)
+    put_link(run.checkpoints, victim)
+    before = contents(victim)
+    with pytest.raises(ConfigError, match="is a symlink"):
+        collect_from_store(store, run, say=lambda _: None)
+    assert contents(victim) == before
+
+
+def test_a_dangling_lock_makes_no_file_elsewhere(run: RunPaths, tmp_path: Path) -> None:
+    """The attack: `remove` made an empty file where the link led."""
+    run.lock.symlink_to(tmp_path / "new")
+    assert not is_supervised(run)
+    os.utime(run.root, (1, 1))
+    words = ["remove", "demo", "--runs-dir", str(run.root.parent)]
+    assert main(words, os.environ) == ExitCode.OK
+    assert not run.root.exists() and not (tmp_path / "new").exists()
+
+
+def test_a_report_reads_the_data_that_somebody_named_for_the_run(tmp_path: Path) -> None:
+    """The attack: a run folder's settings had the page show any meta.json of this machine."""
+    data = make_data_folder(tmp_path / "data")
+    paths = write_identity(make_run(tmp_path / "demo", settings=[f"data.dir={data}"]))
+    assert Run(paths).data is None
+    assert Run(paths, is_started_here=True).data is not None
+    note_named(paths, {"data.dir": load_run_config(paths.config).data.dir})
+    assert Run(paths).data is not None
+
+
+@pytest.mark.parametrize("place", [".cluster", ".cluster/c", ".cluster/c/id_ed25519"])
+@pytest.mark.parametrize("given", [None, Path("/key")])
+def test_no_file_of_a_cluster_is_written_or_read_through_a_link(
+    place: str, given: Path | None, victim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: `preflight` in a cloned project replaced ~/.ssh/known_hosts."""
+    monkeypatch.chdir(tmp_path)
+    (victim / "c").mkdir()
+    put_link(tmp_path / place, victim / "id_ed25519" if place.endswith("9") else victim)
+    before = contents(victim)
+    with pytest.raises(ConfigError, match=f"{place}: A link, which is not followed"):
+        operator_key(replace(make_cluster(), cluster="c"), given=given)
+    assert contents(victim) == before
+
+
+def test_the_run_that_a_checkpoint_is_of_is_not_told_by_a_link(run: RunPaths, victim: Path) -> None:
+    put_link(run.checkpoint(9), victim / "step_00000009")
+    run.identity.unlink()
+    assert known_identity(run).identity == MINE.identity
