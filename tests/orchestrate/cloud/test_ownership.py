@@ -355,8 +355,8 @@ def moved(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
     """A stack with a machine in old-lab, and a config that names a project with another one."""
     head_says(monkeypatch)
     own_key(site)
-    site.cloud.add_node("mine-node-0", labels={}, status="TERMINATED")
-    site.cloud.add("disks", "mine-node-0", place=ZONE, labels={})
+    site.cloud.add_node("mine-node-0", labels=OLDER, status="TERMINATED")
+    site.cloud.add("disks", "mine-node-0", place=ZONE, labels=OLDER)
     site.cloud.empty_project = "old-lab"
     site.pulumi.machines("mine-node-0", place=f"projects/old-lab/zones/{ZONE}")
     site.pulumi.on("destroy", out="destroyed\n")
@@ -371,9 +371,8 @@ def test_down_leaves_what_has_the_name_in_another_project(
 ) -> None:
     """The attack: the name was taken for the machine of the state, and it was deleted."""
     assert main(["down", "--yes", *more], moved.env) == ExitCode.OK
-    err = capsys.readouterr().err
-    assert "0 resources of cluster mine left in project old-lab" in err
     assert moved.cloud.count(f"^(POST|DELETE) .*/{PROJECT}/") == 0
+    assert "0 resources of cluster mine left in project old-lab" in capsys.readouterr().err
 
 
 def test_up_refuses_a_stack_of_another_project(moved: Site, capsys: Capture) -> None:
