@@ -27,7 +27,6 @@ from payload.orchestrate.cloud.stack import (
 )
 from payload.orchestrate.run.console import text_console
 from payload.results import write_whole
-from tests.infra.stacks import deploy
 from tests.orchestrate.cloud.conftest import Site, inventory_output
 from tests.orchestrate.cloud.fake_pulumi import step
 from tests.orchestrate.cloud.stacks import Answers, Capture, head_says, own_key, stay, words
@@ -295,17 +294,6 @@ def test_a_damaged_identity_is_never_replaced(content: str, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="bring it back"):
         settle_cluster_identity(tmp_path, "dev")
     assert path.read_text(encoding="utf-8") == content
-
-
-def test_the_program_labels_all_that_it_builds(tmp_path: Path) -> None:
-    labelled: list[dict[str, Any]] = []
-    for resource in deploy({}, folder=tmp_path).resources:
-        inputs = resource["inputs"]
-        if "labels" in inputs or "tileforge-cluster" in inputs.get("description", ""):
-            labelled.append(inputs)
-            text = json.dumps(inputs.get("labels") or inputs["description"])
-            assert CLUSTER in text, resource["name"]
-    assert len(labelled) > 12
 
 
 @pytest.mark.parametrize("labels", [THEIRS, {}])
