@@ -85,6 +85,11 @@ def no_collection() -> Iterator[None]:
     gc.enable()
 
 
+def pytest_collection_finish() -> None:
+    """Keep what was imported out of every later collection of garbage."""
+    gc.freeze()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--stress`."""
     stress.add_options(parser)
