@@ -164,7 +164,9 @@ def test_outputs_of_another_version_are_refused(stack: Stack) -> None:
 
 def test_no_file_of_a_stack_changes_without_its_version(stack: Stack) -> None:
     stack.cloud.skus = CATALOG
-    stack.pulumi.on("stack", "export", out="{}")
+    bucket = "urn:pulumi:dev::tileforge::gcp:storage/bucket:Bucket::dev-results"
+    state = {"deployment": {"resources": [{"urn": bucket, "id": "dev-results-1a2b3c4"}]}}
+    stack.pulumi.on("stack", "export", out=json.dumps(state))
     stack.pulumi.on("config", "set")
     stack.pulumi.on("up", out="done")
     stack.pulumi.on("up", out=DETAILS, status=255, times=1)
@@ -176,7 +178,9 @@ def test_no_file_of_a_stack_changes_without_its_version(stack: Stack) -> None:
     assert up.status == 0, up.err
     own = read_json(stack.own("identity.json"))["identity"]
     for name, identity in (("dev-node-9", {IDENTITY_LABEL: own}), ("dev-node-8", {})):
-        stack.cloud.add_node(name, labels={"tileforge-cluster": "dev", **identity})
+        limit = {"maxRunDuration": {"seconds": 3600}}
+        labels = {"tileforge-cluster": "dev", **identity}
+        stack.cloud.add_node(name, labels=labels, scheduling=limit)
     sweep = stack.run("sweep", "--cluster", "dev", "--json")
     assert stack.run("plan", "--inventory", "stack", "--set", "model.preset=tiny").status == 0
     new = stack.recorded.new_json

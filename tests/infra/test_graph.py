@@ -27,6 +27,7 @@ from tests.infra.stacks import (
     deploy,
 )
 from tests.support.golden_files import assert_golden
+from tests.support.identities import CLUSTER as OWN_IDENTITY
 
 
 @functools.cache
@@ -98,6 +99,17 @@ def test_the_cluster_expires_at_the_limit_of_its_machines() -> None:
     assert stack.outputs["expires"] == "2027-01-15T20:00:00Z"
     labels = [instance["labels"][EXPIRES] for instance in stack.of_type("Instance")]
     assert set(labels) == {str(NOW_UNIX + 12 * 3600)}
+
+
+def test_the_program_labels_all_that_it_builds() -> None:
+    labelled = []
+    for resource in deployed("default").resources:
+        inputs = resource["inputs"]
+        if "labels" in inputs or CLUSTER in inputs.get("description", ""):
+            labelled.append(inputs)
+            text = json.dumps(inputs.get("labels") or inputs["description"])
+            assert OWN_IDENTITY in text, resource["name"]
+    assert len(labelled) > 12
 
 
 @pytest.mark.parametrize("case", CASES)

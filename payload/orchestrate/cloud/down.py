@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from payload.orchestrate.cloud.stack import (
     MachineGoneError,
     StackOutputs,
     cluster_folder,
+    forget_bucket,
     outputs_if_any,
     pin_node,
     recall_outputs,
@@ -38,6 +40,7 @@ from payload.orchestrate.cloud.stack import (
 )
 from payload.orchestrate.cloud.sweep import (
     Bucket,
+    conclude,
     delete_bucket,
     destroy_and_look,
     find_bucket,
@@ -260,7 +263,8 @@ def at_stake(
 
     A head that boots is asked again for `patience_s`.
     """
-    copies = list(_copies(runs_dir, cluster, talk=talk))
+    project = None if outputs is None else outputs.project
+    copies = list(_copies(runs_dir, cluster, project=project, talk=talk))
     # Of a stack without outputs whatever had this name and results before is gone.
     ask, head = None, Head(is_gone=True)
     if outputs is not None:
@@ -274,9 +278,12 @@ def at_stake(
 
 
 def _copies(
-    runs_dir: Path, cluster: str, *, talk: Console
+    runs_dir: Path, cluster: str, *, project: str | None, talk: Console
 ) -> Iterator[tuple[RunPaths, Mirrored, ClusterInventory]]:
-    """Yield what can be brought up to date; of a damaged copy the head tells whether it matters."""
+    """Yield what can be brought up to date; of a damaged copy the head tells whether it matters.
+
+    A cluster of the name in another project than `project` is another one.
+    """
     for paths in all_runs(runs_dir):
         try:
             mirrored = read_mirrored(paths)
@@ -286,7 +293,9 @@ def _copies(
         except ConfigError as error:
             talk.print(f"warning: run {paths.run_id} counts as one without a copy here: {error}")
             continue
-        if inventory.cluster == cluster:
+        if inventory.cluster == cluster and (
+            None in (project, inventory.project) or project == inventory.project
+        ):
             yield paths, mirrored, inventory
 
 
@@ -375,15 +384,24 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
     talk = text_console(stderr=True)
     folder = Path.cwd()
     pulumi = Pulumi(env, folder=folder, stack=options.stack)
-    cluster, project, outputs = _which(pulumi, options, env, folder=folder, talk=talk)
-    google = Google(project, endpoints=Endpoints.from_env(env))
+    state = _state_if_readable(pulumi)
+    cluster, project, outputs = _which(pulumi, options, env, state=state, folder=folder, talk=talk)
+    identity = known_cluster_identity(folder, cluster)
+    # The state may list what is in another project than the config's.
+    places = [
+        (
+            Google(each, endpoints=Endpoints.from_env(env)),
+            ownership_of(state, identity, project=each),
+        )
+        for each in dict.fromkeys((project, *state.projects))
+    ]
+    google, own = places[0]
     # Before anything is destroyed: without these the last step could not look.
     google.check_credentials()
-    state = _state_if_readable(pulumi)
-    own = ownership_of(state, known_cluster_identity(folder, cluster))
-    if state.parts:
-        require_own_state(google, cluster, own, kept="nothing was destroyed", talk=talk)
-    data = own_filestores(google, state, own)
+    for where, proof in places if state.parts else ():
+        require_own_state(where, cluster, proof, kept="nothing was destroyed", talk=talk)
+    instances = (own_filestores(where, state, proof) for where, proof in places)
+    data = sorted(set(chain.from_iterable(instances)))
     # First of all: without the instance nothing of its network can be destroyed, and a stopped head
     # is started, and billed, only for a cluster that goes.
     if not options.dry_run and not may_delete(
@@ -398,6 +416,7 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
             started = start_head(
                 google,
                 outputs.inventory,
+                own,
                 dry_run=options.dry_run,
                 assume_yes=options.yes,
                 talk=talk,
@@ -441,9 +460,13 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
         destroy_and_look(
             operations, google, state=state, steps=3, may_go=lambda each: each.name in data
         )
+        for where, proof in places[1:]:
+            left = look(where, cluster, folder=folder, keep_buckets=True, ownership=proof)
+            conclude(left, talk=talk)
         if bucket is not None:
             delete_bucket(google, bucket)
             talk.print(f"gs://{bucket.name}: deleted")
+            _forget(bucket.name, cluster, pulumi, folder=folder, talk=talk)
     except KeyboardInterrupt:
         talk.print(
             f"down was interrupted: what is left of {cluster} is billed until its lifetime ends, "
@@ -453,6 +476,15 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
         )
         raise
     return ExitCode.OK
+
+
+def _forget(bucket: str, cluster: str, pulumi: Pulumi, *, folder: Path, talk: Console) -> None:
+    """Take a deleted bucket out of record and config: anybody may take its name."""
+    forget_bucket(folder, cluster, bucket)
+    with suppress(PulumiError):
+        if settings(pulumi).get("bucket") == bucket:
+            pulumi.ask("config", "set", "bucket", "create")
+            talk.print("the stack's config named it; the next `up` makes another: bucket create")
 
 
 def _state_if_readable(pulumi: Pulumi) -> StackState:
@@ -466,7 +498,13 @@ def _state_if_readable(pulumi: Pulumi) -> StackState:
 
 
 def _which(
-    pulumi: Pulumi, options: DownOptions, env: Mapping[str, str], *, folder: Path, talk: Console
+    pulumi: Pulumi,
+    options: DownOptions,
+    env: Mapping[str, str],
+    *,
+    state: StackState,
+    folder: Path,
+    talk: Console,
 ) -> tuple[str, str, StackOutputs | None]:
     """Return the cluster, its project, and its outputs if it ever came up.
 
@@ -483,13 +521,15 @@ def _which(
         # It failed half-way, and is the one that must go.
         known = settings(pulumi)
         cluster = options.cluster or cluster_name(pulumi, known)
-        given = options.project or known.get("project")
+        given = options.project or next(iter(state.projects), None) or known.get("project")
         return cluster, project_of(given, cluster, env, folder=folder), None
-    remember(outputs, folder=folder)
+    remember(outputs, folder=folder, made_bucket=state.bucket)
     cluster = outputs.inventory.cluster
     if options.cluster not in (None, cluster):
         raise ConfigError(f"--cluster {options.cluster}: the stack's cluster is {cluster}.")
-    return cluster, options.project or outputs.project, outputs
+    if options.project not in (None, outputs.project):
+        raise ConfigError(f"--project {options.project}: the stack's is {outputs.project}.")
+    return cluster, outputs.project, outputs
 
 
 def _without_state(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -28,6 +29,11 @@ from payload.orchestrate.cloud.resources import Resource, last_word, marks
 from payload.untrusted import build, checked, parse_json, printable
 
 INSTANCE = "gcp:compute/instance:Instance"
+_BUCKET = "gcp:storage/bucket:Bucket"
+# A right to a key has an id that begins with the key's project, which may be another one.
+_PROJECT = re.compile(
+    r"projects/([^/]+)/(?:global|regions|zones|serviceAccounts|managedZones|locations/[^/]+/instances)/"
+)
 # Operations of a preview that end what is there; a replacement is one of them.
 _DELETING = ("delete", "replace", "delete-replaced")
 
@@ -61,6 +67,17 @@ class StackState:
     """The cluster's, by the labels that the program last asked for; none of an older version.
 
     Descriptions keep their first one, so there may be two after a folder was lost."""
+
+    @property
+    def projects(self) -> tuple[str, ...]:
+        """Return the projects that the resources are in."""
+        found = (_PROJECT.match(known or "") for _, known in self.parts)
+        return tuple(dict.fromkeys(each[1] for each in found if each))
+
+    @property
+    def bucket(self) -> str | None:
+        """Return the name of the bucket that `bucket: create` has made."""
+        return next((known for urn, known in self.parts if type_of(urn) == _BUCKET), None)
 
 
 def stack_state(pulumi: Pulumi) -> StackState:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,11 @@ from rich.console import Console
 
 from payload.cluster_identity import identity_in
 from payload.errors import CloudError, ConfigError
+from payload.hints import command
 from payload.orchestrate.cloud.firewall import INSTANCE, StackState
-from payload.orchestrate.cloud.google import CloudMissingError, Google, request_of
-from payload.orchestrate.cloud.listing import remove
+from payload.orchestrate.cloud.google import Google, request_of
+from payload.orchestrate.cloud.listing import bucket_in, remove
+from payload.orchestrate.cloud.machine_status import places_in
 from payload.orchestrate.cloud.pulumi import Pulumi, Update, name_of, type_of
 from payload.orchestrate.cloud.resources import CLUSTER_LABEL, KEPT_LABEL, Resource, last_word
 from payload.orchestrate.cloud.stack import recall
@@ -186,28 +188,30 @@ def added_lines(added: Sequence[Additions], going: Collection[str]) -> Iterator[
             )
 
 
-_INSTANCE_ID = re.compile(r".*/zones/([a-z0-9-]+)/instances/([a-z0-9-]+)")
-
-
 def remove_machines(google: Google, state: StackState) -> None:
     """Remove the stack's machines, and leave all else. Raises CloudError when one stays."""
-    found = [
-        Resource(kind="instance", name=place[2], location=place[1])
-        for urn, known in state.parts
-        if type_of(urn) == INSTANCE and (place := _INSTANCE_ID.fullmatch(known or ""))
-    ]
-    failed = remove(google, found)
+    failed = remove(
+        google,
+        [
+            Resource(kind="instance", name=name, location=zone)
+            for name, zone in places_in(state, project=google.project)
+        ],
+    )
     if failed:
         raise CloudError("; ".join(failed))
 
 
-_BUCKET = "gcp:storage/bucket:Bucket"
+def refuse_another_project(state: StackState, project: str) -> None:
+    """Raise ConfigError where the stack has resources in another project than the config's.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
-    location: str
-    labels: dict[str, str] = field(default_factory=dict)
+    Pulumi would destroy and build all of it; and no name that the stack knows is proof here.
+    """
+    if others := [each for each in state.projects if each != project]:
+        raise ConfigError(
+            f"project = {project!r}: the stack has resources in project {', '.join(others)}, so "
+            "nothing was built. Use another stack for this project: pulumi stack init NAME; or "
+            f"destroy those first: {command('orchestrate', 'down')}"
+        )
 
 
 def use_kept_bucket(
@@ -230,8 +234,7 @@ def use_kept_bucket(
     before, setting = recall(folder, cluster), known.get("bucket")
     if before is None or before.bucket is None or before.project != known.get("project"):
         return
-    is_own = any(type_of(urn) == _BUCKET for urn, _ in state.parts)
-    if is_own or setting not in ("create", before.bucket):
+    if state.bucket or setting not in ("create", before.bucket):
         return
     is_there = _is_kept(google(), before.bucket, cluster, identity, region=before.region)
     if is_there == (setting == before.bucket):
@@ -249,12 +252,12 @@ def use_kept_bucket(
 
 
 def _is_kept(google: Google, name: str, cluster: str, identity: str, *, region: str) -> bool:
-    try:
-        path = f"/storage/v1/b/{name}"
-        found = google.get("storage", path, what=f"looking for gs://{name}", shape=_Answer)
-    except CloudMissingError:
+    """Return whether the project has the bucket, and it is this cluster's.
+
+    After its end anybody may make one of its name, in a project of theirs and with any labels.
+    """
+    found = bucket_in(google, name, what=f"looking for gs://{name}")
+    if found is None or identity_in(found.labels) != identity:
         return False
-    # One of an older version has no identity.
-    is_ours = identity_in(found.labels) in (None, identity)
-    is_ours = is_ours and found.labels.get(CLUSTER_LABEL) == cluster and KEPT_LABEL in found.labels
+    is_ours = found.labels.get(CLUSTER_LABEL) == cluster and KEPT_LABEL in found.labels
     return is_ours and found.location.lower() == region

@@ -31,6 +31,7 @@ from payload.orchestrate.cloud.resources import (
     DNS_ZONE,
     FILESTORE,
     KINDS,
+    RUNNING,
     SERVICE_ACCOUNT,
     Kind,
     Resource,
@@ -381,7 +382,21 @@ def _resource(kind: Kind, item: Any, *, location: str) -> Resource:
         created_unix=parse_time(item.creation_timestamp),
         network=None if kind.name == "network" else network,
         status=str(item.status) or None if kind.name in ("instance", "disk") else None,
+        ends_unix=_end_of(item) if kind.name == "instance" else None,
     )
+
+
+def _end_of(machine: Any) -> float | None:
+    """Return when Google ends a machine that runs; None for one without a limit, or stopped.
+
+    Google's terminationTimestamp is not in the library. It is this sum, from each start on:
+    https://cloud.google.com/compute/docs/instances/limit-vm-runtime
+    """
+    started = parse_time(machine.last_start_timestamp or machine.creation_timestamp)
+    limit_s = machine.scheduling.max_run_duration.seconds
+    if machine.status not in RUNNING or started is None or not limit_s:
+        return None
+    return started + float(limit_s)
 
 
 def _checked_name(name: str, what: str) -> str:
@@ -417,6 +432,31 @@ def _buckets(google: Google) -> Iterator[Resource]:
         if not token:
             return
     raise endless("listing buckets")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundBucket:
+    """A bucket of the project."""
+
+    name: str
+    location: str = ""
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BucketPage:
+    items: tuple[FoundBucket, ...] = ()
+    next_page_token: str = checked("", key="nextPageToken")
+
+
+def bucket_in(google: Google, name: str, *, what: str) -> FoundBucket | None:
+    """Return the bucket of this name; None where the project has none, whoever else has one.
+
+    The name of a bucket that is gone is anybody's to take. Raises as Google.ask does.
+    """
+    path = f"/storage/v1/b?project={google.project}&prefix={quote(name)}&maxResults=100"
+    pages = google.get_pages("storage", path, what=what, shape=_BucketPage)
+    return next((each for page in pages for each in page.items if each.name == name), None)
 
 
 def _bucket(bucket: Any) -> Resource:

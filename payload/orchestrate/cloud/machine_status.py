@@ -34,6 +34,7 @@ from payload.orchestrate.cloud.listing import list_machines, see_to_its_end
 from payload.orchestrate.cloud.ownership import Ownership
 from payload.orchestrate.cloud.project import Check, ask_compute, unknown
 from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError, type_of
+from payload.orchestrate.cloud.resources import EXPIRES_LABEL
 from payload.orchestrate.cloud.stack import ENDING, STOPPED, external_address
 from payload.orchestrate.run.console import confirm
 from payload.results import RunPaths, write_whole
@@ -52,7 +53,7 @@ _BY_OTHERS = {
     "stop": "{user} stopped it",
     "suspend": "{user} suspended it",
 }
-_ID = re.compile(r"projects/[^/]+/zones/(?P<zone>[^/]+)/instances/(?P<name>[^/]+)")
+_ID = re.compile(r"projects/([^/]+)/zones/(?P<zone>[^/]+)/instances/(?P<name>[^/]+)")
 _LINKS = "https://www.googleapis.com/compute/v1/"
 _START_S = 300.0
 CLOCK_SLACK_S = 60.0
@@ -107,27 +108,32 @@ def machines_there(
     )
 
 
-def places_in(state: StackState) -> dict[tuple[str, str], str]:
-    """Return the URN of each machine in the stack's state, by its name and zone in Google Cloud."""
+def places_in(state: StackState, *, project: str) -> dict[tuple[str, str], str]:
+    """Return the URN of each machine of the stack's state in a project, by its name and zone."""
     found = {}
     for urn, known in state.parts:
         place = _ID.fullmatch(known or "")
-        if type_of(urn) == INSTANCE and place is not None:
+        if type_of(urn) == INSTANCE and place is not None and place[1] == project:
             found[place["name"], place["zone"]] = urn
     return found
 
 
-def stopped_machines(google: Google, places: Collection[tuple[str, str]]) -> list[StoppedMachine]:
+def stopped_machines(
+    google: Google, places: Collection[tuple[str, str]], *, own: Ownership | None = None
+) -> list[StoppedMachine]:
     """Return those of these machines (name and zone) that are stopped, or about to be.
 
-    Raises CloudError when not every zone could be listed, and CloudAuthError.
+    With `own` only machines that it owns. Raises CloudError when not every zone could be listed,
+    and CloudAuthError.
     """
     if not places:
         return []
     return [
         _with_reason(google, StoppedMachine(name=each.name, zone=each.location, status=each.status))
         for each in list_machines(google)
-        if (each.name, each.location) in places and each.status in (*STOPPED, *ENDING)
+        if (each.name, each.location) in places
+        and each.status in (*STOPPED, *ENDING)
+        and (own is None or own.owns(each))
     ]
 
 
@@ -249,10 +255,35 @@ def start(google: Google, machines: Sequence[StoppedMachine], *, talk: Console) 
     for each, operation, what, place in begun:
         with _explained(each):
             see_to_its_end(google, operation, what, operations="Zone", place=place, ends=ends)
-        talk.print(
-            f"{each.name}: started, and billed again; its lifetime begins again, so it may live "
-            "longer than its label says"
+        talk.print(f"{each.name}: started, and billed again; its lifetime begins again")
+        _renew_label(google, each, talk=talk)
+
+
+def _renew_label(google: Google, machine: StoppedMachine, *, talk: Console) -> None:
+    """Write the new end of a started machine's life on it, where people and `sweep` read it."""
+    place = {"zone": machine.zone, "instance": machine.name}
+    what = f"{machine.name}: label {EXPIRES_LABEL}"
+    try:
+        found = ask_compute(google, "Instances", "GetInstanceRequest", what=what, **place)
+        limit_s = found.scheduling.max_run_duration.seconds
+        if not limit_s:
+            return
+        expires = str(int(time.time() + limit_s))
+        request = request_of(
+            "SetLabelsInstanceRequest",
+            project=google.project,
+            **place,
+            instances_set_labels_request_resource={
+                "labels": {**found.labels, EXPIRES_LABEL: expires},
+                "label_fingerprint": found.label_fingerprint,
+            },
         )
+        client = google.compute("Instances")
+        google.ask(
+            what, partial(client.set_labels_unary, request=request, retry=None, timeout=REQUEST_S)
+        )
+    except (CloudError, CloudAuthError) as error:
+        talk.print(f"warning: it still has the time of its first life: {error}")
 
 
 @contextmanager
@@ -277,6 +308,7 @@ def _explained(machine: StoppedMachine) -> Iterator[None]:
 def start_head(
     google: Google,
     inventory: ClusterInventory,
+    own: Ownership,
     *,
     dry_run: bool,
     assume_yes: bool,
@@ -288,7 +320,8 @@ def start_head(
     not started. Raises ConfigError after a no, and as `start` does.
     """
     try:
-        found = stopped_machines(google, {(n.name, n.zone or "") for n in inventory.nodes})
+        places = {(node.name, node.zone or "") for node in inventory.nodes}
+        found = stopped_machines(google, places, own=own)
     except (CloudError, CloudAuthError) as error:
         talk.print(f"warning: it is not known whether every machine runs: {error}")
         return None
@@ -369,7 +402,7 @@ def stopped_words(inventory: ClusterInventory, env: Mapping[str, str]) -> list[s
 def check_machines(google: Google, pulumi: Pulumi) -> Iterator[Check]:
     """Check that the stack's machines run; yields nothing where there is no stack."""
     try:
-        places = places_in(stack_state(pulumi))
+        places = places_in(stack_state(pulumi), project=google.project)
         found = stopped_machines(google, places)
     except PulumiError as error:
         if error.is_fault:

@@ -261,7 +261,8 @@ def orphans(google: Google, state: StackState, identity: str) -> list[Resource]:
     listing = list_everything(google)
     if listing.blind:
         raise CloudError(f"what the cluster has is not all seen: {'; '.join(listing.blind)}")
-    own, stack = ownership_of(state, identity), ownership_of(state)
+    own = ownership_of(state, identity, project=google.project)
+    stack = ownership_of(state, project=google.project)
     machines = {(each.name, each.location) for each in listing.resources if each.kind == "instance"}
     return [
         each

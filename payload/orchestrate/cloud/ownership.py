@@ -37,6 +37,8 @@ class Ownership:
     """Its name: what NO_IDENTITY stands for has to be labelled or called so."""
     known: tuple[str, ...] = ()
     """Ids in the stack's state."""
+    project: str = ""
+    """The project that the resources are in: a name of another one's in an id proves nothing."""
 
     @property
     def is_known(self) -> bool:
@@ -59,7 +61,7 @@ class Ownership:
 
     def lists(self, resource: Resource) -> bool:
         """Tell whether the stack's state has it, or has the machine whose boot disk it is."""
-        return any(is_same(resource, known) for known in self.known)
+        return any(is_same(resource, known, project=self.project) for known in self.known)
 
     def split(self, resources: Iterable[Resource]) -> tuple[list[Resource], list[Resource]]:
         """Return those that are the cluster's own, and the others."""
@@ -70,11 +72,12 @@ class Ownership:
         return own, others
 
 
-def ownership_of(state: StackState, *identities: str | None) -> Ownership:
-    """Return what the stack's state and these identities prove."""
-    known = tuple(found for _, found in state.parts if found)
+def ownership_of(state: StackState, *identities: str | None, project: str) -> Ownership:
+    """Return what the stack's state and these identities prove of a project's resources."""
     return Ownership(
-        identities=frozenset(filter(None, (*state.identities, *identities))), known=known
+        identities=frozenset(filter(None, (*state.identities, *identities))),
+        known=tuple(found for _, found in state.parts if found),
+        project=project,
     )
 
 
@@ -83,25 +86,26 @@ def removable(resources: Iterable[Resource]) -> list[Resource]:
     return in_order(each for each in resources if each.kind != BUCKET)
 
 
-def is_same(resource: Resource, known: str) -> bool:
+def is_same(resource: Resource, known: str, *, project: str) -> bool:
     """Tell whether an id of Pulumi's state, such as projects/P/zones/Z/instances/N, is this.
 
-    A boot disk has its machine's name and place, and no entry of its own.
+    The resource is in `project`. A boot disk has its machine's name and place, and no entry of its
+    own. A bucket's id is its name, which is its own in all projects.
     """
-    if resource.kind == SERVICE_ACCOUNT:
-        return known.endswith(f"/serviceAccounts/{resource.name}")
-    if resource.kind == FILESTORE:
-        return known.endswith(f"/locations/{resource.location}/instances/{resource.name}")
     if resource.kind == BUCKET:
         return known == resource.name
     collection = _COLLECTIONS.get(resource.kind, "managedZones")
-    if collection == "managedZones":
-        return known.endswith(f"/managedZones/{resource.name}")
-    place = "global"
+    place = "global/"
     if resource.location != "global":
-        place = f"{'zones' if is_zone(resource.location) else 'regions'}/{resource.location}"
+        place = f"{'zones' if is_zone(resource.location) else 'regions'}/{resource.location}/"
+    if resource.kind == FILESTORE:
+        collection, place = "instances", f"locations/{resource.location}/"
+    elif resource.kind == SERVICE_ACCOUNT:
+        collection, place = "serviceAccounts", ""
+    elif collection == "managedZones":
+        place = ""
     collections = (collection, "instances") if collection == "disks" else (collection,)
-    return any(known.endswith(f"/{place}/{each}/{resource.name}") for each in collections)
+    return any(known == f"projects/{project}/{place}{each}/{resource.name}" for each in collections)
 
 
 def describe_others(resources: Sequence[Resource]) -> list[str]:

@@ -15,6 +15,8 @@ from payload.untrusted import printable
 CLUSTER_LABEL, EXPIRES_LABEL = "tileforge-cluster", "tileforge-expires"
 KEPT_LABEL = "tileforge-kept"
 """On what outlives `pulumi destroy` on purpose: the results bucket."""
+RUNNING = ("RUNNING", "STAGING", "PROVISIONING", "REPAIRING")
+"""Google's words for a machine that runs, and is billed."""
 BUCKET, SERVICE_ACCOUNT, DNS_ZONE = "bucket", "service account", "DNS zone"
 FILESTORE = "Filestore instance"
 _MARK = re.compile(rf"(?<!\S)({CLUSTER_LABEL}|{IDENTITY_LABEL}|{EXPIRES_LABEL})=([a-z0-9-]+)(?!\S)")
@@ -163,6 +165,8 @@ class Resource:
     network: str | None = None
     """Name of the network that it is in, where it is in one."""
     status: str | None = None
+    ends_unix: float | None = None
+    """Time at which Google ends the machine, while it runs and has a limit."""
     gib: int | None = None
     """Size of a Filestore instance, which is what it costs by."""
 
@@ -279,9 +283,12 @@ def _word(text: str) -> str:
 
 
 def expiry_of(resources: Sequence[Resource]) -> float | None:
-    """Return when a cluster was meant to be gone: the latest that any of its labels says."""
-    times = [time for r in resources if (time := r.expires_unix()) is not None]
-    return max(times, default=None)
+    """Return when a cluster is to be gone: the latest of its labels and its machines' limits.
+
+    A machine that was started again lives longer than its label says.
+    """
+    times = [time for r in resources for time in (r.expires_unix(), r.ends_unix)]
+    return max((time for time in times if time is not None), default=None)
 
 
 def last_word(url: str | None) -> str:

@@ -321,7 +321,7 @@ class Remembered:
     node_usd: Mapping[str, float | None] = checked(low=0, high=_MOST_USD)
     """Dollars per hour by node; of nothing while it has only been planned."""
     bucket: str | None = checked(None, pattern=CLOUD_NAME)
-    """The last results bucket; it outlives the cluster where `bucket: create` made it."""
+    """The last results bucket that `bucket: create` made: it outlives the cluster."""
 
     @property
     def came_up(self) -> bool:
@@ -436,12 +436,13 @@ def cluster_folder(folder: Path, cluster: str) -> Path:
     return own
 
 
-def remember(outputs: StackOutputs, *, folder: Path) -> None:
-    """Keep what `sweep` needs when the outputs are gone."""
+def remember(outputs: StackOutputs, *, folder: Path, made_bucket: str | None = None) -> None:
+    """Keep what `sweep` needs when the outputs are gone, and the bucket that the stack has made."""
     before = recall(folder, outputs.inventory.cluster)
+    kept = before.bucket if before is not None and before.project == outputs.project else None
     known = Remembered(
         cluster=outputs.inventory.cluster,
-        bucket=outputs.inventory.bucket or (before.bucket if before is not None else None),
+        bucket=made_bucket or kept,
         project=outputs.project,
         region=outputs.region,
         node_usd={node.name: node.hourly_usd for node in outputs.inventory.nodes},
@@ -457,6 +458,13 @@ def remember_plan(cluster: str, known: dict[str, Any], *, folder: Path) -> None:
         return
     region = str(known.get("region") or Need().region)
     _keep(Remembered(cluster=cluster, project=project, region=region, node_usd={}), folder=folder)
+
+
+def forget_bucket(folder: Path, cluster: str, bucket: str) -> None:
+    """Take a bucket that was deleted out of the record: its name is anybody's now."""
+    before = recall(folder, cluster)
+    if before is not None and before.bucket == bucket:
+        _keep(replace(before, bucket=None), folder=folder)
 
 
 def _keep(known: Remembered, *, folder: Path) -> None:
@@ -484,7 +492,10 @@ def recall_outputs(folder: Path, cluster: str, *, project: str) -> StackOutputs 
     inventory = _cached_inventory(cluster_path(folder, cluster, CACHE_FILE))
     if known is None or inventory is None:
         return None
-    if (inventory.cluster, known.project) != (cluster, project):
+    # The record of a cluster's project is written anew before its nodes are reached there.
+    if {(inventory.cluster, each) for each in (known.project, inventory.project)} != {
+        (cluster, project)
+    }:
         return None
     return StackOutputs(
         inventory=inventory, project=project, region=known.region, hourly_usd=None, expires=None

@@ -33,7 +33,7 @@ from payload.orchestrate.cloud.failures import StackBusyError, explain
 from payload.orchestrate.cloud.filestore import may_delete
 from payload.orchestrate.cloud.firewall import StackState
 from payload.orchestrate.cloud.google import CloudMissingError, Endpoints, Google
-from payload.orchestrate.cloud.listing import list_everything, remove
+from payload.orchestrate.cloud.listing import bucket_in, list_everything, remove
 from payload.orchestrate.cloud.operations import Operations
 from payload.orchestrate.cloud.ownership import (
     NO_IDENTITY,
@@ -49,6 +49,7 @@ from payload.orchestrate.cloud.resources import (
     FILESTORE,
     KEPT_LABEL,
     KINDS,
+    RUNNING,
     Resource,
     by_cluster,
     check_cluster_name,
@@ -62,7 +63,6 @@ from payload.untrusted import checked, shown
 
 _SCHEMA_VERSION = 1
 _LOSSES = {BUCKET: "  # deletes the results in it", FILESTORE: "  # deletes the data on it"}
-_RUNNING = ("RUNNING", "STAGING", "PROVISIONING", "REPAIRING")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ class Sweep:
         if resource.kind == FILESTORE and resource.gib is not None:
             region = resource.location.rpartition("-")[0]
             return filestore_price(gib=resource.gib, region=region)
-        if resource.kind != "instance" or resource.status not in _RUNNING:
+        if resource.kind != "instance" or resource.status not in RUNNING:
             return None
         return self.node_usd.get(resource.name)
 
@@ -437,7 +437,8 @@ def destroy_and_look(
     TeardownError when something is left, or when it cannot be shown that nothing is.
     """
     talk = operations.talk
-    own = ownership_of(state, known_cluster_identity(operations.folder, operations.cluster))
+    identity = known_cluster_identity(operations.folder, operations.cluster)
+    own = ownership_of(state, identity, project=google.project)
     trouble = _destroy(operations)
     talk.print(f"{steps - 1}/{steps} destroy: " + (f"FAILED: {trouble}" if trouble else "done"))
     found = _look(operations, google, own)
@@ -512,11 +513,6 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _BucketAnswer:
-    labels: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Object:
     name: str
     generation: str = checked(pattern=_DIGITS, wanted="an integer as text")
@@ -538,13 +534,12 @@ def find_bucket(google: Google, name: str, *, cluster: str, own: Ownership) -> B
     what = f"bucket {shown(name)}"
     if not CLOUD_NAME.fullmatch(name):
         raise ConfigError(f"--delete-bucket {shown(name)}: must be a bucket's name, without gs://.")
-    try:
-        found = google.get("storage", f"/storage/v1/b/{name}", what=what, shape=_BucketAnswer)
-    except CloudMissingError:
+    found = bucket_in(google, name, what=what)
+    if found is None:
         raise ConfigError(
-            f"--delete-bucket {name}: there is no such bucket. See what is there: sweep --cluster "
-            f"{cluster} --project {google.project}"
-        ) from None
+            f"--delete-bucket {name}: there is no such bucket in project {google.project}. See "
+            f"what is there: sweep --cluster {cluster} --project {google.project}"
+        )
     identity = identity_in(found.labels)
     is_own = identity is None or identity in own.identities
     labelled = found.labels.get(CLUSTER_LABEL) == cluster and KEPT_LABEL in found.labels

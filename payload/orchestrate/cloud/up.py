@@ -58,6 +58,7 @@ from payload.orchestrate.cloud.kept import (
     hand_added,
     kept_metadata,
     reasons,
+    refuse_another_project,
     remove_machines,
     use_kept_bucket,
 )
@@ -437,6 +438,9 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
     )
     before = stack_state(pulumi)
     there = before.machines
+    # Without a project the preview refuses the config.
+    if known.get("project"):
+        refuse_another_project(before, str(known["project"]))
 
     def google() -> Google:
         project = project_of(known.get("project"), cluster, env, folder=folder)
@@ -449,7 +453,7 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
     def of_others() -> Sequence[Resource]:
         # With other credentials than Pulumi's, nothing that is built could be removed.
         google().check_access()
-        own = ownership_of(before, identity)
+        own = ownership_of(before, identity, project=google().project)
         return of_this_name(google(), cluster, own, take_over=options.take_over, talk=talk)
 
     # Before a machine is started that the stack lists: it may be another cluster's by now.
@@ -467,7 +471,7 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
         talk=talk,
     )
     replaces: list[str] = []
-    places = places_in(before)
+    places = places_in(before, project=google().project) if before.parts else {}
     if places:
         replaces = replacing(
             see_to_stopped(
@@ -567,7 +571,7 @@ def _conclude(
 ) -> int:
     """Remember the cluster, look at its firewall, and print what is next."""
     outputs = read_outputs(pulumi)
-    remember(outputs, folder=Path.cwd())
+    remember(outputs, folder=Path.cwd(), made_bucket=stack_state(pulumi).bucket)
     # Before the firewall: whatever is found there, the machines are billed.
     talk.print(
         f"cluster {outputs.inventory.cluster}: {len(outputs.inventory.nodes)} node(s), "
@@ -588,16 +592,16 @@ def _what_is_there(operations: Operations, google: Google, preview: Update) -> s
     cluster = operations.cluster
     try:
         state = stack_state(operations.pulumi)
-        own = _own(operations, state)
+        own = _own(operations, state, google)
         there = machines_there(google, own, state, since_unix=time.time())
     except TileforgeError as error:
         return unknown_machines(error, google, cluster, preview)
     return remaining(there.names, preview)
 
 
-def _own(operations: Operations, state: StackState) -> Ownership:
+def _own(operations: Operations, state: StackState, google: Google) -> Ownership:
     identity = known_cluster_identity(operations.folder, operations.cluster)
-    return ownership_of(state, identity)
+    return ownership_of(state, identity, project=google.project)
 
 
 def _how_to_remove(pulumi: Pulumi) -> str:
@@ -728,7 +732,7 @@ def _take_back(
     try:
         after = stack_state(pulumi)
         try:
-            own = _own(operations, after)
+            own = _own(operations, after, google)
             found = machines_there(google, own, after, since_unix=since_unix)
         except (CloudError, CloudAuthError) as blind:
             if not after.machines:

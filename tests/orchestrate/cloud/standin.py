@@ -83,6 +83,8 @@ class CloudStandIn(Compute):
         self.objects: dict[str, list[Document]] = {}
         """By bucket: name, generation and size of each object, old versions included."""
         self.services = {"compute", "iap", "iam", "storage"}
+        self.empty_project = ""
+        """Another project, which has nothing in it."""
         self.has_billing = True
         self.images: dict[str, Document] | None = None
         """Fields of other projects' images, by name; None: there is every image."""
@@ -160,14 +162,15 @@ class CloudStandIn(Compute):
             server.server_close()
             thread.join()
 
-    def add_bucket(self, name: str, *, labels: dict[str, str]) -> None:
-        """A bucket."""
+    def add_bucket(self, name: str, *, labels: dict[str, str], number: str = NUMBER) -> None:
+        """A bucket; `number` is its project's, which alone lists it."""
         self.buckets.append(
             {
                 "kind": "storage#bucket",
                 "id": name,
                 "name": name,
                 "labels": dict(labels),
+                "projectNumber": number,
                 "location": "US-CENTRAL1",
                 "timeCreated": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.000Z}",
             }
@@ -246,6 +249,8 @@ class CloudStandIn(Compute):
 
     def _route(self, method: str, path: str, query: dict[str, str], body: Document) -> Document:
         words = path.strip("/").split("/")
+        if self.empty_project and self.empty_project in (*words, query.get("project")):
+            return {}
         match words:
             case ["storage", "v1", "b", *rest]:
                 return self._storage(method, rest, query, body)
@@ -337,7 +342,10 @@ class CloudStandIn(Compute):
             self.buckets[-1].update(as_google(body))
             return self.buckets[-1]
         if not words:
-            return self.page(self.buckets, query, size=query.get("maxResults"))
+            prefix = query.get("prefix", "")
+            here = [each for each in self.buckets if each["projectNumber"] == NUMBER]
+            found = [each for each in here if each["name"].startswith(prefix)]
+            return self.page(found, query, size=query.get("maxResults"))
         found = [bucket for bucket in self.buckets if bucket["name"] == words[0]]
         if not found:
             raise MissingError("The specified bucket does not exist.")

@@ -234,6 +234,8 @@ class Compute:
             raise RefusedError(400, f"The instance must be stopped for {verb}.", "resourceNotReady")
         if verb in ("start", "resume", "stop"):
             status = {"status": "TERMINATED" if verb == "stop" else "RUNNING"}
+            if verb == "start":
+                status["lastStartTimestamp"] = datetime.now(UTC).isoformat()
             trouble = _stock_out(zone) if verb != "stop" and zone in self.stocked_out else None
             effect = (lambda: None) if trouble else (lambda: _merge(item, status))
             return self._begin(verb, "instances", zone, item, effect, error=trouble)

@@ -27,6 +27,7 @@ def mine(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
     site.cloud.add_bucket(OLD, labels=KEPT)
     site.cloud.add_bucket("other-results", labels=KEPT | {"tileforge-cluster": "other"})
     site.cloud.add_bucket("mine-photos", labels={"tileforge-cluster": "mine"})
+    site.cloud.add_bucket("mine-elsewhere", labels=KEPT, number="1")
     site.cloud.page_size = 2
     site.cloud.objects[OLD] = [
         {"name": "runs/a b/model.safetensors", "generation": "7", "size": str(2**30)},
@@ -44,7 +45,9 @@ def test_the_named_bucket_goes_with_its_old_versions_after_its_name_was_typed(
     err = capsys.readouterr().err
     assert f"Delete gs://{OLD} (3 objects, 3.0 GiB) for good? Type {OLD} to go on:" in err
     assert err.index("3/3 sweep: clean") < err.index(f"gs://{OLD}: deleted")
-    assert [each["name"] for each in mine.cloud.buckets] == ["other-results", "mine-photos"]
+    assert [each["name"] for each in mine.cloud.buckets] == [
+        *("other-results", "mine-photos", "mine-elsewhere")
+    ]
     assert mine.cloud.objects[OLD] == []
     # Once more, for the bucket of an earlier stack of the name: the stack is empty by now.
     assert main([*DOWN, OLD], mine.env) == ExitCode.CONFIG
@@ -73,7 +76,8 @@ def test_yes_does_not_answer_for_a_bucket(mine: Site, capsys: Capture) -> None:
     [
         ("other-results", "it is no results bucket of cluster mine, by its labels, so it stays"),
         ("mine-photos", "it is no results bucket of cluster mine, by its labels, so it stays"),
-        ("nowhere", "there is no such bucket. See what is there: sweep --cluster mine"),
+        ("nowhere", f"there is no such bucket in project {PROJECT}. See what is there: sweep"),
+        ("mine-elsewhere", f"there is no such bucket in project {PROJECT}. See what is there"),
         ("gs://mine-results", "must be a bucket's name, without gs://"),
         ("a/../b", "must be a bucket's name, without gs://"),
     ],
@@ -81,7 +85,7 @@ def test_yes_does_not_answer_for_a_bucket(mine: Site, capsys: Capture) -> None:
 def test_no_other_bucket_is_touched(mine: Site, capsys: Capture, name: str, line: str) -> None:
     assert main([*DOWN, name], mine.env) == ExitCode.CONFIG
     assert line in capsys.readouterr().err.splitlines()[-1]
-    assert len(mine.cloud.buckets) == 3 and words(mine) == ["stack output --json"]
+    assert len(mine.cloud.buckets) == 4 and words(mine) == ["stack output --json"]
 
 
 def test_a_bucket_that_stays_is_exit_60(
@@ -105,4 +109,4 @@ def test_down_and_sweep_list_the_old_bucket_as_kept(mine: Site, capsys: Capture)
     assert main(["sweep", *options], mine.env) == ExitCode.OK
     out, err = capsys.readouterr()
     assert f"kept with its results: gs://{OLD}" in err and "kept: it holds results" in out
-    assert len(mine.cloud.buckets) == 2
+    assert len(mine.cloud.buckets) == 3

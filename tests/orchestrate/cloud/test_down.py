@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from payload.errors import ExitCode
+from payload.inventory import ClusterInventory
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.ssh.files import RunThere
 from payload.orchestrate.ssh.keys import make_operator_key
@@ -191,3 +193,16 @@ def test_down_without_pulumi_or_with_another_name_does_nothing(site: Site, capsy
     assert main(["down", "--yes", "--cluster", "other"], site.env) == ExitCode.CONFIG
     assert "the stack's cluster is mine" in capsys.readouterr().err
     assert not Path("runs").exists()
+
+
+def test_a_copy_from_a_cluster_of_the_name_in_another_project_is_left_out(
+    site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.build()
+    head_says(monkeypatch)
+    destroys(site)
+    paths = copy_of_run(site, "one", alive=True)
+    was = ClusterInventory.load(paths.inventory)
+    paths.inventory.write_text(replace(was, source="pulumi", project="old-lab").to_json())
+    assert main(["down", "--yes"], site.env) == ExitCode.OK
+    assert "1/3 collect: nothing is missing here" in capsys.readouterr().err

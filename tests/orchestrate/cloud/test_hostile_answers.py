@@ -404,7 +404,7 @@ DAMAGES: dict[str, Callable[[Path, bytes], object]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_beside_the_cluster_is_passed_over(full: Site, damage: str) -> None:
     known = read_outputs(Pulumi(full.env, folder=full.folder))
-    remember(known, folder=full.folder)
+    remember(known, folder=full.folder, made_bucket="mine-results")
     cache, memory = full.folder / "host_keys.json", full.folder / ".cluster/mine/stack.json"
     options: dict[str, Any] = {"cache": cache, "say": str, "sleep": float}
     first = stack.pin_host_keys(known.inventory, google(full), **options)
@@ -421,7 +421,7 @@ def test_a_damaged_file_beside_the_cluster_is_passed_over(full: Site, damage: st
 @pytest.mark.parametrize("file", ["host_keys.json", "stack.json"])
 def test_every_field_of_a_file_beside_the_cluster_may_be_hostile(full: Site, file: str) -> None:
     known = read_outputs(Pulumi(full.env, folder=full.folder))
-    remember(known, folder=full.folder)
+    remember(known, folder=full.folder, made_bucket="mine-results")
     path = full.folder / ".cluster/mine" / file
     said: list[str] = []
     stack.pin_host_keys(

@@ -13,11 +13,21 @@ import pytest
 from infra.labels import mark
 from payload.cluster_identity import known_cluster_identity, settle_cluster_identity
 from payload.errors import ConfigError, ExitCode
+from payload.inventory import ClusterInventory
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.cloud.ownership import Ownership
-from payload.orchestrate.cloud.resources import Resource
-from tests.infra.stacks import deploy
-from tests.orchestrate.cloud.conftest import Site
+from payload.orchestrate.cloud.firewall import StackState
+from payload.orchestrate.cloud.machine_status import start_head
+from payload.orchestrate.cloud.ownership import Ownership, ownership_of
+from payload.orchestrate.cloud.resources import DNS_ZONE, FILESTORE, SERVICE_ACCOUNT, Resource
+from payload.orchestrate.cloud.stack import (
+    CACHE_FILE,
+    cluster_folder,
+    recall_outputs,
+    remember_plan,
+)
+from payload.orchestrate.run.console import text_console
+from payload.results import write_whole
+from tests.orchestrate.cloud.conftest import Site, inventory_output
 from tests.orchestrate.cloud.fake_pulumi import step
 from tests.orchestrate.cloud.stacks import Answers, Capture, head_says, own_key, stay, words
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE
@@ -286,20 +296,108 @@ def test_a_damaged_identity_is_never_replaced(content: str, tmp_path: Path) -> N
     assert path.read_text(encoding="utf-8") == content
 
 
-def test_the_program_labels_all_that_it_builds(tmp_path: Path) -> None:
-    labelled: list[dict[str, Any]] = []
-    for resource in deploy({}, folder=tmp_path).resources:
-        inputs = resource["inputs"]
-        if "labels" in inputs or "tileforge-cluster" in inputs.get("description", ""):
-            labelled.append(inputs)
-            text = json.dumps(inputs.get("labels") or inputs["description"])
-            assert CLUSTER in text, resource["name"]
-    assert len(labelled) > 12
-
-
 @pytest.mark.parametrize("labels", [THEIRS, {}])
 def test_an_id_is_no_proof_for_what_has_another_identity(labels: dict[str, str]) -> None:
     disk = Resource(kind="disk", name="mine-0", location=ZONE, labels=labels)
-    state = Ownership(known=(f"projects/{PROJECT}/zones/{ZONE}/instances/mine-0",))
+    known = (f"projects/{PROJECT}/zones/{ZONE}/instances/mine-0",)
+    state = Ownership(known=known, project=PROJECT)
     assert state.lists(disk) and state.owns(disk) is (labels == {})
     assert state.belies(disk) is (labels == THEIRS)
+    elsewhere = Ownership(known=known, project="old-lab")
+    assert not (elsewhere.lists(disk) or elsewhere.owns(disk) or elsewhere.belies(disk))
+
+
+IDS = {
+    "instance": "zones/{zone}/instances/x",
+    "disk": "zones/{zone}/instances/x",
+    "resource policy": "regions/{region}/resourcePolicies/x",
+    "router": "regions/{region}/routers/x",
+    "subnetwork": "regions/{region}/subnetworks/x",
+    "firewall rule": "global/firewalls/x",
+    "network": "global/networks/x",
+    SERVICE_ACCOUNT: "serviceAccounts/x",
+    DNS_ZONE: "managedZones/x",
+    FILESTORE: "locations/{zone}/instances/x",
+}
+
+
+@pytest.mark.parametrize(("kind", "path"), IDS.items())
+def test_an_id_is_proof_in_its_own_project_alone(kind: str, path: str) -> None:
+    place = {"zone": ZONE, "region": REGION}
+    found = next((word for word in place if f"{{{word}}}" in path), "")
+    resource = Resource(kind=kind, name="x", location=place.get(found, "global"))
+    known = f"projects/{PROJECT}/{path.format(**place)}"
+    state = StackState(machines=(), parts=((URN, known),))
+    assert state.projects == (PROJECT,)
+    for project, is_proof in ((PROJECT, True), ("old-lab", False), (f"x/{PROJECT}", False)):
+        assert ownership_of(state, project=project).owns(resource) is is_proof
+
+
+def test_a_right_to_a_key_tells_nothing_of_the_stacks_project() -> None:
+    key = "projects/keys/locations/global/keyRings/r/cryptoKeys/k/roles/x/member"
+    assert StackState(machines=(), parts=((URN, key), (URN, "mine-results"))).projects == ()
+
+
+@pytest.fixture
+def moved(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
+    """A stack with a machine in old-lab, and a config that names a project with another one."""
+    head_says(monkeypatch)
+    own_key(site)
+    site.cloud.add_node("mine-node-0", labels=OLDER, status="TERMINATED")
+    site.cloud.add("disks", "mine-node-0", place=ZONE, labels=OLDER)
+    site.cloud.empty_project = "old-lab"
+    site.pulumi.machines("mine-node-0", place=f"projects/old-lab/zones/{ZONE}")
+    site.pulumi.on("destroy", out="destroyed\n")
+    site.pulumi.on("stack", "output", "--json", out="{}")
+    site.pulumi.on("up")
+    return site
+
+
+@pytest.mark.parametrize("more", [[], ["--project", PROJECT]])
+def test_down_leaves_what_has_the_name_in_another_project(
+    moved: Site, more: list[str], capsys: Capture
+) -> None:
+    """The attack: the name was taken for the machine of the state, and it was deleted."""
+    assert main(["down", "--yes", *more], moved.env) == ExitCode.OK
+    assert moved.cloud.count(f"^(POST|DELETE) .*/{PROJECT}/") == 0
+    assert "0 resources of cluster mine left in project old-lab" in capsys.readouterr().err
+
+
+def test_up_refuses_a_stack_of_another_project(moved: Site, capsys: Capture) -> None:
+    """It would have started or replaced what has the names there, as its own."""
+    for choice in ("start", "replace"):
+        assert main(["up", "--yes", "--stopped", choice], moved.env) == ExitCode.CONFIG
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"project = '{PROJECT}': the stack has resources in project old-lab" in last
+    assert "pulumi stack init NAME" in last and "orchestrate down" in last
+    assert words(moved) == [] and moved.cloud.count("^(POST|DELETE)") == 0
+
+
+def test_down_refuses_another_project_than_the_stacks(site: Site, capsys: Capture) -> None:
+    site.build()
+    assert main(["down", "--yes", "--project", "old-lab"], site.env) == ExitCode.CONFIG
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"--project old-lab: the stack's is {PROJECT}" in last
+
+
+def test_a_stopped_machine_of_others_is_not_started_in_the_heads_place(site: Site) -> None:
+    """The state is damaged, and somebody else's machine has the name that the folder remembers."""
+    site.cloud.add_node("mine-0", labels=THEIRS, status="TERMINATED")
+    text = json.dumps(inventory_output("mine", ["mine-0"]))
+    inventory = ClusterInventory.from_json(text, where="x")
+    own = Ownership(identities=frozenset((CLUSTER,)))
+    talk = text_console(stderr=True)
+    started = start_head(site.google(), inventory, own, dry_run=False, assume_yes=True, talk=talk)
+    assert started is None and site.cloud.count("^POST") == 0
+
+
+@pytest.mark.parametrize("project", [PROJECT, "old-lab"])
+def test_nodes_that_were_reached_in_another_project_are_not_remembered(
+    site: Site, project: str
+) -> None:
+    inventory = inventory_output("mine", ["mine-0"], project=project)
+    folder = cluster_folder(site.folder, "mine")
+    write_whole(folder / CACHE_FILE, json.dumps({"schema_version": 1, "inventory": inventory}))
+    remember_plan("mine", {"project": PROJECT}, folder=site.folder)
+    found = recall_outputs(site.folder, "mine", project=PROJECT)
+    assert (found is not None) is (project == PROJECT)

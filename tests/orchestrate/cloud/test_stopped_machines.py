@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import pytest
 
@@ -14,8 +16,14 @@ from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud import down
 from payload.orchestrate.cloud.down import Head
 from payload.orchestrate.cloud.google import Google
-from payload.orchestrate.cloud.machine_status import follow_head, stopped_machines
+from payload.orchestrate.cloud.machine_status import (
+    StoppedMachine,
+    follow_head,
+    start,
+    stopped_machines,
+)
 from payload.orchestrate.cloud.stack import StackOutputs
+from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.mirror import read_mirrored, write_mirrored
 from payload.orchestrate.sites.cluster_run import remote_run
 from payload.orchestrate.ssh.keys import make_operator_key
@@ -30,8 +38,9 @@ from tests.orchestrate.cloud.stacks import (
     own_key,
     words,
 )
-from tests.orchestrate.cloud.standin import PROJECT, ZONE
+from tests.orchestrate.cloud.standin import PROJECT, ZONE, Fault
 from tests.orchestrate.cloud.standin_compute import BASE, Document
+from tests.support.identities import cluster_labels
 
 pytestmark = pytest.mark.processes
 PLACE = f"projects/{PROJECT}/zones/{ZONE}"
@@ -391,3 +400,54 @@ def test_a_started_head_has_another_address_and_the_copies_of_its_runs_get_it(
     assert asked[0] == "203.0.113.99"
     heads = [ClusterInventory.load(paths.inventory).head for paths in (ours, others)]
     assert [head.external_address for head in heads] == ["203.0.113.99", "203.0.113.7"]
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_machine_that_was_started_again_is_not_over_for_sweep(
+    site: Site, capsys: Capture, is_refused: bool
+) -> None:
+    """The attack: its label had passed, so `sweep --delete --yes` removed it as it ran."""
+    labels = cluster_labels("mine") | {"team": "nlp"}
+    site.cloud.add_node(
+        "mine-0",
+        labels=labels,
+        status="TERMINATED",
+        labelFingerprint="AAAA",
+        scheduling={"maxRunDuration": {"seconds": 3600}},
+    )
+    if is_refused:
+        site.cloud.faults.append(Fault(path="/setLabels", method="POST", status=403))
+    stopped_one = StoppedMachine(name="mine-0", zone=ZONE, status="TERMINATED")
+    start(site.google(), [stopped_one], talk=text_console(stderr=True))
+    assert ("it still has the time of its first life" in capsys.readouterr().err) is is_refused
+    now = machine(site, "mine-0")["labels"]
+    left_s = int(now["tileforge-expires"]) - time.time()
+    assert now == labels if is_refused else 3500 < left_s < 3601
+    assert now | {"tileforge-expires": ""} == labels | {"tileforge-expires": ""}
+    assert main(["sweep", "--project", PROJECT, "--delete", "--yes"], site.env) == ExitCode.OK
+    assert "expires in 60 min" in capsys.readouterr().out and site.cloud.count("^DELETE") == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "ran_s", "limit_s", "is_over"),
+    [
+        ("RUNNING", 60, 3600, False),
+        ("STAGING", 60, 3600, False),
+        ("RUNNING", 7200, 3600, True),
+        ("RUNNING", 60, 0, True),
+        ("TERMINATED", 60, 3600, True),
+    ],
+)
+def test_sweep_looks_at_the_end_that_google_keeps(
+    site: Site, status: str, ran_s: int, limit_s: int, is_over: bool
+) -> None:
+    """Somebody else may have started it, and the label is as it was."""
+    site.cloud.add_node(
+        "mine-0",
+        labels=cluster_labels("mine"),
+        status=status,
+        lastStartTimestamp=datetime.fromtimestamp(time.time() - ran_s, UTC).isoformat(),
+        scheduling={"maxRunDuration": {"seconds": limit_s}},
+    )
+    code = main(["sweep", "--project", PROJECT], site.env)
+    assert code == (ExitCode.TEARDOWN if is_over else ExitCode.OK)

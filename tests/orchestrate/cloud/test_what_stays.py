@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from payload.errors import ExitCode
 from payload.orchestrate.__main__ import main
+from payload.orchestrate.cloud.firewall import StackState
+from payload.orchestrate.cloud.kept import remove_machines, use_kept_bucket
+from payload.orchestrate.cloud.pulumi import Pulumi
+from payload.orchestrate.cloud.stack import Remembered
+from payload.orchestrate.run.console import text_console
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.fake_pulumi import step
-from tests.orchestrate.cloud.stacks import Answers, Capture, head_says, own_key, words
-from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE
+from tests.orchestrate.cloud.stacks import Answers, Capture, destroys, head_says, own_key, words
+from tests.orchestrate.cloud.standin import NUMBER, PROJECT, REGION, ZONE
 from tests.orchestrate.cloud.test_failures import DETAILS, PLAIN
-from tests.support.identities import cluster_labels
+from tests.support.identities import CLUSTER, cluster_labels
 
 pytestmark = pytest.mark.processes
 
@@ -24,6 +30,8 @@ MACHINE = _URN.format(kind="compute/instance:Instance", name="mine-0")
 FILESTORE = _URN.format(kind="filestore/instance:Instance", name="mine-shared")
 NETWORK = _URN.format(kind="compute/network:Network", name="mine-network")
 BUCKET = _URN.format(kind="storage/bucket:Bucket", name="mine-results")
+PLACE = f"projects/{PROJECT}/zones/{ZONE}/instances/"
+KEPT = cluster_labels("mine") | {"tileforge-kept": "true"}
 
 
 def state_has(site: Site, *urns: str, looks: int = -1) -> None:
@@ -32,7 +40,7 @@ def state_has(site: Site, *urns: str, looks: int = -1) -> None:
     resources = [
         {
             "urn": urn,
-            "id": f"projects/{PROJECT}/zones/{ZONE}/instances/{urn.rpartition('::')[2]}",
+            "id": f"{'' if urn == BUCKET else PLACE}{urn.rpartition('::')[2]}",
             "type": urn.split("::")[2],
             "inputs": inputs if urn == FILESTORE else {},
         }
@@ -297,49 +305,112 @@ def test_spot_auto_falls_back_once(site: Site, capsys: Capture) -> None:
     assert "Those were spot machines" not in capsys.readouterr().err.splitlines()[-1]
 
 
+def sets(site: Site) -> list[str]:
+    return [each for each in words(site) if each.startswith("config set")]
+
+
 def test_the_next_up_uses_the_bucket_that_the_cluster_had(site: Site, capsys: Capture) -> None:
     site.build()
     site.configure(cluster="mine", project=PROJECT, zones=[ZONE], bucket="create")
     site.pulumi.on("config", "set")
     site.pulumi.on("preview")
     site.pulumi.on("up", out="done\n")
-    kept = {"tileforge-cluster": "mine", "tileforge-kept": "true"}
-    site.cloud.buckets[0]["labels"] = kept
-    # The first one, and any while the stack has its bucket, change nothing.
-    assert main(["up", "--yes"], site.env) == ExitCode.OK
+    site.cloud.buckets[0]["labels"] = KEPT
+    # While the stack has its bucket, nothing changes.
     state_has(site, NETWORK, BUCKET)
     assert main(["up", "--yes"], site.env) == ExitCode.OK
-    assert not [each for each in words(site) if each.startswith("config set")]
     state_has(site, NETWORK)
     assert main(["up", "--dry-run"], site.env) == ExitCode.OK
-    assert not [each for each in words(site) if each.startswith("config set")]
+    assert sets(site) == []
     assert main(["up", "--yes"], site.env) == ExitCode.OK
     assert "gs://mine-results, which this cluster had before, is used again" in (
         capsys.readouterr().err
     )
-    assert "config set bucket mine-results" in words(site)
+    assert sets(site) == ["config set bucket mine-results"]
 
 
-@pytest.mark.parametrize("labels", [{}, {"tileforge-cluster": "other", "tileforge-kept": "true"}])
-def test_a_bucket_of_others_is_not_taken(site: Site, labels: dict[str, str]) -> None:
-    site.build()
-    site.configure(cluster="mine", project=PROJECT, zones=[ZONE], bucket="create")
-    site.pulumi.on("preview")
-    site.pulumi.on("up", out="done\n")
-    assert main(["up", "--yes"], site.env) == ExitCode.OK
-    site.cloud.buckets[0]["labels"] = labels
-    assert main(["up", "--yes"], site.env) == ExitCode.OK
-    assert not [each for each in words(site) if each.startswith("config set")]
+WITHOUT_IDENTITY = {"tileforge-cluster": "mine", "tileforge-kept": "true"}
 
 
-def test_a_bucket_that_is_gone_is_made_again(site: Site, capsys: Capture) -> None:
-    site.build()
+def had_bucket(site: Site) -> None:
+    """Let the folder remember a bucket that `bucket: create` made."""
+    known = Remembered(
+        cluster="mine", project=PROJECT, region=REGION, node_usd={}, bucket="mine-results"
+    )
+    record = {"schema_version": 1, **asdict(known)}
+    (site.folder / ".cluster" / "mine" / "stack.json").write_text(json.dumps(record))
     site.pulumi.on("config", "set")
+
+
+@pytest.mark.parametrize(
+    ("labels", "number", "is_ours"),
+    [
+        (KEPT, NUMBER, True),
+        ({}, NUMBER, False),
+        (KEPT | {"tileforge-cluster": "other"}, NUMBER, False),
+        (WITHOUT_IDENTITY, NUMBER, False),
+        (KEPT, "666", False),
+        (None, "", False),
+    ],
+)
+def test_what_has_taken_the_name_of_a_bucket_is_not_used(
+    site: Site, labels: dict[str, str] | None, number: str, is_ours: bool, capsys: Capture
+) -> None:
+    """The attack: results went to a stranger's bucket with our labels, under the name of ours."""
+    had_bucket(site)
+    if labels is not None:
+        site.cloud.add_bucket("mine-results", labels=labels, number=number)
+    for setting in ("create", "mine-results"):
+        use_kept_bucket(
+            Pulumi(site.env, folder=site.folder),
+            {"project": PROJECT, "bucket": setting},
+            "mine",
+            StackState(machines=(), parts=()),
+            site.google,
+            identity=CLUSTER,
+            folder=site.folder,
+            dry_run=False,
+            talk=text_console(stderr=True),
+        )
+    wanted = "mine-results" if is_ours else "create"
+    assert sets(site) == [f"config set bucket {wanted}"]
+    said = "gs://mine-results is gone: a new results bucket is made" in capsys.readouterr().err
+    assert said is not is_ours
+
+
+def test_down_forgets_the_bucket_that_it_deletes(
+    site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.build()
+    had_bucket(site)
+    site.cloud.buckets[0]["labels"] = KEPT
+    site.configure(cluster="mine", project=PROJECT, zones=[ZONE], bucket="mine-results")
+    head_says(monkeypatch)
+    destroys(site)
+    monkeypatch.setattr("sys.stdin", Answers("mine-results\n"))
+    down = ["down", "--yes", "--delete-bucket", "mine-results"]
+    assert main(down, site.env) == ExitCode.OK, capsys.readouterr().err
+    assert site.cloud.buckets == [] and sets(site) == ["config set bucket create"]
+    kept = json.loads((site.folder / ".cluster" / "mine" / "stack.json").read_text())
+    assert kept["bucket"] is None
+
+
+def test_a_bucket_that_the_config_names_is_the_operators_choice(site: Site) -> None:
+    """A bucket that `create` did not make is not remembered, and never replaced in the config."""
+    site.build()
+    site.configure(cluster="mine", project=PROJECT, zones=[ZONE], bucket="mine-results")
     site.pulumi.on("preview")
     site.pulumi.on("up", out="done\n")
-    assert main(["up", "--yes"], site.env) == ExitCode.OK
-    site.configure(cluster="mine", project=PROJECT, zones=[ZONE], bucket="mine-results")
-    site.cloud.buckets.clear()
-    assert main(["up", "--yes"], site.env) == ExitCode.OK
-    assert "gs://mine-results is gone: a new results bucket is made" in capsys.readouterr().err
-    assert "config set bucket create" in words(site)
+    site.cloud.buckets[0]["labels"] = {}
+    for _ in range(2):
+        assert main(["up", "--yes"], site.env) == ExitCode.OK
+    assert sets(site) == []
+
+
+@pytest.mark.parametrize("place", [PLACE, PLACE.replace(PROJECT, "old-lab")])
+def test_only_the_stacks_own_machines_are_taken_back(site: Site, place: str) -> None:
+    site.cloud.add_node("mine-0", labels={})
+    state = StackState(machines=("mine-0",), parts=((MACHINE, f"{place}mine-0"),))
+    remove_machines(site.google(), state)
+    left = [each["name"] for each in site.cloud.items["instances", ZONE]]
+    assert left == ([] if place == PLACE else ["mine-0"])
