@@ -205,4 +205,4 @@ def test_a_copy_from_a_cluster_of_the_name_in_another_project_is_left_out(
     was = ClusterInventory.load(paths.inventory)
     paths.inventory.write_text(replace(was, source="pulumi", project="old-lab").to_json())
     assert main(["down", "--yes"], site.env) == ExitCode.OK
-    assert "1/3 collect: nothing is missing here" in capsys.readouterr().err
+    assert "to collect: nothing is missing here" in capsys.readouterr().err
