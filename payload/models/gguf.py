@@ -11,7 +11,7 @@ from payload.errors import CheckpointError
 from payload.hf_folder import CONFIG_FILE, own_file
 from payload.models import decoder
 from payload.models.decoder import DecoderSpec
-from payload.models.gguf_header import SUFFIX, GgufHeader, Value, read_header
+from payload.models.gguf_header import SUFFIX, Array, GgufHeader, Value, read_header
 from payload.untrusted import shown
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -97,17 +97,17 @@ def gguf_config(header: GgufHeader, *, where: str) -> dict[str, Any]:
     kind = values.get("general.architecture")
     if not isinstance(kind, str) or kind not in _ARCHITECTURES:
         _refuse(where, "general.architecture", kind, f"only {', '.join(_ARCHITECTURES)} are read")
+    width = values.get(f"{kind}.attention.key_length", values.get(f"{kind}.rope.dimension_count"))
+    _refuse_variants(header, kind, width, where=where)
     found = {name: values.get(f"{kind}.{key}") for key, name in _KEYS.items()}
     config: dict[str, Any] = {key: value for key, value in found.items() if value is not None}
     config = {**_DEFAULTS, **config, "model_type": kind}
     if "token_embd.weight" in header.shapes:
         config["vocab_size"] = header.shapes["token_embd.weight"][0]
     config["tie_word_embeddings"] = "output.weight" not in header.shapes
-    width = values.get(f"{kind}.attention.key_length", values.get(f"{kind}.rope.dimension_count"))
     if width is not None:
         config["head_dim"] = width
     config |= {name: values[key] for name, key in _TOKENS.items() if key in values}
-    _refuse_variants(header, kind, width, where=where)
     factor = values.get(f"{kind}.rope.scaling.factor", values.get(f"{kind}.rope.scale_linear"))
     # As in llama.cpp a factor is of linear scaling unless a type says otherwise, and 0 is none.
     is_linear = values.get(f"{kind}.rope.scaling.type", "linear") == "linear"
@@ -119,6 +119,9 @@ def gguf_config(header: GgufHeader, *, where: str) -> dict[str, Any]:
 def _refuse_variants(header: GgufHeader, kind: str, width: Value | None, *, where: str) -> None:
     """Refuse what would be read without an error and compute something else."""
     values = header.values
+    for key, value in values.items():
+        if isinstance(value, Array) and (key.startswith(f"{kind}.") or key in _TOKENS.values()):
+            _refuse(where, key, value, "a number is read here, and no array of them")
     if "rope_freqs.weight" in header.shapes:
         _refuse(where, "rope_freqs.weight", "a tensor", "transformers' reader leaves it out")
     scaling = values.get(f"{kind}.rope.scaling.type")

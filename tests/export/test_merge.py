@@ -20,7 +20,7 @@ from payload.checkpoint_files import config_sha256, sha256_of, weights_sha256
 from payload.errors import CheckpointError, ExitCode
 from payload.evaluate.__main__ import main as evaluate
 from payload.export.__main__ import main
-from payload.export.merged import MergedWeights
+from payload.export.merged import merged_weights
 from payload.generate.__main__ import main as generate
 from payload.train.models.base import CausalLM, trainable
 from payload.train.models.classifier import Classifier
@@ -290,7 +290,7 @@ def test_how_the_linears_are_stored_is_the_familys_and_not_the_files_to_say(
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "fan_in_fan_out": not config["fan_in_fan_out"]}))
-    merged, loaded = MergedWeights(base, folder), load(folder).hf_tensors()
+    merged, loaded = merged_weights(base, folder), load(folder).hf_tensors()
     for name in merged.shapes():
         torch.testing.assert_close(merged.read(name), loaded[name])
 
@@ -306,7 +306,7 @@ def test_an_adapter_of_a_family_of_transformers_is_merged_as_loading_does(tmp_pa
     causal: Any = AutoModelForCausalLM
     causal.from_config(GPTNeoXConfig(**sizes, num_attention_heads=4)).save_pretrained(base)
     adapted(load(base), base, folder)
-    merged, loaded = MergedWeights(base, folder), load(folder).hf_tensors()
+    merged, loaded = merged_weights(base, folder), load(folder).hf_tensors()
     assert merged.shapes() == {name: tuple(value.shape) for name, value in loaded.items()}
     for name, value in loaded.items():
         torch.testing.assert_close(merged.read(name), value)
