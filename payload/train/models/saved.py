@@ -79,12 +79,15 @@ def require_tensors(
         differences = describe_differences(missing=missing, unknown=extra)
         raise CheckpointError(f"{where}: not {whose}: {differences}. {fix}")
     for name, target in wanted.items():
-        is_quantized = isinstance(target, QuantizedLinear)
         shape = shape_in(tensors, name)
-        size = target.size() if isinstance(target, QuantizedLinear) else tuple(target.shape)
+        if isinstance(target, QuantizedLinear):
+            size: tuple[int, ...] = target.size()
+            is_float = True
+        else:
+            size, is_float = tuple(target.shape), target.is_floating_point()
         if shape != size:
             raise CheckpointError(f"{where}: {name} is {shape}, {says} {size}. {fix}")
-        if is_quantized or target.is_floating_point():
+        if is_float:
             require_weight(tensors, name, where=where)
 
 
