@@ -40,6 +40,8 @@ _QWEN3_HEAD = 128
 _GEMMA_PATTERN = 6
 _GEMMA_LOCAL_THETA = 10_000.0
 _GEMMA_SCALAR = 256.0
+_GEMMA_LARGEST = 62
+"""Layers of the 27B model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +180,10 @@ def _gemma(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str) -> G
     local_ropes = {layer.rope for layer in local}
     if local_ropes - {Rope(theta=_GEMMA_LOCAL_THETA)}:
         _refuse(where, "rope of the layers with a window", "not the base 10,000")
-    if config.query_pre_attn_scalar != config.width_of_head():
+    # llama.cpp goes by the number of layers.
+    is_largest = len(layers) == _GEMMA_LARGEST
+    width = config.hidden_size // config.num_attention_heads
+    if config.query_pre_attn_scalar != (width if is_largest else config.width_of_head()):
         _refuse(where, "query_pre_attn_scalar", config.query_pre_attn_scalar)
     notes = []
     if config.query_pre_attn_scalar != _GEMMA_SCALAR:

@@ -26,7 +26,7 @@ class WeightFiles:
         self._folder = folder
         self._tensors = tensors
         self.labels = labels or {}
-        """What a merged classifier's config.json has and its base's does not."""
+        """A merged classifier's part of config.json, which its base's does not have."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the size of every tensor that the model has, without reading it."""

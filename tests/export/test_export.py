@@ -328,6 +328,11 @@ LLAMA3 = {
         ("Qwen2", {"rope_parameters": LLAMA3}, "rope_type = 'llama3'"),
         ("Gemma3Text", {"rope_parameters": {"full_attention": LLAMA3}}, "rope_type = 'llama3'"),
         ("Gemma3Text", {"hidden_activation": "gelu"}, "hidden_act = 'gelu'"),
+        (
+            "Gemma3Text",
+            {"num_hidden_layers": 62, "layer_types": None},
+            "query_pre_attn_scalar = 256",
+        ),
     ],
 )
 def test_what_llama_cpp_has_in_its_code_for_a_family_must_be_the_models(

@@ -150,6 +150,7 @@ def test_each_layer_knows_its_window_and_its_rotary_embedding() -> None:
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ("qwen3", {"attention_dropout": 0.1}, "attention_dropout"),
+        ("llama", {"per_layer_config": {"1": {"head_dim": 8}}}, "per_layer_config"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer type 'chunked_attention'"),
     ],
 )
