@@ -39,6 +39,11 @@ _READ = frozenset(
 _NEUTRAL: Mapping[str, float] = {"attention.causal": True, "rope.scaling.attn_factor": 1.0}
 """Value of another key that changes nothing, where that is not 0."""
 _DEFAULTS: Mapping[str, float] = {"rope_theta": 10_000.0}
+_SINGLE = (
+    *("_token_id", ".add_bos_token", ".add_eos_token", ".add_space_prefix", ".chat_template"),
+    *("tokenizer.ggml.model", "tokenizer.ggml.pre"),
+)
+"""Ends of the tokenizer's keys that are no arrays; transformers takes an array of one for one."""
 _TOKENS: Mapping[str, str] = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
     "eos_token_id": "tokenizer.ggml.eos_token_id",
@@ -120,8 +125,8 @@ def _refuse_variants(header: GgufHeader, kind: str, width: Value | None, *, wher
     """Refuse what would be read without an error and compute something else."""
     values = header.values
     for key, value in values.items():
-        if isinstance(value, Array) and (key.startswith(f"{kind}.") or key in _TOKENS.values()):
-            _refuse(where, key, value, "a number is read here, and no array of them")
+        if isinstance(value, Array) and (key.startswith(f"{kind}.") or key.endswith(_SINGLE)):
+            _refuse(where, key, value, "one value is read here, and no array of them")
     if "rope_freqs.weight" in header.shapes:
         _refuse(where, "rope_freqs.weight", "a tensor", "transformers' reader leaves it out")
     scaling = values.get(f"{kind}.rope.scaling.type")

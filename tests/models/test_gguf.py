@@ -290,6 +290,7 @@ def test_a_key_that_changes_the_arithmetic_and_is_not_read_is_refused(
         *("llama.rope.freq_base", "llama.attention.head_count", "llama.context_length"),
         *("llama.attention.layer_norm_rms_epsilon", "llama.rope.scaling.factor"),
         *("llama.rope.dimension_sections", "tokenizer.ggml.eos_token_id"),
+        *("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.chat_template"),
     ],
 )
 def test_an_array_is_never_taken_for_a_number(key: str, exported: Path) -> None:
