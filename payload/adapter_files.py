@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 from payload.checkpoint_files import ADAPTER_FILES, TRAINER_FILE
 from payload.errors import CheckpointError
@@ -88,13 +88,27 @@ def recorded_base(folder: Path) -> Mapping[str, object]:
         return {}
     fix = "Use another checkpoint."
     raw = parse_json(read_bytes(path), where=str(path), fix=fix, error=CheckpointError)
-    found = raw.get("base") if isinstance(raw, dict) else None
-    return found if isinstance(found, dict) else {}
+    found = raw.get("base") if isinstance(raw, dict) else raw
+    if not isinstance(found, dict | None):
+        raise CheckpointError(f"{path}: base = {shown(found)} is no JSON object. {fix}")
+    return found or {}
 
 
 def base_quantization(folder: Path) -> Quantize:
-    """Return how the base's linears were quantised when the adapter in `folder` was trained."""
-    return "nf4" if recorded_base(folder).get("quantize") == "nf4" else "none"
+    """Return how the base's linears were quantised when the adapter in `folder` was trained.
+
+    Raises CheckpointError for a way that is not known.
+    """
+    found = recorded_base(folder).get("quantize")
+    for known in get_args(Quantize):
+        if found == known:
+            return cast(Quantize, known)
+    if found is None:
+        return "none"
+    raise CheckpointError(
+        f"{folder / TRAINER_FILE}: quantize = {shown(found)}: this way of quantising a base is not "
+        "known here. Use the version that trained the adapter."
+    )
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:

@@ -57,11 +57,17 @@ def read_config(folder: Path) -> dict[str, object]:
 def weight_files(folder: Path) -> tuple[str, ...]:
     """Return the names of the files with the weights, each inside `folder`.
 
+    A folder with one whole file beside an index has the weights of the file, as in transformers.
     Raises CheckpointError for a damaged index.
     """
-    if not (folder / INDEX_FILE).exists():
+    if not has_shards(folder):
         return (WEIGHTS_FILE,)
     return tuple(sorted(set(weight_map(folder).values())))
+
+
+def has_shards(folder: Path) -> bool:
+    """Say whether the weights in `folder` are those that its index names."""
+    return (folder / INDEX_FILE).exists() and not (folder / WEIGHTS_FILE).exists()
 
 
 def weight_map(folder: Path) -> dict[str, str]:

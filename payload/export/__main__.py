@@ -14,8 +14,8 @@ from payload.export.architectures import plan_gguf
 from payload.export.arguments import parser
 from payload.export.gguf_file import write_gguf
 from payload.export.hf_folder import write_hf
-from payload.export.merged import DequantizedWeights, MergedWeights
-from payload.export.tensors import WeightFiles
+from payload.export.merged import dequantized_weights, merged_weights
+from payload.export.tensors import WeightFiles, weights_of
 from payload.export.vocabulary import read_vocabulary
 from payload.hf_folder import read_config
 from payload.interrupts import interrupt_once
@@ -67,6 +67,7 @@ def _export(arguments: argparse.Namespace) -> Path:
             print(f"note: {note}", file=sys.stderr)
     else:
         weights = _weights(folder, weights_at)
+        config = {**config, **weights.labels}
         write_hf(out, weights, config=config, source=tokenizer, dtype=arguments.dtype)
     return out
 
@@ -92,11 +93,11 @@ def _weights_folder(folder: Path, *, merges: bool) -> Path:
 
 def _weights(folder: Path, weights_at: Path) -> WeightFiles:
     if folder == weights_at:
-        return WeightFiles(folder)
+        return weights_of(folder)
     if base_quantization(folder) == "none":
-        return MergedWeights(weights_at, folder)
+        return merged_weights(weights_at, folder)
     print("note: the base was quantised; the merged weights are dequantised", file=sys.stderr)
-    return DequantizedWeights(folder)
+    return dequantized_weights(folder)
 
 
 def _name_of(folder: Path) -> str:

@@ -15,7 +15,13 @@ from typing import Any, NoReturn
 from payload.errors import CheckpointError
 from payload.hf_folder import CONFIG_FILE
 from payload.models import gpt2
-from payload.models.decoder_config import DecoderConfig, Layer, Rope, read_decoder_config
+from payload.models.decoder_config import (
+    DecoderConfig,
+    Layer,
+    Rope,
+    read_decoder_config,
+    supported_activation,
+)
 from payload.untrusted import shown
 
 _LLAMA_LIKE = {
@@ -34,6 +40,8 @@ _QWEN3_HEAD = 128
 _GEMMA_PATTERN = 6
 _GEMMA_LOCAL_THETA = 10_000.0
 _GEMMA_SCALAR = 256.0
+_GEMMA_LARGEST = 62
+"""Layers of the 27B model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +55,6 @@ class GgufPlan:
     num_layers: int
     vocab_size: int
     """Rows of the token embedding."""
-    is_tied: bool
-    """The head is the token embedding, and no tensor of its own."""
     rotated_heads: Mapping[str, int]
     """Heads of the projections whose rows llama.cpp has in another order, by the name's end."""
     norm_shift: float = 0.0
@@ -79,6 +85,9 @@ def plan_gguf(raw: Mapping[str, Any], *, folder: Path) -> GgufPlan:
         _refuse(where, "architecture", unsupported[0])
     if config.attention_bias or config.mlp_bias:
         _refuse(where, "attention_bias or mlp_bias", True)
+    gate = "gelu_pytorch_tanh" if config.family().is_gemma else "silu"
+    if supported_activation(config.activation()) != gate:
+        _refuse(where, "hidden_act", config.activation())
     layers = config.layers(where=where)
     if config.family().is_gemma:
         return _gemma(config, layers, where=where)
@@ -107,7 +116,6 @@ def _gpt2(raw: Mapping[str, Any], *, where: str) -> GgufPlan:
         },
         num_layers=spec.n_layer,
         vocab_size=spec.vocab_size,
-        is_tied=True,
         rotated_heads={},
         transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
         notes=tuple(notes),
@@ -120,6 +128,8 @@ def _llama_like(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str)
         _require_smollm3_layers(layers, where=where)
     rope = layers[0].rope
     assert rope is not None, "the first layer of these families has one"
+    if rope.kind == "llama3" and architecture != "llama":
+        _refuse(where, "rope_type", rope.kind)
     values, notes = _values(config, rope), []
     window = min((layer.window for layer in layers if layer.window), default=None)
     if window is not None and config.model_type != "mistral":
@@ -144,7 +154,6 @@ def _llama_like(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str)
         values=values,
         num_layers=config.num_hidden_layers,
         vocab_size=config.vocab_size,
-        is_tied=bool(config.tie_word_embeddings),
         rotated_heads={"q_proj.weight": heads, "k_proj.weight": keys} if is_turned else {},
         rope_factors=_rope_factors(rope, width=config.width_of_head()),
         notes=tuple(notes),
@@ -152,16 +161,13 @@ def _llama_like(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str)
 
 
 def _require_smollm3_layers(layers: tuple[Layer, ...], *, where: str) -> None:
-    """Refuse what llama.cpp has in its code for SmolLM3: the layers without rotation, no factors.
+    """Refuse what llama.cpp has in its code for SmolLM3: the layers without rotation.
 
     Raises CheckpointError.
     """
     wanted = [bool((i + 1) % _SMOLLM3_PATTERN) for i in range(len(layers))]
     if [layer.rope is not None for layer in layers] != wanted:
         _refuse(where, "no_rope_layers", "not one layer without rotation in four")
-    for layer in layers:
-        if layer.rope is not None and layer.rope.kind == "llama3":
-            _refuse(where, "rope_type", layer.rope.kind)
 
 
 def _gemma(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str) -> GgufPlan:
@@ -174,7 +180,10 @@ def _gemma(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str) -> G
     local_ropes = {layer.rope for layer in local}
     if local_ropes - {Rope(theta=_GEMMA_LOCAL_THETA)}:
         _refuse(where, "rope of the layers with a window", "not the base 10,000")
-    if config.query_pre_attn_scalar != config.width_of_head():
+    # llama.cpp goes by the number of layers.
+    is_largest = len(layers) == _GEMMA_LARGEST
+    width = config.hidden_size // config.num_attention_heads
+    if config.query_pre_attn_scalar != (width if is_largest else config.width_of_head()):
         _refuse(where, "query_pre_attn_scalar", config.query_pre_attn_scalar)
     notes = []
     if config.query_pre_attn_scalar != _GEMMA_SCALAR:
@@ -185,6 +194,8 @@ def _gemma(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str) -> G
         )
     rope = full[0].rope if full else Rope(theta=config.family().theta)
     assert rope is not None, "Gemma's layers have one"
+    if rope.kind == "llama3":
+        _refuse(where, "rope_type", rope.kind)
     if rope.kind != "default":
         notes.append("transformers' GGUF reader ignores rope scaling; llama.cpp applies it")
     values = _values(config, rope)
@@ -194,7 +205,6 @@ def _gemma(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str) -> G
         values=values,
         num_layers=config.num_hidden_layers,
         vocab_size=config.vocab_size,
-        is_tied=bool(config.tie_word_embeddings),
         rotated_heads={},
         norm_shift=1.0,
         notes=tuple(notes),

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-_HEAD = "lm_head.weight"
-_EMBEDDING = "token_embd.weight"
 _GPT2_PREFIX = "transformer."
 _ROPE_FACTORS = "rope_freqs.weight"
 _POSITIONS = "position_embd.weight"
@@ -66,7 +64,6 @@ def write_gguf(
 
     logging.getLogger("gguf").setLevel(logging.WARNING)
     entries = _entries(weights.shapes(), plan, dtype=dtype)
-    _require_tied(weights, entries, plan)
     with whole_or_absent(path) as partial:
         writer = gguf.GGUFWriter(partial, plan.architecture)
         _add_header(writer, plan, vocabulary, name=name, dtype=dtype)
@@ -106,10 +103,8 @@ def _entries(
     names = gguf.get_tensor_name_map(architecture, plan.num_layers)
     entries = []
     for source, shape in shapes.items():
-        if source == _HEAD and plan.is_tied:
-            continue
         full = source
-        if plan.architecture == "gpt2" and not source.startswith((_GPT2_PREFIX, _HEAD)):
+        if plan.architecture == "gpt2" and not source.startswith(_GPT2_PREFIX):
             full = _GPT2_PREFIX + source
         target = names.get_name(full, try_suffixes=(".weight", ".bias"))
         if target is None:
@@ -120,24 +115,7 @@ def _entries(
         size = shape[::-1] if source.endswith(plan.transposed) and plan.transposed else shape
         kind = _kind(target, size, dtype=dtype)
         entries.append(_Entry(source=source, target=target, shape=size, kind=kind))
-    wanted = {f"blk.{layer}." for layer in range(plan.num_layers)}
-    found = {f"blk.{entry.target.split('.')[1]}." for entry in entries if "blk." in entry.target}
-    if wanted != found:
-        raise CheckpointError(
-            f"the weights have {len(found)} layers, config.json says {plan.num_layers}. The folder "
-            "is damaged; use another checkpoint."
-        )
     return entries
-
-
-def _require_tied(weights: WeightFiles, entries: list[_Entry], plan: GgufPlan) -> None:
-    """Refuse an output head that is to be left out and is not the token embedding."""
-    from payload.train.models.saved import require_tied
-
-    embedding = next((each.source for each in entries if each.target == _EMBEDDING), None)
-    if plan.is_tied and embedding and _HEAD in weights.shapes():
-        found = {name: weights.read(name) for name in (_HEAD, embedding)}
-        require_tied(found, head=_HEAD, embedding=embedding, where="the weights")
 
 
 def _kind(target: str, shape: tuple[int, ...], *, dtype: Dtype) -> gguf.GGMLQuantizationType:
@@ -169,8 +147,6 @@ def _data(value: Tensor, entry: _Entry, plan: GgufPlan) -> np.ndarray[Any, Any]:
 
     if plan.transposed and entry.source.endswith(plan.transposed):
         value = value.t()
-    if value.shape != entry.shape:
-        raise CheckpointError(f"{entry.source} is {tuple(value.shape)}, not {entry.shape}.")
     for end, heads in plan.rotated_heads.items():
         if entry.source.endswith(end):
             value = _pairs_together(value, heads=heads)
@@ -226,6 +202,8 @@ def _add_header(
     for special, token in vocabulary.special.items():
         getattr(writer, f"add_{special}_token_id")(token)
     writer.add_add_bos_token(vocabulary.adds_bos)
+    if vocabulary.adds_eos:
+        writer.add_add_eos_token(True)
     if vocabulary.model == "llama":
         writer.add_add_space_prefix(vocabulary.adds_space)
     if vocabulary.template is not None:

@@ -51,5 +51,7 @@ def write_hf(
 
 
 def _with_dtype(config: Mapping[str, Any], name: str) -> str:
-    kept = {key: value for key, value in config.items() if key != "torch_dtype"}
+    from payload.train.models.saved import without_code
+
+    kept = {key: value for key, value in without_code(config).items() if key != "torch_dtype"}
     return json.dumps({**kept, "dtype": name}, indent=2) + "\n"

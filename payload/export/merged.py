@@ -4,31 +4,65 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from payload.errors import CheckpointError
-from payload.export.tensors import WeightFiles
+from payload.export.tensors import HeldWeights, WeightFiles
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_HEAD = "lm_head."
+    from payload.train.lazy_tensors import PlannedTensors
+    from payload.train.models.base import CausalLM
+
+
+def merged_weights(base: Path, adapter: Path) -> WeightFiles:
+    """Return the weights of an adapter and its base, the adapter added.
+
+    Memory holds all of a model that transformers converts as it loads it. Raises CheckpointError
+    for what training refuses.
+    """
+    from payload.train.models.lora import merge_adapter
+    from payload.train.models.registry import plan_adapter
+
+    model, tensors = plan_adapter(adapter, base)
+    labels = _labels(model)
+    if tensors.targets:
+        return MergedWeights(adapter, model, tensors, labels=labels)
+    merge_adapter(model)
+    return HeldWeights(adapter, model.hf_tensors(), labels=labels)
+
+
+def dequantized_weights(adapter: Path) -> WeightFiles:
+    """Return the weights of a merged model whose base was quantised while its adapter was trained.
+
+    The adapter belongs to the quantised weights, so these are dequantised and merged. Memory holds
+    the whole model in fp32. Raises CheckpointError, and ConfigError without bitsandbytes.
+    """
+    from payload.train.models.registry import load
+
+    model = load(adapter)
+    return HeldWeights(adapter, model.hf_tensors(), labels=_labels(model))
 
 
 class MergedWeights(WeightFiles):
     """Reads the base's tensors with what the adapter adds to each, in fp32."""
 
-    def __init__(self, base: Path, adapter: Path) -> None:
-        """Load the adapter. Raises CheckpointError as loading the model with it does."""
+    def __init__(
+        self,
+        adapter: Path,
+        model: CausalLM,
+        tensors: PlannedTensors,
+        *,
+        labels: Mapping[str, Any],
+    ) -> None:
+        """Take the adapter's model and the files of its base, as `plan_adapter` returns them."""
         from payload.train.models.lora import LoraLinear
-        from payload.train.models.registry import load_adapter_alone
 
-        super().__init__(base)
-        self._adapter = adapter
-        model = load_adapter_alone(adapter, base)
+        super().__init__(adapter, tensors, labels=labels)
         self._is_transposed = model.transposes_linears()
         self._whole = model.trained_beside_adapter()
-        """A classifier's head, which takes the output head's place."""
+        """A classifier's head."""
         self._linears = {
             self._place(f"{model.hf_name(path)}.weight"): linear
             for path, linear in model.named_modules()
@@ -38,21 +72,15 @@ class MergedWeights(WeightFiles):
 
     def _place(self, name: str) -> str:
         """Return the base's own name of a tensor; old files leave the model's prefix out."""
-        shapes = super().shapes()
-        for known in (name, name.partition(".")[2]):
-            if known in shapes:
-                return known
-        raise self._misfit(f"the base has no tensor {name}")
+        return name if name in super().shapes() else name.partition(".")[2]
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return every tensor's size, without reading the base's."""
-        base = super().shapes()
-        if self._whole:
-            base = {name: size for name, size in base.items() if not name.startswith(_HEAD)}
-        return {**base, **{name: tuple(value.shape) for name, value in self._whole.items()}}
+        whole = {name: tuple(value.shape) for name, value in self._whole.items()}
+        return {**super().shapes(), **whole}
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor in fp32. Raises CheckpointError where the adapter does not fit it."""
+        """Return one tensor in fp32. Raises CheckpointError where it is not finite."""
         from torch import nn
 
         if name in self._whole:
@@ -62,46 +90,19 @@ class MergedWeights(WeightFiles):
         if linear is None:
             return value
         plain, unset = value.t() if self._is_transposed else value, linear.weight
-        if plain.shape != unset.shape:
-            raise self._misfit(f"{name} is {tuple(plain.shape)}, not {tuple(unset.shape)}")
         linear.weight = nn.Parameter(plain, requires_grad=False)
         merged = linear.merged()
         linear.weight = unset
         if not bool(merged.isfinite().all()):
-            raise self._misfit(f"{name} has NaN or infinity with the adapter")
-        return merged.t() if self._is_transposed else merged
-
-    def _misfit(self, problem: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self._adapter}: does not fit its base {self._folder}: {problem}. Use the base that "
-            "the adapter was trained beside."
-        )
-
-
-class DequantizedWeights(WeightFiles):
-    """Reads a merged model's tensors whose base was quantised while its adapter was trained.
-
-    The adapter belongs to the quantised weights, so these are dequantised and merged. Memory holds
-    the whole model in fp32.
-    """
-
-    def __init__(self, adapter: Path) -> None:
-        """Load and merge. Raises CheckpointError, and ConfigError without bitsandbytes."""
-        from payload.train.models.registry import load
-
-        self._folder = adapter
-        self._merged = load(adapter).hf_tensors()
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return every tensor's size."""
-        return {name: tuple(value.shape) for name, value in self._merged.items()}
-
-    def read(self, name: str) -> Tensor:
-        """Return one tensor in fp32. Raises CheckpointError where it is not finite."""
-        value = self._merged[name]
-        if not bool(value.isfinite().all()):
             raise CheckpointError(
                 f"{self._folder}: {name} has NaN or infinity with the adapter. Use another "
                 "checkpoint."
             )
-        return value
+        return merged.t() if self._is_transposed else merged
+
+
+def _labels(model: CausalLM) -> Mapping[str, Any]:
+    """Return what config.json says of a classifier's labels; nothing for a language model."""
+    from payload.train.models.classifier import Classifier
+
+    return model.hf_labels() if isinstance(model, Classifier) else {}

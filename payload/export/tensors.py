@@ -6,41 +6,81 @@ import contextlib
 import errno
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from payload.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Buffers that old releases of transformers saved.
-_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+    from payload.train.lazy_tensors import PlannedTensors
 
 
 class WeightFiles:
     """Reads a model's tensors by name, each when it is requested."""
 
-    def __init__(self, folder: Path) -> None:
-        """Read the files' headers. Raises CheckpointError for what training refuses to load."""
-        from payload.train.lazy_tensors import LazyTensors
-
+    def __init__(
+        self, folder: Path, tensors: PlannedTensors, *, labels: Mapping[str, Any] | None = None
+    ) -> None:
+        """Take the files of a model that were compared with it; `folder` is for messages."""
         self._folder = folder
-        self._tensors = LazyTensors(folder, fix="Use another checkpoint.")
+        self._tensors = tensors
+        self.labels = labels or {}
+        """A merged classifier's part of config.json, which its base's does not have."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return every tensor's size, without reading it."""
-        names = (name for name in self._tensors if not name.endswith(_BUFFERS))
-        return {name: self._tensors.shape(name) for name in names}
+        """Return the size of every tensor that the model has, without reading it."""
+        return {name: self._tensors.shape(name) for name in self._tensors.targets}
 
     def read(self, name: str) -> Tensor:
         """Return one tensor as it is stored. Raises CheckpointError where it is not finite."""
-        value = self._tensors[name]
-        if not bool(value.isfinite().all()):
-            raise CheckpointError(
-                f"{self._folder}: {name} has NaN or infinity: training diverged before these "
-                "weights were saved. Use another checkpoint."
-            )
-        return value
+        return _finite(self._tensors[name], name, folder=self._folder)
+
+
+class HeldWeights(WeightFiles):
+    """The same of a model that is in memory."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tensors: Mapping[str, Tensor],
+        *,
+        labels: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Take the tensors by transformers' names; `folder` is for messages."""
+        self._folder = folder
+        self._held = tensors
+        self.labels = labels or {}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return every tensor's size."""
+        return {name: tuple(value.shape) for name, value in self._held.items()}
+
+    def read(self, name: str) -> Tensor:
+        """Return one tensor in fp32. Raises CheckpointError where it is not finite."""
+        return _finite(self._held[name], name, folder=self._folder)
+
+
+def weights_of(folder: Path) -> WeightFiles:
+    """Return the weights of the model in a folder, compared with its config.json.
+
+    Raises CheckpointError for what training refuses.
+    """
+    from payload.train.models.registry import plan
+
+    model, tensors = plan(folder)
+    if tensors.targets:
+        return WeightFiles(folder, tensors)
+    return HeldWeights(folder, model.hf_tensors())
+
+
+def _finite(value: Tensor, name: str, *, folder: Path) -> Tensor:
+    if not bool(value.isfinite().all()):
+        raise CheckpointError(
+            f"{folder}: {name} has NaN or infinity: training diverged before these weights were "
+            "saved. Use another checkpoint."
+        )
+    return value
 
 
 def rounded(name: str, value: Tensor, dtype: Literal["bf16", "f16", "fp32"]) -> Tensor:

@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from payload.data.pre_tokenizers import LLAMA3, QWEN2, TEKKEN
-from payload.errors import CheckpointError
-from payload.hf_folder import own_file
+from payload.data.special_tokens import named_tokens, tokenizer_config
+from payload.data.tokenizers.hf import build_backend, named_end, tokens_around
+from payload.errors import CheckpointError, DataError
+from payload.hf_folder import own_file, read_tokenizer_files
 from payload.tokenizer_pipeline import canonical_parts
-from payload.untrusted import build, checked, is_failure, parse_json, read_bytes, shown
+from payload.untrusted import build, checked, one_line, parse_json, read_bytes, shown
 
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
 _FIX = "Use --format hf."
 _WORD_START = "\u2581"
-_LONG_INTEGER = re.compile(rb'(?<="model_max_length": )[0-9]{20,}')
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPECIAL_NAMES = ("bos", "eos", "unk", "pad")
 
@@ -55,8 +56,10 @@ class Vocabulary:
     special: Mapping[str, int] = field(default_factory=dict)
     """bos, eos, unk, pad."""
     adds_bos: bool = False
+    adds_eos: bool = False
     adds_space: bool = False
-    template: str | None = None
+    template: str | Sequence[Mapping[str, str]] | None = None
+    """The chat template, or several with their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,23 +83,31 @@ class _AddedToken:
     special: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Template:
+    """One of several chat templates."""
+
+    name: str = checked(pattern=re.compile(r"[A-Za-z0-9_-]{1,64}"), wanted="a plain name")
+    template: str
+
+
 def read_vocabulary(folder: Path, *, rows: int, eos: int | None) -> Vocabulary:
     """Return the tokenizer of `folder` for a model with `rows` in its embedding.
 
-    `eos` is the token that ends a text by config.json; the tokenizer's own comes first. Raises
-    CheckpointError for a tokenizer that is missing, damaged or unknown to llama.cpp.
+    `eos` is the token that ends a text by the model's config.json; what `prepare` ends documents
+    with comes first. Raises CheckpointError for a tokenizer that is missing, damaged or unknown to
+    llama.cpp.
     """
     path = own_file(folder, _TOKENIZER)
     raw = _read_json(path)
     model, added = _parsed(raw, path)
     texts, kinds = _tokens(model, added, rows=rows, path=path)
-    config = _read_json(own_file(folder, _TOKENIZER_CONFIG), missing={})
-    ids = {text: number for number, text in enumerate(texts)}
-    special = _special_tokens(config, ids)
-    if eos is not None:
-        special.setdefault("eos", eos)
+    try:
+        special, around, config = _special_tokens(folder, texts, eos=eos)
+    except DataError as error:
+        raise CheckpointError(str(error)) from None
     template = _chat_template(folder, config)
-    adds_bos = _adds_bos(folder, special.get("bos"))
+    adds_bos, adds_eos = _adds(special, around, texts=texts, path=path)
     _require_known_normalizer(raw, model, path)
     if model.byte_fallback:
         return Vocabulary(
@@ -107,6 +118,7 @@ def read_vocabulary(folder: Path, *, rows: int, eos: int | None) -> Vocabulary:
             scores=_scores(model, texts),
             special=special,
             adds_bos=adds_bos,
+            adds_eos=adds_eos,
             adds_space=_adds_space(raw),
             template=template,
         )
@@ -118,6 +130,7 @@ def read_vocabulary(folder: Path, *, rows: int, eos: int | None) -> Vocabulary:
         merges=[_merge_text(pair) for pair in model.merges],
         special=special,
         adds_bos=adds_bos,
+        adds_eos=adds_eos,
         template=template,
     )
 
@@ -236,29 +249,51 @@ def _require_known_normalizer(raw: Mapping[str, Any], model: _Model, path: Path)
             )
 
 
-def _special_tokens(config: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int]:
-    special = {}
-    for name in _SPECIAL_NAMES:
-        token = config.get(f"{name}_token")
-        text = token.get("content") if isinstance(token, Mapping) else token
-        if isinstance(text, str) and text in ids:
-            special[name] = ids[text]
-    return special
+_Around = tuple[tuple[int, ...], tuple[int, ...]]
+"""Tokens that a tokenizer puts before and after a text."""
 
 
-def _adds_bos(folder: Path, bos: int | None) -> bool:
-    """Say whether the tokenizer puts its first token before a text."""
-    from tokenizers import Tokenizer
+def _special_tokens(
+    folder: Path, texts: Sequence[str], *, eos: int | None
+) -> tuple[dict[str, int], _Around, Mapping[str, Any]]:
+    """Return bos, eos, unk and pad as `prepare` has them, the tokens around a text, and the config.
 
-    try:
-        tokenizer = Tokenizer.from_file(str(folder / _TOKENIZER))
-    except BaseException as error:  # The library raises nothing narrower.
-        if not is_failure(error):
-            raise
-        raise CheckpointError(
-            f"{folder / _TOKENIZER}: cannot be read ({shown(str(error))}). {_FIX}"
-        ) from None
-    return bos is not None and tokenizer.encode("a").ids[:1] == [bos]
+    Raises DataError.
+    """
+    files = read_tokenizer_files(folder, error=DataError)
+    config = tokenizer_config(files, folder=folder)
+    backend = build_backend(files[_TOKENIZER], folder / _TOKENIZER)
+    named, ids = named_tokens(config), {text: number for number, text in enumerate(texts)}
+    special = {
+        name: ids[text]
+        for name in _SPECIAL_NAMES
+        if (text := named.get(f"{name}_token")) is not None and text in ids
+    }
+    end = named_end(folder, files, backend)
+    if end is not None:
+        special["eos"] = end[0]
+    elif eos is not None:
+        special["eos"] = eos
+    return special, tokens_around(backend), config
+
+
+def _adds(
+    special: Mapping[str, int], around: _Around, *, texts: Sequence[str], path: Path
+) -> tuple[bool, bool]:
+    """Say whether the first token is put before a text, and the last one after it.
+
+    Raises CheckpointError for other tokens there, which a GGUF file cannot have.
+    """
+    places = (("bos", "before"), ("eos", "behind"))
+    for (name, place), found in zip(places, around, strict=True):
+        if found and found != (special.get(name),):
+            tokens = ", ".join(shown(texts[token]) for token in found)
+            raise CheckpointError(
+                f"{path}: it puts {tokens} {place} each text: a GGUF file has its {name}_token "
+                f"there, or nothing. {_FIX}"
+            )
+    before, after = around
+    return bool(before), bool(after)
 
 
 def _adds_space(raw: Mapping[str, Any]) -> bool:
@@ -270,26 +305,38 @@ def _adds_space(raw: Mapping[str, Any]) -> bool:
     return step.get("type") == "Metaspace" and step.get("prepend_scheme", "always") != "never"
 
 
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+def _chat_template(
+    folder: Path, config: Mapping[str, Any]
+) -> str | Sequence[Mapping[str, str]] | None:
+    """Return the template's text; tokenizer_config.json may have several with their names.
+
+    Raises CheckpointError.
+    """
+    path = own_file(folder, _TEMPLATE)
     try:
-        return read_bytes(own_file(folder, _TEMPLATE)).decode("utf-8")
-    except (OSError, UnicodeDecodeError):
+        return read_bytes(path).decode("utf-8")
+    except FileNotFoundError:
         template = config.get("chat_template")
-        return template if isinstance(template, str) else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({one_line(error)}) {_FIX}") from None
+    if isinstance(template, list):
+        where = f"{folder / _TOKENIZER_CONFIG}: chat_template"
+        found = [
+            build(_Template, each, where=where, fix=_FIX, error=CheckpointError)
+            for each in template
+        ]
+        return [{"name": each.name, "template": each.template} for each in found]
+    return template if isinstance(template, str) else None
 
 
-def _read_json(path: Path, *, missing: Mapping[str, Any] | None = None) -> Any:
+def _read_json(path: Path) -> Any:
     try:
         content = read_bytes(path)
     except FileNotFoundError:
-        if missing is not None:
-            return missing
         raise CheckpointError(
             f"{path}: no such file. A GGUF file needs the tokenizer: copy the model's "
             f"{_TOKENIZER} beside its weights, or use --format hf."
         ) from None
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}. {_FIX}") from None
-    # transformers writes a model_max_length of 31 digits where a tokenizer has no limit.
-    content = _LONG_INTEGER.sub(b"0", content)
     return parse_json(content, where=str(path), fix=_FIX, error=CheckpointError)

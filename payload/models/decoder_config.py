@@ -152,6 +152,8 @@ class DecoderConfig:
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     use_bidirectional_attention: bool | str | None = False
+    per_layer_config: Any = None
+    """transformers' own settings of single layers."""
 
     def family(self) -> Family:
         """Return the family's defaults."""
@@ -204,6 +206,7 @@ class DecoderConfig:
                 "attn_logit_softcapping",
                 "final_logit_softcapping",
                 "use_bidirectional_attention",
+                "per_layer_config",
             )
             if getattr(self, name)
         ]
@@ -241,12 +244,16 @@ class DecoderConfig:
     def _rope_config(self, kind: str, *, where: str) -> _RopeConfig:
         """Return the rotary embedding of the layers of one type; transformers 5 nests them so."""
         raw: Any = self.rope_scaling or self.rope_parameters or {}
+        flat = ("rope_scaling",) if self.family().is_gemma else ("rope_scaling", "rope_parameters")
+        for key in flat:
+            parts = getattr(self, key) or {}
+            if any(isinstance(each, Mapping) for each in parts.values()):
+                # transformers takes it in part, or not at all.
+                _refuse(where, key, parts, f"{self.model_type} has none by layer type")
         if self.family().is_gemma:
             nested = (self.rope_parameters or {}).get(kind) or {}
             # The older form stretches the layers without a window alone.
             raw = {**nested, **(self.rope_scaling or {})} if kind == _FULL else nested
-        elif isinstance(raw.get(kind), Mapping):
-            raw = raw[kind]
         return build(_RopeConfig, raw, where=f"{where}: rope", fix=_FIX, error=CheckpointError)
 
     def _rope(self, kind: str, *, where: str) -> Rope:

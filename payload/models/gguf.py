@@ -11,7 +11,7 @@ from payload.errors import CheckpointError
 from payload.hf_folder import CONFIG_FILE, own_file
 from payload.models import decoder
 from payload.models.decoder import DecoderSpec
-from payload.models.gguf_header import SUFFIX, GgufHeader, Value, read_header
+from payload.models.gguf_header import SUFFIX, Array, GgufHeader, Value, read_header
 from payload.untrusted import shown
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -39,6 +39,11 @@ _READ = frozenset(
 _NEUTRAL: Mapping[str, float] = {"attention.causal": True, "rope.scaling.attn_factor": 1.0}
 """Value of another key that changes nothing, where that is not 0."""
 _DEFAULTS: Mapping[str, float] = {"rope_theta": 10_000.0}
+_SINGLE = (
+    *("_token_id", ".add_bos_token", ".add_eos_token", ".add_space_prefix", ".chat_template"),
+    *("tokenizer.ggml.model", "tokenizer.ggml.pre"),
+)
+"""Ends of the tokenizer's keys that are no arrays; transformers takes an array of one for one."""
 _TOKENS: Mapping[str, str] = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
     "eos_token_id": "tokenizer.ggml.eos_token_id",
@@ -97,17 +102,17 @@ def gguf_config(header: GgufHeader, *, where: str) -> dict[str, Any]:
     kind = values.get("general.architecture")
     if not isinstance(kind, str) or kind not in _ARCHITECTURES:
         _refuse(where, "general.architecture", kind, f"only {', '.join(_ARCHITECTURES)} are read")
+    width = values.get(f"{kind}.attention.key_length", values.get(f"{kind}.rope.dimension_count"))
+    _refuse_variants(header, kind, width, where=where)
     found = {name: values.get(f"{kind}.{key}") for key, name in _KEYS.items()}
     config: dict[str, Any] = {key: value for key, value in found.items() if value is not None}
     config = {**_DEFAULTS, **config, "model_type": kind}
     if "token_embd.weight" in header.shapes:
         config["vocab_size"] = header.shapes["token_embd.weight"][0]
     config["tie_word_embeddings"] = "output.weight" not in header.shapes
-    width = values.get(f"{kind}.attention.key_length", values.get(f"{kind}.rope.dimension_count"))
     if width is not None:
         config["head_dim"] = width
     config |= {name: values[key] for name, key in _TOKENS.items() if key in values}
-    _refuse_variants(header, kind, width, where=where)
     factor = values.get(f"{kind}.rope.scaling.factor", values.get(f"{kind}.rope.scale_linear"))
     # As in llama.cpp a factor is of linear scaling unless a type says otherwise, and 0 is none.
     is_linear = values.get(f"{kind}.rope.scaling.type", "linear") == "linear"
@@ -119,6 +124,9 @@ def gguf_config(header: GgufHeader, *, where: str) -> dict[str, Any]:
 def _refuse_variants(header: GgufHeader, kind: str, width: Value | None, *, where: str) -> None:
     """Refuse what would be read without an error and compute something else."""
     values = header.values
+    for key, value in values.items():
+        if isinstance(value, Array) and (key.startswith(f"{kind}.") or key.endswith(_SINGLE)):
+            _refuse(where, key, value, "one value is read here, and no array of them")
     if "rope_freqs.weight" in header.shapes:
         _refuse(where, "rope_freqs.weight", "a tensor", "transformers' reader leaves it out")
     scaling = values.get(f"{kind}.rope.scaling.type")

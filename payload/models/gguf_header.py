@@ -56,7 +56,15 @@ _MAX_ARRAY = 2**22
 _MAX_STRING = 2**22
 _FIX = "Download it again, or name a folder in the Hugging Face layout."
 
-Value = str | int | float | bool
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """An array among the metadata, whose elements are not kept."""
+
+    length: int
+
+
+Value = str | int | float | bool | Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +72,7 @@ class GgufHeader:
     """Header in front of the tensors' numbers."""
 
     values: Mapping[str, Value]
-    """Metadata by key; of an array its length alone."""
+    """Metadata by key."""
     shapes: Mapping[str, tuple[int, ...]]
     """Every tensor's shape by name, rows first as torch has them."""
 
@@ -98,8 +106,13 @@ class _Reader:
         values: dict[str, Value] = {}
         for _ in range(entries):
             key = self._string()
+            if key in values:
+                self._refuse(f"two values of {shown(key)}")
             values[key] = self._value(int(self._number("<I")))
         found = [self._tensor() for _ in range(tensors)]
+        shapes = {name: shape for name, shape, _ in found}
+        if len(shapes) < len(found):
+            self._refuse("two tensors of one name")
         alignment = values.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 1 <= alignment <= 2**20:
             self._refuse(f"general.alignment = {shown(alignment)}")
@@ -107,7 +120,7 @@ class _Reader:
         end = max((end for _, _, end in found), default=0)
         if not found or start + end > self._size:
             self._refuse(f"{self._size:,} bytes, its header says {start + end:,}")
-        return GgufHeader(values=values, shapes={name: shape for name, shape, _ in found})
+        return GgufHeader(values=values, shapes=shapes)
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int]:
         """Return name, shape, and the offset behind the last byte."""
@@ -142,7 +155,7 @@ class _Reader:
                 self._bytes(self._count(_MAX_STRING))
         else:
             self._refuse(f"an array of type {element}")
-        return count
+        return Array(count)
 
     def _string(self) -> str:
         return self._bytes(self._count(_MAX_STRING)).decode("utf-8", errors="replace")

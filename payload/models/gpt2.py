@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, Self, cast
+from typing import Any, Literal, Self, cast
 
 from payload.errors import CheckpointError
 from payload.hf_folder import FIX
@@ -217,6 +217,8 @@ class _Config:
     tie_word_embeddings: bool = True
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
+    per_layer_config: Any = None
+    """transformers' own settings of single layers."""
     tileforge_bias: bool = True
     """False where Tileforge trained without biases; the file then has zeros."""
 
@@ -248,6 +250,7 @@ def _refuse_variants(config: _Config, where: str) -> None:
         ("scale_attn_by_inverse_layer_idx", (False,)),
         ("layer_norm_epsilon", (1e-5,)),
         ("n_inner", (None, width)),
+        ("per_layer_config", (None, {})),
         ("activation_function", ("gelu_new", "gelu")),
     ):
         value = getattr(config, key)

@@ -264,7 +264,7 @@ class _Hub:
         socket.create_connection((url.hostname or "", port), timeout=_CONNECT_TIMEOUT_S).close()
 
     def _weights(self, names: Iterable[str], commit: str) -> list[str]:
-        if INDEX_FILE not in names:
+        if WEIGHTS_FILE in names:
             return [WEIGHTS_FILE]
         index = self._hub.hf_hub_download(self.wanted.name, INDEX_FILE, revision=commit)
         return list(weight_files(Path(index).parent))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from payload.errors import CheckpointError
-from payload.hf_folder import INDEX_FILE, WEIGHTS_FILE, own_file, weight_map
+from payload.hf_folder import INDEX_FILE, WEIGHTS_FILE, has_shards, own_file, weight_map
 from payload.untrusted import build, checked, open_regular, parse_json, shown
 
 PICKLE_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.bin")
@@ -86,9 +86,9 @@ def tensor_headers(folder: Path) -> dict[str, TensorHeader]:
     Raises CheckpointError when a file is missing, cut off or damaged, when shards and index
     contradict each other, or when the weights are in another format.
     """
-    index = folder / INDEX_FILE
-    if not index.exists():
+    if not has_shards(folder):
         return file_headers(_weights_file(folder, WEIGHTS_FILE))
+    index = folder / INDEX_FILE
     names = weight_map(folder)
     shards = {
         name: file_headers(_weights_file(folder, name, index=index))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
 _TAIL_BYTES = 2**16
 _CHUNK_BYTES = 4 * 2**20
 """Read at once where a tensor changes its dtype on the way."""
@@ -77,6 +79,16 @@ class LazyTensors(Mapping[str, Tensor]):
     def dtype(self, name: str) -> torch.dtype:
         """Return a tensor's dtype in the file."""
         return _dtype(name, self._headers[name])
+
+    def kind(self, name: str) -> str:
+        """Return the format's name of a tensor's dtype: F32, BF16, I8, ..."""
+        return self._headers[name].dtype
+
+    def without(self, name: str) -> Self:
+        """Return the same tensors but one."""
+        others = copy.copy(self)
+        others._headers = {each: self._headers[each] for each in self._headers if each != name}
+        return others
 
     def num_elements(self) -> int:
         """Return how many elements all tensors have."""
@@ -180,6 +192,20 @@ def files_identity(path: Path) -> str:
 def shape_in(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
     """Return the shape of a tensor, without reading it where that can be."""
     return tensors.shape(name) if isinstance(tensors, LazyTensors) else tuple(tensors[name].shape)
+
+
+def kind_in(tensors: Mapping[str, Tensor], name: str) -> str:
+    """Return the format's name of a tensor's dtype, without reading it where that can be."""
+    if isinstance(tensors, LazyTensors):
+        return tensors.kind(name)
+    return _KINDS.get(tensors[name].dtype, str(tensors[name].dtype))
+
+
+def without(tensors: Mapping[str, Tensor], name: str) -> Mapping[str, Tensor]:
+    """Return the same tensors but one, of the same kind."""
+    if isinstance(tensors, LazyTensors):
+        return tensors.without(name)
+    return {each: value for each, value in tensors.items() if each != name}
 
 
 def copy_in(tensors: Mapping[str, Tensor], name: str, target: Tensor) -> None:

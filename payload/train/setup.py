@@ -48,7 +48,7 @@ from payload.train.models.lora import (
 )
 from payload.train.models.registry import build, load, require_enough
 from payload.train.tasks.base import Task
-from payload.train.weights import base_folder, model_folder
+from payload.train.weights import config_folder, model_folder
 from payload.train.world import World
 
 log = logging.getLogger(__name__)
@@ -256,10 +256,10 @@ def _tokenizer(task: Task, *, source: Path | None, model: CausalLM) -> Mapping[s
 def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: World) -> CausalLM:
     """Load the weights in `folder` on rank 0; the others build the same sizes and wait for them."""
     model = None
-    config_folder = _config_folder(folder) if folder else None
+    described = config_folder(folder) if folder else None
     in_parts = _read_in_parts(config, folder, world=world)
-    if folder is not None and config_folder is not None:
-        spec, meta = read_spec(config_folder), task.meta
+    if folder is not None and described is not None:
+        spec, meta = read_spec(described), task.meta
         require_fit(spec, config, vocab_size=meta.vocab_size, tokenizer=meta.tokenizer)
         if in_parts:
             require_enough(LazyTensors(folder), spec, folder)
@@ -269,7 +269,7 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
             log.info(note)
         if model is not None:
             model.spec = model.spec.with_sequence_length(config.data.sequence_length)
-    raw = world.broadcast(json.dumps(read_config(config_folder)) if config_folder else None, str)
+    raw = world.broadcast(json.dumps(read_config(described)) if described else None, str)
     if model is None:
         spec = spec_of(json.loads(raw), where=f"rank 0's {CONFIG_FILE}")
         spec = spec.with_sequence_length(config.data.sequence_length)
@@ -295,11 +295,6 @@ def _read_in_parts(config: RunConfig, folder: Path | None, *, world: World) -> P
         return None
     is_plain = folder is not None and not has_adapter(folder)
     return seen_by_all(folder if is_plain else None, world)
-
-
-def _config_folder(folder: Path) -> Path:
-    """Return the folder that has the model's config.json: an adapter's is its base's."""
-    return base_folder(folder, verify=False) if has_adapter(folder) else folder
 
 
 def _require_same_run(state: TrainerState, config: RunConfig) -> None:

@@ -66,12 +66,11 @@ def model_folder(name: str, *, setting: str = "model.init", verify: bool = True)
 
 
 def config_folder(folder: Path) -> Path:
-    """Return the folder with a checkpoint's config.json: a language model's adapter has its base's.
+    """Return the folder whose config.json describes a checkpoint's model: for an adapter, its base.
 
-    Raises CheckpointError.
+    One beside an adapter says nothing but a classifier's labels. Raises CheckpointError.
     """
-    is_whole = (folder / CONFIG_FILE).is_file() or not has_adapter(folder)
-    return folder if is_whole else base_folder(folder, verify=False)
+    return base_folder(folder, verify=False) if has_adapter(folder) else folder
 
 
 def tokenizer_folder(folder: Path) -> Path:

@@ -6,7 +6,7 @@ import functools
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.architecture_cases import CASES, make_folder
 from benchmarks.llama_cpp import EOS, add_tokenizer
+from payload.data.tokenizers import load_hf_tokenizer
+from payload.data.tokenizers.hf import hf_tokenizer
 from payload.errors import CheckpointError, ExitCode
 from payload.export.__main__ import main
+from payload.export.architectures import plan_gguf
 from payload.export.tensors import whole_or_absent
+from payload.export.vocabulary import Vocabulary, read_vocabulary
+from payload.models.gpt2 import Gpt2Spec
+from payload.train.models.registry import build
+from payload.train.models.registry import load as load_model
 from payload.train.weights import save_hf
 from tests.generate.models import make_model
 
@@ -295,6 +303,7 @@ def change_config(folder: Path, **changes: Any) -> None:
         ({"num_hidden_layers": 3}, "layers"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "yarn"),
         ({"vocab_size": 100}, "another model's tokenizer"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     ],
 )
 def test_what_gguf_cannot_hold_is_refused_and_nothing_is_written(
@@ -305,6 +314,210 @@ def test_what_gguf_cannot_hold_is_refused_and_nothing_is_written(
     capsys.readouterr()
     assert expected in complaint(export(source, tmp_path / "out.gguf"), capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+LLAMA3 = {
+    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    **{"original_max_position_embeddings": 32, "rope_theta": 1e4},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "expected"),
+    [
+        ("Qwen2", {"rope_parameters": LLAMA3}, "rope_type = 'llama3'"),
+        ("Gemma3Text", {"rope_parameters": {"full_attention": LLAMA3}}, "rope_type = 'llama3'"),
+        ("Gemma3Text", {"hidden_activation": "gelu"}, "hidden_act = 'gelu'"),
+        (
+            "Gemma3Text",
+            {"num_hidden_layers": 62, "layer_types": None},
+            "query_pre_attn_scalar = 256",
+        ),
+    ],
+)
+def test_what_llama_cpp_has_in_its_code_for_a_family_must_be_the_models(
+    kind: str, changes: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    config = json.loads(files_of_llama(kind)["config.json"])
+    plan_gguf(config, folder=tmp_path)
+    with pytest.raises(CheckpointError, match=expected):
+        plan_gguf(config | changes, folder=tmp_path)
+
+
+MATRIX = "model.layers.1.mlp.up_proj.weight"
+DAMAGES: Mapping[str, Callable[[dict[str, torch.Tensor], str], object]] = {
+    "codes": lambda found, name: found.update({name: (100 * found[name]).to(torch.int8)}),
+    "missing": lambda found, name: found.pop(name),
+    "shape": lambda found, name: found.update({name: found[name][:, :16].contiguous()}),
+    "unknown": lambda found, _: found.update({"model.layers.7.x.weight": torch.ones(3)}),
+}
+
+
+def damage(folder: Path, kind: str, name: str = MATRIX) -> str:
+    """Damage the weights in a folder; return the message with which loading refuses them."""
+    tensors = load_file(folder / "model.safetensors")
+    DAMAGES[kind](tensors, name)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError) as refused:
+        load_model(folder)
+    return f"error: {refused.value}"
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_weights_that_loading_refuses_are_not_exported(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = make_llama(tmp_path / "model", "Llama")
+    message = damage(source, kind)
+    capsys.readouterr()
+    for format_ in ("hf", "gguf"):
+        assert complaint(export(source, tmp_path / "out", format_=format_), capsys) == message
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("name", "matrix"),
+    [
+        ("gpt_neox", "gpt_neox.layers.1.mlp.dense_h_to_4h.weight"),
+        ("qwen2_moe", "model.layers.1.self_attn.q_proj.weight"),
+    ],
+)
+def test_a_family_of_transformers_is_exported_as_strictly_as_it_is_loaded(
+    name: str, matrix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = tmp_path / "model", tmp_path / "out"
+    wanted = make_folder(CASES[name], source).state_dict()
+    assert export(source, out, "--dtype", "fp32", format_="hf") == ExitCode.OK
+    for key, value in load(out).state_dict().items():
+        assert torch.equal(value, wanted[key]), key
+    for kind in ("codes", "missing"):
+        copy = write(tmp_path / kind, {each.name: each.read_bytes() for each in source.iterdir()})
+        message = damage(copy, kind, matrix)
+        assert ("is I8: quantised weights" if kind == "codes" else "missing") in message
+        capsys.readouterr()
+        assert complaint(export(copy, tmp_path / "bad", format_="hf"), capsys) == message
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Llama"])
+def test_buffers_and_a_tied_head_that_files_store_are_no_weights(kind: str, tmp_path: Path) -> None:
+    source, out = make(tmp_path / "model", kind), tmp_path / "out"
+    tensors = load_file(source / "model.safetensors")
+    buffers = {
+        "GPT2": {
+            "transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool),
+            "transformer.h.0.attn.masked_bias": torch.tensor(-1e4),
+            "lm_head.weight": tensors.get("transformer.wte.weight", torch.ones(1)).clone(),
+        },
+        "Llama": {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)},
+    }[kind]
+    save_file({**tensors, **buffers}, source / "model.safetensors")
+    assert export(source, out, "--dtype", "fp32", format_="hf") == ExitCode.OK
+    found = load_file(out / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], value) for name, value in tensors.items())
+    assert export(source, tmp_path / "out.gguf") == ExitCode.OK
+
+
+def test_a_gpt2_without_biases_has_no_others_than_zeros(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "model"
+    source.mkdir()
+    spec = Gpt2Spec(n_layer=2, n_head=2, n_embd=32, vocab_size=VOCAB, bias=False)
+    save_hf(build(spec), source)
+    add_tokenizer(source)
+    assert export(source, tmp_path / "out", format_="hf") == ExitCode.OK
+    assert export(source, tmp_path / "out.gguf") == ExitCode.OK
+    tensors = load_file(source / "model.safetensors")
+    assert tensors.keys() == load_file(tmp_path / "out" / "model.safetensors").keys()
+    name = "transformer.h.0.mlp.c_fc.bias"
+    for change, words in (
+        ({name: tensors[name] + 1}, f"{name} is not zero, but tileforge_bias = false"),
+        ({"wte.weight": tensors["transformer.wte.weight"] + 1}, "one tensor under two names"),
+    ):
+        save_file({**tensors, **change}, source / "model.safetensors")
+        with pytest.raises(CheckpointError, match=words):
+            load_model(source)
+        capsys.readouterr()
+        assert words in complaint(export(source, tmp_path / "bad", format_="hf"), capsys)
+
+
+def test_no_key_that_chooses_code_is_exported(tmp_path: Path) -> None:
+    source, out = make_llama(tmp_path / "model", "Llama"), tmp_path / "out"
+    change_config(source, attn_implementation="evil/kernel", auto_map={"AutoModel": "m.M"})
+    assert export(source, out, format_="hf") == ExitCode.OK
+    written = json.loads((out / "config.json").read_text())
+    assert written["hidden_size"] == 64
+    assert not {"attn_implementation", "auto_map"} & written.keys()
+
+
+def change_tokenizer(folder: Path, name: str, **changes: Any) -> None:
+    path = folder / name
+    raw = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    path.write_text(json.dumps(raw | changes), encoding="utf-8")
+
+
+def around(before: list[str], after: list[str], ids: Mapping[str, int]) -> dict[str, Any]:
+    """A post-processor that puts tokens around a text."""
+    single = [{"SpecialToken": {"id": text, "type_id": 0}} for text in before]
+    single += [{"Sequence": {"id": "A", "type_id": 0}}]
+    single += [{"SpecialToken": {"id": text, "type_id": 0}} for text in after]
+    known = {text: {"id": text, "ids": [ids[text]], "tokens": [text]} for text in before + after}
+    parts = {"single": single, "pair": [], "special_tokens": known}
+    return {"type": "TemplateProcessing", **parts}
+
+
+def test_tokens_around_a_text_are_those_of_the_gguf_file_or_refused(tmp_path: Path) -> None:
+    source = make_gpt2(tmp_path / "model")
+    ids = {"!": 0, "#": 2, "<|endoftext|>": EOS}
+
+    def vocabulary(*, bos: str, before: list[str], after: list[str]) -> Vocabulary:
+        change_tokenizer(source, "tokenizer.json", post_processor=around(before, after, ids))
+        change_tokenizer(source, "tokenizer_config.json", bos_token=bos)
+        return read_vocabulary(source, rows=VOCAB, eos=None)
+
+    found = vocabulary(bos="!", before=["!"], after=["<|endoftext|>"])
+    assert (found.adds_bos, found.adds_eos, found.special["bos"]) == (True, True, 0)
+    found = vocabulary(bos="!", before=[], after=[])
+    assert not found.adds_bos and not found.adds_eos
+    for before, after, words in (
+        (["#"], [], "it puts '#' before each text: a GGUF file has its bos_token"),
+        (["!", "#"], [], "it puts '!', '#' before"),
+        (["!"], ["#"], "it puts '#' behind each text: a GGUF file has its eos_token"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            vocabulary(bos="!", before=before, after=after)
+
+
+def test_the_file_ends_texts_with_the_token_that_prepare_ends_them_with(tmp_path: Path) -> None:
+    source = make_gpt2(tmp_path / "model")
+    change_tokenizer(source, "special_tokens_map.json", eos_token="b")
+    _, folder = load_hf_tokenizer(str(source))
+    tokenizer = hf_tokenizer(folder, name="x")
+    found = read_vocabulary(source, rows=VOCAB, eos=EOS)
+    assert tokenizer.end == (found.special["eos"],) == (65,)
+    (source / "special_tokens_map.json").unlink()
+    change_tokenizer(source, "tokenizer_config.json", eos_token=None)
+    change_tokenizer(source, "generation_config.json", eos_token_id=[66, EOS])
+    assert read_vocabulary(source, rows=VOCAB, eos=EOS).special["eos"] == 66
+    (source / "generation_config.json").unlink()
+    change_config(source, eos_token_id=None)
+    assert read_vocabulary(source, rows=VOCAB, eos=EOS).special["eos"] == EOS
+
+
+def test_several_chat_templates_keep_their_names(tmp_path: Path) -> None:
+    import gguf
+
+    source, file = make_gpt2(tmp_path / "model"), tmp_path / "out.gguf"
+    templates = [{"name": "default", "template": "one"}, {"name": "tool_use", "template": "two"}]
+    change_tokenizer(source, "tokenizer_config.json", chat_template=templates)
+    assert export(source, file) == ExitCode.OK
+    fields = gguf.GGUFReader(file).fields
+    assert fields["tokenizer.chat_template"].contents() == "one"
+    assert fields["tokenizer.chat_template.tool_use"].contents() == "two"
+    (source / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja: cannot be read"):
+        read_vocabulary(source, rows=VOCAB, eos=None)
 
 
 def test_a_pre_tokenizer_unknown_to_llama_cpp_is_refused(

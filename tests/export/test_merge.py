@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,15 @@ from payload.checkpoint_files import config_sha256, sha256_of, weights_sha256
 from payload.errors import CheckpointError, ExitCode
 from payload.evaluate.__main__ import main as evaluate
 from payload.export.__main__ import main
-from payload.export.merged import MergedWeights
+from payload.export.merged import merged_weights
 from payload.generate.__main__ import main as generate
 from payload.train.models.base import CausalLM, trainable
 from payload.train.models.classifier import Classifier
 from payload.train.models.lora import add_adapter, save_adapter
 from payload.train.models.registry import load
+from payload.train.weights import config_folder
 from payload.training_sections import AdapterSection
-from tests.export.test_export import change_config, complaint, make
+from tests.export.test_export import DAMAGES, change_config, complaint, damage, make
 from tests.support.chat_data import (
     conversations,
     make_model,
@@ -97,6 +99,8 @@ def test_a_classifiers_adapter_becomes_a_whole_classifier(tmp_path: Path) -> Non
     model = Classifier(load(base), labels=("bad", "good"), pad_token=0)
     adapted(model, base, folder)
     add_tokenizer(folder)
+    # Of a config.json beside an adapter the labels count alone.
+    change_config(folder, rms_norm_eps=0.5, vocab_size=7)
     assert merge(folder, out, "--dtype", "fp32") == ExitCode.OK
     found, info = AutoModelForSequenceClassification.from_pretrained(out, output_loading_info=True)
     assert not any(info.values()), info
@@ -198,6 +202,49 @@ def test_an_adapters_base_is_read_once_for_its_hash(
     assert hashed == [base / "model.safetensors"]
 
 
+def test_a_config_beside_an_adapter_does_not_replace_its_bases(tmp_path: Path) -> None:
+    base, folder, out = make(tmp_path / "base", "Llama"), tmp_path / "adapter", tmp_path / "merged"
+    model = adapted(load(base), base, folder)
+    (folder / "config.json").write_bytes((base / "config.json").read_bytes())
+    change_config(
+        folder, rms_norm_eps=0.5, rope_parameters={"rope_type": "default", "rope_theta": 9.0}
+    )
+    change_config(folder, eos_token_id=3)
+    assert merge(folder, out, "--dtype", "fp32") == ExitCode.OK
+    assert config_sha256(out) == config_sha256(base) == config_sha256(config_folder(folder))
+    merged: Any = AutoModelForCausalLM.from_pretrained(out)
+    ours = model.logits(model.hidden(TOKENS))
+    torch.testing.assert_close(merged.eval()(TOKENS).logits, ours, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_base_that_loading_refuses_is_not_merged(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, folder = make(tmp_path / "base", "Llama"), tmp_path / "adapter"
+    adapted(load(base), base, folder, target="q_proj")
+    message = damage(base, kind)
+    capsys.readouterr()
+    assert complaint(merge(folder, tmp_path / "out"), capsys) == message
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_way_of_quantising_that_is_not_known_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, folder = make(tmp_path / "base", "Llama"), tmp_path / "adapter"
+    adapted(load(base), base, folder)
+    for record, words in (
+        ({"quantize": "nf8"}, "quantize = 'nf8': this way of quantising"),
+        (["nf4"], "base = ['nf4'] is no JSON object"),
+    ):
+        (folder / "trainer.json").write_text(json.dumps({"base": record}))
+        with pytest.raises(CheckpointError, match=re.escape(words)):
+            load(folder)
+        capsys.readouterr()
+        assert words in complaint(merge(folder, tmp_path / "out"), capsys)
+
+
 def test_an_adapter_without_merge_says_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -249,6 +296,10 @@ def with_an_embedding(adapter: dict[str, Any], base: Path) -> None:
     adapter[f"base_model.model.{EMBEDDING}"] = load_file(base / "model.safetensors")[EMBEDDING]
 
 
+def with_codes(adapter: dict[str, Any], _base: Path) -> None:
+    adapter[f"{Q}.lora_A.weight"] = (100 * adapter[f"{Q}.lora_A.weight"]).to(torch.int8)
+
+
 def without_a_linear(adapter: dict[str, Any], _base: Path) -> None:
     del adapter[f"{Q}.lora_A.weight"], adapter[f"{Q}.lora_B.weight"]
 
@@ -260,6 +311,7 @@ def without_a_linear(adapter: dict[str, Any], _base: Path) -> None:
         (with_another_rank, "is (2, 64), this model needs (4, 64)"),
         (with_an_embedding, "1 unknown (first: base_model.model.model.embed_tokens.weight)"),
         (without_a_linear, "2 missing"),
+        (with_codes, "is I8: quantised weights cannot be trained"),
     ],
 )
 def test_a_merge_refuses_the_adapters_that_loading_refuses(
@@ -290,7 +342,7 @@ def test_how_the_linears_are_stored_is_the_familys_and_not_the_files_to_say(
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "fan_in_fan_out": not config["fan_in_fan_out"]}))
-    merged, loaded = MergedWeights(base, folder), load(folder).hf_tensors()
+    merged, loaded = merged_weights(base, folder), load(folder).hf_tensors()
     for name in merged.shapes():
         torch.testing.assert_close(merged.read(name), loaded[name])
 
@@ -306,7 +358,7 @@ def test_an_adapter_of_a_family_of_transformers_is_merged_as_loading_does(tmp_pa
     causal: Any = AutoModelForCausalLM
     causal.from_config(GPTNeoXConfig(**sizes, num_attention_heads=4)).save_pretrained(base)
     adapted(load(base), base, folder)
-    merged, loaded = MergedWeights(base, folder), load(folder).hf_tensors()
+    merged, loaded = merged_weights(base, folder), load(folder).hf_tensors()
     assert merged.shapes() == {name: tuple(value.shape) for name, value in loaded.items()}
     for name, value in loaded.items():
         torch.testing.assert_close(merged.read(name), value)

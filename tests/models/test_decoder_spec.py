@@ -150,6 +150,7 @@ def test_each_layer_knows_its_window_and_its_rotary_embedding() -> None:
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ("qwen3", {"attention_dropout": 0.1}, "attention_dropout"),
+        ("llama", {"per_layer_config": {"1": {"head_dim": 8}}}, "per_layer_config"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer type 'chunked_attention'"),
     ],
 )
@@ -175,6 +176,14 @@ def test_a_feature_that_the_modules_lack_is_named(
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
         ({"rope_theta": 0}, "rope_theta = 0: must be at least 1.0"),
         ({"rope_scaling": [8]}, "rope_scaling = [8]: must be an object"),
+        (
+            {"rope_scaling": {"full_attention": {"rope_type": "default", "rope_theta": 9.0}}},
+            "qwen3 has none by layer type",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 9.0}}},
+            "qwen3 has none by layer type",
+        ),
     ],
 )
 def test_a_wrong_size_is_refused_by_its_name(changed: dict[str, Any], message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from payload.data.tokenizers.gguf import gguf_tokenizer_folder, write_tokenizer
 from payload.errors import CheckpointError, ExitCode
 from payload.models.decoder import DecoderSpec
 from payload.models.gguf import gguf_config, gguf_file, read_gguf
-from payload.models.gguf_header import Value, read_header
+from payload.models.gguf_header import Array, Value, read_header
 from payload.models.registry import read_spec
 from payload.models.source import find_source
 from payload.orchestrate.sites.cluster import local_weights
@@ -281,6 +282,53 @@ def test_a_key_that_changes_the_arithmetic_and_is_not_read_is_refused(
     changed = replace(header, values={**header.values, f"llama.{key}": value})
     with pytest.raises(CheckpointError, match=re.escape(f"m.gguf: llama.{key} = {value}")):
         gguf_config(changed, where="m.gguf")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("llama.rope.freq_base", "llama.attention.head_count", "llama.context_length"),
+        *("llama.attention.layer_norm_rms_epsilon", "llama.rope.scaling.factor"),
+        *("llama.rope.dimension_sections", "tokenizer.ggml.eos_token_id"),
+        *("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.chat_template"),
+    ],
+)
+def test_an_array_is_never_taken_for_a_number(key: str, exported: Path) -> None:
+    header = read_header(exported)
+    for length in (0, 1):
+        changed = replace(header, values={**header.values, key: Array(length)})
+        with pytest.raises(CheckpointError, match=re.escape(f"m.gguf: {key} = Array")):
+            gguf_config(changed, where="m.gguf")
+
+
+def test_an_array_of_one_number_is_an_array_in_the_file(exported: Path, tmp_path: Path) -> None:
+    content, file = exported.read_bytes(), tmp_path / "m.gguf"
+    key = b"llama.rope.freq_base"
+    start = content.index(key) + len(key)
+    # A float's type is 6, an array's 9.
+    array = struct.pack("<IIQf", 9, 6, 1, 5000.0)
+    file.write_bytes(content[:start] + array + content[start + 8 :] + bytes(64))
+    with pytest.raises(CheckpointError, match=r"rope\.freq_base = Array\(length=1\)"):
+        read_gguf(file)
+    assert read_header(file).values["llama.rope.freq_base"] == Array(1)
+    assert isinstance(read_header(exported).values["tokenizer.ggml.tokens"], Array)
+
+
+@pytest.mark.parametrize(
+    ("found", "put", "words"),
+    [
+        (b"llama.context_length", b"llama.rope.freq_base", "two values of 'llama.rope.freq_base'"),
+        (b"blk.1.ffn_up.weight", b"blk.0.ffn_up.weight", "two tensors of one name"),
+    ],
+)
+def test_a_name_that_comes_twice_is_refused(
+    found: bytes, put: bytes, words: str, exported: Path, tmp_path: Path
+) -> None:
+    assert len(found) == len(put)
+    file = tmp_path / "m.gguf"
+    file.write_bytes(exported.read_bytes().replace(found, put))
+    with pytest.raises(CheckpointError, match=words):
+        read_gguf(file)
 
 
 def test_a_file_behind_a_link_out_of_its_folder_is_refused(exported: Path, tmp_path: Path) -> None:

@@ -113,6 +113,15 @@ def test_shards_are_downloaded_with_their_index(hub: dict[str, Path], tmp_path: 
     assert len([*folder.glob("model-*.safetensors")]) == 2
 
 
+def test_of_a_whole_file_and_shards_the_file_is_downloaded(
+    hub: dict[str, Path], tmp_path: Path
+) -> None:
+    hub[SECOND] = write_shards(tmp_path / "both")
+    save_file({"weight": torch.zeros(4)}, hub[SECOND] / "model.safetensors")
+    folder = fetch(HubName(NAME), setting="model.init")
+    assert [path.name for path in folder.glob("*.safetensors")] == ["model.safetensors"]
+
+
 def test_the_config_comes_without_the_weights(hub: dict[str, Path]) -> None:
     folder = fetch_config(HubName(NAME), setting="model.init")
     assert [path.name for path in folder.iterdir()] == ["config.json"]

@@ -404,8 +404,6 @@ CASES = {
         f"{{model}}: {A_MATRIX} is I8: quantised weights cannot be trained. Name the model in bf16 "
         "or fp32.",
         has_sizes=True,
-        trained=f"{{model}}/{WEIGHTS}: {A_MATRIX} is I8: quantised weights cannot be trained. "
-        "Name the model in bf16 or fp32.",
     ),
     "a tensor's shape": Case(
         tensors(lambda found: found.update({A_MATRIX: torch.zeros(WIDTH, 32)})),

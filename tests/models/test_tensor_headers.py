@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from payload.errors import CheckpointError
-from payload.hf_folder import INDEX_FILE, WEIGHTS_FILE
+from payload.hf_folder import INDEX_FILE, WEIGHTS_FILE, weight_files
 from payload.models.tensor_headers import tensor_headers
+from payload.orchestrate.sites.cluster import local_weights
 
 TENSORS = {"a": torch.zeros(3, 4), "b": torch.zeros(5, dtype=torch.bfloat16)}
 
@@ -38,6 +39,19 @@ def shards(folder: Path) -> Path:
     index = folder / INDEX_FILE
     index.write_text(json.dumps({"metadata": {"total_size": 58}, "weight_map": names}))
     return index
+
+
+def test_a_whole_file_beside_an_index_is_the_model_as_in_transformers(tmp_path: Path) -> None:
+    shards(tmp_path)
+    save_file({"c": torch.zeros(2)}, tmp_path / WEIGHTS_FILE)
+    assert list(tensor_headers(tmp_path)) == ["c"]
+    assert weight_files(tmp_path) == (WEIGHTS_FILE,)
+    (tmp_path / "config.json").write_text("{}")
+    sent = local_weights(str(tmp_path))
+    assert sent is not None and sorted(sent.files) == ["config.json", WEIGHTS_FILE]
+    (tmp_path / WEIGHTS_FILE).unlink()
+    assert sorted(tensor_headers(tmp_path)) == ["a", "b"]
+    assert len(weight_files(tmp_path)) == 2
 
 
 def rewrite(index: Path, **weight_map: str) -> None:

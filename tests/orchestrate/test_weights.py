@@ -92,11 +92,13 @@ def empty(folder: Path) -> None:
 
 
 def point_outside(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     index = {"weight_map": {"h.0": "../secret"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def break_index(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     (folder / "model.safetensors.index.json").write_text("{}")
 
 

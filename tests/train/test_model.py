@@ -166,6 +166,7 @@ def _spoil_config(folder: Path, **changes: object) -> None:
         ("tie_word_embeddings", False),
         ("scale_attn_weights", False),
         ("scale_attn_by_inverse_layer_idx", True),
+        ("per_layer_config", {"1": {"n_head": 1}}),
         ("layer_norm_epsilon", 1e-3),
         ("n_inner", 128),
     ],
@@ -226,6 +227,7 @@ def test_a_hostile_config_is_refused_before_memory_is_taken_for_it(
 )
 def test_a_hostile_index_of_weights_is_refused(tmp_path: Path, index: object) -> None:
     save_hf(make_model(), tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"index\.json: "):
         load(tmp_path)

@@ -131,7 +131,7 @@ def hf_tokenizer(folder: Path, *, name: str) -> HfTokenizer:
     identity = identity_of(raw)
     end, place = _end_of_document(folder, files, backend)
     with explained(name):
-        before, after = _around(backend)
+        before, after = tokens_around(backend)
         unknown = _unknown(raw["model"], backend)
     ends = after if after[-1:] == (end,) else (*after, end)
     return HfTokenizer(
@@ -171,10 +171,13 @@ def build_backend(
     return backend
 
 
-def _end_of_document(
+def named_end(
     folder: Path, files: Mapping[str, bytes], backend: Tokenizer
-) -> tuple[int, str]:
-    """Return the token that ends a document, and the file that names it. Raises DataError."""
+) -> tuple[int, str] | None:
+    """Return the token that ends a document, and the file that names it; None where none does.
+
+    `files` are the tokenizer's, by name; the model's are read in `folder`. Raises DataError.
+    """
     has_map = map_counts(tokenizer_config(files, folder=folder))
     for name in (MAP_FILE, *_CONFIG_FILES) if has_map else _CONFIG_FILES:
         content = _read(folder / name)
@@ -185,6 +188,16 @@ def _end_of_document(
         found = _named_end(config, backend, where=folder / name)
         if found is not None:
             return found, name
+    return None
+
+
+def _end_of_document(
+    folder: Path, files: Mapping[str, bytes], backend: Tokenizer
+) -> tuple[int, str]:
+    """Return `named_end`. Raises DataError where no file names one."""
+    found = named_end(folder, files, backend)
+    if found is not None:
+        return found
     raise DataError(
         f"tokenizer {folder}: none of {', '.join(_CONFIG_FILES)} names an eos_token, which ends "
         'every document. Add "eos_token" to tokenizer_config.json.'
@@ -243,7 +256,7 @@ def _model_vocab_size(folder: Path, backend: Tokenizer) -> int | None:
     return size + added if type(size) is int and size > 0 else None
 
 
-def _around(backend: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def tokens_around(backend: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the tokens that the tokenizer puts before and after a text."""
     bare = backend.encode("a", add_special_tokens=False).ids
     whole = backend.encode("a", add_special_tokens=True).ids

@@ -14,7 +14,14 @@ from payload.checkpoint_files import MANIFEST_FILE, load_manifest
 from payload.core_speed import typical_core_flops_per_s
 from payload.data_folder import META_NAME, load_meta
 from payload.errors import ConfigError, PreflightError
-from payload.hf_folder import CONFIG_FILE, INDEX_FILE, TOKENIZER_FILES, own_file, weight_files
+from payload.hf_folder import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    TOKENIZER_FILES,
+    has_shards,
+    own_file,
+    weight_files,
+)
 from payload.inventory import RANK_PORTS, ClusterInventory, Node
 from payload.launch.launchers.base import Launcher, Reach
 from payload.launch.launchers.registry import AUTO
@@ -90,8 +97,9 @@ def local_weights(init: str) -> Weights | None:
 
 def _files(folder: Path) -> list[str]:
     """Return the names of the weights' and the tokenizer's files."""
-    found = (INDEX_FILE, *TOKENIZER_FILES)
-    return [*weight_files(folder), *(name for name in found if (folder / name).is_file())]
+    index = [INDEX_FILE] if has_shards(folder) else []
+    tokenizer = (name for name in TOKENIZER_FILES if (folder / name).is_file())
+    return [*weight_files(folder), *index, *tokenizer]
 
 
 def _promised(folder: Path) -> dict[str, str] | None:

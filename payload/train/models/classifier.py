@@ -6,7 +6,7 @@ B texts, T tokens, C width, K labels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from torch.nn import functional
 
 from payload.errors import CheckpointError
 from payload.models.classifier import ClassifierSpec
-from payload.train.lazy_tensors import copy_in, shape_in
+from payload.train.lazy_tensors import copy_in, without
 from payload.train.models.base import CausalLM
+from payload.train.models.saved import require_tensors
 
 SCORE = "score.weight"
 _SUFFIX = "ForSequenceClassification"
@@ -157,8 +158,11 @@ class Classifier(CausalLM):
 
     def hf_config(self) -> dict[str, Any]:
         """Return the content of config.json, by which transformers builds the same classifier."""
+        return {**self.body.hf_config(), **self.hf_labels()}
+
+    def hf_labels(self) -> dict[str, Any]:
+        """Return the part of config.json that makes a classifier of its body's."""
         return {
-            **self.body.hf_config(),
             "architectures": [self.classifier_architecture()],
             "id2label": {str(number): label for number, label in enumerate(self.labels)},
             "label2id": {label: number for number, label in enumerate(self.labels)},
@@ -171,38 +175,19 @@ class Classifier(CausalLM):
 
         Raises CheckpointError, which names `where`, when some are missing or of another size.
         """
-        wanted = tuple(self.score.weight.shape)
-        if SCORE not in tensors or shape_in(tensors, SCORE) != wanted:
-            found = shape_in(tensors, SCORE) if SCORE in tensors else "missing"
-            raise CheckpointError(
-                f"{where}: {SCORE} is {found}, its {len(self.labels)} labels need {wanted}. Name "
-                "the folder of a whole classifier."
-            )
+        require_tensors(
+            {SCORE: self.score.weight},
+            {name: tensors[name] for name in tensors if name == SCORE},
+            where=where,
+            says=f"its {len(self.labels)} labels need",
+            fix="Name the folder of a whole classifier.",
+        )
         copy_in(tensors, SCORE, self.score.weight)
-        self.body.load_tensors(_Without(tensors, SCORE), where=where)
+        self.body.load_tensors(without(tensors, SCORE), where=where)
 
     def speed_notes(self) -> list[str]:
         """Say what runs on the reference although kernels were asked for, and why; a line each."""
         return self.body.speed_notes()
-
-
-class _Without(Mapping[str, Tensor]):
-    """Tensors but one; each is read when it is asked for."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], name: str) -> None:
-        self._tensors = tensors
-        self._name = name
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name == self._name:
-            raise KeyError(name)
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self._tensors if name != self._name)
-
-    def __len__(self) -> int:
-        return len(self._tensors) - 1
 
 
 def _name_rows(head: Tensor, label_tokens: Sequence[Sequence[int]]) -> Tensor:

@@ -20,10 +20,10 @@ from payload.models.gpt2 import Activation, Gpt2Spec
 from payload.models.spec import ModelSpec
 from payload.train.kernels.layers import add_norm, attention, mlp
 from payload.train.kernels.linears import LayerContext
-from payload.train.lazy_tensors import copy_in, shape_in
+from payload.train.lazy_tensors import copy_in
 from payload.train.models.base import CausalLM, LayerModule, OuterModules
 from payload.train.models.recognised import layer_refusals, projection
-from payload.train.models.saved import describe_differences
+from payload.train.models.saved import require_tensors
 from payload.train.models.split import (
     Split,
     SplitModule,
@@ -411,7 +411,14 @@ class GPT(CausalLM):
 
         Raises CheckpointError, which names `where`, when some are missing or of another size.
         """
-        places = {name.removeprefix(_PREFIX): name for name in tensors}
+        places: dict[str, str] = {}
+        for name in tensors:
+            other = places.setdefault(name.removeprefix(_PREFIX), name)
+            if other != name:
+                raise CheckpointError(
+                    f"{where}: it has both {other} and {name}, one tensor under two names. Name "
+                    "the folder of a whole GPT-2."
+                )
         head = places.get("lm_head.weight")
         embedding = places.get("wte.weight", head)
         if head and embedding and not torch.equal(tensors[head], tensors[embedding]):
@@ -419,24 +426,25 @@ class GPT(CausalLM):
                 f"{where}: its output head is not its token embedding; only tied ones are loaded. "
                 "Name a GPT-2 with tied embeddings."
             )
-        found = {name for name in places if not name.endswith(_NOT_PARAMETERS)}
-        wanted = self.state_dict()
-        missing = sorted(set(wanted) - found)
-        extra = sorted(found - set(wanted) - set(self._absent_biases()))
-        if missing or extra:
-            raise CheckpointError(
-                f"{where}: not a GPT-2's weights: "
-                f"{describe_differences(missing=missing, unknown=extra)}. Name the folder of a "
-                "whole GPT-2."
-            )
-        for name, target in wanted.items():
-            stored = target.t() if name.endswith(_TRANSPOSED) else target
-            shape = shape_in(tensors, places[name])
-            if shape != tuple(stored.shape):
+        wanted = {
+            places.get(name, name): target.t() if name.endswith(_TRANSPOSED) else target
+            for name, target in self.state_dict().items()
+        }
+        # Files of a model without biases have them all the same, as zeros.
+        absent = {
+            places[name]: torch.empty(size)
+            for name, size in self._absent_biases().items()
+            if name in places
+        }
+        require_tensors({**wanted, **absent}, tensors, where=where, unused=_NOT_PARAMETERS)
+        for name in absent:
+            if bool(tensors[name].any()):
                 raise CheckpointError(
-                    f"{where}: {name} is {shape}, config.json says {tuple(stored.shape)}."
+                    f"{where}: {name} is not zero, but tileforge_bias = false in config.json. Set "
+                    "it to true to have the biases."
                 )
-            copy_in(tensors, places[name], stored)
+        for name, target in {**wanted, **absent}.items():
+            copy_in(tensors, name, target)
 
     def _absent_biases(self) -> dict[str, int]:
         """Return name and size of each bias that transformers has and this model does not."""

@@ -33,7 +33,7 @@ from payload.train.models.quantized import (
     require_quantizer,
     shrink,
 )
-from payload.train.models.saved import describe_differences
+from payload.train.models.saved import require_tensors
 from payload.train.tensor_file import write_tensors
 from payload.training_sections import AdapterSection
 
@@ -276,20 +276,16 @@ def load_adapter(model: CausalLM, tensors: Mapping[str, Tensor], *, where: str) 
     Raises CheckpointError, which names `where`, when they are not this adapter's.
     """
     wanted = adapter_tensors(model)
-    missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
-    if missing or extra:
-        raise CheckpointError(
-            f"{where}: not this model's adapter: "
-            f"{describe_differences(missing=missing, unknown=extra)}. Use the base and the "
-            "settings that it was trained with."
-        )
+    require_tensors(
+        wanted,
+        tensors,
+        where=where,
+        whose="this model's adapter",
+        says="this model needs",
+        fix="Use the base and the settings that it was trained with.",
+    )
     for name, target in wanted.items():
         value = tensors[name]
-        if value.shape != target.shape:
-            raise CheckpointError(
-                f"{where}: {name} is {tuple(value.shape)}, this model needs {tuple(target.shape)}. "
-                "Use the base that the adapter was trained on."
-            )
         if not bool(torch.isfinite(value).all()):
             raise CheckpointError(f"{where}: {name} holds NaN or infinity. Use another checkpoint.")
         with torch.no_grad():

@@ -88,17 +88,33 @@ def load(folder: Path, *, dropout: float = 0.0, quantize: Quantize = "none") -> 
     return model
 
 
-def load_adapter_alone(adapter: Path, base: Path) -> CausalLM:
-    """Build the model of `base` and load the adapter beside it; the base's weights are not read.
+def plan(folder: Path) -> tuple[CausalLM, PlannedTensors]:
+    """Build the model in a folder and check its weights, of which none is read.
 
-    They are for the caller to set, tensor by tensor: until then they take no memory. Raises
-    CheckpointError as `load` does; of other families than ours the base is not checked.
+    They are for the caller to read, by the names of the tensors' targets. Until then they take no
+    memory. Without targets the model was loaded: transformers converts its weights on the way.
+    Raises CheckpointError as `load` does.
     """
-    tensors = PlannedTensors(base)
-    model = _built_for(tensors, base, dropout=0.0)
-    if model.reads_parts:
-        model.load_tensors(tensors, where=str(base))
-    return _with_adapter(model, adapter)
+    tensors = PlannedTensors(folder)
+    model = _built_for(tensors, folder, dropout=0.0)
+    model.load_tensors(tensors, where=str(folder))
+    return model, tensors
+
+
+def plan_adapter(adapter: Path, base: Path) -> tuple[CausalLM, PlannedTensors]:
+    """Do the same for an adapter's base, and load the adapter beside it.
+
+    Raises CheckpointError as `load` does.
+    """
+    model, tensors = plan(base)
+    before = {each.data_ptr() for each in model.parameters()}
+    model = _with_adapter(model, adapter)
+    # The head, where the model became a classifier.
+    gone = before - {each.data_ptr() for each in model.parameters()}
+    for name, target in list(tensors.targets.items()):
+        if target.data_ptr() in gone:
+            del tensors.targets[name]
+    return model, tensors
 
 
 def _load_merged(folder: Path, *, dropout: float) -> CausalLM:

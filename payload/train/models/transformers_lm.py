@@ -17,9 +17,15 @@ from torch import Tensor, nn
 from payload.errors import CheckpointError, ConfigError
 from payload.models.other import OtherSpec
 from payload.models.spec import ModelSpec
+from payload.train.lazy_tensors import PlannedTensors
 from payload.train.models.base import CausalLM
 from payload.train.models.quantized import QuantizedLinear, loading_targets
-from payload.train.models.saved import load_named, require_tied, saved_config
+from payload.train.models.saved import (
+    load_named,
+    require_tied,
+    require_weight,
+    saved_config,
+)
 from payload.train.models.transformers_module import (
     build_module,
     raw_config,
@@ -235,11 +241,9 @@ class TransformersLM(CausalLM):
         Raises CheckpointError, which names `where`, when some are missing or of another size.
         """
         tied = self.module.all_tied_weights_keys
-        state = {k: v for k, v in self.module.state_dict().items() if k not in tied}
-        wanted = loading_targets(self.module, state)
-        if set(wanted) <= set(tensors):
+        if self.has_names_of(tensors):
             unused = (*tied, *_UNUSED, *self._dropped)
-            load_named(wanted, tensors, unused=unused, where=where)
+            load_named(self._targets(), tensors, unused=unused, where=where)
         else:
             self._load_converted(tensors, where=where)
         for head, embedding in tied.items():
@@ -249,8 +253,18 @@ class TransformersLM(CausalLM):
                 value = tensors[embedding] if named else self.module.state_dict()[embedding]
                 found = {head: tensors[head], embedding: value}
                 require_tied(found, head=head, embedding=embedding, where=where)
-        if not self._dropped:
+        is_unread = isinstance(tensors, PlannedTensors) and bool(tensors.targets)
+        if not self._dropped and not is_unread:
             require_causal(self.module, without_head=self._not_plain is None)
+
+    def has_names_of(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Say whether the module has every weight under the name of one of `tensors`."""
+        return set(self._targets()) <= set(tensors)
+
+    def _targets(self) -> dict[str, Tensor | QuantizedLinear]:
+        tied = self.module.all_tied_weights_keys
+        state = {k: v for k, v in self.module.state_dict().items() if k not in tied}
+        return loading_targets(self.module, state)
 
     def _load_converted(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
         """Load weights that transformers names or joins otherwise in memory than in files."""
@@ -265,7 +279,11 @@ class TransformersLM(CausalLM):
                 f"{self.spec.model_type!r}, which cannot be quantised one by one. Use "
                 'model.quantize = "none".'
             )
-        kind = type(self.module)
+        kind, own = type(self.module), self.module.state_dict()
+        for name in tensors:
+            is_weight = name not in own or own[name].is_floating_point()
+            if is_weight and not name.endswith(_UNUSED):
+                require_weight(tensors, name, where=where)
         try:
             with without_load_report():
                 loaded, found = kind.from_pretrained(

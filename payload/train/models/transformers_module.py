@@ -11,6 +11,7 @@ import torch
 
 from payload.errors import CheckpointError
 from payload.models.spec import ModelSpec
+from payload.train.models.saved import without_code
 from payload.train.models.transformers_probes import first_line, require_causal
 from payload.untrusted import shown
 
@@ -61,9 +62,8 @@ def module_config(raw: Mapping[str, Any], *, where: str, dropout: float) -> _Con
             f"{where}: quantization_config: quantised weights cannot be trained. Name the "
             "model's folder in bf16 or fp32."
         )
-    plain = {key: value for key, value in raw.items() if key != "auto_map"}
     try:
-        config = CONFIG_MAPPING[name].from_dict(plain)
+        config = CONFIG_MAPPING[name].from_dict(without_code(raw))
     except Exception as error:  # Each family checks its own fields, in its own way.
         raise CheckpointError(
             f"{where}: transformers refuses it ({first_line(error)}). Correct config.json."

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
 from payload.adapter_files import read_adapter_config
 from payload.checkpoint_files import manifest_problems
 from payload.errors import CheckpointError, ConfigError
-from payload.export.merged import MergedWeights
+from payload.export.merged import merged_weights
 from payload.models.gpt2 import PRESETS
 from payload.models.spec import RankSetting
 from payload.run_config import parse_run_config
@@ -167,7 +167,7 @@ def test_export_merges_dora_as_loading_does(base: Path, tmp_path: Path) -> None:
     model = with_weights(base, dora=True)
     save_adapter(model, tmp_path, base=(str(base), None))
     loaded = load(tmp_path).hf_tensors()
-    merged = MergedWeights(base, tmp_path)
+    merged = merged_weights(base, tmp_path)
     for name in merged.shapes():
         assert torch.allclose(merged.read(name), loaded[name].float(), rtol=1e-5, atol=1e-6)
 

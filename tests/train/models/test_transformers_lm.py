@@ -18,7 +18,9 @@ from payload.models.registry import spec_of
 from payload.train.models.lora import quantize_base
 from payload.train.models.quantized import QuantizedLinear
 from payload.train.models.registry import build, load
+from payload.train.models.saved import saved_config
 from payload.train.models.transformers_lm import TransformersLM
+from payload.train.models.transformers_module import module_config
 from payload.train.models.transformers_probes import require_causal
 
 
@@ -156,6 +158,32 @@ def test_what_is_saved_loads_in_transformers_and_here(name: str, tmp_path: Path)
         torch.testing.assert_close(loaded.eval()(input_ids=tokens).logits, wanted)
         ours = load(again).eval()
         torch.testing.assert_close(ours.logits(ours.hidden(tokens)), wanted)
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "qwen2_moe"])
+def test_codes_of_quantised_weights_are_not_taken_for_weights(name: str, tmp_path: Path) -> None:
+    make_folder(CASES[name], tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    matrix = next(each for each in tensors if "layers.1." in each and tensors[each].dim() == 2)
+    tensors[matrix] = (100 * tensors[matrix]).to(torch.int8)
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{matrix} is I8: quantised weights"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["attn_implementation", "_attn_implementation", "experts_implementation", "kernel_config"],
+)
+def test_no_key_of_config_json_chooses_code(key: str) -> None:
+    plain, raw = small("olmo2"), small("olmo2", **{key: "evil/kernel"})
+    config = module_config(raw, where="config.json", dropout=0.0)
+    wanted = module_config(plain, where="config.json", dropout=0.0)
+    assert config.to_dict() == wanted.to_dict()
+    assert config._attn_implementation == wanted._attn_implementation
+    saved = saved_config({**raw, "text_config": {key: "evil/kernel"}}, architecture="A")
+    assert key not in saved and saved["text_config"] == {}
 
 
 @pytest.mark.parametrize("name", ["olmo2", "qwen2_moe"])
