@@ -82,10 +82,10 @@ def with_tokenizer(folder: Path, *, source: str, tokenizer: str) -> str:
 
 
 def no_range_hashes(folder: Path) -> str:
-    """Say that a folder's content is not checked while it is read, and what changes that."""
+    """Say that a folder's content is compared only once, and what changes that."""
     return (
-        f"note: {folder} was made by a release that kept no hashes of parts: what training reads "
-        "of it is not checked. Check it whole, and add them, with: "
+        f"note: {folder} was made by a release that kept no hashes of parts: training compares its "
+        "files whole when it starts, and not as it reads them. Add the hashes with: "
         f"{command('data', 'verify', str(folder), '--add-hashes')}"
     )
 

@@ -14,8 +14,8 @@ from payload.untrusted import inside_folder, parse_json, read_bytes, shown
 
 CONFIG_FILE = "tokenizer_config.json"
 MAP_FILE = "special_tokens_map.json"
-# Each may be an object of further named tokens; a list of texts has no names.
-_NAMED = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
+LISTED = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
+"""Keys with further tokens: a list of them, or an object of named ones."""
 _FIX = "Repair the folder, or name another one."
 
 
@@ -53,6 +53,15 @@ def tokenizer_config(files: Mapping[str, bytes], *, folder: Path) -> Mapping[str
     return {**config, **tokens} if map_counts(config) else config
 
 
+def special_tokens(files: Mapping[str, bytes], *, folder: Path) -> dict[str, str]:
+    """Return the text of each named token of a tokenizer's files, those that are null left out.
+
+    The arguments are those of `tokenizer_config`. Raises DataError.
+    """
+    named = named_tokens(tokenizer_config(files, folder=folder))
+    return {name: text for name, text in named.items() if text is not None}
+
+
 def map_counts(config: Mapping[str, Any]) -> bool:
     """Say whether special_tokens_map.json replaces values of tokenizer_config.json."""
     return "added_tokens_decoder" not in config
@@ -61,7 +70,7 @@ def map_counts(config: Mapping[str, Any]) -> bool:
 def named_tokens(config: Mapping[str, Any]) -> dict[str, str | None]:
     """Return the text of each token that a config names; None for one that it has as null."""
     values = {name: value for name, value in config.items() if name.endswith("_token")}
-    for name in _NAMED:
+    for name in LISTED:
         more = config.get(name)
         values |= more if isinstance(more, Mapping) else {}
     found: dict[str, str | None] = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from payload.data.chat_template import TEMPLATE_FILE, templates_of
-from payload.data.special_tokens import named_tokens, tokenizer_config
+from payload.data.special_tokens import special_tokens
 from payload.data.tokenizer_match import carried_file, is_same_tokenizer
 from payload.data.tokenizers.gpt2 import (
     END_OF_TEXT,
@@ -53,7 +53,11 @@ def tokenizer_files(
         and is_same_tokenizer(meta, data=data, folder=source, error=CheckpointError)
     ):
         files, template = read_tokenizer_files(source, error=CheckpointError), _template(meta, data)
-        if not template or _special(files, source) == _special(_carried(meta, data), data):
+        own, trained = (
+            special_tokens(each, folder=folder)
+            for each, folder in ((files, source), (_carried(meta, data), data))
+        )
+        if not template or own == trained:
             return {**files, **template}
         # The template would write other special tokens than those that were trained.
     if meta.tokenizer_files:
@@ -61,11 +65,6 @@ def tokenizer_files(
     if meta.tokenizer_sha256 == TOKENIZER_SHA256 and meta.vocab_size == VOCAB_SIZE:
         return gpt2_files(context=context)
     return {}
-
-
-def _special(files: Mapping[str, bytes], folder: Path) -> Mapping[str, str]:
-    named = named_tokens(tokenizer_config(files, folder=folder))
-    return {name: text for name, text in named.items() if text is not None}
 
 
 def _template(meta: DataMeta, data: Path) -> Mapping[str, bytes]:

@@ -53,7 +53,7 @@ OTHERS: Mapping[str, Change] = {
     "no regex": lambda raw: raw["pre_tokenizer"].update(use_regex=False),
     "post-processor": lambda raw: raw.update(post_processor=_BEGIN),
     "added token": lambda raw: raw["added_tokens"].append(
-        {"id": 262, "content": " the", "special": False, **_FLAGS}
+        {"id": 50257, "content": " the", "special": False, **_FLAGS}
     ),
     "flag": lambda raw: raw["added_tokens"][0].update(lstrip=True),
     "model": lambda raw: raw["model"].update(ignore_merges=True),

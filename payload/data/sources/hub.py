@@ -34,6 +34,8 @@ OPENWEBTEXT = "Skylion007/openwebtext"
 OPENWEBTEXT_REVISION = "79d93d786212f7344586290adb811d4ae6a1762c"
 _FOOTERS_AT_MOST = 256
 """Files whose rows are counted over the network beforehand, at two requests each."""
+_FORMATS = ("parquet", "json", "csv", "text", "arrow", "xml", "webdataset")
+"""Formats of `datasets` that read the files that they are given, and no other file beside them."""
 
 
 class HubSource:
@@ -246,8 +248,15 @@ def _check_cards(folder: Path) -> None:
 def _check_places(folder: Path, builder: DatasetBuilder) -> None:
     """Raise DataError for a data file outside of the folder, as behind a link.
 
-    Of a dataset at the hub `datasets` checks that itself.
+    Other formats than `_FORMATS` read files that nobody has named, such as those of a task beside
+    its task.toml. Of a dataset at the hub `datasets` checks that itself.
     """
+    if builder.name not in _FORMATS:
+        raise DataError(
+            f"{folder}: `datasets` takes its files for the format {shown(builder.name)[1:-1]}, "
+            f"which may read others too. Known: {', '.join(_FORMATS)}. Name the files with "
+            "--source jsonl, parquet or text."
+        )
     for places in (builder.config.data_files or {}).values():
         for place in map(str, places):
             try:

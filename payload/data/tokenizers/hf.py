@@ -19,6 +19,7 @@ import numpy as np
 
 from payload.data.special_tokens import MAP_FILE, map_counts, named_tokens, tokenizer_config
 from payload.data.tokenizers.base import FastTokenizer, TextTokenizer, Tokens
+from payload.data.tokenizers.declared import require_declared_tokens
 from payload.data.tokenizers.hf_fast import HfFast
 from payload.errors import DataError, TileforgeError
 from payload.hf_folder import CONFIG_FILE, read_tokenizer_files
@@ -130,6 +131,7 @@ def hf_tokenizer(folder: Path, *, name: str) -> HfTokenizer:
         raise DataError(f"{folder / TOKENIZER_FILE}: its largest token is {largest}. {_FIX}")
     identity = identity_of(raw)
     end, place = _end_of_document(folder, files, backend)
+    require_declared_tokens(folder, files, raw, backend)
     with explained(name):
         before, after = _around(backend)
         unknown = _unknown(raw["model"], backend)
