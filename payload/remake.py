@@ -81,6 +81,15 @@ def with_tokenizer(folder: Path, *, source: str, tokenizer: str) -> str:
     return _prepare(printable(kind)[:20] or "KIND", "--input", where, *arguments)
 
 
+def write_tokenizer_again(folder: Path) -> str:
+    """Return the command by which transformers writes all files of a folder's tokenizer."""
+    program = (
+        f"from transformers import AutoTokenizer as T; T.from_pretrained({str(folder)!r})"
+        f".save_pretrained({str(folder)!r})"
+    )
+    return f'python -c "{program}"'
+
+
 def no_range_hashes(folder: Path) -> str:
     """Say that a folder's content is compared only once, and what changes that."""
     return (

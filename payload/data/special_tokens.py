@@ -53,15 +53,6 @@ def tokenizer_config(files: Mapping[str, bytes], *, folder: Path) -> Mapping[str
     return {**config, **tokens} if map_counts(config) else config
 
 
-def special_tokens(files: Mapping[str, bytes], *, folder: Path) -> dict[str, str]:
-    """Return the text of each named token of a tokenizer's files, those that are null left out.
-
-    The arguments are those of `tokenizer_config`. Raises DataError.
-    """
-    named = named_tokens(tokenizer_config(files, folder=folder))
-    return {name: text for name, text in named.items() if text is not None}
-
-
 def map_counts(config: Mapping[str, Any]) -> bool:
     """Say whether special_tokens_map.json replaces values of tokenizer_config.json."""
     return "added_tokens_decoder" not in config
@@ -79,3 +70,8 @@ def named_tokens(config: Mapping[str, Any]) -> dict[str, str | None]:
         if text is None or isinstance(text, str):
             found[name] = text
     return found
+
+
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the text of each token that a config names, those that are null left out."""
+    return {name: text for name, text in named_tokens(config).items() if text is not None}

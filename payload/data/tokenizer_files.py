@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from payload.data.chat_template import TEMPLATE_FILE, templates_of
-from payload.data.special_tokens import special_tokens
+from payload.data.special_tokens import special_tokens, tokenizer_config
 from payload.data.tokenizer_match import carried_file, is_same_tokenizer
 from payload.data.tokenizers.gpt2 import (
     END_OF_TEXT,
@@ -54,7 +54,7 @@ def tokenizer_files(
     ):
         files, template = read_tokenizer_files(source, error=CheckpointError), _template(meta, data)
         own, trained = (
-            special_tokens(each, folder=folder)
+            special_tokens(tokenizer_config(each, folder=folder))
             for each, folder in ((files, source), (_carried(meta, data), data))
         )
         if not template or own == trained:

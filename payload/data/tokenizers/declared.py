@@ -22,6 +22,7 @@ from payload.data.special_tokens import (
     tokenizer_config,
 )
 from payload.errors import DataError
+from payload.remake import write_tokenizer_again
 from payload.tokenizer_identity import TOKENIZER_FILE
 from payload.untrusted import is_failure, parse_json, shown
 
@@ -64,14 +65,10 @@ def require_declared_tokens(
             wanted, found = f"with {flag} = {not getattr(token, flag)}", f"{getattr(token, flag)}"
         else:
             continue
-        program = (
-            f"from transformers import AutoTokenizer as T; T.from_pretrained({str(folder)!r})"
-            f".save_pretrained({str(folder)!r})"
-        )
         raise DataError(
             f"tokenizer {folder}: {each.where} has {shown(each.content)} as {wanted}, and in "
             f"{TOKENIZER_FILE} it is {found}. Correct one of them, or have all written again: "
-            f'python -c "{program}"'
+            f"{write_tokenizer_again(folder)}"
         )
 
 

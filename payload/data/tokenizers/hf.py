@@ -23,6 +23,7 @@ from payload.data.tokenizers.declared import require_declared_tokens
 from payload.data.tokenizers.hf_fast import HfFast
 from payload.errors import DataError, TileforgeError
 from payload.hf_folder import CONFIG_FILE, read_tokenizer_files
+from payload.remake import write_tokenizer_again
 from payload.tokenizer_identity import TOKENIZER_FILE, identity_of, parse_tokenizer
 from payload.untrusted import inside_folder, is_failure, one_line, parse_json, read_bytes, shown
 
@@ -272,11 +273,7 @@ def _read(path: Path) -> bytes | None:
 def _no_tokenizer(folder: Path, files: Mapping[str, bytes]) -> str:
     if not files:
         return f"tokenizer {folder}: it has no {TOKENIZER_FILE}. Name a folder that has one."
-    program = (
-        f"from transformers import AutoTokenizer as T; T.from_pretrained({str(folder)!r})"
-        f".save_pretrained({str(folder)!r})"
-    )
     return (
         f"tokenizer {folder}: it has {', '.join(files)} but no {TOKENIZER_FILE}. Make it with: "
-        f'python -c "{program}"'
+        f"{write_tokenizer_again(folder)}"
     )
