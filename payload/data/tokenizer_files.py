@@ -32,9 +32,6 @@ MERGES_PATH = Path(__file__).parent / "gpt2" / "merges.txt"
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 """Hash of OpenAI's vocab.bpe: the value that tiktoken pins for it."""
 
-# Any of these makes a tokenizer; the other files only describe it.
-_VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")
-
 
 def tokenizer_files(
     meta: DataMeta, *, data: Path, source: Path | None, context: int
@@ -42,14 +39,13 @@ def tokenizer_files(
     """Return the tokenizer's files by name, for a checkpoint.
 
     They are those in `source`, the folder of the model that training starts from; else those that
-    the data folder `data` carries; else GPT-2's, which are made here. A source with a tokenizer
-    other than the data's does not count. `context` is the longest one of the model in tokens.
+    the data folder `data` carries; else GPT-2's, which are made here. A source without a
+    tokenizer.json, or with another one than the data's, does not count. `context` is the longest one of the model in tokens.
     There are none for a vocabulary that is not known here. Raises CheckpointError and DataError for
     files that cannot be read.
     """
     if (
         source is not None
-        and any((source / name).is_file() for name in _VOCABULARIES)
         and is_same_tokenizer(meta, data=data, folder=source, error=CheckpointError)
     ):
         files, template = read_tokenizer_files(source, error=CheckpointError), _template(meta, data)

@@ -48,14 +48,16 @@ def carried_file(meta: DataMeta, data: Path, name: str) -> bytes:
 def is_same_tokenizer(
     meta: DataMeta, *, data: Path, folder: Path, error: type[TileforgeError] = DataError
 ) -> bool:
-    """Say whether the model in `folder` has the data's tokenizer, or no tokenizer.json.
+    """Say whether the model in `folder` has a tokenizer.json, and it is the data's tokenizer.
 
     Raises `error` for a damaged file of the model, and DataError for one of the data.
     """
     identity = folder_identity(folder, error=error)
-    if identity is None:
-        return True
-    return is_tokenizer_of(meta, identity) and _agree(meta, data, folder, error=error)
+    return (
+        identity is not None
+        and is_tokenizer_of(meta, identity)
+        and _agree(meta, data, folder, error=error)
+    )
 
 
 def require_same_tokens(
