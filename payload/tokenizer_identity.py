@@ -148,9 +148,7 @@ def _is_vocabulary_of(
             for each in _list(own.get("added_tokens"))
             if isinstance(each, dict)
         }
-    return has_vocabulary(
-        folder, vocabulary_sha256=meta.tokenizer_sha256, added=added, error=error
-    )
+    return has_vocabulary(folder, vocabulary_sha256=meta.tokenizer_sha256, added=added, error=error)
 
 
 def has_vocabulary(
@@ -172,7 +170,9 @@ def has_vocabulary(
         except FileNotFoundError:
             found[name] = b"{}"
         except OSError as problem:
-            raise error(f"{folder / name}: {one_line(problem.strerror or problem)} {_FIX}") from None
+            raise error(
+                f"{folder / name}: {one_line(problem.strerror or problem)} {_FIX}"
+            ) from None
     vocabulary, more = (
         parse_json(found[name], where=str(folder / name), fix=_FIX, error=error)
         for name in ("vocab.json", "added_tokens.json")

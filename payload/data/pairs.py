@@ -132,7 +132,5 @@ def open_pairs(folder: Path, *, split: Literal["train", "val"], sequence_length:
         vocab_size=meta.vocab_size,
         pad_token=meta.preference.pad_token,
         check=blocks.check,
-        marks_check=open_check(
-            folder / marks_name, meta.files[marks_name], source=meta.source
-        ),
+        marks_check=open_check(folder / marks_name, meta.files[marks_name], source=meta.source),
     )

@@ -102,9 +102,7 @@ def read_reference(folder: Path, meta: DataMeta) -> Reference | None:
     path = folder / REFERENCE_FILE
     fix = f"Remove it, or make it again with: {how_to_make(folder, None)}"
     try:
-        raw = parse_json(
-            read_bytes(inside_folder(path)), where=str(path), fix=fix, error=DataError
-        )
+        raw = parse_json(read_bytes(inside_folder(path)), where=str(path), fix=fix, error=DataError)
     except FileNotFoundError:
         return None
     except OSError as error:

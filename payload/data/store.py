@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -95,7 +95,7 @@ class Store:
         self.totals, self.cursor = Totals(), {}
         self.is_complete = self.has_shards = self.in_document = False
         with writing_to(self.folder):
-            self._journal = open(self.folder / JOURNAL_NAME, "wb", opener=no_follow)
+            self._journal = _open(self.folder / JOURNAL_NAME, "wb")
             self._write_line({"fingerprint": self._fingerprint, "encoder": self.encoder})
             for name in (TRAIN_NAME, VAL_NAME):
                 self._files[name] = _GrowingFile(self.folder, name, keep_bytes=0)
@@ -200,7 +200,7 @@ class _GrowingFile:
             raise DataError(f"{path}: gone, though the journal lists it. Start again with --force.")
         self._hash, self._ranges = hashlib.sha256(), RangeHasher()
         self.size = keep_bytes
-        self._file = open(path, "r+b" if keep_bytes else "wb", opener=no_follow)
+        self._file = _open(path, "r+b" if keep_bytes else "wb")
         if keep_bytes:
             self._cut(path, keep_bytes)
 
@@ -263,7 +263,7 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
     for each in (path, folder / JOURNAL_NAME, *partials):
         _require_own(each)
     while True:
-        file = open(path, "wb", opener=no_follow)
+        file = _open(path, "wb")
         try:
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -308,6 +308,10 @@ def _require_own(path: Path) -> None:
             )
 
 
+def _open(path: Path, mode: Literal["wb", "r+b"]) -> BinaryIO:
+    return open(path, mode, opener=no_follow)
+
+
 def _partial_path(folder: Path, name: str) -> Path:
     return folder / f"{name}.partial"
 
@@ -343,7 +347,7 @@ def _shard(line: dict[str, Any]) -> _Shard | None:
 def _cut_journal(path: Path, lines: list[dict[str, Any]]) -> BinaryIO:
     """Open for appending behind `lines`."""
     whole = b"".join(path.read_bytes().splitlines(keepends=True)[: len(lines)])
-    file = open(path, "r+b", opener=no_follow)
+    file = _open(path, "r+b")
     file.truncate(len(whole))
     file.seek(len(whole))
     return file

@@ -40,13 +40,12 @@ def tokenizer_files(
 
     They are those in `source`, the folder of the model that training starts from; else those that
     the data folder `data` carries; else GPT-2's, which are made here. A source without a
-    tokenizer.json, or with another one than the data's, does not count. `context` is the longest one of the model in tokens.
-    There are none for a vocabulary that is not known here. Raises CheckpointError and DataError for
-    files that cannot be read.
+    tokenizer.json, or with another one than the data's, does not count. `context` is the
+    longest one of the model in tokens. There are none for a vocabulary that is not known here.
+    Raises CheckpointError and DataError for files that cannot be read.
     """
-    if (
-        source is not None
-        and is_same_tokenizer(meta, data=data, folder=source, error=CheckpointError)
+    if source is not None and is_same_tokenizer(
+        meta, data=data, folder=source, error=CheckpointError
     ):
         files, template = read_tokenizer_files(source, error=CheckpointError), _template(meta, data)
         own, trained = (

@@ -51,7 +51,9 @@ def test_a_checkpoint_gets_no_file_that_a_link_leads_to(folder: Path, name: str)
     meta = load_meta(make_data_folder(folder.parent / "data"))
     (folder / "tokenizer.json").unlink()
     (folder / "vocab.json").write_text("{}")
-    found = tokenizer_files(meta, data=folder.parent / "data", source=linked(folder, name), context=9)
+    found = tokenizer_files(
+        meta, data=folder.parent / "data", source=linked(folder, name), context=9
+    )
     assert SECRET.encode() not in found.values() and name not in found
 
 

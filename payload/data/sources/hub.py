@@ -6,12 +6,13 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from payload.data.documents import Batch, Batcher, Cursor, Survey
 from payload.data.sources import SourceRequest
-from payload.data.sources.files import file_identity
+from payload.data.sources.files import file_identity, missing_shards
 from payload.data.sources.parquet import (
     ROWS_AT_ONCE,
     LostRows,
@@ -77,12 +78,18 @@ class HubSource:
         places = self._parquet_places()
         if places and (self._folder is not None or len(places) <= _FOOTERS_AT_MOST):
             with self._explained("opening"):
-                return survey_parquet(places, column, skip_bad=skip_bad)
+                survey = survey_parquet(places, column, skip_bad=skip_bad)
+            return replace(survey, note=self.note())
         if self._folder is not None:
             with self._explained("reading"):
-                return Survey(documents=self._count_rows(), text_bytes=None)
+                return Survey(documents=self._count_rows(), text_bytes=None, note=self.note())
         known = (self._prepared_builder().info.splits or {}).get(self._split)
         return Survey(documents=known.num_examples if known else None, text_bytes=None)
+
+    def note(self) -> str | None:
+        """Return a note on shards of the split that are not there. Raises DataError."""
+        files = self._prepared_builder().config.data_files or {}
+        return missing_shards(list(map(str, files.get(self._split, ()))))
 
     def batches(self, cursor: Cursor) -> Iterator[Batch]:
         """Row after row."""

@@ -172,8 +172,8 @@ class Preference(Task):
         if found is not None and not found.model.is_same(self._model):
             raise CheckpointError(
                 f"{self.folder}: the reference stored there is of {_told(found.model)}, and the "
-                f"run starts from {_told(self._model)}. Give each run a copy of the folder, or replace "
-                f"it with: {how_to_make(self.folder, self._model)}"
+                f"run starts from {_told(self._model)}. Give each run a copy of the folder, or "
+                f"replace it with: {how_to_make(self.folder, self._model)}"
             )
         return found
 
