@@ -140,7 +140,7 @@ def vocabulary_file(folder: Path) -> str | None:
 def _is_vocabulary_of(
     meta: DataMeta, data: Path, folder: Path, *, error: type[TileforgeError]
 ) -> bool:
-    added = {GPT2_END: meta.end_of_text}
+    added: dict[Any, Any] = {GPT2_END: meta.end_of_text}
     if TOKENIZER_FILE in meta.tokenizer_files:
         own = read_tokenizer(data) or {}
         added = {
