@@ -1,4 +1,4 @@
-"""What a row says and nothing reads is named: a key that changes what is trained stops."""
+"""A row says no more than is trained: a key or column that is not read is refused or named."""
 
 from __future__ import annotations
 
