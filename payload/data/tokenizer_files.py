@@ -14,7 +14,11 @@ from typing import Any
 
 from payload.data.chat_template import TEMPLATE_FILE, templates_of
 from payload.data.special_tokens import special_tokens, tokenizer_config
-from payload.data.tokenizer_match import carried_file, is_same_tokenizer
+from payload.data.tokenizer_match import (
+    carried_file,
+    is_same_tokenizer,
+    makes_declared_tokens,
+)
 from payload.data.tokenizers.gpt2 import (
     END_OF_TEXT,
     END_OF_TEXT_NAME,
@@ -52,9 +56,10 @@ def tokenizer_files(
             special_tokens(tokenizer_config(each, folder=folder))
             for each, folder in ((files, source), (_carried(meta, data), data))
         )
-        if not template or own == trained:
+        is_whole = makes_declared_tokens(files, folder=source, error=CheckpointError)
+        if is_whole and (not template or own == trained):
             return {**files, **template}
-        # The template would write other special tokens than those that were trained.
+        # transformers would make other tokens, or the template would write other special ones.
     if meta.tokenizer_files:
         return {**_carried(meta, data), **_template(meta, data)}
     if meta.tokenizer_sha256 == TOKENIZER_SHA256 and meta.vocab_size == VOCAB_SIZE:

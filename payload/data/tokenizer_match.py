@@ -6,9 +6,10 @@ Their hashes are compared first (payload.tokenizer_identity), then their tokens 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from payload.data.tokenizers.declared import require_declared_tokens
 from payload.data.tokenizers.gpt2 import gpt2_encoding
 from payload.data.tokenizers.hf import build_backend, explained
 from payload.data.tokenizers.probe import Encode, same_tokens
@@ -58,6 +59,23 @@ def is_same_tokenizer(
         and is_tokenizer_of(meta, identity)
         and _agree(meta, data, folder, error=error)
     )
+
+
+def makes_declared_tokens(
+    files: Mapping[str, bytes], *, folder: Path, error: type[TileforgeError] = DataError
+) -> bool:
+    """Say whether tokenizer.json makes each token that the files of `folder` declare.
+
+    Raises `error` for a tokenizer.json that cannot be loaded.
+    """
+    path, content = folder / TOKENIZER_FILE, files[TOKENIZER_FILE]
+    raw = parse_tokenizer(content, where=str(path), error=error)
+    backend = build_backend(content, path, error=error)
+    try:
+        require_declared_tokens(folder, files, raw, backend)
+    except DataError:
+        return False
+    return True
 
 
 def require_same_tokens(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from payload.data.tokenizer_files import tokenizer_files
 from payload.data.tokenizers import load_hf_tokenizer
-from payload.errors import DataError
+from payload.data_folder import load_meta
+from payload.errors import DataError, ExitCode
+from tests.data.running import run_here
 from tests.support.chat_data import END, START, make_tokenizer
 
 Files = Mapping[str, Any]
@@ -136,6 +140,19 @@ def test_what_is_refused_is_other_tokens_in_transformers_and_its_own_command_rep
     AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
 
     assert load_hf_tokenizer(str(folder))[0].encode_one(text.encode()).tolist() == wanted
+
+
+def test_a_checkpoint_gets_no_files_that_declare_other_tokens(folder: Path) -> None:
+    text, out, model = (folder.with_name(name) for name in ("in.txt", "out", "other"))
+    text.write_text("\n\n".join(["the word list"] * 99))
+    words = ("prepare", "--source", "text", "--input", text, "--tokenizer", folder, "--out", out)
+    assert run_here(*words).returncode == ExitCode.OK
+    shutil.copytree(folder, model)
+    for files, is_models in (({"a.txt": {}}, True), (REFUSED["added_tokens.json"][0], False)):
+        source = write(model, {"tokenizer_config.json": {"model_max_length": 17}, **files})
+        found = tokenizer_files(load_meta(out), data=out, source=source, context=64)
+        assert (json.loads(found["tokenizer_config.json"])["model_max_length"] == 17) is is_models
+        assert "added_tokens.json" not in found
 
 
 def test_numbers_that_the_package_ignores_are_refused(folder: Path) -> None:
