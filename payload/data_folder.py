@@ -5,7 +5,9 @@ meta.json is written last, so a folder without it is not finished.
 
 from __future__ import annotations
 
+import errno
 import re
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -19,6 +21,7 @@ from payload.untrusted import (
     build,
     check_schema,
     checked,
+    inside_folder,
     parse_json,
     read_bytes,
     shown,
@@ -231,12 +234,14 @@ def token_dtype(vocab_size: int) -> TokenDtype:
 def load_meta(folder: Path) -> DataMeta:
     """Read a prepared folder's meta.json and compare the files' sizes with it.
 
-    Raises DataError, which says how to make the folder, when it is missing or damaged.
+    Raises DataError, which says how to make the folder, when it is missing or damaged. A link out
+    of the folder is refused: whoever made it could have any file of that size trained on.
     """
     path = folder / META_NAME
     remedy = how_to_make_again(folder, source=None)
     try:
-        raw = parse_json(read_bytes(path), where=str(path), fix=remedy, error=DataError)
+        content = read_bytes(inside_folder(path))
+        raw = parse_json(content, where=str(path), fix=remedy, error=DataError)
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(missing_data(folder)) from None
     except OSError as error:
@@ -310,14 +315,16 @@ def _require_consistent(meta: DataMeta, path: Path, remedy: str) -> None:
 
 def _check_size(folder: Path, name: str, expected: DataFile, *, source: str) -> None:
     try:
-        found = (folder / name).stat().st_size
+        status = inside_folder(folder / name).stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "Not a regular file")
     except OSError as error:
         raise DataError(
-            f"{folder / name}: {error.strerror}, though meta.json lists it. "
+            f"{folder / name}, which meta.json lists: {error.strerror}. "
             f"{how_to_make_again(folder, source=source)}"
         ) from None
-    if found != expected.bytes:
+    if status.st_size != expected.bytes:
         raise DataError(
-            f"{folder / name}: {found:,} bytes, meta.json says {expected.bytes:,}. "
+            f"{folder / name}: {status.st_size:,} bytes, meta.json says {expected.bytes:,}. "
             f"{how_to_make_again(folder, source=source)}"
         )

@@ -81,11 +81,20 @@ def with_tokenizer(folder: Path, *, source: str, tokenizer: str) -> str:
     return _prepare(printable(kind)[:20] or "KIND", "--input", where, *arguments)
 
 
+def write_tokenizer_again(folder: Path) -> str:
+    """Return the command by which transformers writes all files of a folder's tokenizer."""
+    program = (
+        f"from transformers import AutoTokenizer as T; T.from_pretrained({str(folder)!r})"
+        f".save_pretrained({str(folder)!r})"
+    )
+    return f'python -c "{program}"'
+
+
 def no_range_hashes(folder: Path) -> str:
-    """Say that a folder's content is not checked while it is read, and what changes that."""
+    """Say that a folder's content is compared only once, and what changes that."""
     return (
-        f"note: {folder} was made by a release that kept no hashes of parts: what training reads "
-        "of it is not checked. Check it whole, and add them, with: "
+        f"note: {folder} was made by a release that kept no hashes of parts: training compares its "
+        "files whole when it starts, and not as it reads them. Add the hashes with: "
         f"{command('data', 'verify', str(folder), '--add-hashes')}"
     )
 

@@ -20,7 +20,7 @@ from payload.models.source import SCRATCH, find_source, pinned, spec_on_hub
 from payload.models.spec import ModelSpec
 from payload.run_config import RunConfig
 from payload.tasks import TaskKind
-from payload.tokenizer_identity import TOKENIZER_FILE, require_same_tokenizer
+from payload.tokenizer_identity import TOKENIZER_FILE, require_same_tokenizer, vocabulary_file
 from payload.training_sections import PrecisionSection
 from payload.untrusted import home_path
 
@@ -126,7 +126,7 @@ def _spec_on_hub(init: str) -> ModelSpec:
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    return (folder / TOKENIZER_FILE).exists()
+    return (folder / TOKENIZER_FILE).exists() or vocabulary_file(folder) is not None
 
 
 def _require_sound(folder: Path, spec: ModelSpec) -> None:

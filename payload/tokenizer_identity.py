@@ -18,7 +18,7 @@ from typing import Any
 
 from payload.data_folder import DataMeta
 from payload.errors import DataError, TileforgeError
-from payload.remake import with_tokenizer
+from payload.remake import with_tokenizer, write_tokenizer_again
 from payload.tokenizer_pipeline import canonical_parts
 from payload.untrusted import inside_folder, one_line, parse_json, read_bytes
 
@@ -28,6 +28,10 @@ GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 GPT2_PIPELINE_SHA256 = "398794b6721e9ac57f742c437aa96fd6b835e8e4b6272dd831d2426778e601be"
 """GPT-2's whole pipeline; a test computes it from the packaged files."""
 _GPT2_CONTENT_SHA256 = "6535b6b8705ca03b29ab27ba8e87a8f5eacd56236ab65591ac163cbda72974c9"
+GPT2_END = "<|endoftext|>"
+"""GPT-2's one added token."""
+_VOCABULARIES = ("vocab.json", "tokenizer.model")
+"""Each is a tokenizer's vocabulary by itself; other files only describe one."""
 _FIX = "Repair the folder, or name another one."
 
 
@@ -126,6 +130,69 @@ def is_tokenizer_of(meta: DataMeta, identity: TokenizerIdentity) -> bool:
     return identity.vocabulary_sha256 == meta.tokenizer_sha256
 
 
+def vocabulary_file(folder: Path) -> str | None:
+    """Return the file with the vocabulary of a folder that has no tokenizer.json, or None."""
+    if (folder / TOKENIZER_FILE).is_file():
+        return None
+    return next((name for name in _VOCABULARIES if (folder / name).is_file()), None)
+
+
+def _is_vocabulary_of(
+    meta: DataMeta, data: Path, folder: Path, *, error: type[TileforgeError]
+) -> bool:
+    added: dict[Any, Any] = {GPT2_END: meta.end_of_text}
+    if TOKENIZER_FILE in meta.tokenizer_files:
+        own = read_tokenizer(data) or {}
+        added = {
+            each.get("content"): each.get("id")
+            for each in _list(own.get("added_tokens"))
+            if isinstance(each, dict)
+        }
+    return has_vocabulary(folder, vocabulary_sha256=meta.tokenizer_sha256, added=added, error=error)
+
+
+def has_vocabulary(
+    folder: Path,
+    *,
+    vocabulary_sha256: str,
+    added: Mapping[Any, Any],
+    error: type[TileforgeError] = DataError,
+) -> bool:
+    """Say whether vocab.json and merges.txt of `folder` are this vocabulary, with these merges.
+
+    `added` has the numbers of the tokens that the hash leaves out; those that the folder has must
+    be the same. A SentencePiece vocabulary is not compared. Raises `error` for damaged files.
+    """
+    found = {}
+    for name in ("vocab.json", "merges.txt", "added_tokens.json"):
+        try:
+            found[name] = read_bytes(inside_folder(folder / name))
+        except FileNotFoundError:
+            found[name] = b"{}"
+        except OSError as problem:
+            raise error(
+                f"{folder / name}: {one_line(problem.strerror or problem)} {_FIX}"
+            ) from None
+    vocabulary, more = (
+        parse_json(found[name], where=str(folder / name), fix=_FIX, error=error)
+        for name in ("vocab.json", "added_tokens.json")
+    )
+    if not isinstance(vocabulary, dict) or not isinstance(more, dict):
+        return False
+    if any(added.get(token, number) != number for token, number in vocabulary.items()):
+        return False
+    if any(added.get(token) != number for token, number in more.items()):
+        return False
+    lines = found["merges.txt"].decode("utf-8", "replace").split("\n")
+    model = {
+        "type": "BPE",
+        "vocab": vocabulary,
+        "merges": [line.rstrip("\r") for line in lines if line and not line.startswith("#version")],
+    }
+    contents = [{"content": token} for token in added]
+    return _vocabulary_sha256({"model": model, "added_tokens": contents}) == vocabulary_sha256
+
+
 def require_same_tokenizer(
     meta: DataMeta,
     *,
@@ -138,10 +205,19 @@ def require_same_tokenizer(
     """Raise `error` when the model in `folder` has a tokenizer other than the data's.
 
     `init` is what the user calls the model; `settings` name where data and model were given. A
-    folder without tokenizer.json says nothing.
+    folder without any vocabulary says nothing; one with a vocabulary and no tokenizer.json must
+    have the data's.
     """
     raw = read_tokenizer(folder, error=error)
     if raw is None:
+        name = vocabulary_file(folder)
+        if name is not None and not _is_vocabulary_of(meta, data, folder, error=error):
+            raise error(
+                f"{settings[1]} = {init!r} has {name} and no {TOKENIZER_FILE}, and {settings[0]} = "
+                f"{str(data)!r} was prepared with the tokenizer {meta.tokenizer}, which is not "
+                f"known to be the same. Make the {TOKENIZER_FILE}, then prepare the data with it: "
+                f"{write_tokenizer_again(folder)}"
+            )
         return
     identity = identity_of(raw)
     if is_tokenizer_of(meta, identity):

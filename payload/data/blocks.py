@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from payload.data.ranges import RangeCheck
+from payload.data.ranges import RangeCheck, open_check
 from payload.data_folder import TRAIN_NAME, VAL_NAME, DataMeta, load_meta, require_task
 from payload.errors import DataError
 
@@ -230,15 +230,10 @@ def open_tokens(path: Path, *, meta: DataMeta, sequence_length: int) -> TokenBlo
     dtype = np.dtype(meta.dtype).newbyteorder("<")
     if file.bytes < 2 * dtype.itemsize:
         raise DataError(f"{path}: fewer than two tokens. Prepare more text.")
-    check = None
-    if file.range_sha256:
-        check = RangeCheck(
-            path, size_bytes=file.bytes, hashes=file.range_sha256, source=meta.source
-        )
     return TokenBlocks(
         path=path,
         tokens=np.memmap(path, dtype=dtype, mode="r"),
         sequence_length=sequence_length,
         vocab_size=meta.vocab_size,
-        check=check,
+        check=open_check(path, file, source=meta.source),
     )

@@ -18,6 +18,7 @@ from payload.data.special_tokens import (
     MAP_FILE,
     named_tokens,
     read_tokenizer_config,
+    special_tokens,
 )
 from payload.data.template_process import (
     TemplateFailedError,
@@ -132,9 +133,8 @@ def _chat_template(
     text: str, path: Path, config: Mapping[str, Any], *, tokenizer: Path
 ) -> ChatTemplate:
     known = named_tokens(config)
-    tokens = {name: token for name, token in known.items() if token is not None}
     try:
-        process = TemplateProcess(text, tokens)
+        process = TemplateProcess(text, special_tokens(config))
     except TemplateFailedError as error:
         raise DataError(f"{path}: is no template: {one_line(error)} {_FIX}") from None
     unknown = sorted(set(process.named_tokens) - set(known))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,22 @@ _SHAREGPT_ROLES = {
     "assistant": "assistant",
 }
 _KEYS_SHOWN = 6
+_SYSTEM = "system"
+"""A column with the system message of any format."""
+_COLUMNS = (
+    ("messages",),
+    ("conversations",),
+    ("prompt", "completion"),
+    ("instruction", "output", "input"),
+)
+"""Columns that each format reads, the first that a row has; the optional ones behind two."""
+_ABOUT = re.compile(
+    r"name|model|id|ids|uuid|index|idx|turn|.*_(id|ids|identifier|index|at|time|ip)"
+    r"|timestamp|date|time|created|updated|lang|language|country"
+)
+"""Keys of a message that are about it, and no part of what a template renders."""
+_TRAINED = ("weight", "train")
+"""Keys that say whether a message is trained."""
 
 
 class BadConversationError(ValueError):
@@ -29,14 +46,21 @@ class BadConversationError(ValueError):
 
 def conversation_of(row: Mapping[str, Any]) -> Messages:
     """Return the row's messages. Raises BadConversationError."""
-    if row.get("messages") is not None:
+    columns = columns_of(row)
+    if columns == ("messages",):
         messages = _chat(row["messages"], "messages", role="role", content="content", names=None)
-    elif row.get("conversations") is not None:
-        messages = _sharegpt(row)
-    elif "completion" in row and "prompt" in row:
+    elif columns == ("conversations",):
+        messages = _chat(
+            row["conversations"],
+            "conversations",
+            role="from",
+            content="value",
+            names=_SHAREGPT_ROLES,
+        )
+    elif columns[:1] == ("prompt",):
         messages = messages_of(row, "prompt", "user")
         messages += messages_of(row, "completion", "assistant")
-    elif "instruction" in row and "output" in row:
+    elif columns:
         messages = _alpaca(row)
     else:
         keys = ", ".join(shown(key) for key in list(row)[:_KEYS_SHOWN]) or "none"
@@ -45,30 +69,52 @@ def conversation_of(row: Mapping[str, Any]) -> Messages:
         raise BadConversationError(
             "no message of the assistant, so nothing to train on. Add its answer."
         )
-    return messages
+    return with_system(row, messages)
 
 
-def _sharegpt(row: Mapping[str, Any]) -> Messages:
-    messages = _chat(
-        row["conversations"], "conversations", role="from", content="value", names=_SHAREGPT_ROLES
-    )
-    system = row.get("system")
-    if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system})
-    return messages
+def unread_columns(row: Mapping[str, Any], read: Sequence[str]) -> list[str]:
+    """Return the row's columns with a value, without those in `read` and `system`."""
+    return [
+        name
+        for name, value in row.items()
+        if name not in read and name != _SYSTEM and not _is_absent(value)
+    ]
+
+
+def with_system(row: Mapping[str, Any], messages: Messages) -> Messages:
+    """Return the messages behind that of the column `system`, where they have none of their own.
+
+    Raises BadConversationError.
+    """
+    given = row.get(_SYSTEM)
+    if _is_absent(given) or messages[0]["role"] == "system":
+        return messages
+    text = _text(given, _SYSTEM)
+    return [{"role": "system", "content": text}, *messages] if text.strip() else messages
+
+
+def columns_of(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the columns of the row's format; none for a row that is no conversation."""
+    for columns in _COLUMNS:
+        is_one = len(columns) == 1
+        if row.get(columns[0]) is not None if is_one else all(each in row for each in columns[:2]):
+            return columns
+    return ()
+
+
+def _is_absent(value: object) -> bool:
+    """Say whether a key has a value that says no more than its absence."""
+    return value is None or (isinstance(value, (str, Sequence, Mapping)) and not value)
 
 
 def _alpaca(row: Mapping[str, Any]) -> Messages:
     question = _text(row["instruction"], "instruction")
     if row.get("input") not in (None, ""):
         question += "\n\n" + _text(row["input"], "input")
-    messages = [
+    return [
         {"role": "user", "content": question},
         {"role": "assistant", "content": _text(row["output"], "output")},
     ]
-    if row.get("system") not in (None, ""):
-        messages.insert(0, {"role": "system", "content": _text(row["system"], "system")})
-    return messages
 
 
 def messages_of(row: Mapping[str, Any], column: str, role: str) -> Messages:
@@ -108,7 +154,29 @@ def _message(
         raise BadConversationError(
             f"{where}: unknown role {shown(said)}. Known: {', '.join(known)}."
         )
+    for key, value in given.items():
+        _require_nothing_lost(key, value, where, role=known[said], read=(role, content))
     return {"role": known[said], "content": _text(given[content], f"{where} {content}")}
+
+
+def _require_nothing_lost(
+    key: str, value: object, where: str, *, role: str, read: tuple[str, str]
+) -> None:
+    """Raise BadConversationError for a key that would change what is trained, and is not read."""
+    if key in read or _is_absent(value) or _ABOUT.fullmatch(key):
+        return
+    if key in _TRAINED and isinstance(value, (bool, int, float)):
+        if value == (role == "assistant"):
+            return
+        done = "is trained" if role == "assistant" else "is not trained"
+        raise BadConversationError(
+            f"{where}: {key} = {shown(value)}, and this version does not read it: a message of "
+            f"role {role!r} {done}."
+        )
+    raise BadConversationError(
+        f"{where}: this version does not read {shown(key)} ({shown(value)}), so training would "
+        "lose it. Remove the key."
+    )
 
 
 def _text(value: Any, where: str) -> str:

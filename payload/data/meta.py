@@ -13,6 +13,7 @@ from payload.data_folder import META_NAME, DataFile, DataMeta, load_meta, task_f
 from payload.errors import DataError
 from payload.remake import how_to_make_again
 from payload.results import write_whole
+from payload.untrusted import read_bytes
 
 _READ_BYTES = 8 * 2**20
 
@@ -49,7 +50,7 @@ def check_tokenizer_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Raise DataError when writing the tokenizer's files would replace somebody else's."""
     for name in set(files) - _earlier_tokenizer(folder):
         path = folder / name
-        if path.exists() and path.read_bytes() != files[name]:
+        if path.exists() and read_bytes(path) != files[name]:
             raise DataError(
                 f"{path}: another tokenizer's file is in the way, and no earlier run wrote it. "
                 "Choose another --out."

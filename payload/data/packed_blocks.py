@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from payload.data.blocks import IGNORED_TARGET, Indices, TokenBlocks, open_tokens
-from payload.data.ranges import RangeCheck
+from payload.data.ranges import RangeCheck, open_check
 from payload.data_folder import (
     TRAIN_MARKS_NAME,
     TRAIN_NAME,
@@ -120,13 +120,8 @@ def open_packed(folder: Path, *, split: Split, sequence_length: int) -> PackedBl
             f"{path}: {file.bytes:,} tokens are no whole blocks of {sequence_length}. Prepare the "
             "data again with --force."
         )
-    check = None
-    if file.range_sha256:
-        check = RangeCheck(
-            path, size_bytes=file.bytes, hashes=file.range_sha256, source=meta.source
-        )
     return PackedBlocks(
         tokens=open_tokens(folder / name, meta=meta, sequence_length=sequence_length),
         marks=np.memmap(path, dtype=np.uint8, mode="r"),
-        marks_check=check,
+        marks_check=open_check(path, file, source=meta.source),
     )

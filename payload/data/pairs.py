@@ -18,7 +18,7 @@ import torch
 
 from payload.data.blocks import IGNORED_TARGET, Indices, open_tokens
 from payload.data.packed_blocks import TRAINED
-from payload.data.ranges import RangeCheck
+from payload.data.ranges import RangeCheck, open_check
 from payload.data_folder import (
     PAIRS_NAMES,
     TRAIN_MARKS_NAME,
@@ -123,14 +123,6 @@ def open_pairs(folder: Path, *, split: Literal["train", "val"], sequence_length:
     lengths = ends - starts
     if (lengths < 2).any() or (lengths > sequence_length).any() or ends[-1] != len(blocks.tokens):
         raise DataError(f"{places}: its places do not fit {name}. {remedy}")
-    marks_file, marks_check = meta.files[marks_name], None
-    if marks_file.range_sha256:
-        marks_check = RangeCheck(
-            folder / marks_name,
-            size_bytes=marks_file.bytes,
-            hashes=marks_file.range_sha256,
-            source=meta.source,
-        )
     return Pairs(
         path=folder / name,
         tokens=blocks.tokens,
@@ -140,5 +132,5 @@ def open_pairs(folder: Path, *, split: Literal["train", "val"], sequence_length:
         vocab_size=meta.vocab_size,
         pad_token=meta.preference.pad_token,
         check=blocks.check,
-        marks_check=marks_check,
+        marks_check=open_check(folder / marks_name, meta.files[marks_name], source=meta.source),
     )

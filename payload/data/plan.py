@@ -16,6 +16,7 @@ import numpy as np
 from payload.data.documents import MIB, Batch, Source, Survey
 from payload.data.encode import Encoded, choose_encoder
 from payload.data.meta import check_tokenizer_files
+from payload.data.special_tokens import read_tokenizer_config, special_tokens, tokenizer_config
 from payload.data.split import (
     NANOGPT_VAL_FRACTION,
     Split,
@@ -34,6 +35,7 @@ from payload.data_folder import (
     token_dtype,
 )
 from payload.errors import DataError
+from payload.untrusted import shown
 
 SHARD_BYTES = 64 * MIB
 
@@ -199,6 +201,7 @@ def check_folder(settings: PrepareSettings, identity: Sequence[Any]) -> DataMeta
     if (out / META_NAME).exists():
         meta = load_meta(out)
         if meta.fingerprint in _fingerprints_of_same(meta, settings, identity):
+            _require_same_special_tokens(meta, settings)
             return meta
         raise DataError(
             f"{out}: holds data made from another source or with other settings ({meta.source}, "
@@ -213,6 +216,24 @@ def check_folder(settings: PrepareSettings, identity: Sequence[Any]) -> DataMeta
                 "not write it. Choose another --out, or replace it with --force."
             )
     return None
+
+
+def _require_same_special_tokens(meta: DataMeta, settings: PrepareSettings) -> None:
+    """Raise DataError where the folder's tokenizer names other special tokens than the present one.
+
+    A chat template writes them into the text, and padding is one of them.
+    """
+    if not meta.tokenizer_files:
+        return
+    config = tokenizer_config(settings.tokenizer.files, folder=Path(settings.tokenizer.name))
+    now, was = special_tokens(config), special_tokens(read_tokenizer_config(settings.out))
+    name = next((each for each in {**was, **now} if was.get(each) != now.get(each)), None)
+    if name is not None:
+        raise DataError(
+            f"{settings.out}: holds data made with {name} = {shown(was.get(name))}, and the "
+            f"tokenizer {settings.tokenizer.name} has {shown(now.get(name))} now. Choose another "
+            "--out, or replace it with --force."
+        )
 
 
 def _fingerprints_of_same(

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from payload.data.conversations import BadConversationError, Messages, messages_of
+from payload.data.conversations import BadConversationError, Messages, messages_of, with_system
 from payload.untrusted import shown
 
 FORMATS = (
     "prompt, chosen, rejected; chosen, rejected (two conversations that begin with the same prompt)"
 )
 ANSWERS = ("chosen", "rejected")
+COLUMNS = ("prompt", *ANSWERS)
 _KEYS_SHOWN = 6
 
 
@@ -49,6 +50,7 @@ def preference_of(row: Mapping[str, Any]) -> Preference:
         count = _num_shared(chosen, rejected)
         prompt, chosen, rejected = chosen[:count], chosen[count:], rejected[count:]
     _require_answers(prompt, chosen, rejected)
+    prompt = with_system(row, prompt)
     return Preference(prompt=prompt, chosen=chosen, rejected=rejected)
 
 

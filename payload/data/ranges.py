@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from payload.data_folder import HASH_DIGITS, RANGE_BYTES
+from payload.data_folder import HASH_DIGITS, RANGE_BYTES, DataFile
 from payload.errors import DataError
 from payload.remake import how_to_make_again
 
@@ -103,6 +103,31 @@ class RangeCheck:
     def _damaged(self, problem: str) -> DataError:
         remedy = how_to_make_again(self.path.parent, source=self._source)
         return DataError(f"{self.path}: {problem}. The file is damaged. {remedy}")
+
+
+def open_check(path: Path, file: DataFile, *, source: str) -> RangeCheck | None:
+    """Return the check of a file's ranges; a file without hashes of them is compared whole, here.
+
+    Raises DataError.
+    """
+    if file.range_sha256:
+        return RangeCheck(path, size_bytes=file.bytes, hashes=file.range_sha256, source=source)
+    require_content(path, file, source=source)
+    return None
+
+
+def require_content(path: Path, file: DataFile, *, source: str) -> None:
+    """Raise DataError when the whole file is not the one that meta.json has the hash of."""
+    try:
+        with path.open("rb") as opened:
+            found = hashlib.file_digest(opened, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}.") from None
+    if found != file.sha256:
+        raise DataError(
+            f"{path}: its content is not what meta.json has the hash of. "
+            f"{how_to_make_again(path.parent, source=source)}"
+        )
 
 
 def damaged_ranges(found: tuple[str, ...], expected: tuple[str, ...]) -> str:

@@ -23,7 +23,15 @@ from payload.errors import DataError
 from payload.hints import command
 from payload.models.spec import Dtype
 from payload.results import write_whole
-from payload.untrusted import build, check_schema, checked, parse_json, read_bytes
+from payload.untrusted import (
+    build,
+    check_schema,
+    checked,
+    inside_folder,
+    open_regular,
+    parse_json,
+    read_bytes,
+)
 
 REFERENCE_FILE = "reference.json"
 VALUES_FILES: Mapping[Dtype, str] = {"bf16": "reference.bf16.bin", "fp32": "reference.fp32.bin"}
@@ -94,7 +102,7 @@ def read_reference(folder: Path, meta: DataMeta) -> Reference | None:
     path = folder / REFERENCE_FILE
     fix = f"Remove it, or make it again with: {how_to_make(folder, None)}"
     try:
-        raw = parse_json(read_bytes(path), where=str(path), fix=fix, error=DataError)
+        raw = parse_json(read_bytes(inside_folder(path)), where=str(path), fix=fix, error=DataError)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -114,7 +122,8 @@ def read_values(folder: Path, meta: DataMeta, found: Reference, dtype: Dtype) ->
         return None
     path, again = folder / name, how_to_make(folder, found.model, dtype=dtype)
     try:
-        content = path.read_bytes()
+        with open_regular(inside_folder(path)) as file:
+            content = file.read()
     except OSError as error:
         raise DataError(
             f"{path}: {error.strerror}, though {REFERENCE_FILE} lists it. Make it again with: "

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import csv
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from payload.data.sources import SourceRequest, check_flags
-from payload.data.sources.files import ColumnFiles
+from payload.data.sources.files import ColumnFiles, missing_shards
 from payload.data.sources.jsonl import damaged_named, open_jsonl, parse_line, read_lines
 from payload.errors import DataError, UsageError
+from payload.untrusted import shown
 
 _GLOBS = {"jsonl": "*.jsonl*", "parquet": "*.parquet", "csv": "*.csv"}
 _FIELD_BYTES = 2**26
 _BATCH_CHARS = 2**22
+_COLUMNS_SHOWN = 8
 _SKIP = "Correct it, or leave such rows out with --skip-bad."
 
 _T = TypeVar("_T")
@@ -45,6 +48,7 @@ class Rows(ABC):
         """Complaints about the rows that were left out."""
         self.num_rows = 0
         """Rows read so far, bad ones included."""
+        self._unread: Counter[str] = Counter()
 
     @abstractmethod
     def identity(self) -> list[Any]:
@@ -60,6 +64,28 @@ class Rows(ABC):
         if not self._skip_bad:
             raise DataError(f"{message} {_SKIP}")
         self.skipped.append(message.encode("utf-8", "backslashreplace").decode("utf-8"))
+
+    def note_unread(self, columns: Iterable[str]) -> None:
+        """Count columns of a row that the task does not read."""
+        self._unread.update(columns)
+
+    def notes(self) -> list[str]:
+        """Return notes for the user on the rows that were read."""
+        shards = self.missing_shards()
+        found = [] if shards is None else [f"note: {shards}"]
+        if not self._unread:
+            return found
+        names = [
+            f"{shown(name)} ({count:,} rows)"
+            for name, count in self._unread.most_common(_COLUMNS_SHOWN)
+        ]
+        more = len(self._unread) - len(names)
+        rest = f" and {more} more columns" if more else ""
+        return [*found, f"note: columns that are not read: {', '.join(names)}{rest}"]
+
+    def missing_shards(self) -> str | None:
+        """Return a note on files of the source that are not there."""
+        return None
 
     def require_some(self) -> None:
         """Raise DataError when the source had no rows to read."""
@@ -141,6 +167,9 @@ class _FileRows(Rows):
         for path in self._files.paths():
             yield from self._read(path)
 
+    def missing_shards(self) -> str | None:
+        return missing_shards(self._files.paths())
+
     def _jsonl(self, path: Path) -> Iterator[Row]:
         with open_jsonl(path) as file, damaged_named(path):
             for number, (line, _) in enumerate(read_lines(file), 1):
@@ -203,6 +232,9 @@ class _HubRows(Rows):
 
     def read(self) -> Iterator[Row]:
         yield from self._tables(self._hub.rows(), where=self.label)
+
+    def missing_shards(self) -> str | None:
+        return self._hub.note()
 
 
 def _header(fields: Sequence[str], path: Path) -> list[str]:

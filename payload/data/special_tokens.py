@@ -14,8 +14,8 @@ from payload.untrusted import inside_folder, parse_json, read_bytes, shown
 
 CONFIG_FILE = "tokenizer_config.json"
 MAP_FILE = "special_tokens_map.json"
-# Each may be an object of further named tokens; a list of texts has no names.
-_NAMED = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
+LISTED = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
+"""Keys with further tokens: a list of them, or an object of named ones."""
 _FIX = "Repair the folder, or name another one."
 
 
@@ -61,7 +61,7 @@ def map_counts(config: Mapping[str, Any]) -> bool:
 def named_tokens(config: Mapping[str, Any]) -> dict[str, str | None]:
     """Return the text of each token that a config names; None for one that it has as null."""
     values = {name: value for name, value in config.items() if name.endswith("_token")}
-    for name in _NAMED:
+    for name in LISTED:
         more = config.get(name)
         values |= more if isinstance(more, Mapping) else {}
     found: dict[str, str | None] = {}
@@ -70,3 +70,8 @@ def named_tokens(config: Mapping[str, Any]) -> dict[str, str | None]:
         if text is None or isinstance(text, str):
             found[name] = text
     return found
+
+
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the text of each token that a config names, those that are null left out."""
+    return {name: text for name, text in named_tokens(config).items() if text is not None}

@@ -14,11 +14,12 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,7 @@ from payload.data.ranges import RangeHasher
 from payload.data_folder import META_NAME, TRAIN_NAME, VAL_NAME, DataFile
 from payload.errors import DataError
 from payload.results import fsync_folder
-from payload.untrusted import build, parse_json, read_bytes
+from payload.untrusted import build, no_follow, parse_json, read_bytes
 
 JOURNAL_NAME = ".prepare.jsonl"
 LOCK_NAME = ".prepare.lock"
@@ -94,7 +95,7 @@ class Store:
         self.totals, self.cursor = Totals(), {}
         self.is_complete = self.has_shards = self.in_document = False
         with writing_to(self.folder):
-            self._journal = (self.folder / JOURNAL_NAME).open("wb")
+            self._journal = _open(self.folder / JOURNAL_NAME, "wb")
             self._write_line({"fingerprint": self._fingerprint, "encoder": self.encoder})
             for name in (TRAIN_NAME, VAL_NAME):
                 self._files[name] = _GrowingFile(self.folder, name, keep_bytes=0)
@@ -199,7 +200,7 @@ class _GrowingFile:
             raise DataError(f"{path}: gone, though the journal lists it. Start again with --force.")
         self._hash, self._ranges = hashlib.sha256(), RangeHasher()
         self.size = keep_bytes
-        self._file = path.open("r+b" if keep_bytes else "wb")
+        self._file = _open(path, "r+b" if keep_bytes else "wb")
         if keep_bytes:
             self._cut(path, keep_bytes)
 
@@ -254,11 +255,15 @@ def writing_to(folder: Path) -> Iterator[None]:
 def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
     """Keep a second `prepare` out of `folder`.
 
-    When one is there already: waits for its end with `wait`, else raises DataError.
+    When one is there already: waits for its end with `wait`, else raises DataError. So it does for
+    anything but a regular file in the place of one that `prepare` opens there.
     """
     path = folder / LOCK_NAME
+    partials = (_partial_path(folder, name) for name in (TRAIN_NAME, VAL_NAME))
+    for each in (path, folder / JOURNAL_NAME, *partials):
+        _require_own(each)
     while True:
-        file = path.open("wb")
+        file = _open(path, "wb")
         try:
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -291,6 +296,20 @@ def remove_unfinished(folder: Path) -> None:
     for name in (TRAIN_NAME, VAL_NAME):
         _partial_path(folder, name).unlink(missing_ok=True)
     (folder / JOURNAL_NAME).unlink(missing_ok=True)
+
+
+def _require_own(path: Path) -> None:
+    """Raise DataError for anything but a regular file: through a link another would be written."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise DataError(
+                f"{path}: a link, or no regular file, where prepare writes a file of its own. "
+                "Remove it, or choose another --out."
+            )
+
+
+def _open(path: Path, mode: Literal["wb", "r+b"]) -> BinaryIO:
+    return open(path, mode, opener=no_follow)
 
 
 def _partial_path(folder: Path, name: str) -> Path:
@@ -328,7 +347,7 @@ def _shard(line: dict[str, Any]) -> _Shard | None:
 def _cut_journal(path: Path, lines: list[dict[str, Any]]) -> BinaryIO:
     """Open for appending behind `lines`."""
     whole = b"".join(path.read_bytes().splitlines(keepends=True)[: len(lines)])
-    file = path.open("r+b")
+    file = _open(path, "r+b")
     file.truncate(len(whole))
     file.seek(len(whole))
     return file

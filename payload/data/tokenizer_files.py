@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from payload.data.chat_template import TEMPLATE_FILE, templates_of
-from payload.data.special_tokens import named_tokens, tokenizer_config
-from payload.data.tokenizer_match import carried_file, is_same_tokenizer
+from payload.data.special_tokens import special_tokens, tokenizer_config
+from payload.data.tokenizer_match import (
+    carried_file,
+    is_same_tokenizer,
+    makes_declared_tokens,
+)
 from payload.data.tokenizers.gpt2 import (
     END_OF_TEXT,
     END_OF_TEXT_NAME,
@@ -32,9 +36,6 @@ MERGES_PATH = Path(__file__).parent / "gpt2" / "merges.txt"
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 """Hash of OpenAI's vocab.bpe: the value that tiktoken pins for it."""
 
-# Any of these makes a tokenizer; the other files only describe it.
-_VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")
-
 
 def tokenizer_files(
     meta: DataMeta, *, data: Path, source: Path | None, context: int
@@ -42,30 +43,28 @@ def tokenizer_files(
     """Return the tokenizer's files by name, for a checkpoint.
 
     They are those in `source`, the folder of the model that training starts from; else those that
-    the data folder `data` carries; else GPT-2's, which are made here. A source with a tokenizer
-    other than the data's does not count. `context` is the longest one of the model in tokens.
-    There are none for a vocabulary that is not known here. Raises CheckpointError and DataError for
-    files that cannot be read.
+    the data folder `data` carries; else GPT-2's, which are made here. A source without a
+    tokenizer.json, or with another one than the data's, does not count. `context` is the
+    longest one of the model in tokens. There are none for a vocabulary that is not known here.
+    Raises CheckpointError and DataError for files that cannot be read.
     """
-    if (
-        source is not None
-        and any((source / name).is_file() for name in _VOCABULARIES)
-        and is_same_tokenizer(meta, data=data, folder=source, error=CheckpointError)
+    if source is not None and is_same_tokenizer(
+        meta, data=data, folder=source, error=CheckpointError
     ):
         files, template = read_tokenizer_files(source, error=CheckpointError), _template(meta, data)
-        if not template or _special(files, source) == _special(_carried(meta, data), data):
+        own, trained = (
+            special_tokens(tokenizer_config(each, folder=folder))
+            for each, folder in ((files, source), (_carried(meta, data), data))
+        )
+        is_whole = makes_declared_tokens(files, folder=source, error=CheckpointError)
+        if is_whole and (not template or own == trained):
             return {**files, **template}
-        # The template would write other special tokens than those that were trained.
+        # transformers would make other tokens, or the template would write other special ones.
     if meta.tokenizer_files:
         return {**_carried(meta, data), **_template(meta, data)}
     if meta.tokenizer_sha256 == TOKENIZER_SHA256 and meta.vocab_size == VOCAB_SIZE:
         return gpt2_files(context=context)
     return {}
-
-
-def _special(files: Mapping[str, bytes], folder: Path) -> Mapping[str, str]:
-    named = named_tokens(tokenizer_config(files, folder=folder))
-    return {name: text for name, text in named.items() if text is not None}
 
 
 def _template(meta: DataMeta, data: Path) -> Mapping[str, bytes]:

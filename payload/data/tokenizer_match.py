@@ -6,9 +6,10 @@ Their hashes are compared first (payload.tokenizer_identity), then their tokens 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from payload.data.tokenizers.declared import require_declared_tokens
 from payload.data.tokenizers.gpt2 import gpt2_encoding
 from payload.data.tokenizers.hf import build_backend, explained
 from payload.data.tokenizers.probe import Encode, same_tokens
@@ -48,14 +49,33 @@ def carried_file(meta: DataMeta, data: Path, name: str) -> bytes:
 def is_same_tokenizer(
     meta: DataMeta, *, data: Path, folder: Path, error: type[TileforgeError] = DataError
 ) -> bool:
-    """Say whether the model in `folder` has the data's tokenizer, or no tokenizer.json.
+    """Say whether the model in `folder` has a tokenizer.json, and it is the data's tokenizer.
 
     Raises `error` for a damaged file of the model, and DataError for one of the data.
     """
     identity = folder_identity(folder, error=error)
-    if identity is None:
-        return True
-    return is_tokenizer_of(meta, identity) and _agree(meta, data, folder, error=error)
+    return (
+        identity is not None
+        and is_tokenizer_of(meta, identity)
+        and _agree(meta, data, folder, error=error)
+    )
+
+
+def makes_declared_tokens(
+    files: Mapping[str, bytes], *, folder: Path, error: type[TileforgeError] = DataError
+) -> bool:
+    """Say whether tokenizer.json makes each token that the files of `folder` declare.
+
+    Raises `error` for a tokenizer.json that cannot be loaded.
+    """
+    path, content = folder / TOKENIZER_FILE, files[TOKENIZER_FILE]
+    raw = parse_tokenizer(content, where=str(path), error=error)
+    backend = build_backend(content, path, error=error)
+    try:
+        require_declared_tokens(folder, files, raw, backend)
+    except DataError:
+        return False
+    return True
 
 
 def require_same_tokens(

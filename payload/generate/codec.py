@@ -11,7 +11,14 @@ from payload.data.tokenizers.gpt2 import END_OF_TEXT, VOCAB_SIZE, gpt2_encoding
 from payload.data.tokenizers.hf import explained
 from payload.errors import CheckpointError
 from payload.hf_folder import CONFIG_FILE, read_config
-from payload.tokenizer_identity import folder_identity
+from payload.remake import write_tokenizer_again
+from payload.tokenizer_identity import (
+    GPT2_END,
+    GPT2_SHA256,
+    folder_identity,
+    has_vocabulary,
+    vocabulary_file,
+)
 from payload.train.weights import config_folder, tokenizer_folder
 from payload.untrusted import inside_folder, is_failure, one_line, parse_json, read_bytes
 
@@ -49,8 +56,21 @@ def find_codec(folder: Path) -> Codec:
     # A GPT-2 may be trained on another tokenizer's tokens, which its folder has then.
     own = folder_identity(tokenizer, error=CheckpointError)
     if config.get("model_type") == _GPT2 and (own is None or own.is_gpt2()):
+        _require_gpt2(tokenizer)
         return _gpt2()
     return _any(tokenizer, stops=_named_stops(model, config))
+
+
+def _require_gpt2(folder: Path) -> None:
+    """Raise CheckpointError for a vocabulary without tokenizer.json that is not GPT-2's."""
+    name, added = vocabulary_file(folder), {GPT2_END: END_OF_TEXT}
+    if name is not None and not has_vocabulary(
+        folder, vocabulary_sha256=GPT2_SHA256, added=added, error=CheckpointError
+    ):
+        raise CheckpointError(
+            f"{folder}: it has {name} and no {_TOKENIZER_FILE}, and that is not GPT-2's. Make it "
+            f"with: {write_tokenizer_again(folder)}"
+        )
 
 
 def _gpt2() -> Codec:

@@ -71,6 +71,7 @@ def small_tokenizer(folder: Path, *, prepends: bool, joins: bool) -> Path:
         tokenizer.normalizer = normalizers.Sequence(spaces)
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["</s>"])
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))

@@ -141,13 +141,19 @@ def test_a_tokenizer_that_gives_other_tokens_each_time_is_refused(tmp_path: Path
     load_tokenizer(str(folder))
 
 
+def added(number: int) -> dict[str, Any]:
+    """Return the entry of `</s>` in added_tokens."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": "</s>", "special": True, **flags}
+
+
 def failing(folder: Path) -> Path:
     """Write a tokenizer that raises on unknown words, and whose decoder panics."""
     folder.mkdir()
     vocabulary = {"a b": 0, "</s>": 1, "a": 2}
     model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<gone>"}
     strip = {"type": "Strip", "content": "a", "start": 5, "stop": 5}
-    raw = {"version": "1.0", "added_tokens": [], "model": model, "decoder": strip}
+    raw = {"version": "1.0", "added_tokens": [added(1)], "model": model, "decoder": strip}
     (folder / "tokenizer.json").write_text(json.dumps(raw))
     config = {
         "eos_token": "</s>",
@@ -331,7 +337,8 @@ def small_tokenizer(tmp_path: Path) -> Path:
     folder = tmp_path / "small"
     folder.mkdir()
     model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "</s>": 2}, "merges": []}
-    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    raw = {"version": "1.0", "added_tokens": [added(2)], "model": model}
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     return folder
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from payload.data.__main__ import main
+from payload.data.blocks import TokenData
 from payload.data.chat_template import read_chat_template
+from payload.data.meta import write_meta
 from payload.data.tokenizer_files import tokenizer_files
 from payload.data.tokenizers import load_tokenizer
 from payload.data_folder import load_meta
-from payload.errors import CheckpointError, ConfigError, DataError, ExitCode
+from payload.errors import ConfigError, DataError, ExitCode
 from payload.hf_folder import TOKENIZER_FILES, read_tokenizer_files
 from payload.orchestrate.sites.cluster import local_weights
 from payload.untrusted import inside_folder
@@ -47,8 +51,10 @@ def test_a_checkpoint_gets_no_file_that_a_link_leads_to(folder: Path, name: str)
     meta = load_meta(make_data_folder(folder.parent / "data"))
     (folder / "tokenizer.json").unlink()
     (folder / "vocab.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="a link that leads out of its folder"):
-        tokenizer_files(meta, data=folder.parent / "data", source=linked(folder, name), context=64)
+    found = tokenizer_files(
+        meta, data=folder.parent / "data", source=linked(folder, name), context=9
+    )
+    assert SECRET.encode() not in found.values() and name not in found
 
 
 @pytest.mark.parametrize(
@@ -124,6 +130,82 @@ def test_a_folder_of_texts_has_no_link_to_other_texts(
     assert main([*words, str(tmp_path / "bad"), "--skip-bad"]) == ExitCode.CONFIG
     message = capsys.readouterr().err
     assert "x.txt: a link that leads out of its folder" in message and message.count("\n") == 1
+
+
+@pytest.mark.parametrize("task", ["text", "classify"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.parametrize(
+    "name", [".prepare.lock", ".prepare.jsonl", "train.bin.partial", "val.bin.partial"]
+)
+def test_prepare_writes_through_no_link_and_opens_no_pipe(
+    name: str, kind: str, task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "secret").write_text(SECRET)
+    out = tmp_path / "out"
+    out.mkdir()
+    if kind == "link":
+        (out / name).symlink_to("../secret")
+    else:
+        os.mkfifo(out / name)
+    rows = tmp_path / "in.jsonl"
+    rows.write_text("".join(f'{{"text": "text {n}", "label": {n % 2}}}\n' for n in range(40)))
+    words = ["prepare", "--source", "jsonl", "--input", str(rows), "--out", str(out), "--quiet"]
+    assert main([*words, "--task", task]) == ExitCode.CONFIG
+    message = capsys.readouterr().err
+    assert f"{out / name}: a link, or no regular file, where prepare writes" in message
+    assert (tmp_path / "secret").read_text() == SECRET and not (out / "train.bin").exists()
+
+
+@pytest.mark.parametrize("name", ["train.bin", "val.bin", "meta.json"])
+def test_training_reads_no_data_outside_of_its_folder(name: str, tmp_path: Path) -> None:
+    folder = make_data_folder(tmp_path / "data")
+    (folder / name).rename(tmp_path / name)
+    (folder / name).symlink_to(f"../{name}")
+    with pytest.raises(DataError, match="a link that leads out of its folder"):
+        TokenData.open(folder, sequence_length=8)
+    (folder / name).unlink()
+    (tmp_path / name).rename(folder / f"{name}.0")
+    (folder / name).symlink_to(f"{name}.0")
+    TokenData.open(folder, sequence_length=8)
+
+
+def test_without_hashes_of_ranges_the_whole_file_is_compared(tmp_path: Path) -> None:
+    folder = make_data_folder(tmp_path / "data")
+    meta = load_meta(folder)
+    files = {name: replace(file, range_sha256=()) for name, file in meta.files.items()}
+    write_meta(folder, replace(meta, files=files))
+    assert not TokenData.open(folder, sequence_length=8).has_range_hashes()
+    path = folder / "train.bin"
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(DataError, match=r"train\.bin: its content is not what meta\.json has"):
+        TokenData.open(folder, sequence_length=8)
+
+
+def test_a_pipe_or_a_folder_in_the_place_of_a_data_file_is_one_line(tmp_path: Path) -> None:
+    folder = make_data_folder(tmp_path / "data", num_val_tokens=2048)  # 4096 bytes, as a folder
+    (folder / "val.bin").unlink()
+    (folder / "val.bin").mkdir()
+    with pytest.raises(DataError, match=r"val\.bin, which meta\.json lists: Not a regular file"):
+        load_meta(folder)
+
+
+def test_a_format_that_reads_further_files_is_not_read_from_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "secret").write_text("a secret")
+    task = tmp_path / "set" / "tasks" / "a"
+    task.mkdir(parents=True)
+    (task / "task.toml").write_text("[metadata]\n")
+    (task / "instruction.md").symlink_to("../../../secret")
+    (tmp_path / "set" / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files: tasks/*/task.toml\n---\n"
+    )
+    words = ["prepare", "--source", "hf", "--input", str(tmp_path / "set"), "--quiet"]
+    words += ["--text-column", "instruction", "--out", str(tmp_path / "out")]
+    assert main(words) == ExitCode.CONFIG
+    message = capsys.readouterr().err
+    assert "takes its files for the format harbor, which may read others too" in message
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_a_path_leads_to_decides(tmp_path: Path) -> None:

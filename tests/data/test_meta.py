@@ -65,7 +65,7 @@ def test_short_file_is_noticed_without_reading_it(folder: Path) -> None:
 
 def test_lost_file_is_noticed(folder: Path) -> None:
     (folder / "train.bin").unlink()
-    with pytest.raises(DataError, match=r"train\.bin: No such file.* meta\.json lists it"):
+    with pytest.raises(DataError, match=r"train\.bin, which meta\.json lists: No such file"):
         load_meta(folder)
 
 

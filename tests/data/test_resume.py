@@ -6,6 +6,7 @@ import json
 import subprocess
 import time
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
@@ -230,10 +231,14 @@ def test_one_that_waits_begins_when_the_other_has_ended(corpus: Path, tmp_path: 
 
 def test_a_full_disk_is_one_line_and_the_run_can_go_on(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    out.mkdir()
-    (out / "train.bin.partial").symlink_to("/dev/full")
     args = ["--source", "jsonl", "--input", corpus, "--out", out]
-    full = run_here("prepare", *args, "--quiet")
+
+    def full_disk(path: Path, mode: str) -> IO[bytes]:
+        return (Path("/dev/full") if path.name == "train.bin.partial" else path).open(mode)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("payload.data.store._open", full_disk)
+        full = run_here("prepare", *args, "--quiet")
     assert full.returncode == 10
     assert full.stderr.startswith(f"error: {out}: No space left on device while writing, ")
     assert "run the same command again, without --force" in full.stderr

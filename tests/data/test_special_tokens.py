@@ -8,11 +8,23 @@ from typing import Any
 
 import pytest
 
+from payload.data.__main__ import main as data
 from payload.data.chat_template import read_chat_template
 from payload.data.tasks.classify_job import pad_token
 from payload.data.tokenizers import load_hf_tokenizer
-from payload.errors import DataError
-from tests.support.chat_data import END, START, make_tokenizer, turn
+from payload.errors import DataError, ExitCode
+from tests.support.chat_data import (
+    END,
+    PLAIN_TEMPLATE,
+    START,
+    conversations,
+    make_tokenizer,
+    prepare,
+    prepare_words,
+    turn,
+    write_rows,
+)
+from tests.support.preference_data import pairs
 
 pytestmark = pytest.mark.processes  # the template is rendered by one
 
@@ -84,3 +96,24 @@ def test_the_end_of_a_document_and_padding_are_those_of_the_map(tmp_path: Path) 
     assert tokenizer.end == (0,) and pad_token(tokenizer) == 0
     assert tokenizer.end_note is not None
     assert tokenizer.end_note.endswith("eos_token of special_tokens_map.json")
+
+
+@pytest.mark.parametrize(("task", "name"), [("chat", "bos_token"), ("preference", "pad_token")])
+def test_other_special_tokens_are_other_data(
+    task: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = "{{ bos_token }}" + PLAIN_TEMPLATE
+    folder = make_tokenizer(tmp_path / "model", template=template)
+    config = folder / "tokenizer_config.json"
+    raw = {**json.loads(config.read_text()), "bos_token": START}
+    config.write_text(json.dumps(raw))
+    rows = pairs(8) if task == "preference" else [{"messages": each} for each in conversations(8)]
+    words = (folder, write_rows(tmp_path / "in.jsonl", rows), tmp_path / "data")
+    flags = ("--sequence-length", 64)
+    prepare(*words, *flags, task=task)
+    prepare(*words, *flags, task=task)
+    config.write_text(json.dumps({**raw, name: START if name == "pad_token" else END}))
+    assert data(prepare_words(*words, *flags, task=task)) == ExitCode.CONFIG
+    message = capsys.readouterr().err
+    assert f"data: holds data made with {name} = " in message and "--force" in message
+    prepare(*words, *flags, "--force", task=task)

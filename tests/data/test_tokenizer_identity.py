@@ -53,7 +53,7 @@ OTHERS: Mapping[str, Change] = {
     "no regex": lambda raw: raw["pre_tokenizer"].update(use_regex=False),
     "post-processor": lambda raw: raw.update(post_processor=_BEGIN),
     "added token": lambda raw: raw["added_tokens"].append(
-        {"id": 262, "content": " the", "special": False, **_FLAGS}
+        {"id": 50257, "content": " the", "special": False, **_FLAGS}
     ),
     "flag": lambda raw: raw["added_tokens"][0].update(lstrip=True),
     "model": lambda raw: raw["model"].update(ignore_merges=True),
@@ -296,3 +296,79 @@ def test_a_file_that_is_nested_deeply_is_one_line() -> None:
     assert len(identity_of({"model": {}, "normalizer": step}).pipeline_sha256) == 64
     with pytest.raises(DataError, match="nested too deeply"):
         identity_of({"model": {}, "normalizer": {"type": "Odd", "value": nested}})
+
+
+def old_folder(folder: Path, *, first: str | None = None) -> Path:
+    """Write GPT-2's vocab.json and merges.txt alone; `first` changes places with the last word."""
+    folder.mkdir(parents=True)
+    model = json.loads(packaged()["tokenizer.json"])["model"]
+    vocabulary, merges = model["vocab"], model["merges"]
+    if first is not None:
+        last = merges[-1].replace(" ", "")
+        vocabulary[first], vocabulary[last] = vocabulary[last], vocabulary[first]
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "eos_token_id": 50256}))
+    return folder
+
+
+def test_a_vocabulary_without_tokenizer_json_is_compared(tmp_path: Path) -> None:
+    data = make_data_folder(tmp_path / "data")
+    meta = load_meta(data)
+    own = old_folder(tmp_path / "own")
+    require_same_tokenizer(meta, data=data, folder=own, init="own")
+    files = tokenizer_files(meta, data=data, source=own, context=64)
+    assert set(files) == {"tokenizer.json", "tokenizer_config.json"}
+    find_codec(own)
+
+    other = old_folder(tmp_path / "other", first="!")
+    with pytest.raises(CheckpointError, match=r"'other' has vocab\.json and no tokenizer\.json, "):
+        require_same_tokenizer(meta, data=data, folder=other, init="other", error=CheckpointError)
+    with pytest.raises(CheckpointError, match=r"and that is not GPT-2's\. Make it with: python"):
+        find_codec(other)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer.model": b"\n\x05"},
+        {"vocab.json": b"[]"},
+        {"vocab.json": b'{"<|endoftext|>": 0}'},
+        {"vocab.json": b'{"a": 0}', "added_tokens.json": b'{"<|endoftext|>": 7}'},
+    ],
+    ids=["SentencePiece", "a list", "another end", "another added end"],
+)
+def test_a_vocabulary_that_cannot_be_the_datas_is_refused(
+    files: Mapping[str, bytes], tmp_path: Path
+) -> None:
+    data = make_data_folder(tmp_path / "data")
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=r"no tokenizer\.json, and .* not known to be the same"):
+        require_same_tokenizer(load_meta(data), data=data, folder=tmp_path, init="model")
+    find = "and that is not GPT-2's"
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(CheckpointError, match=find):
+        find_codec(tmp_path)
+
+
+def test_older_files_of_a_tokenizer_that_the_data_carries_are_compared_with_it(
+    tmp_path: Path,
+) -> None:
+    folder = write_tokenizer(tmp_path / "model")
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    text, out = tmp_path / "in.txt", tmp_path / "out"
+    text.write_text("\n\n".join(f"some text {number}" for number in range(99)))
+    words = ("prepare", "--source", "text", "--input", text, "--tokenizer", folder, "--out", out)
+    assert run_here(*words, "--allow-odd-tokenizer").returncode == 0
+    old = tmp_path / "old"
+    old.mkdir()
+    merges = [" ".join(each) for each in raw["model"]["merges"]]
+    (old / "merges.txt").write_text("\n".join(merges))
+    words_only = {word: n for word, n in raw["model"]["vocab"].items() if n > 1}
+    (old / "vocab.json").write_text(json.dumps(words_only))
+    (old / "added_tokens.json").write_text(json.dumps({"<s>": 0, "</s>": 1}))
+    require_same_tokenizer(load_meta(out), data=out, folder=old, init="old")
+    (old / "added_tokens.json").write_text(json.dumps({"<s>": 1, "</s>": 0}))
+    with pytest.raises(DataError, match="not known to be the same"):
+        require_same_tokenizer(load_meta(out), data=out, folder=old, init="old")

@@ -29,6 +29,7 @@ from payload.train.kernels.kernels import find_kernels
 from payload.train.models.base import CausalLM
 from payload.train.models.registry import load
 from payload.train.reference.__main__ import main as reference
+from payload.train.tasks import preference
 from payload.train.tasks.preference import Preference, reference_model
 from payload.train.tasks.registry import open_task
 from tests.support.chat_data import PLAIN_TEMPLATE, make_model, prepare, write_rows
@@ -273,6 +274,31 @@ def test_a_reference_of_another_model_is_refused_with_the_command_that_replaces_
     # The run that began with the first model cannot go on with another reference.
     with pytest.raises(CheckpointError, match="the reference stored there is of"):
         train_alone(tmp_path / "first", config, "train.steps=2")
+
+
+@pytest.mark.parametrize("when", ["before it is read", "while its own is computed"])
+def test_the_reference_of_a_run_that_started_at_the_same_time_is_refused(
+    when: str, config: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = Path(load_run_config(config).data.dir)
+    task = open_task(load_run_config(config))
+    assert isinstance(task, Preference)
+    base = identify(str(model), model, quantize="none")
+    task.take_base(base, resumes=False)
+    other = replace(reference_model(base), sha256="0" * 64)
+    zeros = np.zeros((len(ROWS), 2))
+
+    def store(*_: object) -> torch.Tensor:
+        write_reference(data, task.meta, model=other, dtype="fp32", values=zeros)
+        return torch.zeros(len(ROWS), 2, dtype=torch.float64)
+
+    if when == "before it is read":
+        store()
+    monkeypatch.setattr(preference, "reference_log_probs", store)
+    with pytest.raises(CheckpointError, match=r"Give each run a copy of the folder, or replace"):
+        task.begin(load(model), eval_pass(), dtype="fp32", resumes=False)
+    found = read_reference(data, task.meta)
+    assert found is not None and found.model == other
 
 
 def test_a_reference_notices_another_config_json_beside_the_same_weights(

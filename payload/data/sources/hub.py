@@ -6,12 +6,13 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from payload.data.documents import Batch, Batcher, Cursor, Survey
 from payload.data.sources import SourceRequest
-from payload.data.sources.files import file_identity
+from payload.data.sources.files import file_identity, missing_shards
 from payload.data.sources.parquet import (
     ROWS_AT_ONCE,
     LostRows,
@@ -34,6 +35,8 @@ OPENWEBTEXT = "Skylion007/openwebtext"
 OPENWEBTEXT_REVISION = "79d93d786212f7344586290adb811d4ae6a1762c"
 _FOOTERS_AT_MOST = 256
 """Files whose rows are counted over the network beforehand, at two requests each."""
+_FORMATS = ("parquet", "json", "csv", "text", "arrow", "xml", "webdataset")
+"""Formats of `datasets` that read the files that they are given, and no other file beside them."""
 
 
 class HubSource:
@@ -75,12 +78,18 @@ class HubSource:
         places = self._parquet_places()
         if places and (self._folder is not None or len(places) <= _FOOTERS_AT_MOST):
             with self._explained("opening"):
-                return survey_parquet(places, column, skip_bad=skip_bad)
+                survey = survey_parquet(places, column, skip_bad=skip_bad)
+            return replace(survey, note=self.note())
         if self._folder is not None:
             with self._explained("reading"):
-                return Survey(documents=self._count_rows(), text_bytes=None)
+                return Survey(documents=self._count_rows(), text_bytes=None, note=self.note())
         known = (self._prepared_builder().info.splits or {}).get(self._split)
         return Survey(documents=known.num_examples if known else None, text_bytes=None)
+
+    def note(self) -> str | None:
+        """Return a note on shards of the split that are not there. Raises DataError."""
+        files = self._prepared_builder().config.data_files or {}
+        return missing_shards(list(map(str, files.get(self._split, ()))))
 
     def batches(self, cursor: Cursor) -> Iterator[Batch]:
         """Row after row."""
@@ -246,8 +255,15 @@ def _check_cards(folder: Path) -> None:
 def _check_places(folder: Path, builder: DatasetBuilder) -> None:
     """Raise DataError for a data file outside of the folder, as behind a link.
 
-    Of a dataset at the hub `datasets` checks that itself.
+    Other formats than `_FORMATS` read files that nobody has named, such as those of a task beside
+    its task.toml. Of a dataset at the hub `datasets` checks that itself.
     """
+    if builder.name not in _FORMATS:
+        raise DataError(
+            f"{folder}: `datasets` takes its files for the format {shown(builder.name)[1:-1]}, "
+            f"which may read others too. Known: {', '.join(_FORMATS)}. Name the files with "
+            "--source jsonl, parquet or text."
+        )
     for places in (builder.config.data_files or {}).values():
         for place in map(str, places):
             try:

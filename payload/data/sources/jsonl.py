@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, BinaryIO, cast
 
 from payload.data.documents import MIB, Batch, Batcher, Cursor, Survey, read_pieces
 from payload.data.sources import SourceRequest
-from payload.data.sources.files import ColumnFiles
+from payload.data.sources.files import ColumnFiles, missing_shards
 from payload.errors import DataError
 from payload.untrusted import shown
 
@@ -32,8 +33,9 @@ class JsonlSource(ColumnFiles):
         """Count the lines; a compressed file is not opened for that."""
         size = sum(path.stat().st_size for path in self._files)
         if any(_is_compressed(path) for path in self._files):
-            return Survey(documents=None, text_bytes=None)
-        return Survey(documents=sum(map(_count_lines, self._files)), text_bytes=size)
+            return Survey(documents=None, text_bytes=None, note=missing_shards(self._files))
+        note = missing_shards(self._files)
+        return Survey(documents=sum(map(_count_lines, self._files)), text_bytes=size, note=note)
 
     def batches(self, cursor: Cursor) -> Iterator[Batch]:
         """Line after line."""
@@ -77,7 +79,7 @@ def _text_of(line: bytes, column: str) -> bytes | None:
     if len(line) > LINE_BYTES:
         return None
     try:
-        text = json.loads(line)[column]
+        text = json.loads(line, object_pairs_hook=_object)[column]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     if not isinstance(text, str):
@@ -104,7 +106,7 @@ def parse_line(line: bytes, *, example: str) -> dict[str, Any] | str:
     if len(line) > LINE_BYTES:
         return f"longer than {LINE_BYTES // MIB} MiB."
     try:
-        value = json.loads(line.rstrip(b"\r\n"))
+        value = json.loads(line.rstrip(b"\r\n"), object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         return f"byte {error.start} of the line (0x{line[error.start]:02x}) is not UTF-8."
     except RecursionError:
@@ -115,6 +117,15 @@ def parse_line(line: bytes, *, example: str) -> dict[str, Any] | str:
     if not isinstance(value, dict):
         return f"not an object but {type(value).__name__}; write {example}."
     return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError for a key that stands there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the key {shown(name)} stands there twice")
+    return found
 
 
 def read_lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:

@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -24,7 +24,7 @@ from payload.data.documents import (
     read_pieces,
 )
 from payload.data.sources import SourceRequest
-from payload.data.sources.files import ColumnFiles
+from payload.data.sources.files import ColumnFiles, missing_shards
 from payload.data.worker_process import end_worker, how_it_ended
 from payload.errors import DataError
 from payload.untrusted import one_line, shown
@@ -52,7 +52,8 @@ class ParquetSource(ColumnFiles):
     def survey(self) -> Survey:
         """Rows and text sizes from the files' own footers. Raises DataError on a damaged one."""
         places = [str(path) for path in self._files]
-        return survey_parquet(places, self._column, skip_bad=self._skip_bad)
+        survey = survey_parquet(places, self._column, skip_bad=self._skip_bad)
+        return replace(survey, note=missing_shards(places))
 
     def batches(self, cursor: Cursor) -> Iterator[Batch]:
         """Row after row."""

@@ -17,7 +17,12 @@ from payload.data.chat_template import (
     load_chat_template,
     read_chat_template,
 )
-from payload.data.conversations import BadConversationError, conversation_of
+from payload.data.conversations import (
+    BadConversationError,
+    columns_of,
+    conversation_of,
+    unread_columns,
+)
 from payload.data.documents import Survey
 from payload.data.packed_blocks import FIRST, PADDING, TRAINED, Marks
 from payload.data.packing import best_fit
@@ -110,6 +115,10 @@ class Groups:
         name = str(row.values[self._column])
         return self._numbers.setdefault(name, len(self._numbers))
 
+    def columns(self) -> tuple[str, ...]:
+        """Return the columns that it reads."""
+        return () if self._column is None else (self._column,)
+
     def count(self, rows: Rows) -> int:
         """Return the number of groups, or of all rows that were read."""
         return rows.num_rows if self._column is None else len(self._numbers)
@@ -198,6 +207,9 @@ class ChatJob:
         except (BadConversationError, DataError) as error:
             self.rows.skip(row.where, str(error))
             return None
+        self.rows.note_unread(
+            unread_columns(row.values, [*columns_of(row.values), *self.groups.columns()])
+        )
         return self.groups.number_of(row), text, spans
 
     def _tokenized(self, rendered: list[tuple[int, str, list[Span]]]) -> list[_Document]:

@@ -72,7 +72,7 @@ def estimate_whole(job: WholeJob) -> tuple[str, Estimate]:
         tokens=made.fields["train_tokens"] + made.fields["val_tokens"],
         need_bytes=sum(values.nbytes for values in made.files.values()),
         free_bytes=free_bytes(job.settings.out),
-        note=None,
+        note="; ".join(job.rows.notes()).removeprefix("note: ") or None,
     )
 
 
@@ -91,6 +91,8 @@ def prepare_whole(
             ready = check_folder(settings, identity)
             if ready is None:
                 meta = _written(rows, settings, fingerprint_of(identity, settings), make())
+                for note in rows.notes():
+                    reporter.say(note)
                 say_few(meta, reporter)
                 worked_s = time.monotonic() - started_s
                 return Outcome(meta=meta, was_ready=False, worked_s=worked_s)

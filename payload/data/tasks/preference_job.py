@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from payload.data.chat_template import ChatTemplate, Span
-from payload.data.conversations import BadConversationError, Messages
+from payload.data.conversations import BadConversationError, Messages, unread_columns
 from payload.data.documents import Survey
 from payload.data.packed_blocks import TRAINED
 from payload.data.plan import PrepareSettings
-from payload.data.preferences import ANSWERS, preference_of
+from payload.data.preferences import ANSWERS, COLUMNS, preference_of
 from payload.data.rows import Row, Rows, in_batches, open_rows
 from payload.data.tasks.arguments import prepare_settings, source_request, tokenizer_check
 from payload.data.tasks.chat import SEQUENCE_LENGTH
@@ -165,6 +165,7 @@ class PreferenceJob:
         except (BadConversationError, DataError) as error:
             self.rows.skip(row.where, str(error))
             return None
+        self.rows.note_unread(unread_columns(row.values, [*COLUMNS, *self.groups.columns()]))
         texts, spans = zip(*both, strict=True)
         return _Rendered(row, self.groups.number_of(row), texts, spans)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from payload.data.tokenizers.base import Agree, FastTokenizer, TextTokenizer, Tokens
 from payload.errors import DataError
-from payload.tokenizer_identity import GPT2_PIPELINE_SHA256, GPT2_SHA256
+from payload.tokenizer_identity import GPT2_END, GPT2_PIPELINE_SHA256, GPT2_SHA256
 
 if TYPE_CHECKING:
     import tiktoken
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 TOKENIZER_NAME = "gpt2"
 END_OF_TEXT = 50256
 """Written after every document."""
-END_OF_TEXT_NAME = "<|endoftext|>"
+END_OF_TEXT_NAME = GPT2_END
 VOCAB_SIZE = 50257
 TOKENIZER_SHA256 = GPT2_SHA256
 """SHA-256 of the ranks file: the value that tiktoken itself pins for r50k_base."""

@@ -19,9 +19,11 @@ import numpy as np
 
 from payload.data.special_tokens import MAP_FILE, map_counts, named_tokens, tokenizer_config
 from payload.data.tokenizers.base import FastTokenizer, TextTokenizer, Tokens
+from payload.data.tokenizers.declared import require_declared_tokens
 from payload.data.tokenizers.hf_fast import HfFast
 from payload.errors import DataError, TileforgeError
 from payload.hf_folder import CONFIG_FILE, read_tokenizer_files
+from payload.remake import write_tokenizer_again
 from payload.tokenizer_identity import TOKENIZER_FILE, identity_of, parse_tokenizer
 from payload.untrusted import inside_folder, is_failure, one_line, parse_json, read_bytes, shown
 
@@ -130,6 +132,7 @@ def hf_tokenizer(folder: Path, *, name: str) -> HfTokenizer:
         raise DataError(f"{folder / TOKENIZER_FILE}: its largest token is {largest}. {_FIX}")
     identity = identity_of(raw)
     end, place = _end_of_document(folder, files, backend)
+    require_declared_tokens(folder, files, raw, backend)
     with explained(name):
         before, after = tokens_around(backend)
         unknown = _unknown(raw["model"], backend)
@@ -283,11 +286,7 @@ def _read(path: Path) -> bytes | None:
 def _no_tokenizer(folder: Path, files: Mapping[str, bytes]) -> str:
     if not files:
         return f"tokenizer {folder}: it has no {TOKENIZER_FILE}. Name a folder that has one."
-    program = (
-        f"from transformers import AutoTokenizer as T; T.from_pretrained({str(folder)!r})"
-        f".save_pretrained({str(folder)!r})"
-    )
     return (
         f"tokenizer {folder}: it has {', '.join(files)} but no {TOKENIZER_FILE}. Make it with: "
-        f'python -c "{program}"'
+        f"{write_tokenizer_again(folder)}"
     )

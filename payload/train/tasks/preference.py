@@ -113,17 +113,10 @@ class Preference(Task):
         Raises CheckpointError when the stored reference is of another model, or is gone.
         """
         self._model = reference_model(base)
-        found = read_reference(self.folder, self.meta)
-        again = how_to_make(self.folder, self._model)
-        if found is None and resumes:
+        if self._own_reference() is None and resumes:
             raise CheckpointError(
                 f"{self.folder}: the reference that the run began with is not stored there any "
-                f"more. Make it again with: {again}"
-            )
-        if found is not None and not found.model.is_same(self._model):
-            raise CheckpointError(
-                f"{self.folder}: the reference stored there is of {_told(found.model)}, and the "
-                f"run starts from {_told(self._model)}. Replace it with: {again}"
+                f"more. Make it again with: {how_to_make(self.folder, self._model)}"
             )
 
     def begin(self, model: CausalLM, how: EvalPass, *, dtype: Dtype, resumes: bool) -> bool:
@@ -168,8 +161,24 @@ class Preference(Task):
         assert self._val_reference is not None, "begin comes first"
         return evaluate_pairs(model, self._pairs[1], self._val_reference, how, beta=self._loss.beta)
 
-    def _stored(self, dtype: Dtype) -> LogProbs | None:
+    def _own_reference(self) -> Reference | None:
+        """Return what is stored. Raises CheckpointError where it is another model's.
+
+        It is compared whenever it is read: a run that started at the same time may have stored its
+        own meanwhile.
+        """
+        assert self._model is not None, "take_base comes first"
         found = read_reference(self.folder, self.meta)
+        if found is not None and not found.model.is_same(self._model):
+            raise CheckpointError(
+                f"{self.folder}: the reference stored there is of {_told(found.model)}, and the "
+                f"run starts from {_told(self._model)}. Give each run a copy of the folder, or "
+                f"replace it with: {how_to_make(self.folder, self._model)}"
+            )
+        return found
+
+    def _stored(self, dtype: Dtype) -> LogProbs | None:
+        found = self._own_reference()
         return None if found is None else read_values(self.folder, self.meta, found, dtype)
 
     def _compute(self, model: CausalLM, how: EvalPass, *, dtype: Dtype) -> Tensor | None:
@@ -177,6 +186,7 @@ class Preference(Task):
         found = reference_log_probs(model, self._pairs, how)
         if found is not None and how.world.is_main:
             assert self._model is not None, "rank 0 took the base"
+            self._own_reference()
             store(self.folder, self.meta, self._model, dtype=dtype, values=found)
         return found
 
