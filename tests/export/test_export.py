@@ -491,6 +491,9 @@ def test_tokens_around_a_text_are_those_of_the_gguf_file_or_refused(tmp_path: Pa
 
 def test_the_file_ends_texts_with_the_token_that_prepare_ends_them_with(tmp_path: Path) -> None:
     source = make_gpt2(tmp_path / "model")
+    raw = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
+    declared = {**raw["added_tokens"][0], "id": 65, "content": "b"}
+    change_tokenizer(source, "tokenizer.json", added_tokens=[declared, *raw["added_tokens"]])
     change_tokenizer(source, "special_tokens_map.json", eos_token="b")
     _, folder = load_hf_tokenizer(str(source))
     tokenizer = hf_tokenizer(folder, name="x")

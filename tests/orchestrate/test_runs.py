@@ -160,7 +160,10 @@ def test_a_whole_data_folder_passes(tmp_path: Path) -> None:
         (lambda folder: (folder / "meta.json").write_text("{"), "not JSON"),
         (lambda folder: (folder / "meta.json").write_text("[]"), "expected an object"),
         (lambda folder: (folder / "meta.json").write_text("{}"), "schema_version is None"),
-        (lambda folder: (folder / "train.bin").unlink(), r"train\.bin: No such file"),
+        (
+            lambda folder: (folder / "train.bin").unlink(),
+            r"train\.bin, which meta\.json lists: No such file",
+        ),
         (lambda folder: (folder / "val.bin").write_bytes(b"1"), r"val\.bin: 1 bytes, .* says 20"),
     ],
 )

@@ -95,6 +95,7 @@ def test_a_tracker_keeps_offline_what_the_files_say_and_no_key(
         assert not file.is_file() or KEY.encode() not in file.read_bytes(), file
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_csv_needs_no_package_and_follows_a_resumed_run(runs: Path, tmp_path: Path) -> None:
     paths = tracked_copy(runs, tmp_path / "runs" / "one", "csv")
@@ -111,6 +112,7 @@ def test_csv_needs_no_package_and_follows_a_resumed_run(runs: Path, tmp_path: Pa
     assert summary["steps"] == json.loads(paths.summary.read_text(encoding="utf-8"))["steps"]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_tracker_that_fails_is_one_note_and_the_others_go_on(runs: Path, tmp_path: Path) -> None:
     paths = tracked_copy(runs, tmp_path / "runs" / "one", "wandb", "csv", "mlflow")
@@ -126,6 +128,7 @@ def test_a_tracker_that_fails_is_one_note_and_the_others_go_on(runs: Path, tmp_p
     assert (paths.track / "csv" / "metrics.csv").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("run", ["stopped", "resumed"])
 def test_a_real_run_is_tracked_while_it_goes_on_and_at_its_end(run: str, runs: Path) -> None:

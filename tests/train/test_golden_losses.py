@@ -92,6 +92,7 @@ def test_one_rank_has_the_stored_losses_and_another_lr_has_others(
     assert not row.holds(TOLERANCE) and row.largest["val_loss"] > TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_two_ranks_have_the_stored_losses(tmp_path: Path, inputs: Path, stored: Stored) -> None:
     found = train(PAIRS, inputs=inputs, folder=tmp_path)

@@ -165,7 +165,7 @@ def test_nothing_is_built_unless_it_is_meant(
 def test_nothing_is_built_without_the_data(stack: Site, capfd: Capture) -> None:
     (stack.folder / "data" / "stdlib" / "train.bin").unlink()
     assert smoke(stack) == ExitCode.CONFIG
-    assert "train.bin: No such file" in capfd.readouterr().err
+    assert "train.bin, which meta.json lists: No such file" in capfd.readouterr().err
     assert words(stack) == [] and stack.cloud.requests == []
 
 
