@@ -21,8 +21,11 @@ HOURLY_USD = 3.6
 TIMEOUT_S = 180.0
 
 
-STEPS = 100
-"""Steps of the run that finishes: it is stopped at about 20 and loses a rank at about 40."""
+STEPS = 400
+"""Steps of the run that finishes: it is stopped at about 20 and loses a rank at about 40.
+
+It goes on for seconds after that: on a busy machine the rank is killed much later than it is seen.
+"""
 TRACKERS = '["csv", "mlflow"]'
 """Its trackers."""
 

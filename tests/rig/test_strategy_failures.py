@@ -138,9 +138,7 @@ def test_after_a_power_loss_during_a_checkpoint_the_one_before_is_used(
     run_id = f"dark-{request.node.callspec.id}"
     few = (*settings, f"train.steps={STEPS}", "train.checkpoint_every=2")
     there = start(two_machines, pair, run_id, *few, "train.keep_checkpoints=100")
-    written = partial_beside_a_whole_one(there)
-    for machine in pair.machines:
-        machine.kill()
+    written = cut_power_during_a_checkpoint(pair, there)
     left = checkpoint_folders(there.checkpoints)
     assert left and written not in [each.name for each in left]
     assert not any(map(manifest_problems, left))
@@ -155,13 +153,22 @@ def test_after_a_power_loss_during_a_checkpoint_the_one_before_is_used(
     assert len(losses(two_machines.paths(run_id).root)) == STEPS
 
 
-def partial_beside_a_whole_one(there: RunPaths) -> str:
-    """Wait until a checkpoint is being written and there is one before it; return its name."""
+def cut_power_during_a_checkpoint(pair: Rig, there: RunPaths) -> str:
+    """Cut it while a checkpoint is written and there is one before it; return its name.
+
+    The machines are stopped first, to see whether it still is: power goes slowly on a busy host.
+    """
     ends_s = time.monotonic() + TIMEOUT_S
     while time.monotonic() < ends_s:
-        # In this order: what is whole by now is not the one that is seen while it is written.
-        whole = checkpoint_folders(there.checkpoints)
+        if not partial_checkpoints(there.checkpoints):
+            continue
+        for machine in pair.machines:
+            machine.freeze()
         partial = partial_checkpoints(there.checkpoints)
-        if partial and whole:
+        if partial and checkpoint_folders(there.checkpoints):
+            for machine in pair.machines:
+                machine.kill()
             return partial[0].name.partition(".")[0]
+        for machine in pair.machines:
+            machine.thaw()
     raise AssertionError("no checkpoint was seen while it was written")

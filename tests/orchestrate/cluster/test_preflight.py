@@ -128,7 +128,8 @@ def test_mpirun_and_gloo_are_tried_and_measured_and_plan_uses_the_figures(
     assert numbers["compute_s"] > 0
     assert plan["plan"]["interfaces"] == dict.fromkeys(measured["nodes"], "ens4")
     assert plan["hosts"].split() == [node.address for node in nodes.inventory.nodes]
-    assert plan["plan"]["argv"][:3] == [f"{VENV}/bin/mpirun", "-f", f"{plan_dir(plan)}/hosts"]
+    hosts = ["-f", f"{plan_dir(plan)}/hosts"]
+    assert plan["plan"]["argv"][:4] == [f"{VENV}/bin/mpirun", "-noconf", *hosts]
     maps = ("nodes", "nodes{}.checks", "measured.nodes")
     unknown = {path: "null" for path in keys_of([report], maps=maps) if ".facts." in path}
     assert_format("output.preflight", [report], maps=maps, also=unknown)

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 
 from payload.errors import INTERRUPTED, ExitCode, PreflightError
+from payload.interrupts import PRESS_S
 from payload.launch.plan import LaunchPlan
 from payload.manifest_hashes import known_hashes, note_hash
 from payload.orchestrate.__main__ import main
@@ -283,6 +285,7 @@ def test_ctrl_c_says_how_to_attach_and_leaves_the_tunnel_through_which_a_second_
     assert process.stderr is not None
     while "detaching; Ctrl-C again" not in process.stderr.readline():
         assert process.poll() is None
+    time.sleep(PRESS_S)
     interrupt(process)
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == INTERRUPTED and "status           stopped" in out, out + err
