@@ -91,7 +91,7 @@ def checkpoint_step(folder: PurePath) -> int:
 def checkpoint_folders(checkpoints: Path) -> list[Path]:
     """List the folders named as checkpoints, oldest first, whatever they hold.
 
-    A link is none: whoever made the run's folder could have another folder taken for the run's.
+    Symlinks are left out: whoever made the run's folder could lead to another run's checkpoints.
     """
     return [path for path in _named_folders(checkpoints) if not path.is_symlink()]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from payload.errors import ConfigError
+from payload.untrusted import refuse_links
 
 
 def cluster_path(root: Path, *names: str) -> Path:
@@ -13,12 +14,10 @@ def cluster_path(root: Path, *names: str) -> Path:
     It need not be there. Raises ConfigError where a part of it is a symlink: in a folder that was
     cloned or unpacked, it would lead keys and files of ssh elsewhere, as into ~/.ssh.
     """
-    path = root
-    for name in (".cluster", *names):
-        path = path / name
-        if path.is_symlink():
-            raise ConfigError(
-                f"{path} is a symlink. Files of a cluster are written to no other place: remove "
-                "it, or put what it leads to in its place."
-            )
-    return path
+    try:
+        return refuse_links(root.joinpath(".cluster", *names), below=root)
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename} is a symlink. Files of a cluster are written to no other place: "
+            "remove it, or put what it leads to in its place."
+        ) from None

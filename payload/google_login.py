@@ -116,7 +116,9 @@ class GoogleLogin:
         if _WRONG_CLOCK.search(said):
             return f"{whose}this machine's clock is wrong. Set it, then repeat the command"
         if self.variable == TOKEN:
-            cause = "an access token is good for one hour, and this one has expired or is none"
+            cause = (
+                "an access token is good for one hour, and this one has expired or is not a token"
+            )
         elif self.variable:
             cause = "the key was deleted or replaced, or its account is disabled or gone"
         else:

@@ -3,8 +3,8 @@
 A run's folder and its records may come from anywhere: a node, a store, a project that was cloned.
 Whoever wrote them could name any data or model of this machine, another store to write to, or
 sbatch's options, for the next resume to obey; or have it wait for weeks, or without the limit of
-its cost. The record counts only with a proof by a key that
-lies outside of all runs, in this user's own state folder.
+its cost. The record counts only with a proof by a key that lies outside of all runs, in this user's
+own state folder.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class WeightFiles:
 
 
 class HeldWeights(WeightFiles):
-    """The same of a model that is in memory."""
+    """Weights of a model that is in memory, read as those of a folder are."""
 
     def __init__(
         self,

@@ -227,18 +227,17 @@ class BucketStore:
             except auth.GoogleAuthError as error:
                 raise StoreRefusedError(
                     f"{self.address}: no credentials for Google ({one_line(error)}). "
-                    f"{self._how_to_log_in()}."
+                    f"{self._or_of_the_node(self._login.renewal())}."
                 ) from None
         return self._local.client
 
-    def _how_to_log_in(self) -> str:
-        or_else = ", or use the node's service account" if self._login.is_default else ""
-        return f"{self._login.renewal()}{or_else}"
+    def _or_of_the_node(self, fix: str) -> str:
+        """Return a fix of the login; on a node there is another one."""
+        return f"{fix}, or use the node's service account" if self._login.is_default else fix
 
     def _credentials_error(self, what: str, error: Exception) -> StoreRefusedError:
-        or_else = ", or use the node's service account" if self._login.is_default else ""
-        refusal = self._login.refusal(str(error))
-        return StoreRefusedError(f"{what} ({_words(error)}): {refusal}{or_else}.")
+        refusal = self._or_of_the_node(self._login.refusal(str(error)))
+        return StoreRefusedError(f"{what} ({_words(error)}): {refusal}.")
 
     def _blob(self, name: str) -> Any:
         bucket = self._client().bucket(self.address.bucket)
@@ -286,7 +285,7 @@ class BucketStore:
             ) from None
         except libraries.auth_errors.DefaultCredentialsError:
             raise StoreRefusedError(
-                f"{what}: no credentials for Google. {self._how_to_log_in()}."
+                f"{what}: no credentials for Google. {self._or_of_the_node(self._login.renewal())}."
             ) from None
         except libraries.auth_errors.RefreshError as error:
             # A node's metadata server may fail for a moment, and the library does not say so.

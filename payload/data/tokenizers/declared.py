@@ -49,7 +49,7 @@ class _Declared:
 def require_declared_tokens(
     folder: Path, files: Mapping[str, bytes], raw: Mapping[str, Any], backend: Tokenizer
 ) -> None:
-    """Raise DataError when a declared token has another number, or is none in tokenizer.json.
+    """Raise DataError for a declared token that tokenizer.json lacks, or has by another id.
 
     `files` are the folder's, `raw` is the parsed tokenizer.json, and `backend` is made from it.
     """
