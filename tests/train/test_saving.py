@@ -233,7 +233,8 @@ def test_the_best_checkpoint_stays_when_the_metrics_are_lost_or_moved(
     before = elsewhere.read_text()
     if damage == "behind a link":
         paths.metrics.symlink_to(elsewhere)
-    assert make_room(paths) == []
+    # A link that leads out of the run's folder is never written through, nor read.
+    assert len(make_room(paths)) == (damage == "behind a link")
     for steps in (4, 5):
         train_alone(paths.root, tiny_config, *every, f"train.steps={steps}")
         assert (paths.checkpoints / "best").resolve() == paths.checkpoint(1).resolve()
@@ -241,7 +242,7 @@ def test_the_best_checkpoint_stays_when_the_metrics_are_lost_or_moved(
         summary = read_json(Summary, paths.summary)
         assert summary is not None and summary.best_checkpoint == paths.checkpoint(1).name
     trained = [row["step"] for row in read_metrics(paths.metrics) if "loss" in row]
-    assert trained == ([3, 4, 5] if damage == "lost" else [1, 2, 3, 4, 5])
+    assert trained == [3, 4, 5]
     assert elsewhere.read_text() == before and not paths.metrics.is_symlink()
 
 
