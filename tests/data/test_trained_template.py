@@ -78,6 +78,23 @@ def test_a_checkpoint_has_the_special_tokens_that_its_data_was_rendered_with(
     assert json.loads(found["tokenizer_config.json"])["eos_token"] == "<|im_end|>"
 
 
+@pytest.mark.parametrize(("task", "name"), [("text", "eos_token"), ("classify", "pad_token")])
+def test_a_checkpoint_ends_and_fills_up_texts_with_the_tokens_of_its_data(
+    task: TaskKind, name: str, tmp_path: Path
+) -> None:
+    rows = [{"text": f"{kind} {n}", "label": kind} for n in range(10) for kind in ("red", "blue")]
+    model, other = make_tokenizer(tmp_path / "model"), make_tokenizer(tmp_path / "other")
+    out = prepare(model, write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out", task=task)
+    config = other / "tokenizer_config.json"
+    raw = json.loads(config.read_text())
+    config.write_text(json.dumps({**raw, "bos_token": "<|im_start|>"}))
+    found = tokenizer_files(load_meta(out), data=out, source=other, context=64)
+    assert "bos_token" in json.loads(found["tokenizer_config.json"])  # the model's own
+    config.write_text(json.dumps({**raw, name: "<|im_start|>"}))
+    found = tokenizer_files(load_meta(out), data=out, source=other, context=64)
+    assert json.loads(found["tokenizer_config.json"])[name] == "<|im_end|>"
+
+
 def test_data_without_its_template_is_refused(tmp_path: Path) -> None:
     model, out = make_tokenizer(tmp_path / "model"), tmp_path / "out"
     prepare(model, source(tmp_path, "chat"), out)
