@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from payload.data.chat_template import read_chat_template, templates_of
 from payload.data.meta import write_meta
 from payload.data.tokenizer_files import tokenizer_files
 from payload.data_folder import load_meta
@@ -76,6 +77,19 @@ def test_a_checkpoint_has_the_special_tokens_that_its_data_was_rendered_with(
     found = tokenizer_files(load_meta(out), data=out, source=other, context=64)
     assert "special_tokens_map.json" not in found
     assert json.loads(found["tokenizer_config.json"])["eos_token"] == "<|im_end|>"
+
+
+def test_of_several_templates_the_default_one_counts_as_in_transformers(tmp_path: Path) -> None:
+    model = config_with_template(tmp_path / "model")
+    path = model / "tokenizer_config.json"
+    raw = json.loads(path.read_text())
+    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": TRAINED}]
+    path.write_text(json.dumps({**raw, "chat_template": named}))
+    assert read_chat_template(model).source == TRAINED
+    assert templates_of({path.name: path.read_bytes()}) == [TRAINED]
+    path.write_text(json.dumps({**raw, "chat_template": named[:1]}))
+    with pytest.raises(DataError, match="the model has no chat template"):
+        read_chat_template(model)
 
 
 @pytest.mark.parametrize(("task", "name"), [("text", "eos_token"), ("classify", "pad_token")])

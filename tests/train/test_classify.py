@@ -24,7 +24,7 @@ from payload.generate.__main__ import main as generate_main
 from payload.models.gpt2 import PRESETS
 from payload.models.spec import RankSetting
 from payload.run_config import parse_run_config
-from payload.train.models.classifier import Classifier
+from payload.train.models.classifier import Classifier, saved_labels
 from payload.train.models.registry import load
 from payload.train.tasks.classify import Classify
 from payload.train.tasks.registry import open_task
@@ -196,6 +196,21 @@ def test_a_classifier_of_other_labels_is_refused(
     model.labels = ("a", "b", "c")
     with pytest.raises(CheckpointError, match="'x': it classifies into a, b, c, the data's labels"):
         task.fitted(model, seed=1, init="x")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("problem_type", "multi_label_classification"),
+        ("problem_type", "regression"),
+        ("num_labels", 3),
+    ],
+)
+def test_a_classifier_of_another_kind_is_refused(key: str, value: object) -> None:
+    config = {"id2label": {"0": "a", "1": "b"}, "num_labels": 2}
+    assert saved_labels(config, where="x") == ("a", "b")
+    with pytest.raises(CheckpointError, match=f"x: {key} = .*a text has one of the 2 labels"):
+        saved_labels({**config, key: value}, where="x")
 
 
 def with_padding(data: Path, pad_token: int) -> DataMeta:
