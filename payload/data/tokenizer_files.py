@@ -35,7 +35,6 @@ from payload.remake import how_to_make_again
 MERGES_PATH = Path(__file__).parent / "gpt2" / "merges.txt"
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 """Hash of OpenAI's vocab.bpe: the value that tiktoken pins for it."""
-_GPT2_TOKENS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT_NAME)
 
 
 def tokenizer_files(
@@ -46,8 +45,8 @@ def tokenizer_files(
     They are those in `source`, the folder of the model that training starts from; else those that
     the data folder `data` carries; else GPT-2's, which are made here. A source without a
     tokenizer.json, with another one than the data's, or with other special tokens than the task
-    needs, does not count. `context` is the
-    longest one of the model in tokens. There are none for a vocabulary that is not known here.
+    needs, does not count. `context` is the longest one of the model in tokens. There are none for
+    a vocabulary that is not known here.
     Raises CheckpointError and DataError for files that cannot be read.
     """
     if source is not None and is_same_tokenizer(
@@ -61,7 +60,7 @@ def tokenizer_files(
         # transformers would make other tokens, or end texts, pad or write turns with others.
     if meta.tokenizer_files:
         return {**_carried(meta, data), **_template(meta, data)}
-    if _is_gpt2(meta):
+    if meta.tokenizer_sha256 == TOKENIZER_SHA256 and meta.vocab_size == VOCAB_SIZE:
         return gpt2_files(context=context)
     return {}
 
@@ -70,24 +69,15 @@ def _names_trained_tokens(own: Mapping[str, str], meta: DataMeta, data: Path) ->
     """Say whether a model's special tokens are those that the data was made with.
 
     A template may write any of them. The task needs no others than those that end a text and fill
-    it up. A data folder of an older version may not say which they were.
+    it up. GPT-2 has one alone, and a data folder of an older version may not say which they were.
     """
-    if meta.tokenizer_files:
-        trained = special_tokens(tokenizer_config(_carried(meta, data), folder=data))
-    elif _is_gpt2(meta):
-        # Its folders on the hub leave out what transformers' own class names.
-        trained = _GPT2_TOKENS
-        own = {**trained, **own}
-    else:
+    if not meta.tokenizer_files:
         return True
+    trained = special_tokens(tokenizer_config(_carried(meta, data), folder=data))
     if meta.chat or meta.preference:
         return own == trained
     names = ("eos_token", "pad_token") if meta.classify else ("eos_token",)
     return all(own.get(name) == trained.get(name) for name in names)
-
-
-def _is_gpt2(meta: DataMeta) -> bool:
-    return meta.tokenizer_sha256 == TOKENIZER_SHA256 and meta.vocab_size == VOCAB_SIZE
 
 
 def _template(meta: DataMeta, data: Path) -> Mapping[str, bytes]:
@@ -158,7 +148,9 @@ def gpt2_files(*, context: int) -> Mapping[str, bytes]:
     }
     config = {
         "tokenizer_class": "GPT2Tokenizer",
-        **_GPT2_TOKENS,
+        "bos_token": END_OF_TEXT_NAME,
+        "eos_token": END_OF_TEXT_NAME,
+        "unk_token": END_OF_TEXT_NAME,
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
         "model_max_length": context,

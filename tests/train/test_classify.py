@@ -15,7 +15,6 @@ import torch
 from transformers import AutoTokenizer, pipeline
 
 from payload.classification import accuracy, f1_scores, macro_f1
-from payload.data.tokenizer_files import gpt2_files, tokenizer_files
 from payload.data_folder import DataMeta, load_meta
 from payload.errors import CheckpointError, ConfigError
 from payload.evaluate.__main__ import main as evaluate_main
@@ -238,18 +237,6 @@ def test_an_evaluation_fills_texts_up_as_the_model_does(trained: Path, data: Pat
         for meta in (load_meta(data), with_padding(data, 7))
     )
     assert (wanted == model.pad_token).any() and torch.equal(found, wanted)
-
-
-def test_the_checkpoints_tokenizer_fills_up_with_the_token_of_the_data(
-    data: Path, tmp_path: Path
-) -> None:
-    meta, task = load_meta(data), Classify(data, load_meta(data), sequence_length=16)
-    for name, content in gpt2_files(context=64).items():
-        (tmp_path / name).write_bytes(content)
-    path = tmp_path / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "pad_token": "!"}))
-    found = task.tokenizer(tokenizer_files(meta, data=data, source=tmp_path, context=64))
-    assert json.loads(found["tokenizer_config.json"])["pad_token"] == "<|endoftext|>"
 
 
 def test_a_resumed_adapter_takes_no_other_labels_of_the_same_number(
