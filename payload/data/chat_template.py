@@ -94,8 +94,16 @@ def templates_of(files: Mapping[str, bytes]) -> list[str]:
     """Return the chat templates in a tokenizer's files, the one that counts first."""
     config = json.loads(files.get(CONFIG_FILE, b"{}"))
     found = [files[TEMPLATE_FILE].decode("utf-8")] if TEMPLATE_FILE in files else []
-    other = config.get("chat_template") if isinstance(config, dict) else None
+    other = _default(config.get("chat_template")) if isinstance(config, dict) else None
     return [*found, other] if isinstance(other, str) else found
+
+
+def _default(given: object) -> object:
+    """Return the template that transformers takes where a model has several by name."""
+    if not isinstance(given, list):
+        return given
+    named = [each for each in given if isinstance(each, dict) and each.get("name") == "default"]
+    return named[-1].get("template") if named else None
 
 
 def read_chat_template(folder: Path) -> ChatTemplate:
@@ -108,7 +116,7 @@ def read_chat_template(folder: Path) -> ChatTemplate:
     try:
         text: object = read_bytes(inside_folder(path)).decode("utf-8")
     except FileNotFoundError:
-        text = config.get("chat_template")
+        text = _default(config.get("chat_template"))
         path = folder / CONFIG_FILE
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({one_line(error)}) {_FIX}") from None

@@ -32,8 +32,8 @@ _COLUMNS = (
 )
 """Columns that each format reads, the first that a row has; the optional ones behind two."""
 _ABOUT = re.compile(
-    r"name|model|id|ids|uuid|index|idx|turn|.*_(id|ids|identifier|index|at|time|ip)"
-    r"|timestamp|date|time|created|updated|lang|language|country"
+    r"(?!train|weight|loss|mask)(?:name|model|id|ids|uuid|index|idx|turn|.*_(id|ids|identifier|index|at|time|ip)"
+    r"|timestamp|date|time|created|updated|lang|language|country)"
 )
 """Keys of a message that are about it, and no part of what a template renders."""
 _TRAINED = ("weight", "train")
@@ -46,7 +46,13 @@ class BadConversationError(ValueError):
 
 def conversation_of(row: Mapping[str, Any]) -> Messages:
     """Return the row's messages. Raises BadConversationError."""
+    require_trained(row)
     columns = columns_of(row)
+    if columns[:1] == ("prompt",) and row.get("label") is False:
+        raise BadConversationError(
+            "label = False: the answer is one of those to avoid, and would be trained as a good "
+            "one. Leave such rows out, or make pairs of chosen and rejected."
+        )
     if columns == ("messages",):
         messages = _chat(row["messages"], "messages", role="role", content="content", names=None)
     elif columns == ("conversations",):
@@ -70,6 +76,16 @@ def conversation_of(row: Mapping[str, Any]) -> Messages:
             "no message of the assistant, so nothing to train on. Add its answer."
         )
     return with_system(row, messages)
+
+
+def require_trained(row: Mapping[str, Any]) -> None:
+    """Raise BadConversationError for a row that says of itself that it is not trained."""
+    for key in _TRAINED:
+        value = row.get(key)
+        if isinstance(value, (bool, int, float)) and not value:
+            raise BadConversationError(
+                f"{key} = {shown(value)}, and this version would train the row. Leave it out."
+            )
 
 
 def unread_columns(row: Mapping[str, Any], read: Sequence[str]) -> list[str]:

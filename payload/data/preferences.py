@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from payload.data.conversations import BadConversationError, Messages, messages_of, with_system
+from payload.data.conversations import (
+    BadConversationError,
+    Messages,
+    messages_of,
+    require_trained,
+    with_system,
+)
 from payload.untrusted import shown
 
 FORMATS = (
@@ -28,6 +34,7 @@ class Preference:
 
 def preference_of(row: Mapping[str, Any]) -> Preference:
     """Return the row's pair. Raises BadConversationError."""
+    require_trained(row)
     missing = [name for name in ANSWERS if row.get(name) is None]
     if missing:
         keys = ", ".join(shown(key) for key in list(row)[:_KEYS_SHOWN]) or "none"

@@ -44,27 +44,40 @@ def tokenizer_files(
 
     They are those in `source`, the folder of the model that training starts from; else those that
     the data folder `data` carries; else GPT-2's, which are made here. A source without a
-    tokenizer.json, or with another one than the data's, does not count. `context` is the
-    longest one of the model in tokens. There are none for a vocabulary that is not known here.
+    tokenizer.json, with another one than the data's, or with other special tokens than the task
+    needs, does not count. `context` is the longest one of the model in tokens. There are none for
+    a vocabulary that is not known here.
     Raises CheckpointError and DataError for files that cannot be read.
     """
     if source is not None and is_same_tokenizer(
         meta, data=data, folder=source, error=CheckpointError
     ):
         files, template = read_tokenizer_files(source, error=CheckpointError), _template(meta, data)
-        own, trained = (
-            special_tokens(tokenizer_config(each, folder=folder))
-            for each, folder in ((files, source), (_carried(meta, data), data))
-        )
+        own = special_tokens(tokenizer_config(files, folder=source))
         is_whole = makes_declared_tokens(files, folder=source, error=CheckpointError)
-        if is_whole and (not template or own == trained):
+        if is_whole and _names_trained_tokens(own, meta, data):
             return {**files, **template}
-        # transformers would make other tokens, or the template would write other special ones.
+        # transformers would make other tokens, or end texts, pad or write turns with others.
     if meta.tokenizer_files:
         return {**_carried(meta, data), **_template(meta, data)}
     if meta.tokenizer_sha256 == TOKENIZER_SHA256 and meta.vocab_size == VOCAB_SIZE:
         return gpt2_files(context=context)
     return {}
+
+
+def _names_trained_tokens(own: Mapping[str, str], meta: DataMeta, data: Path) -> bool:
+    """Say whether a model's special tokens are those that the data was made with.
+
+    A template may write any of them. The task needs no others than those that end a text and fill
+    it up. GPT-2 has one alone, and a data folder of an older version may not say which they were.
+    """
+    if not meta.tokenizer_files:
+        return True
+    trained = special_tokens(tokenizer_config(_carried(meta, data), folder=data))
+    if meta.chat or meta.preference:
+        return own == trained
+    names = ("eos_token", "pad_token") if meta.classify else ("eos_token",)
+    return all(own.get(name) == trained.get(name) for name in names)
 
 
 def _template(meta: DataMeta, data: Path) -> Mapping[str, bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ def open_texts(
             f"most {context}."
         )
     length = sequence_length or context
-    return open_labelled(folder / VAL_NAME, meta=meta, sequence_length=length)
+    texts = open_labelled(folder / VAL_NAME, meta=meta, sequence_length=length)
+    # The model tells a text's end by its own padding, whatever the data's is.
+    return replace(texts, pad_token=model.pad_token)
 
 
 def measure(

@@ -100,20 +100,24 @@ def rounded(name: str, value: Tensor, dtype: Literal["bf16", "f16", "fp32"]) -> 
 
 @contextlib.contextmanager
 def whole_or_absent(path: Path) -> Iterator[Path]:
-    """Give a hidden name beside `path` to write to, and rename it when the block ends well.
+    """Give a name in a new folder beside `path`, and rename it to `path` when the block ends well.
 
+    Nobody else may write in the folder, nor guess its name: no link can wait in the file's place.
     Raises CheckpointError when there is something at `path`, or the disk refuses.
     """
     import os
     import shutil
+    import tempfile
 
     from payload.results import fsync_folder
 
     if path.exists() or path.is_symlink():
         raise CheckpointError(f"--out {path}: exists. Name another one, or remove it.")
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    holder = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        holder = tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+        partial = Path(holder, path.name)
         yield partial
         for file in [partial, *(partial.iterdir() if partial.is_dir() else ())]:
             descriptor = os.open(file, os.O_RDONLY)
@@ -128,10 +132,8 @@ def whole_or_absent(path: Path) -> Iterator[Path]:
             f"--out {path}: cannot be written ({error.strerror or error}). {_fix(error)}"
         ) from None
     finally:
-        if partial.is_dir():
-            shutil.rmtree(partial, ignore_errors=True)
-        else:
-            partial.unlink(missing_ok=True)
+        if holder is not None:
+            shutil.rmtree(holder, ignore_errors=True)
 
 
 def _fix(error: OSError) -> str:

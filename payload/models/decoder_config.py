@@ -251,6 +251,10 @@ class DecoderConfig:
                 # transformers takes it in part, or not at all.
                 _refuse(where, key, parts, f"{self.model_type} has none by layer type")
         if self.family().is_gemma:
+            given = self.rope_scaling or {}
+            if given.get("type") not in (None, "default") and "rope_type" not in given:
+                # transformers has a rope_type for these layers already, and does not stretch them.
+                _refuse(where, "rope_scaling", given, "Gemma's has rope_type in place of type")
             nested = (self.rope_parameters or {}).get(kind) or {}
             # The older form stretches the layers without a window alone.
             raw = {**nested, **(self.rope_scaling or {})} if kind == _FULL else nested

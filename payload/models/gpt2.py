@@ -22,6 +22,14 @@ from payload.untrusted import build, checked, shown
 
 MODEL_TYPES = ("gpt2",)
 
+_ALIASES = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+    "n_positions": "max_position_embeddings",
+}
+"""transformers' other names of sizes. Source: its `GPT2Config.attribute_map`."""
+
 Activation = Literal["gelu_new", "gelu"]
 """Hugging Face's names: GPT-2's tanh approximation, and the exact function."""
 
@@ -231,6 +239,12 @@ def read(raw: Mapping[str, object], *, where: str) -> Gpt2Spec:
     """
     config = build(_Config, raw, where=where, fix=FIX, error=CheckpointError)
     _refuse_variants(config, where)
+    for name, alias in _ALIASES.items():
+        if raw.get(alias, raw[name]) != raw[name]:
+            raise CheckpointError(
+                f"{where}: {alias} = {shown(raw[alias])} and {name} = {shown(raw[name])} "
+                f"contradict each other: they are two names of one size. {FIX}"
+            )
     return Gpt2Spec(
         n_layer=config.n_layer,
         n_head=config.n_head,

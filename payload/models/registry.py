@@ -67,6 +67,12 @@ def _family(raw: Mapping[str, object], *, where: str) -> Family:
             f"{where}: quantization_config: quantised weights cannot be trained. Name the model's "
             "folder in bf16 or fp32."
         )
+    if raw.get("is_causal", True) is not True:
+        # transformers takes null for false, too: a token would see those that it has to predict.
+        raise CheckpointError(
+            f"{where}: is_causal = {shown(raw['is_causal'])}: the model attends to both sides of a "
+            "token, so it is no language model. Name another one."
+        )
     kind, known = raw.get("model_type"), families()
     for wanted in (kind, ANY):
         for family in known:

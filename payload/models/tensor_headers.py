@@ -94,18 +94,18 @@ def tensor_headers(folder: Path) -> dict[str, TensorHeader]:
         name: file_headers(_weights_file(folder, name, index=index))
         for name in sorted(set(names.values()))
     }
-    found: dict[str, TensorHeader] = {}
     for tensor, name in names.items():
-        header = shards[name].get(tensor)
-        if header is None:
+        if tensor not in shards[name]:
             raise CheckpointError(f"{index}: {name} has no tensor {shown(tensor)}. {_FIX}")
-        found[tensor] = header
+    # transformers takes every tensor of each shard, whether the index names it or not.
+    found: dict[str, TensorHeader] = {}
     for name, tensors in shards.items():
-        for tensor in tensors:
-            if names.get(tensor, name) != name:
+        for tensor, header in tensors.items():
+            first = found.setdefault(tensor, header)
+            if first is not header:
                 raise CheckpointError(
-                    f"{index}: it names {names[tensor]} for {shown(tensor)}, but {name} has one "
-                    f"too. {_FIX}"
+                    f"{index}: {first.path.name} has {shown(tensor)}, but {name} has one too. "
+                    f"{_FIX}"
                 )
     return found
 

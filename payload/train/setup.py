@@ -131,6 +131,7 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
     if config.adapter.is_on():
         add_adapter(model, config.adapter, seed=config.run.seed)
         if checkpoint is not None:
+            task.require_own(checkpoint)
             load_adapter(model, read_adapter_tensors(checkpoint), where=str(checkpoint))
     if state is not None:
         require_same_data(state, task.meta)

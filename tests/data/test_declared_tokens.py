@@ -155,6 +155,14 @@ def test_a_checkpoint_gets_no_files_that_declare_other_tokens(folder: Path) -> N
         assert "added_tokens.json" not in found
 
 
+def test_a_tokenizer_that_takes_special_tokens_apart_is_refused(folder: Path) -> None:
+    whole = transformers_tokens(folder, END)
+    write(folder, {"tokenizer_config.json": {"split_special_tokens": True}})
+    assert len(transformers_tokens(folder, END)) > len(whole)
+    with pytest.raises(DataError, match="split_special_tokens of tokenizer_config"):
+        load_hf_tokenizer(str(folder))
+
+
 def test_numbers_that_the_package_ignores_are_refused(folder: Path) -> None:
     path = folder / "tokenizer.json"
     raw = json.loads(path.read_text())

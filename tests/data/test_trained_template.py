@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from payload.data.chat_template import read_chat_template, templates_of
 from payload.data.meta import write_meta
 from payload.data.tokenizer_files import tokenizer_files
 from payload.data_folder import load_meta
@@ -76,6 +77,36 @@ def test_a_checkpoint_has_the_special_tokens_that_its_data_was_rendered_with(
     found = tokenizer_files(load_meta(out), data=out, source=other, context=64)
     assert "special_tokens_map.json" not in found
     assert json.loads(found["tokenizer_config.json"])["eos_token"] == "<|im_end|>"
+
+
+def test_of_several_templates_the_default_one_counts_as_in_transformers(tmp_path: Path) -> None:
+    model = config_with_template(tmp_path / "model")
+    path = model / "tokenizer_config.json"
+    raw = json.loads(path.read_text())
+    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": TRAINED}]
+    path.write_text(json.dumps({**raw, "chat_template": named}))
+    assert read_chat_template(model).source == TRAINED
+    assert templates_of({path.name: path.read_bytes()}) == [TRAINED]
+    path.write_text(json.dumps({**raw, "chat_template": named[:1]}))
+    with pytest.raises(DataError, match="the model has no chat template"):
+        read_chat_template(model)
+
+
+@pytest.mark.parametrize(("task", "name"), [("text", "eos_token"), ("classify", "pad_token")])
+def test_a_checkpoint_ends_and_fills_up_texts_with_the_tokens_of_its_data(
+    task: TaskKind, name: str, tmp_path: Path
+) -> None:
+    rows = [{"text": f"{kind} {n}", "label": kind} for n in range(10) for kind in ("red", "blue")]
+    model, other = make_tokenizer(tmp_path / "model"), make_tokenizer(tmp_path / "other")
+    out = prepare(model, write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out", task=task)
+    config = other / "tokenizer_config.json"
+    raw = json.loads(config.read_text())
+    config.write_text(json.dumps({**raw, "bos_token": "<|im_start|>"}))
+    found = tokenizer_files(load_meta(out), data=out, source=other, context=64)
+    assert "bos_token" in json.loads(found["tokenizer_config.json"])  # the model's own
+    config.write_text(json.dumps({**raw, name: "<|im_start|>"}))
+    found = tokenizer_files(load_meta(out), data=out, source=other, context=64)
+    assert json.loads(found["tokenizer_config.json"])[name] == "<|im_end|>"
 
 
 def test_data_without_its_template_is_refused(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ def chat(**more: object) -> dict[str, Any]:
         ({"reasoning_content": "I count."}, r"'reasoning_content' \('I count\.'\)"),
         ({"function_call": {"name": "add"}}, "'function_call'"),
         ({"images": ["duck.jpg"]}, "'images'"),
+        ({"trainable_at": 0}, "'trainable_at'"),
+        ({"weight_index": 0}, "'weight_index'"),
     ],
 )
 def test_a_key_of_a_message_that_is_not_read_is_refused(
@@ -48,6 +50,21 @@ def test_a_key_of_a_message_that_is_not_read_is_refused(
     answer = {"role": "assistant", "content": "c", **more}
     with pytest.raises(BadConversationError, match=r"chosen\[0\]: "):
         preference_of({"prompt": "a", "chosen": [answer], "rejected": "d"})
+
+
+@pytest.mark.parametrize("more", [{"weight": 0}, {"weight": 0.0}, {"train": False}])
+def test_a_row_that_says_that_it_is_not_trained_is_refused(more: dict[str, Any]) -> None:
+    with pytest.raises(BadConversationError, match="this version would train the row"):
+        conversation_of({"messages": turn("a", "b"), **more})
+    with pytest.raises(BadConversationError, match="this version would train the row"):
+        preference_of({"prompt": "a", "chosen": "b", "rejected": "c", **more})
+
+
+def test_an_answer_to_avoid_is_not_trained_as_a_good_one() -> None:
+    row = {"prompt": "a", "completion": "b"}
+    with pytest.raises(BadConversationError, match="label = False: the answer is one of those to"):
+        conversation_of({**row, "label": False})
+    assert conversation_of({**row, "label": True, "weight": 1}) == turn("a", "b")
 
 
 def test_a_key_of_sharegpt_that_is_not_read_is_refused() -> None:

@@ -622,3 +622,14 @@ def test_an_interrupted_write_leaves_nothing_and_a_file_that_is_there_stays(tmp_
     with pytest.raises(CheckpointError, match="exists"), whole_or_absent(tmp_path / "out"):
         pass
     assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_a_link_in_the_place_of_the_unfinished_file_is_not_written_through(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("theirs")
+    (tmp_path / f".model.gguf.{os.getpid()}.partial").symlink_to(victim)
+    path = tmp_path / "model.gguf"
+    with whole_or_absent(path) as partial:
+        partial.write_text("weights")
+    assert victim.read_text() == "theirs"
+    assert path.read_text() == "weights" and not path.is_symlink()

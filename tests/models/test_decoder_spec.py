@@ -193,6 +193,13 @@ def test_a_wrong_size_is_refused_by_its_name(changed: dict[str, Any], message: s
     assert str(refused.value).startswith("config.json: ")
 
 
+def test_gemmas_older_name_of_a_scaling_which_transformers_does_not_read_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"rope_scaling = .* has rope_type in place of type"):
+        spec_of_raw("gemma3", rope_scaling={"type": "linear", "factor": 8.0})
+    both = spec_of_raw("gemma3", rope_scaling={"type": "x", "rope_type": "linear", "factor": 8.0})
+    assert both == spec_of_raw("gemma3", rope_scaling={"rope_type": "linear", "factor": 8.0})
+
+
 def test_a_config_without_its_sizes_names_them() -> None:
     with pytest.raises(CheckpointError, match="missing: num_hidden_layers, hidden_size"):
         read({"model_type": "llama"}, where="config.json")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from payload.errors import CheckpointError
 from payload.hf_folder import INDEX_FILE, WEIGHTS_FILE, weight_files
@@ -114,6 +114,21 @@ def repeat(index: Path) -> None:
     save_file({"a": torch.ones(3, 4), "b": TENSORS["b"]}, second)
 
 
+def repeat_unnamed(index: Path) -> None:
+    """Put a tensor that the index does not name into both shards."""
+    for path in index.parent.glob("*.safetensors"):
+        save_file({**load_file(path), "c": torch.ones(2)}, path)
+
+
+def test_a_tensor_that_the_index_does_not_name_is_the_models_as_in_transformers(
+    tmp_path: Path,
+) -> None:
+    second = shards(tmp_path).with_name("model-00002-of-00002.safetensors")
+    save_file({"b": TENSORS["b"], "lm_head.weight": torch.ones(3, 4)}, second)
+    found = tensor_headers(tmp_path)
+    assert set(found) == {"a", "b", "lm_head.weight"} and found["lm_head.weight"].path == second
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -126,7 +141,8 @@ def repeat(index: Path) -> None:
         (lambda index: rewrite(index, a="/etc/passwd"), "does not name a safetensors file"),
         (lambda index: rewrite(index, a="pytorch_model.bin"), "does not name a safetensors file"),
         (lambda index: rewrite(index, c="model-00001-of-00002.safetensors"), "has no tensor 'c'"),
-        (repeat, "for 'a', but model-00002-of-00002.safetensors has one too"),
+        (repeat, "00001-of-00002.* has 'a', but model-00002-of-00002.safetensors has one too"),
+        (repeat_unnamed, "has 'c', but model-00002-of-00002.safetensors has one too"),
     ],
 )
 def test_shards_that_contradict_their_index_are_refused(

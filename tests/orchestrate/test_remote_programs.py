@@ -20,6 +20,7 @@ import pytest
 from payload.errors import PreflightError
 from payload.inventory import RANK_PORTS
 from payload.nvidia import QUERY
+from payload.orchestrate.node import control
 from payload.orchestrate.node.look import FolderTrial
 from payload.orchestrate.node.mesh import Mesh
 from payload.orchestrate.preflight.findings import NodeFacts, SharedFolder
@@ -352,3 +353,15 @@ def test_a_trial_that_hangs_ends_at_its_deadline_with_all_it_started(tmp_path: P
     assert (answer["status"], answer["late"]) == (None, True)
     stat = Path("/proc", str(int(answer["stdout"])), "stat")
     wait_until(lambda: not stat.exists() or ") Z " in stat.read_text(), what="its end")
+
+
+def test_a_stop_is_written_through_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "is_held", lambda _: True)
+    monkeypatch.setattr(control, "supervisors", lambda _: [7])
+    victim = tmp_path / "victim"
+    victim.write_text("theirs")
+    (tmp_path / f".stop.json.{os.getpid()}.partial").symlink_to(victim)
+    control.send(tmp_path, [], {"by": "me"})
+    assert victim.read_text() == "theirs"
+    stop = tmp_path / "stop.json"
+    assert json.loads(stop.read_text()) == {"by": "me", "pids": [7]} and not stop.is_symlink()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,15 @@ import torch
 from transformers import AutoTokenizer, pipeline
 
 from payload.classification import accuracy, f1_scores, macro_f1
+from payload.data_folder import DataMeta, load_meta
 from payload.errors import CheckpointError, ConfigError
 from payload.evaluate.__main__ import main as evaluate_main
+from payload.evaluate.classify import open_texts
 from payload.generate.__main__ import main as generate_main
 from payload.models.gpt2 import PRESETS
 from payload.models.spec import RankSetting
 from payload.run_config import parse_run_config
-from payload.train.models.classifier import Classifier
+from payload.train.models.classifier import Classifier, saved_labels
 from payload.train.models.registry import load
 from payload.train.tasks.classify import Classify
 from payload.train.tasks.registry import open_task
@@ -191,6 +195,62 @@ def test_a_classifier_of_other_labels_is_refused(
     model.labels = ("a", "b", "c")
     with pytest.raises(CheckpointError, match="'x': it classifies into a, b, c, the data's labels"):
         task.fitted(model, seed=1, init="x")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("problem_type", "multi_label_classification"),
+        ("problem_type", "regression"),
+        ("num_labels", 3),
+    ],
+)
+def test_a_classifier_of_another_kind_is_refused(key: str, value: object) -> None:
+    config = {"id2label": {"0": "a", "1": "b"}, "num_labels": 2}
+    assert saved_labels(config, where="x") == ("a", "b")
+    with pytest.raises(CheckpointError, match=f"x: {key} = .*a text has one of the 2 labels"):
+        saved_labels({**config, key: value}, where="x")
+
+
+def with_padding(data: Path, pad_token: int) -> DataMeta:
+    """Return a folder's meta.json with another padding token."""
+    meta = load_meta(data)
+    assert meta.classify is not None
+    return replace(meta, classify=replace(meta.classify, pad_token=pad_token))
+
+
+def test_a_classifier_that_fills_texts_up_otherwise_is_refused_in_its_own_words(
+    trained: Path, data: Path
+) -> None:
+    model = load(trained / "checkpoints" / "step_00000012")
+    task = Classify(data, with_padding(data, 7), sequence_length=16)
+    with pytest.raises(CheckpointError, match="'x': it fills texts up with token 50256, the data"):
+        task.fitted(model, seed=1, init="x")
+
+
+def test_an_evaluation_fills_texts_up_as_the_model_does(trained: Path, data: Path) -> None:
+    model = load(trained / "checkpoints" / "step_00000012")
+    assert isinstance(model, Classifier)
+    first = np.arange(8)
+    wanted, found = (
+        open_texts(data, meta, model, sequence_length=16).gather(first)[0]
+        for meta in (load_meta(data), with_padding(data, 7))
+    )
+    assert (wanted == model.pad_token).any() and torch.equal(found, wanted)
+
+
+def test_a_resumed_adapter_takes_no_other_labels_of_the_same_number(
+    data: Path, base: Path, tiny_config: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(data, other)
+    meta = (other / "meta.json").read_text()
+    (other / "meta.json").write_text(meta.replace('"animal"', '"zoo"'))
+    settings = (*CLASSIFY, *LORA, f"model.init={base}")
+    train_alone(tmp_path / "run", tiny_config, *settings, f"data.dir={data}", "train.steps=1")
+    resumed = (*settings, f"data.dir={other}", "train.steps=2")
+    with pytest.raises(CheckpointError, match=r"config\.json: it classifies into animal, .* zoo"):
+        train_alone(tmp_path / "run", tiny_config, *resumed)
 
 
 @pytest.mark.parametrize(

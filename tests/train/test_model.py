@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from payload.errors import CheckpointError
 from payload.models.fit import require_fit
 from payload.models.gpt2 import PRESETS, Gpt2Spec
+from payload.models.registry import spec_of
 from payload.run_config import parse_run_config
 from payload.train.models.gpt2 import GPT, LayerCache
 from payload.train.models.registry import load
@@ -175,6 +176,26 @@ def test_gpt2s_of_another_arithmetic_are_refused(tmp_path: Path, key: str, value
     save_hf(make_model(), tmp_path)
     _spoil_config(tmp_path, **{key: value})
     with pytest.raises(CheckpointError, match=f"{key} = {value}; only"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "olmo2"])
+@pytest.mark.parametrize("value", [False, None])
+def test_a_model_that_attends_to_both_sides_is_refused(value: object, kind: str) -> None:
+    with pytest.raises(CheckpointError, match=f"x: is_causal = {value}: .* no language model"):
+        spec_of({"model_type": kind, "is_causal": value}, where="x")
+
+
+@pytest.mark.parametrize(
+    "alias", ["hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings"]
+)
+def test_two_names_of_one_size_may_not_contradict_each_other(tmp_path: Path, alias: str) -> None:
+    save_hf(make_model(), tmp_path)
+    own = getattr(transformers_model(tmp_path).config, alias)
+    _spoil_config(tmp_path, is_causal=True, **{alias: own})
+    assert load(tmp_path).spec == SMALL
+    _spoil_config(tmp_path, **{alias: 2 * own})
+    with pytest.raises(CheckpointError, match=f"{alias} = {2 * own} and n_.* contradict"):
         load(tmp_path)
 
 

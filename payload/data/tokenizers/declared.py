@@ -51,8 +51,15 @@ def require_declared_tokens(
 ) -> None:
     """Raise DataError for a declared token that tokenizer.json lacks, or has by another id.
 
+    So it does where transformers takes special tokens in a text apart.
+
     `files` are the folder's, `raw` is the parsed tokenizer.json, and `backend` is made from it.
     """
+    if tokenizer_config(files, folder=folder).get("split_special_tokens"):
+        raise DataError(
+            f"tokenizer {folder}: split_special_tokens of {CONFIG_FILE} has transformers take the "
+            "text of a special token apart, and here it is one token. Remove the key."
+        )
     known = {token.content: (n, token) for n, token in backend.get_added_tokens_decoder().items()}
     for each in _declared(folder, files, raw):
         number, token = known.get(each.content, (None, None))

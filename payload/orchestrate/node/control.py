@@ -205,7 +205,9 @@ def send(
             # A disk that is full or read-only keeps no run from being stopped.
             with contextlib.suppress(OSError):
                 partial = run_dir / f".stop.json.{os.getpid()}.partial"
-                partial.write_text(json.dumps({**request, "pids": found}), "utf-8")
+                partial.unlink(missing_ok=True)
+                with partial.open("x", encoding="utf-8") as file:  # never through a link
+                    json.dump({**request, "pids": found}, file)
                 partial.replace(run_dir / "stop.json")
         for pid in found:
             for number in signals:

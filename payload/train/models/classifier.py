@@ -18,8 +18,10 @@ from payload.models.classifier import ClassifierSpec
 from payload.train.lazy_tensors import copy_in, without
 from payload.train.models.base import CausalLM
 from payload.train.models.saved import require_tensors
+from payload.untrusted import shown
 
 SCORE = "score.weight"
+_SINGLE_LABEL = "single_label_classification"
 _SUFFIX = "ForSequenceClassification"
 _BODY = "body."
 _INIT_STD = 0.02
@@ -166,8 +168,10 @@ class Classifier(CausalLM):
             "architectures": [self.classifier_architecture()],
             "id2label": {str(number): label for number, label in enumerate(self.labels)},
             "label2id": {label: number for number, label in enumerate(self.labels)},
+            # For another number, of the base's own, transformers would make labels of its own.
+            "num_labels": len(self.labels),
             "pad_token_id": self.pad_token,
-            "problem_type": "single_label_classification",
+            "problem_type": _SINGLE_LABEL,
         }
 
     def load_tensors(self, tensors: Mapping[str, Tensor], *, where: str) -> None:
@@ -224,6 +228,15 @@ def saved_labels(config: Mapping[str, object], *, where: str) -> tuple[str, ...]
             f"{where}: id2label does not number two or more different labels from 0. Name the "
             "folder of a classifier."
         )
+    for key, wanted in (
+        ("problem_type", (None, _SINGLE_LABEL)),
+        ("num_labels", (None, len(labels))),
+    ):
+        if config.get(key) not in wanted:
+            raise CheckpointError(
+                f"{where}: {key} = {shown(config[key])}, but here a text has one of the "
+                f"{len(labels)} labels of id2label. Name another classifier."
+            )
     return tuple(str(label) for label in labels)
 
 

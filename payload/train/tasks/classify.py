@@ -17,6 +17,7 @@ from torch.nn import functional
 from payload.classification import MOST_LABELS_LOGGED, ClassMetrics, accuracy, macro_f1
 from payload.data.blocks import Indices
 from payload.data.labelled import LabelledTexts, open_labelled
+from payload.data.special_tokens import special_tokens, tokenizer_config
 from payload.data_folder import (
     TRAIN_NAME,
     VAL_NAME,
@@ -26,11 +27,12 @@ from payload.data_folder import (
     require_task,
 )
 from payload.errors import CheckpointError, ConfigError
+from payload.hf_folder import CONFIG_FILE, read_config
 from payload.models.spec import Dtype
 from payload.run_config import RunConfig
 from payload.train.evaluate import EvalPass
 from payload.train.models.base import CausalLM
-from payload.train.models.classifier import Classifier
+from payload.train.models.classifier import Classifier, saved_labels, saved_pad_token
 from payload.train.tasks.base import Batch, Samples, Task
 
 log = logging.getLogger(__name__)
@@ -130,15 +132,20 @@ class Classify(Task):
                 pad_token=labels.pad_token,
                 label_tokens=labels.label_tokens,
             )
-        elif (model.labels, model.pad_token) != (labels.labels, labels.pad_token):
-            raise CheckpointError(
-                f"model.init = {init!r}: it classifies into {', '.join(model.labels[:8])}, the "
-                f"data's labels are {', '.join(labels.labels[:8])}. Prepare the data with the "
-                "same labels, or start from a model without them."
-            )
+        else:
+            _require_same(model.labels, model.pad_token, labels, where=f"model.init = {init!r}")
         if self._weights is not None:
             model.class_weights = torch.tensor(self._weights)
         return model
+
+    def require_own(self, checkpoint: Path) -> None:
+        """Raise CheckpointError where the adapter in `checkpoint` has other labels than the data.
+
+        Its weights fit any labels of the same number.
+        """
+        config, where = read_config(checkpoint), str(checkpoint / CONFIG_FILE)
+        labels, pad_token = saved_labels(config, where=where), saved_pad_token(config, where=where)
+        _require_same(labels, pad_token, self._labels, where=where)
 
     def begin(self, model: CausalLM, how: EvalPass, *, dtype: Dtype, resumes: bool) -> bool:
         """Log what a new classifier starts from; a resumed run's adapter has it trained already."""
@@ -149,10 +156,11 @@ class Classify(Task):
 
     def tokenizer(self, files: Mapping[str, bytes]) -> Mapping[str, bytes]:
         """Return the tokenizer's files with the token that pads, as transformers needs for it."""
-        raw = json.loads(files.get(_TOKENIZER_CONFIG, b"{}"))
-        if not raw.get("eos_token") or raw.get("pad_token"):
+        named = special_tokens(tokenizer_config(files, folder=self.folder))
+        if "eos_token" not in named or "pad_token" in named:
             return files
-        padded = json.dumps({**raw, "pad_token": raw["eos_token"]}, ensure_ascii=False, indent=2)
+        raw = json.loads(files.get(_TOKENIZER_CONFIG, b"{}"))
+        padded = json.dumps({**raw, "pad_token": named["eos_token"]}, ensure_ascii=False, indent=2)
         return {**files, _TOKENIZER_CONFIG: padded.encode()}
 
     def evaluate(self, model: CausalLM, how: EvalPass) -> ClassMetrics | None:
@@ -162,6 +170,23 @@ class Classify(Task):
         """
         assert isinstance(model, Classifier)
         return evaluate_texts(model, self._val, how)
+
+
+def _require_same(
+    labels: tuple[str, ...], pad_token: int, data: ClassifyRecord, *, where: str
+) -> None:
+    """Raise CheckpointError where a model's labels or its padding are not the data's."""
+    if labels != data.labels:
+        raise CheckpointError(
+            f"{where}: it classifies into {', '.join(labels[:8])}, the data's labels are "
+            f"{', '.join(data.labels[:8])}. Prepare the data with the same labels, or start from a "
+            "model without them."
+        )
+    if pad_token != data.pad_token:
+        raise CheckpointError(
+            f"{where}: it fills texts up with token {pad_token}, the data with {data.pad_token}. "
+            "Prepare the data with the model's own tokenizer, or start from a model without labels."
+        )
 
 
 def start_note(body: CausalLM, labels: ClassifyRecord, *, folder: Path, init: str) -> str:

@@ -227,7 +227,8 @@ def test_a_classifiers_adapter_that_peft_wrote_is_read(tmp_path: Path) -> None:
         ({"id2label": {"0": "a"}}, "id2label does not number two or more different labels"),
         ({"id2label": {"0": "a", "1": "a"}}, "id2label does not number two or more different"),
         ({"pad_token_id": None}, "pad_token_id = None: it says where a padded text ends"),
-        ({"id2label": {"0": "a", "1": "b"}}, r"score.weight is \(3, 32\), its 2 labels need"),
+        ({"id2label": {"0": "a", "1": "b"}}, "num_labels = 3, but here a text has one of the 2"),
+        ({"id2label": {"0": "a", "1": "b"}, "num_labels": 2}, r"is \(3, 32\), its 2 labels need"),
     ],
 )
 def test_a_damaged_classifier_is_refused(
