@@ -201,15 +201,25 @@ def test_a_folder_that_nobody_made_here_names_nothing(
 def test_what_was_named_here_stays_named_for_this_run_alone(
     workplace: Workplace, tmp_path: Path
 ) -> None:
-    """Also where its folder has moved; a record that another run's folder has says nothing."""
+    """The attack: a record and an identity were copied into a folder with other settings."""
     paths = planted(workplace, tmp_path, "model.init=org/model", "storage.results=/mnt/store")
     reach = reach_of(paths)
     note_named(paths, reach)
+    assert paths.named.stat().st_mode & 0o777 == 0o600
     require_named(paths, reach)
-    moved = RunPaths(paths.root.rename(tmp_path / "moved"))
-    require_named(moved, reach)
+    (tmp_path / "link").symlink_to(paths.root)
+    require_named(RunPaths(tmp_path / "link"), reach)
     # Limits that nobody has named here are those of the run's settings.
     loose = {key: value for key, value in reach.items() if key not in NO_LIMITS}
+    copy = RunPaths(tmp_path / "copy" / "demo")
+    copy.root.mkdir(parents=True)
+    for path in (paths.named, paths.identity):
+        shutil.copyfile(path, copy.root / path.name)
+    assert unnamed(copy, reach) == loose
+    moved = RunPaths(paths.root.rename(tmp_path / "moved"))
+    assert unnamed(moved, reach) == loose  # it asks once
+    note_named(moved, reach)
+    require_named(moved, reach)
     write_identity(moved, THEIRS)
     assert unnamed(moved, reach) == loose
     write_identity(moved)

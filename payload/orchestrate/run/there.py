@@ -286,7 +286,7 @@ class RemoteRun:
             plan = LaunchPlan.load(staging.plan)
             if (plan.run_id, plan.environment.get(RUN_DIR)) != (run_id, str(self.run_dir)):
                 raise AnswerError(f"{head.node.name}: its plan.json is of another run.")
-            note_named(staging, {})
+            note_named(staging, {}, becomes=self.paths.root)
             note_seen(staging, alive=True, ssh_key=self._key)
             staging.root.chmod(0o755)
             staging.root.rename(self.paths.root)
