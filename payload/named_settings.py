@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -64,12 +64,15 @@ class _Named:
         return "named", os.path.realpath(folder), known_identity(paths).identity, self.settings
 
 
-def reaching(config: RunConfig, *, reads_init: bool = True) -> dict[str, str]:
+def reaching(
+    config: RunConfig, *, reads_init: bool = True, of: Collection[str] | None = None
+) -> dict[str, str]:
     """Return the settings that reach beyond the run's own folder, with their values.
 
     A model of a hub may be one that only this user's cache or token has. A default of `data.dir`
     names a folder like any other. Without `reads_init` nothing is loaded from `model.init`. The
-    limits of time and cost are always among them; waits where they are over an hour.
+    limits of time and cost are always among them; waits where they are over an hour. `of` are the
+    keys that matter, all by default.
     """
     found = {"data.dir": config.data.dir}
     default = RunConfig()
@@ -87,7 +90,12 @@ def reaching(config: RunConfig, *, reads_init: bool = True) -> dict[str, str]:
     for key in _LIMITS:
         value = _value(config, key)
         found[key] = _NO_LIMIT if value is None else str(value)
-    return found
+    return found if of is None else {key: found[key] for key in found.keys() & set(of)}
+
+
+def named_by(overrides: Iterable[str]) -> set[str]:
+    """Return the keys of settings that the words of `--set` name."""
+    return {each.partition("=")[0].strip() for each in overrides}
 
 
 def _value(config: RunConfig, key: str) -> Any:

@@ -23,6 +23,7 @@ from payload.run_config import load_run_config
 from payload.run_identity import known_identity
 from payload.run_lock import is_supervised
 from payload.run_repair import make_room
+from payload.storage.__main__ import main as storage
 from payload.storage.objects import open_store
 from payload.storage.records import Records
 from payload.store_address import parse_store_address
@@ -159,6 +160,33 @@ def test_collect_brings_no_checkpoint_through_a_link(
     with pytest.raises(ConfigError, match="is a symlink"):
         collect_from_store(store, run, say=lambda _: None)
     assert contents(victim) == before
+
+
+def test_a_person_s_upload_and_restore_need_own_folders_and_a_named_store(
+    run: RunPaths, victim: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The attacks: a checkpoint came through a link, and a run.toml had any folder written to."""
+    results = tmp_path / "store"
+    settings = load_run_config(run.config, overrides=[f"storage.results={results}"])
+    run.config.write_text(settings.to_toml(), encoding="utf-8")
+    words = ["--run-dir", str(run.root)]
+    for verb in ("upload", "restore"):
+        assert storage([verb, *words]) == ExitCode.CONFIG
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"--set storage.results={results}" in said and not results.exists()
+    store = open_store(parse_store_address(str(results)).under("demo"))
+    upload_all(run, store, is_new=True)
+    put_link(run.checkpoints, victim)
+    before = contents(victim)
+    for more in (["--set", f"storage.results={results}"], ["--started-here"]):
+        for verb in ("upload", "restore"):
+            assert storage([verb, *words, *more]) == ExitCode.CONFIG
+            assert "is a link" in capsys.readouterr().err
+    assert contents(victim) == before
+    run.checkpoints.unlink()
+    assert storage(["restore", *words, "--set", f"storage.results={results}"]) == ExitCode.OK
+    note_named(run, {"storage.results": str(results)})
+    assert storage(["restore", *words]) == ExitCode.OK
 
 
 def test_a_dangling_lock_makes_no_file_elsewhere(run: RunPaths, tmp_path: Path) -> None:

@@ -103,9 +103,7 @@ def _allowed(
     run: Run, names: Sequence[str], *, named: Collection[str], say: Callable[[str], None]
 ) -> list[str]:
     """Return the trackers that a person named, or that send nothing; say which are left out."""
-    is_named = not unnamed(
-        run.paths, {key: value for key, value in reaching(run.config).items() if key == "track.to"}
-    )
+    is_named = not unnamed(run.paths, reaching(run.config, of=["track.to"]))
     allowed = [name for name in names if is_named or name in named or name not in SENDING_TRACKERS]
     for name in names:
         if name not in allowed:
