@@ -20,12 +20,16 @@ from payload.orchestrate.commands import status
 from payload.orchestrate.run.mirror import Mirrored, write_mirrored
 from payload.orchestrate.sites.local import Local
 from payload.orchestrate.sites.ssh import Ssh
+from payload.rank_variables import RUN_DIR
 from payload.results import RunPaths
 from payload.run_config import RunConfig, load_run_config, parse_run_config
 from payload.run_repair import config_to_resume
 from payload.storage.objects import open_store
 from payload.storage.records import fetch_records
 from payload.store_address import parse_store_address
+from payload.train.__main__ import _is_launched as is_launched
+from payload.train.__main__ import _load_config as settings_of
+from payload.train.__main__ import parser
 from tests.launch.inventories import make_inventory
 from tests.orchestrate.test_commands import Workplace
 from tests.storage.folders import write_checkpoint
@@ -227,6 +231,26 @@ def test_what_was_named_here_stays_named_for_this_run_alone(
     record["settings"]["storage.results"].append("/mnt/evil")
     moved.named.write_text(json.dumps(record))
     assert unnamed(moved, reach) == loose
+
+
+@pytest.mark.processes
+def test_a_person_s_train_obeys_no_folder_s_own_data_or_model(
+    workplace: Workplace, tmp_path: Path
+) -> None:
+    """The attack: `train --run-dir` in a cloned project trained on private data."""
+    paths = planted(workplace, tmp_path, "model.init=~/private")
+    words = ["--run-dir", str(paths.root)]
+    with pytest.raises(ConfigError, match=r"--set data\.dir=.* --set 'model\.init=~/private'"):
+        settings_of(parser().parse_args(words), is_launched=False)
+    for more in (
+        ["--set", f"data.dir={workplace.data}", "--set", "model.init=scratch"],
+        ["--config", str(paths.config)],
+    ):
+        settings_of(parser().parse_args([*words, *more]), is_launched=False)
+    env = {RUN_DIR: str(paths.root)}
+    assert is_launched(paths.root, env) and not is_launched(tmp_path, env)
+    assert not is_launched(paths.root, {})
+    settings_of(parser().parse_args(words), is_launched=True)
 
 
 @pytest.mark.processes
