@@ -90,7 +90,7 @@ def reaching(
     for key in _LIMITS:
         value = _value(config, key)
         found[key] = _NO_LIMIT if value is None else str(value)
-    return found if of is None else {key: found[key] for key in found.keys() & set(of)}
+    return {key: value for key, value in found.items() if of is None or key in of}
 
 
 def named_by(overrides: Iterable[str]) -> set[str]:
