@@ -143,7 +143,8 @@ def _make_config(data: TokenData, seed_weights: Path) -> RunConfig:
 def _our_losses(config: RunConfig, run_dir: Path) -> list[float]:
     run_dir.mkdir()
     RunPaths(run_dir).config.write_text(config.to_toml(), encoding="utf-8")
-    subprocess.run([sys.executable, "-m", "payload.train", "--run-dir", str(run_dir)], check=True)
+    words = ["--config", str(RunPaths(run_dir).config), "--run-dir", str(run_dir)]
+    subprocess.run([sys.executable, "-m", "payload.train", *words], check=True)
     return [row["loss"] for row in read_metrics(RunPaths(run_dir).metrics) if "loss" in row]
 
 

@@ -25,6 +25,7 @@ from payload.untrusted import (
     open_regular,
     parse_json,
     read_bytes,
+    shown,
 )
 
 SCHEMA_VERSION = 1
@@ -47,6 +48,7 @@ PARTIAL_SUFFIX = ".partial"
 FOLDER_NAME = re.compile(r"step_(\d{8,18})")
 """A checkpoint's folder, by the number of its step."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
+_DATA_FILE = re.compile(r"\w[\w.-]{0,120}\.(?:json|safetensors|txt|model|jinja)", re.ASCII)
 _BLOCK_BYTES = 512  # st_blocks', whatever the file system's are.
 SHA256 = re.compile(r"[0-9a-f]{64}")
 _NOT_ARITHMETIC = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
@@ -215,6 +217,20 @@ def load_manifest(folder: Path) -> Manifest:
     odd = [name for name in manifest.files if not _FILE_NAME.fullmatch(name)]
     if odd:
         raise CheckpointError(f"{path}: {odd[0][:60]!r} is no file name. {fix}")
+    return manifest
+
+
+def load_foreign_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint that a node or a store has.
+
+    Raises CheckpointError as `load_manifest` does, and for files that checkpoints do not consist
+    of: loading one of those may run it, and Python runs some that only lie in a folder.
+    """
+    manifest = load_manifest(folder)
+    odd = [name for name in manifest.files if not _DATA_FILE.fullmatch(name)]
+    if odd or MANIFEST_FILE in manifest.files:
+        found = shown(odd[0] if odd else MANIFEST_FILE)
+        raise CheckpointError(f"its manifest names {found}, which is no file of a checkpoint.")
     return manifest
 
 

@@ -3,20 +3,17 @@
 A run's folder and its records may come from anywhere: a node, a store, a project that was cloned.
 Whoever wrote them could name any data or model of this machine, another store to write to, or
 sbatch's options, for the next resume to obey; or have it wait for weeks, or without the limit of
-its cost. The record counts only with a proof by a key that lies outside of all runs, in this user's
-own state folder.
+its cost; or send it to a tracker. The record counts only in the folder that it was made in, with a
+proof by this user's key.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import os
 import re
-import secrets
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -38,6 +35,7 @@ from payload.untrusted import (
     read_bytes,
     shown,
 )
+from payload.user_key import is_signed, sign
 
 SCHEMA_VERSION = 1
 MOST_WAIT_S = 3600.0
@@ -46,8 +44,8 @@ _WAITS = ("storage.final_wait_s", "limits.hang_timeout_s", "distributed.timeout_
 _LIMITS = ("limits.max_hours", "limits.max_usd")
 _NO_LIMIT = "none"
 _PLACES = ("data.dir", "model.init", "storage.results")
-KEY_FILE = "named.key"
-_KEY_BYTES = 32
+SENDING_TRACKERS = ("mlflow", "wandb")
+"""Those that a server or a login in the environment may have send a run elsewhere."""
 _PROOF = re.compile(r"|[0-9a-f]{64}")
 
 
@@ -58,21 +56,23 @@ class _Named:
     settings: Mapping[str, list[str]] = field(default_factory=dict)
     """Values by `section.key`; a folder by its whole path."""
     proof: str = checked("", pattern=_PROOF, wanted="64 hexadecimal digits")
-    """HMAC-SHA256 of the run's identity and the settings, by this user's key, in hexadecimal."""
+    """HMAC-SHA256 of the run's folder, its identity and the settings, in hexadecimal."""
     schema_version: int = SCHEMA_VERSION
 
-    def proven(self, paths: RunPaths, key: bytes) -> str:
-        """Return the proof that the record has if it was made here, for this run."""
-        text = json.dumps([known_identity(paths).identity, self.settings], sort_keys=True)
-        return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+    def parts(self, paths: RunPaths, folder: Path) -> tuple[Any, ...]:
+        """Return what the proof is of: without `folder`, a copy of the record would count too."""
+        return "named", os.path.realpath(folder), known_identity(paths).identity, self.settings
 
 
-def reaching(config: RunConfig, *, reads_init: bool = True) -> dict[str, str]:
+def reaching(
+    config: RunConfig, *, reads_init: bool = True, of: Collection[str] | None = None
+) -> dict[str, str]:
     """Return the settings that reach beyond the run's own folder, with their values.
 
     A model of a hub may be one that only this user's cache or token has. A default of `data.dir`
     names a folder like any other. Without `reads_init` nothing is loaded from `model.init`. The
-    limits of time and cost are always among them; waits where they are over an hour.
+    limits of time and cost are always among them; waits where they are over an hour. `of` are the
+    keys that matter, all by default.
     """
     found = {"data.dir": config.data.dir}
     default = RunConfig()
@@ -80,6 +80,8 @@ def reaching(config: RunConfig, *, reads_init: bool = True) -> dict[str, str]:
         found["model.init"] = config.model.init
     if config.storage.results not in (AUTO, NONE):
         found["storage.results"] = config.storage.results
+    if set(SENDING_TRACKERS) & set(config.track.to):
+        found["track.to"] = ",".join(config.track.to)
     for each in fields(config.slurm):
         value = getattr(config.slurm, each.name)
         if value != getattr(default.slurm, each.name):
@@ -88,7 +90,12 @@ def reaching(config: RunConfig, *, reads_init: bool = True) -> dict[str, str]:
     for key in _LIMITS:
         value = _value(config, key)
         found[key] = _NO_LIMIT if value is None else str(value)
-    return found
+    return {key: value for key, value in found.items() if of is None or key in of}
+
+
+def named_by(overrides: Iterable[str]) -> set[str]:
+    """Return the keys of settings that the words of `--set` name."""
+    return {each.partition("=")[0].strip() for each in overrides}
 
 
 def _value(config: RunConfig, key: str) -> Any:
@@ -148,24 +155,25 @@ def require_named(
         raise ConfigError(
             f"run {paths.run_id}: nobody has named {words} for it on this machine. A node, a store "
             "or another person may have written its settings, so they move no files, start "
-            "nothing from here and raise no limit. A run of an older version has no record of what "
-            f"was named. If it is right, add {_options(loose)}"
+            "nothing from here and raise no limit. A run of an older version, or in a folder that "
+            f"was moved, has no record of what was named. If it is right, add {_options(loose)}"
         )
 
 
-def note_named(paths: RunPaths, settings: Mapping[str, str]) -> None:
+def note_named(
+    paths: RunPaths, settings: Mapping[str, str], *, becomes: Path | None = None
+) -> None:
     """Record what this user has named for the run, which has its identity already.
 
-    Without a key, as in a home that nobody may write to, the next resume asks. Raises OSError.
+    `becomes` is the run's folder, if that of `paths` gets its name later. Without a key, as in a
+    home that nobody may write to, the next resume asks. Raises OSError.
     """
     merged = {key: set(values) for key, values in _read(paths).settings.items()}
     for key, value in settings.items():
         merged.setdefault(key, set()).add(_whole(key, value))
     record = _Named(settings={key: sorted(values) for key, values in sorted(merged.items())})
-    own = _key(make=True)
-    if own is not None:
-        record = replace(record, proof=record.proven(paths, own))
-    write_whole(paths.named, json.dumps(asdict(record), indent=2) + "\n")
+    record = replace(record, proof=sign(*record.parts(paths, becomes or paths.root)))
+    write_whole(paths.named, json.dumps(asdict(record), indent=2) + "\n", is_private=True)
 
 
 def _read(paths: RunPaths) -> _Named:
@@ -174,46 +182,9 @@ def _read(paths: RunPaths) -> _Named:
         raw = parse_json(read_bytes(paths.named), where=str(paths.named))
         check_schema(raw, SCHEMA_VERSION, where=str(paths.named))
         found = build(_Named, raw, where=str(paths.named))
-        own = _key()
-        if own is not None and hmac.compare_digest(found.proof, found.proven(paths, own)):
+        if is_signed(found.proof, *found.parts(paths, paths.root)):
             return found
     return _Named()
-
-
-def _key(*, make: bool = False) -> bytes | None:
-    """Return this user's key, which `make` writes where there is none; None without one."""
-    with suppress(OSError, RuntimeError):  # RuntimeError: nobody knows where the home is
-        state = Path(os.environ.get("XDG_STATE_HOME", ""))
-        folder = (state if state.is_absolute() else Path.home() / ".local/state") / "tileforge"
-        found = _read_key(folder / KEY_FILE)
-        if found is not None or not make:
-            return found
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        beside = folder / f".{KEY_FILE}.{secrets.token_hex(4)}"
-        try:
-            opened = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(opened, "wb") as file:
-                file.write(secrets.token_bytes(_KEY_BYTES))
-                file.flush()
-                os.fsync(file.fileno())
-            try:
-                # Two commands may begin at once: the first one's stands.
-                os.link(beside, folder / KEY_FILE)
-            except OSError:  # it exists, or the file system has no links
-                if _read_key(folder / KEY_FILE) is None:
-                    beside.replace(folder / KEY_FILE)
-        finally:
-            beside.unlink(missing_ok=True)
-        return _read_key(folder / KEY_FILE)
-    return None
-
-
-def _read_key(path: Path) -> bytes | None:
-    """Return the key in a file; None where it is missing or damaged."""
-    with suppress(OSError):
-        found = read_bytes(path, limit_bytes=_KEY_BYTES)
-        return found if len(found) == _KEY_BYTES else None
-    return None
 
 
 def _whole(key: str, value: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+RUN_DIR = "TILEFORGE_RUN_DIR"
+"""Marks every process of a run: two run folders may have one name, but not one path."""
 NODE_RANK = "TILEFORGE_NODE_RANK"
 """The node's place in the hosts file. Where it is set, a rank is found by it and its local rank:
 a rendezvous that numbers the nodes itself does not keep to the rank file's order."""

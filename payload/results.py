@@ -491,12 +491,19 @@ def discard(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, content: str | bytes, *, durable: bool = True) -> None:
-    """Write `content` beside, then rename: whole or absent; if `durable`, after a power cut too."""
+def write_whole(
+    path: Path, content: str | bytes, *, durable: bool = True, is_private: bool = False
+) -> None:
+    """Write `content` beside, then rename: whole or absent; if `durable`, after a power cut too.
+
+    If `is_private`, this user alone may read it. Raises OSError.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with open(partial, "wb", opener=no_follow) as file:
+            if is_private:
+                os.fchmod(file.fileno(), 0o600)
             file.write(content.encode("utf-8") if isinstance(content, str) else content)
             if durable:
                 file.flush()

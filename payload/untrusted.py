@@ -92,13 +92,14 @@ def one_line(text: object) -> str:
     return f"{line.rstrip('.')}."
 
 
-def open_regular(path: Path) -> io.BufferedReader:
+def open_regular(path: Path, *, follows: bool = True) -> io.BufferedReader:
     """Open a regular file for reading.
 
     Raises OSError also for anything else in its place (a folder, a pipe, a device), so that
-    reading cannot block.
+    reading cannot block, and unless it `follows` links for a link.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    link = 0 if follows else os.O_NOFOLLOW
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | link)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return os.fdopen(descriptor, "rb")

@@ -53,6 +53,12 @@ def large_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.fixture
+def own_bases(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let adapters that no run made have the tests' models as bases."""
+    monkeypatch.setenv("TILEFORGE_ADAPTER_BASE", str(tmp_path_factory.getbasetemp()))
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Compute with one thread, as the ranks do: matmuls on more add up in another order.

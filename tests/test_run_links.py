@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from payload.checkpoint_files import checkpoint_folders, newest_sound
+from payload.checkpoint_files import checkpoint_folders, newest_sound, sha256_of
 from payload.data.tokenizers import load_tokenizer
 from payload.errors import CheckpointError, ConfigError, DataError, ExitCode
 from payload.models.source import find_source
@@ -23,6 +24,8 @@ from payload.run_config import load_run_config
 from payload.run_identity import known_identity
 from payload.run_lock import is_supervised
 from payload.run_repair import make_room
+from payload.storage.__main__ import main as storage
+from payload.storage.checkpoints import fetch_checkpoint
 from payload.storage.objects import open_store
 from payload.storage.records import Records
 from payload.store_address import parse_store_address
@@ -159,6 +162,68 @@ def test_collect_brings_no_checkpoint_through_a_link(
     with pytest.raises(ConfigError, match="is a symlink"):
         collect_from_store(store, run, say=lambda _: None)
     assert contents(victim) == before
+
+
+def test_a_person_s_upload_and_restore_need_own_folders_and_a_named_store(
+    run: RunPaths, victim: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The attacks: a checkpoint came through a link, and a run.toml had any folder written to."""
+    results = tmp_path / "store"
+    settings = load_run_config(run.config, overrides=[f"storage.results={results}"])
+    run.config.write_text(settings.to_toml(), encoding="utf-8")
+    words = ["--run-dir", str(run.root)]
+    for verb in ("upload", "restore"):
+        assert storage([verb, *words]) == ExitCode.CONFIG
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"--set storage.results={results}" in said and not results.exists()
+    store = open_store(parse_store_address(str(results)).under("demo"))
+    upload_all(run, store, is_new=True)
+    put_link(run.checkpoints, victim)
+    before = contents(victim)
+    for more in (["--set", f"storage.results={results}"], ["--started-here"]):
+        for verb in ("upload", "restore"):
+            assert storage([verb, *words, *more]) == ExitCode.CONFIG
+            assert "is a link" in capsys.readouterr().err
+    assert contents(victim) == before
+    run.checkpoints.unlink()
+    assert storage(["restore", *words, "--set", f"storage.results={results}"]) == ExitCode.OK
+    note_named(run, {"storage.results": str(results)})
+    assert storage(["restore", *words]) == ExitCode.OK
+
+
+def test_a_linked_log_is_not_printed_and_a_pipe_does_not_hold_an_upload(
+    run: RunPaths, victim: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The attacks: `logs` printed any file, and an upload waited for ever."""
+    put_link(run.rank_log(0), victim / "rank_0000.log")
+    words = ["logs", "demo", "--runs-dir", str(run.root.parent)]
+    assert main(words, os.environ) == ExitCode.CONFIG
+    said = capsys.readouterr()
+    assert "is not followed" in " ".join(said.err.split()) and "private" not in said.out
+    run.rank_log(0).unlink()
+    put_link(run.logs, victim)
+    assert main(words, os.environ) == ExitCode.CONFIG
+    run.logs.unlink()
+    run.logs.mkdir()
+    os.mkfifo(run.rank_log(0))
+    store = open_store(parse_store_address(str(tmp_path / "store")).under("demo"))
+    Records(run).send(store, all_of_them=True)
+    assert "run.toml" in [entry.name for entry in store.entries()]
+
+
+def test_a_store_s_checkpoint_consists_of_data_alone(run: RunPaths, tmp_path: Path) -> None:
+    """The attack: a manifest of a store listed sitecustomize.py, and `collect` brought it."""
+    manifest = run.checkpoint(3) / "manifest.json"
+    listed = json.loads(manifest.read_text())
+    code = run.checkpoint(3) / "sitecustomize.py"
+    code.write_text("raise SystemExit")
+    listed["files"][code.name] = {"bytes": 16, "sha256": sha256_of(code)}
+    manifest.write_text(json.dumps(listed))
+    store = open_store(parse_store_address(str(tmp_path / "store")).under("demo"))
+    upload_all(run, store, is_new=True)
+    with pytest.raises(CheckpointError, match=r"sitecustomize\.py"):
+        fetch_checkpoint(store, "step_00000003", tmp_path / "checkpoints")
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 def test_a_dangling_lock_makes_no_file_elsewhere(run: RunPaths, tmp_path: Path) -> None:

@@ -69,6 +69,8 @@ def _export(arguments: argparse.Namespace) -> Path:
         weights = _weights(folder, weights_at)
         config = {**config, **weights.labels}
         write_hf(out, weights, config=config, source=tokenizer, dtype=arguments.dtype)
+    if weights_at != folder:
+        print(f"note: the base is {printable(str(weights_at))}", file=sys.stderr)
     return out
 
 

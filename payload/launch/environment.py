@@ -8,13 +8,11 @@ from typing import Literal
 
 from payload.interpreter import SAFE_PATH
 from payload.launch.ranks import Rank
-from payload.rank_variables import TORCH, names
+from payload.rank_variables import RUN_DIR, TORCH, names
 
 Malloc = Literal["tuned", "lean", "sharded", "tcmalloc", "default"]
 
 RUN_ID = "TILEFORGE_RUN_ID"
-RUN_DIR = "TILEFORGE_RUN_DIR"
-"""Marks every process of a run: two run folders may have one name, but not one path."""
 NODE = "TILEFORGE_NODE"
 
 # A training step allocates and frees the same hundreds of megabytes again and again. glibc gives

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from payload.adapter_files import ADAPTER_CONFIG_FILE, has_adapter, read_adapter_config
+from payload.adapter_files import (
+    ADAPTER_CONFIG_FILE,
+    has_adapter,
+    read_adapter_config,
+    recorded_base,
+)
 from payload.checkpoint_files import (
     MANIFEST_FILE,
     checkpoint_folders,
@@ -16,14 +22,17 @@ from payload.checkpoint_files import (
     require_own,
 )
 from payload.errors import CheckpointError
+from payload.hints import quoted
 from payload.models.gguf import gguf_file, read_gguf
 from payload.models.hub import HubName, fetch_config, resolve, weight_shapes
 from payload.models.registry import preset_of_hub_name, read_spec
 from payload.models.spec import ModelSpec
 from payload.results import RunPaths
-from payload.untrusted import home_path
+from payload.untrusted import can_see, home_path, shown
 
 SCRATCH = "scratch"
+BASE_VARIABLE = "TILEFORGE_ADAPTER_BASE"
+"""Names the folder with bases of adapters that other programs made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +53,37 @@ class Source:
         None as well for `scratch`, whose numbers are the run config's. Raises CheckpointError.
         """
         if self.folder is not None and has_adapter(self.folder):
-            base = read_adapter_config(self.folder).source()
             setting = f"{self.folder / ADAPTER_CONFIG_FILE}: base_model_name_or_path"
-            return find_source(base, setting=setting, verify=False).spec()
+            return find_source(base_name(self.folder), setting=setting, verify=False).spec()
         if self.folder is not None:
             return read_spec(self.folder)
         if self.file is not None:
             return read_gguf(self.file)
         return preset_of_hub_name(self.name) if self.kind == "hub" else None
+
+
+def base_name(adapter: Path) -> str:
+    """Return the name of an adapter's base, as `model.init` has it.
+
+    Whoever made an adapter could have any model of this machine exported, trained from or sent. A
+    folder outside of the adapter's is its base only where the adapter has the hash of the base's
+    weights, which is compared when they are read and which nobody knows without them, or where a
+    person names it in the environment. Raises CheckpointError.
+    """
+    source = read_adapter_config(adapter).source()
+    place = home_path(source)
+    if not can_see(place) or recorded_base(adapter).get("sha256"):
+        return source
+    real, named = os.path.realpath(place), os.environ.get(BASE_VARIABLE)
+    if Path(real).is_relative_to(os.path.realpath(adapter)):
+        return source
+    if named and Path(real).is_relative_to(os.path.realpath(home_path(named))):
+        return source
+    raise CheckpointError(
+        f"{adapter}: its base is {shown(real)} on this machine, and nothing shows that the adapter "
+        "was trained beside it: any model here could be merged, trained from or sent. If it is "
+        f"right, put {BASE_VARIABLE}={quoted(real)} before the command."
+    )
 
 
 def find_source(

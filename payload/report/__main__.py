@@ -12,6 +12,7 @@ from pathlib import Path
 from payload.errors import ConfigError, ExitCode, TileforgeError, UsageError
 from payload.hints import command
 from payload.interrupts import interrupt_once
+from payload.named_settings import SENDING_TRACKERS
 from payload.report.page import render
 from payload.report.source import Run, find_run
 from payload.report.table import comparison
@@ -68,6 +69,13 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="hand a run to the trackers of its track.to once more, and write nothing else",
     )
+    made.add_argument(
+        "--to",
+        action="append",
+        default=[],
+        choices=SENDING_TRACKERS,
+        help="with --track: a tracker that may have a run which nobody named it for here",
+    )
     made.add_argument("--live", action="store_true", help=argparse.SUPPRESS)
     made.add_argument("--started-here", action="store_true", help=argparse.SUPPRESS)
     made.add_argument(
@@ -91,7 +99,12 @@ def _report(arguments: argparse.Namespace) -> None:
             raise UsageError(f"--track takes one run, not {len(runs)}. Name one.")
         for note in missing_notes(runs[0].config):
             print(note, file=sys.stderr)
-        track(runs[0], live=arguments.live, say=lambda line: print(line, file=sys.stderr))
+        track(
+            runs[0],
+            live=arguments.live,
+            named=arguments.to,
+            say=lambda line: print(line, file=sys.stderr),
+        )
         return
     if arguments.compare:
         if len(runs) < 2:

@@ -7,7 +7,7 @@ import json
 import os
 import select
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from payload.errors import ConfigError
+from payload.hints import command
 from payload.metrics_log import parse_row
+from payload.named_settings import SENDING_TRACKERS, reaching, unnamed
 from payload.report.source import Run
 from payload.report.trackers.base import About, Row, Tracker
 from payload.report.trackers.registry import make_tracker
 from payload.results import write_whole
 from payload.run_config import RunConfig
 from payload.tracking import installed_trackers
-from payload.untrusted import links_out, no_follow, one_line, open_regular
+from payload.untrusted import links_out, no_follow, one_line, open_regular, read_bytes
 
 _EVERY_S = 5.0
 _LOCK_S = 20.0
@@ -57,13 +59,14 @@ class Tracked:
                 write_whole(self.place, f"{self.last}\n", durable=False)
 
 
-def track(run: Run, *, live: bool, say: Callable[[str], None]) -> None:
+def track(run: Run, *, live: bool, say: Callable[[str], None], named: Collection[str] = ()) -> None:
     """Hand over all rows that there are; if live, go on until stdin is closed.
 
     Else the run has ended, and the trackers get its results and its page. A tracker that fails is
-    said once, and the others go on. Raises ConfigError.
+    said once, and the others go on. Those that may send the run elsewhere are left out unless a
+    person has named them for it: here by `named`, or when it was started. Raises ConfigError.
     """
-    names = installed_trackers(run.config.track.to)
+    names = _allowed(run, installed_trackers(run.config.track.to), named=named, say=say)
     for link in links_out(run.paths.track, home=run.paths.root):
         raise ConfigError(
             f"{link} is a link that leads out of the run's folder: no tracker writes through it. "
@@ -80,7 +83,9 @@ def track(run: Run, *, live: bool, say: Callable[[str], None]) -> None:
             if not live or select.select([0], [], [], _EVERY_S)[0]:
                 break
         summary = {} if live else _plain(run.summary)
-        page = run.paths.report if not live and run.paths.report.is_file() else None
+        # A link in the page's place may lead to any file, which would be handed over.
+        has_page = run.paths.report.is_file() and not run.paths.report.is_symlink()
+        page = run.paths.report if not live and has_page else None
         for each in tracked:
             _guarded(each, partial(Tracked.end, summary=summary, report=page), say)
 
@@ -92,6 +97,22 @@ def flat_config(config: RunConfig) -> dict[str, Any]:
         for section, values in asdict(config).items()
         for key, value in values.items()
     }
+
+
+def _allowed(
+    run: Run, names: Sequence[str], *, named: Collection[str], say: Callable[[str], None]
+) -> list[str]:
+    """Return the trackers that a person named, or that send nothing; say which are left out."""
+    is_named = not unnamed(run.paths, reaching(run.config, of=["track.to"]))
+    allowed = [name for name in names if is_named or name in named or name not in SENDING_TRACKERS]
+    for name in names:
+        if name not in allowed:
+            say(
+                f"note: track.to = {name}: nobody has named it for this run on this machine, so it "
+                "gets nothing. If it is right: "
+                + command("report", str(run.paths.root), "--track", "--to", name)
+            )
+    return allowed
 
 
 def _start(run: Run, names: Sequence[str], say: Callable[[str], None]) -> Iterator[Tracked]:
@@ -106,7 +127,7 @@ def _start(run: Run, names: Sequence[str], say: Callable[[str], None]) -> Iterat
         )
         if not made.tracker.starts_over:
             with suppress(OSError, ValueError):
-                made.last = int(place.read_text(encoding="ascii"))
+                made.last = int(read_bytes(place))
         if _guarded(made, partial(Tracked.start, about=about), say):
             yield made
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from payload.errors import ExitCode, TileforgeError, UsageError
 from payload.hints import command
 from payload.interrupts import interrupt_once
-from payload.results import RunPaths
+from payload.named_settings import named_by, reaching, require_named
+from payload.results import RunPaths, require_own_folders
 from payload.run_config import load_run_config
 from payload.storage.checkpoints import whole_checkpoints
 from payload.storage.objects import check_store, open_store
@@ -91,9 +92,19 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _run_of(arguments: argparse.Namespace) -> tuple[RunPaths, StoreAddress]:
-    """Return the run's folder and its address in the store."""
+    """Return the run's folder and its address in the store.
+
+    Raises ConfigError for a folder with a linked folder in it, and where only the run's own
+    settings name the store: whoever made the folder could have any place written to.
+    """
     paths = RunPaths(arguments.run_dir.resolve())
-    results = load_run_config(paths.config).storage.address()
+    require_own_folders(paths)
+    config = load_run_config(paths.config, overrides=arguments.overrides)
+    if not arguments.started_here:
+        require_named(
+            paths, reaching(config, of=["storage.results"]), named=named_by(arguments.overrides)
+        )
+    results = config.storage.address()
     if results is None:
         raise UsageError(f'{paths.config}: storage.results = "none". Set it to an address.')
     return paths, results.under(paths.run_id)
@@ -131,6 +142,15 @@ def parser() -> argparse.ArgumentParser:
         of = commands.add_parser(verb, help=words)
         of.set_defaults(command=act, new=False)
         of.add_argument("--run-dir", type=Path, required=True, metavar="DIR")
+        of.add_argument(
+            "--set",
+            dest="overrides",
+            action="append",
+            default=[],
+            metavar="SECTION.KEY=VALUE",
+            help="override one setting; names a store that nobody has named for the run here",
+        )
+        of.add_argument("--started-here", action="store_true", help=argparse.SUPPRESS)
         if verb == "upload":
             of.add_argument("--new", action="store_true", help="the store has no such run yet")
     return made

@@ -23,6 +23,7 @@ from payload.checkpoint_files import (
     TRAINER_FILE,
     Manifest,
     checkpoint_step,
+    load_foreign_manifest,
     load_manifest,
     manifest_problems,
     sha256_of,
@@ -41,7 +42,7 @@ from payload.storage.objects import (
     StoreReader,
     TooLargeError,
 )
-from payload.untrusted import no_follow
+from payload.untrusted import open_regular
 
 FOLDER = "checkpoints"
 _NO_HASHES = ManifestHashes()
@@ -66,7 +67,7 @@ class Upload:
             with ExitStack() as opened:
                 self._manifest = load_manifest(folder)
                 self._files = {
-                    name: opened.enter_context(open(folder / name, "rb", opener=no_follow))
+                    name: opened.enter_context(open_regular(folder / name, follows=False))
                     for name in (*self._manifest.files, MANIFEST_FILE)
                 }
                 self._open = opened.pop_all()
@@ -238,7 +239,7 @@ def fetch_checkpoint(
             content, _ = store.read(f"{prefix}{MANIFEST_FILE}")
             _require_heads(name, content, known)
             (partial / MANIFEST_FILE).write_bytes(content)
-            manifest = load_manifest(partial)
+            manifest = load_foreign_manifest(partial)
             _require_sizes(store, manifest, prefix)
             size = sum(entry.bytes for entry in manifest.files.values())
             _require_room(store, name, size, checkpoints)

@@ -151,7 +151,8 @@ def fetch_whole(store: StoreReader, paths: RunPaths) -> None:
         ) from None
     try:
         fetch_run(store, RunPaths(staging))
-        note_named(RunPaths(staging), {"storage.results": str(store.address.parent())})
+        named = {"storage.results": str(store.address.parent())}
+        note_named(RunPaths(staging), named, becomes=paths.root)
         staging.chmod(0o755)
         try:
             staging.rename(paths.root)

@@ -22,7 +22,7 @@ from payload.storage.objects import (
     StoreReader,
     TooLargeError,
 )
-from payload.untrusted import is_own_folder, no_follow
+from payload.untrusted import is_own_folder, no_follow, open_regular
 
 EVERY_S = 30.0
 BYTES_PER_TURN = 8 * 2**20
@@ -61,7 +61,7 @@ class Records:
 
     def _send_file(self, store: ObjectStore, path: Path, *, at_once: bool) -> int:
         name = path.relative_to(self._paths.root).as_posix()
-        with suppress(OSError), open(path, "rb", opener=no_follow) as file:
+        with suppress(OSError), open_regular(path, follows=False) as file:
             stat = os.fstat(file.fileno())
             mark = (stat.st_size, stat.st_mtime_ns)
             pause_s = EVERY_S * (1 + stat.st_size // BYTES_PER_TURN)

@@ -29,8 +29,7 @@ from payload.errors import ConfigError, ExitCode, TileforgeError
 from payload.hints import command
 from payload.interpreter import code_environment, module_words
 from payload.launch.agents import AgentJob, end_of_agent
-from payload.launch.environment import RUN_DIR
-from payload.rank_variables import NODE_RANK, SLURM_NODE
+from payload.rank_variables import NODE_RANK, RUN_DIR, SLURM_NODE
 from payload.results import RankProgress, RunPaths, last_record
 from payload.supervise.processes import die_with_parent, kill_until_none, signal_process
 from payload.supervise.stream import remote_argv

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from payload.checkpoint_watch import GracePeriod
 from payload.errors import PreflightError
-from payload.launch.environment import RUN_DIR
+from payload.rank_variables import RUN_DIR
 from payload.results import RankProgress, RunPaths, last_record
 
 _PR_SET_PDEATHSIG = 1

@@ -166,8 +166,10 @@ class Uploading:
         _kill(process)
 
     def _start(self, verb: str, *more: str, stderr: int | BinaryIO) -> subprocess.Popen[str]:
+        # Where the supervisor is, nobody may have named the store; the operator's command did.
+        words = ["--run-dir", str(self._paths.root), "--started-here", *more]
         return subprocess.Popen(
-            module_words("payload.storage", verb, "--run-dir", str(self._paths.root), *more),
+            module_words("payload.storage", verb, *words),
             env=code_environment(self._env),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,

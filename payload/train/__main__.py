@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Never
 from payload.errors import ExitCode, TileforgeError, TrainingError, UsageError
 from payload.hints import command
 from payload.interrupts import Presses
+from payload.named_settings import named_by, reaching, require_named
+from payload.rank_variables import RUN_DIR
 from payload.results import RunPaths, new_run_id
 from payload.run_config import RunConfig, load_run_config
 from payload.train.start_clock import StartClock
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from payload.train.world import World
 
 log = logging.getLogger("payload.train")
+
+_TRAINED_FROM = ("data.dir", "model.init")
 
 
 def main(
@@ -43,7 +47,8 @@ def main(
     sys.excepthook = last_words.speak
     arguments = parser().parse_args(argv)
     stop = StopSignal()
-    config = _load_config(arguments)
+    is_launched = arguments.run_dir is not None and _is_launched(arguments.run_dir, env)
+    config = _load_config(arguments, is_launched=is_launched)
     clock = StartClock()
     _set_up_logging(env)
     # torch takes seconds to import; a wrong config should not cost them.
@@ -69,6 +74,7 @@ def main(
         stop_requested=stop.requested,
         clock=clock,
         observer=observer,
+        named={} if is_launched else reaching(config, of=_TRAINED_FROM),
     )
     if outcome.stopped and stop.number is not None:
         last_words.told_to_stop(stop.number)
@@ -176,7 +182,17 @@ def leave(status: int) -> Never:
     os._exit(status)
 
 
-def _load_config(arguments: argparse.Namespace) -> RunConfig:
+def _is_launched(run_dir: Path, env: Mapping[str, str]) -> bool:
+    """Return True for a rank of a run that a command has planned and started."""
+    return os.path.realpath(env.get(RUN_DIR, "/")) == os.path.realpath(run_dir)
+
+
+def _load_config(arguments: argparse.Namespace, *, is_launched: bool) -> RunConfig:
+    """Return the settings to train by.
+
+    Raises ConfigError where only the run's own settings name the data or the model: whoever made
+    the folder could have anything of this machine trained on.
+    """
     path: Path | None = arguments.config
     if path is None and arguments.run_dir is None:
         raise UsageError("name a config with --config FILE, or a run folder with --run-dir DIR.")
@@ -185,9 +201,12 @@ def _load_config(arguments: argparse.Namespace) -> RunConfig:
             f"--run-dir {str(arguments.run_dir)!r}: the folder's name is the run's id. Use "
             "letters, digits, dots, dashes and underscores, a letter or digit first, not 'latest'."
         )
-    return load_run_config(
-        path or RunPaths(arguments.run_dir).config, overrides=arguments.overrides
-    )
+    paths = RunPaths(arguments.run_dir or Path())
+    config = load_run_config(path or paths.config, overrides=arguments.overrides)
+    if path is None and not is_launched:
+        named = named_by(arguments.overrides)
+        require_named(paths, reaching(config, of=_TRAINED_FROM), named=named)
+    return config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

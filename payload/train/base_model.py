@@ -6,16 +6,12 @@ import hashlib
 import json
 from pathlib import Path
 
-from payload.adapter_files import (
-    ADAPTER_CONFIG_FILE,
-    ADAPTER_FILE,
-    has_adapter,
-    read_adapter_config,
-)
+from payload.adapter_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE, has_adapter
 from payload.checkpoint_files import config_sha256, sha256_of, weights_sha256
 from payload.errors import CheckpointError
 from payload.hf_folder import own_file
 from payload.models.hub import HubName
+from payload.models.source import base_name
 from payload.train.checkpoint import BaseModel
 from payload.train.weights import config_folder, model_folder
 from payload.training_sections import Quantize
@@ -44,7 +40,7 @@ def _sha256(folder: Path) -> str:
     """
     if not has_adapter(folder):
         return weights_sha256(folder)
-    base = weights_sha256(model_folder(read_adapter_config(folder).source()))
+    base = weights_sha256(model_folder(base_name(folder)))
     own = sha256_of(own_file(folder, ADAPTER_FILE))
     path = folder / ADAPTER_CONFIG_FILE
     config = parse_json(read_bytes(path), where=str(path), error=CheckpointError)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -19,6 +19,7 @@ from payload.mesh import require_tensor_ranks_on_a_node
 from payload.metrics_log import stream_metrics
 from payload.models.fit import require_split
 from payload.models.spec import Dtype
+from payload.named_settings import note_named
 from payload.remake import no_range_hashes
 from payload.results import RunPaths, write_whole
 from payload.run_config import RunConfig
@@ -60,11 +61,13 @@ def train(
     stop_requested: Callable[[], bool],
     clock: StartClock,
     observer: Observer | None = None,
+    named: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Train on this rank from the run's newest checkpoint, or from the start.
 
     The process group has been joined. A run that is refused for its data or its model makes no
-    folder. `observer` is told how far the rank is. Rank 0 writes run.toml, metrics.jsonl and
+    folder. `observer` is told how far the rank is. `named` are settings that
+    a person has named for the run here. Rank 0 writes run.toml, metrics.jsonl and
     summary.json, on a failure as well. Raises TileforgeError, and RuntimeError when another rank
     vanished.
     """
@@ -101,6 +104,8 @@ def train(
             is_new = start.state is None
             settled = settle_identity(paths, is_new=is_new, say=log.warning)
             start = replace(start, identity=settled.identity)
+            if named:
+                note_named(paths, named)
         summary.begin()
         heartbeat.tell(step=0, phase="calibration")
         calibration = calibrate(

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from payload.adapter_files import (
     ADAPTER_CONFIG_FILE,
     has_adapter,
-    read_adapter_config,
     recorded_base,
 )
 from payload.checkpoint_files import config_sha256, weights_sha256
@@ -19,7 +18,7 @@ from payload.errors import CheckpointError
 from payload.hf_folder import CONFIG_FILE, WEIGHTS_FILE
 from payload.hints import command
 from payload.models.hub import HubName, fetch
-from payload.models.source import find_source
+from payload.models.source import base_name, find_source
 from payload.tokenizer_identity import TOKENIZER_FILE
 from payload.train.gguf_folder import folder_of_gguf
 from payload.train.tensor_file import write_tensors
@@ -88,7 +87,7 @@ def base_folder(adapter: Path, *, verify: bool = True) -> Path:
     With `verify` its weights and its config.json have the hashes that the adapter's run recorded;
     adapters of other programs record none. Without, no weights are read. Raises CheckpointError.
     """
-    source = read_adapter_config(adapter).source()
+    source = base_name(adapter)
     if Path(source).is_absolute() and not Path(source).exists():
         raise CheckpointError(
             f"{adapter}: its base {source} is not there, and an adapter has no copy of it. Put the "

@@ -22,6 +22,7 @@ from payload.evaluate.__main__ import main as evaluate
 from payload.export.__main__ import main
 from payload.export.merged import merged_weights
 from payload.generate.__main__ import main as generate
+from payload.models.source import BASE_VARIABLE, find_source
 from payload.train.models.base import CausalLM, trainable
 from payload.train.models.classifier import Classifier
 from payload.train.models.lora import add_adapter, save_adapter
@@ -38,7 +39,7 @@ from tests.support.chat_data import (
 )
 from tests.support.slow_imports import peft
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "own_bases")
 
 TOKENS = torch.tensor([[5, 9, 300, 41, 7, 80]])
 
@@ -415,3 +416,39 @@ def test_the_base_has_the_weights_that_training_began_with(
     (folder / "trainer.json").write_text('{"base": {"sha256": "0123456789abcdef"}}')
     said = complaint(merge(folder, tmp_path / "out"), capsys)
     assert "its weights are not those that the adapter" in said and "0123456789ab" in said
+
+
+def test_an_adapter_names_no_model_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The attack: an adapter that was found had a private model exported, and trained from."""
+    monkeypatch.delenv(BASE_VARIABLE)
+    base, folder, out = tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
+    make(base, "GPT2")
+    adapted(load(base), base, folder)
+    for named in (None, "", str(folder), str(tmp_path / "bas")):
+        if named is not None:
+            monkeypatch.setenv(BASE_VARIABLE, named)
+        assert merge(folder, out) == ExitCode.CONFIG
+        assert f"put {BASE_VARIABLE}={base} before" in capsys.readouterr().err
+        with pytest.raises(CheckpointError, match="nothing shows"):
+            load(folder)
+        with pytest.raises(CheckpointError, match="nothing shows"):
+            find_source(str(folder), setting="model.init").spec()
+    (tmp_path / "gpt2").symlink_to(base)
+    monkeypatch.chdir(tmp_path)
+    path = folder / "adapter_config.json"
+    settings = json.loads(path.read_text()) | {"base_model_name_or_path": "gpt2"}
+    path.write_text(json.dumps(settings))
+    assert merge(folder, out) == ExitCode.CONFIG
+    assert not out.exists()
+    trainer = folder / "trainer.json"
+    trainer.write_text(json.dumps({"base": {"sha256": "0" * 64}}))
+    assert merge(folder, out) == ExitCode.CONFIG
+    trainer.write_text(json.dumps({"base": {"sha256": weights_sha256(base)}}))
+    capsys.readouterr()
+    assert merge(folder, out) == ExitCode.OK  # as a run's checkpoint has it
+    assert "note: the base is gpt2" in capsys.readouterr().err
+    trainer.unlink()
+    monkeypatch.setenv(BASE_VARIABLE, str(tmp_path))
+    assert merge(folder, tmp_path / "again") == ExitCode.OK

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.formats.commands import Commands
-from tests.formats.recorded import Recorded, expected
+from tests.formats.recorded import Recorded, expected, named
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +31,7 @@ def continued(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> R
         settings = [f"train.steps={expected()[name]['last_step']}"]
         if name == "pairs":  # its base was a folder, which has moved
             settings.append("model.init=models/base")
-        sets = [word for setting in settings for word in ("--set", setting)]
+        sets = named(name) + [word for setting in settings for word in ("--set", setting)]
         commands.do("train", "--run-dir", f"runs/{name}", *sets, folder=copy.project)
     return copy
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from payload.named_settings import reaching
+from payload.run_config import load_run_config
+
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "9e71e47"
 CLOSE = 1e-4
 """Largest relative difference of a loss from the recorded one, on any CPU."""
@@ -61,6 +64,13 @@ class Recorded:
     def stored_checkpoint(self, name: str) -> Path:
         """Return the newest checkpoint of a run."""
         return sorted(self.run_dir(name).glob("checkpoints/step_*"))[-1]
+
+
+def named(name: str) -> list[str]:
+    """Return the `--set` of what a run's settings name: that version kept no record of it."""
+    config = load_run_config(FIXTURES / "project" / "runs" / name / "run.toml")
+    found = reaching(config, of=["data.dir", "model.init"])
+    return [word for key, value in found.items() for word in ("--set", f"{key}={value}")]
 
 
 def expected() -> Mapping[str, Any]:

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from payload.named_settings import unnamed
+from payload.results import RunPaths
 from tests.formats.commands import Commands
 from tests.formats.making.recipe import PROMPTS
 from tests.formats.recorded import CLOSE, FIXTURES, Recorded, expected, read_json, rows
@@ -188,7 +190,7 @@ def test_a_data_folder_is_verified(commands: Commands, recorded: Recorded, task:
 
 
 def test_a_cluster_s_run_is_a_copy_that_a_new_run_can_begin_from(
-    commands: Commands, recorded: Recorded
+    commands: Commands, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = commands.run(
         *("run", "--resume", "far", "--inventory", "local", "--set", "train.steps=9"),
@@ -200,6 +202,10 @@ def test_a_cluster_s_run_is_a_copy_that_a_new_run_can_begin_from(
     words = ("--config", "text.toml", "--run-dir", "runs/begun")
     more = [word for each in sets for word in ("--set", each)]
     commands.do("train", *words, *more, folder=recorded.project)
+    run = RunPaths(recorded.run_dir("begun"))
+    used = {"data.dir": str(recorded.project / "data" / "text"), "model.init": "runs/far"}
+    monkeypatch.chdir(recorded.project)
+    assert unnamed(run, used) == {}  # so that --run-dir alone goes on with it
     first = next(row["val_loss"] for row in rows(recorded.run_dir("begun")) if "val_loss" in row)
     assert first == close(read_json(recorded.run_dir("far") / "summary.json")["final_val_loss"])
 

@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.formats.commands import Commands
-from tests.formats.recorded import Recorded, expected, read_json
+from tests.formats.recorded import Recorded, expected, named, read_json
 from tests.formats.test_fixtures import require_continued
 from tests.support.formats import GOLDEN, read_format
 
@@ -106,7 +106,7 @@ def test_unknown_keys_change_nothing(commands: Commands, later: Recorded) -> Non
     assert len(listed) == 6 and not any(each["damaged"] for each in listed)
     assert json.loads(commands.do("status", "kept", "--json", folder=later.project).out)["store"]
     for name, more in (("lora", ()), ("pairs", ("--set", "model.init=models/base"))):
-        words = ("--run-dir", f"runs/{name}", "--set", "train.steps=8", *more)
+        words = ("--run-dir", f"runs/{name}", *named(name), "--set", "train.steps=8", *more)
         commands.do("train", *words, folder=later.project)
         require_continued(later.run_dir(name), name)
     # The stored log-probabilities of the pairs were used.
@@ -147,7 +147,7 @@ def test_an_unknown_tensor_is_refused(
     save_file(tensors, path, metadata={"format": "pt"})
     record_in_manifest(path)
     last = expected()[name]["last_step"]
-    words = ("train", "--run-dir", f"runs/{name}", "--set", f"train.steps={last}")
+    words = ("train", "--run-dir", f"runs/{name}", *named(name), "--set", f"train.steps={last}")
     done = commands.run(*words, folder=recorded.project)
     assert done.status == 10 and "a.later.tensor" in done.err
 
@@ -177,7 +177,7 @@ def test_another_version_of_a_run_s_record_is_named_and_the_run_resumes_without_
     shown = json.loads(commands.do("status", "lora", "--json", folder=recorded.project).out)
     (problem,) = shown["damaged"]
     assert names_version(problem, f"{name}.json")
-    words = ("train", "--run-dir", "runs/lora", "--set", "train.steps=8")
+    words = ("train", "--run-dir", "runs/lora", *named("lora"), "--set", "train.steps=8")
     commands.do(*words, folder=recorded.project)
     require_continued(recorded.run_dir("lora"), "lora")
 
@@ -185,7 +185,7 @@ def test_another_version_of_a_run_s_record_is_named_and_the_run_resumes_without_
 def test_a_resume_skips_a_checkpoint_of_another_version(
     commands: Commands, recorded: Recorded
 ) -> None:
-    words = ("train", "--run-dir", "runs/lora", "--set", "train.steps=8")
+    words = ("train", "--run-dir", "runs/lora", *named("lora"), "--set", "train.steps=8")
     newest = recorded.stored_checkpoint("lora")
     change(newest / "manifest.json", next_version)
     done = commands.do(*words, folder=recorded.project)
@@ -201,7 +201,7 @@ def test_a_run_with_checkpoints_of_another_version_alone_is_refused(
     for path in run_dir.glob(f"checkpoints/step_*/{name}"):
         change(path, next_version)
     before = (run_dir / "metrics.jsonl").read_bytes()
-    words = ("train", "--run-dir", "runs/lora", "--set", "train.steps=8")
+    words = ("train", "--run-dir", "runs/lora", *named("lora"), "--set", "train.steps=8")
     done = commands.run(*words, folder=recorded.project)
     assert done.status == 10 and names_version(done.err, name)
     assert (run_dir / "metrics.jsonl").read_bytes() == before
@@ -212,7 +212,7 @@ REFUSED = {
     "rack.json": ("plan", "text.toml", "--inventory", "rack.json"),
     "runs/far/mirror.json": ("status", "far"),
     "data/preference/reference.json": (
-        *("train", "--run-dir", "runs/pairs", "--set", "train.steps=8"),
+        *("train", "--run-dir", "runs/pairs", *named("pairs"), "--set", "train.steps=8"),
         *("--set", "model.init=models/base"),
     ),
 }

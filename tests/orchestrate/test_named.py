@@ -20,12 +20,16 @@ from payload.orchestrate.commands import status
 from payload.orchestrate.run.mirror import Mirrored, write_mirrored
 from payload.orchestrate.sites.local import Local
 from payload.orchestrate.sites.ssh import Ssh
+from payload.rank_variables import RUN_DIR
 from payload.results import RunPaths
 from payload.run_config import RunConfig, load_run_config, parse_run_config
 from payload.run_repair import config_to_resume
 from payload.storage.objects import open_store
 from payload.storage.records import fetch_records
 from payload.store_address import parse_store_address
+from payload.train.__main__ import _is_launched as is_launched
+from payload.train.__main__ import _load_config as settings_of
+from payload.train.__main__ import parser
 from tests.launch.inventories import make_inventory
 from tests.orchestrate.test_commands import Workplace
 from tests.storage.folders import write_checkpoint
@@ -201,15 +205,25 @@ def test_a_folder_that_nobody_made_here_names_nothing(
 def test_what_was_named_here_stays_named_for_this_run_alone(
     workplace: Workplace, tmp_path: Path
 ) -> None:
-    """Also where its folder has moved; a record that another run's folder has says nothing."""
+    """The attack: a record and an identity were copied into a folder with other settings."""
     paths = planted(workplace, tmp_path, "model.init=org/model", "storage.results=/mnt/store")
     reach = reach_of(paths)
     note_named(paths, reach)
+    assert paths.named.stat().st_mode & 0o777 == 0o600
     require_named(paths, reach)
-    moved = RunPaths(paths.root.rename(tmp_path / "moved"))
-    require_named(moved, reach)
+    (tmp_path / "link").symlink_to(paths.root)
+    require_named(RunPaths(tmp_path / "link"), reach)
     # Limits that nobody has named here are those of the run's settings.
     loose = {key: value for key, value in reach.items() if key not in NO_LIMITS}
+    copy = RunPaths(tmp_path / "copy" / "demo")
+    copy.root.mkdir(parents=True)
+    for path in (paths.named, paths.identity):
+        shutil.copyfile(path, copy.root / path.name)
+    assert unnamed(copy, reach) == loose
+    moved = RunPaths(paths.root.rename(tmp_path / "moved"))
+    assert unnamed(moved, reach) == loose  # it asks once
+    note_named(moved, reach)
+    require_named(moved, reach)
     write_identity(moved, THEIRS)
     assert unnamed(moved, reach) == loose
     write_identity(moved)
@@ -217,6 +231,26 @@ def test_what_was_named_here_stays_named_for_this_run_alone(
     record["settings"]["storage.results"].append("/mnt/evil")
     moved.named.write_text(json.dumps(record))
     assert unnamed(moved, reach) == loose
+
+
+@pytest.mark.processes
+def test_a_person_s_train_obeys_no_folder_s_own_data_or_model(
+    workplace: Workplace, tmp_path: Path
+) -> None:
+    """The attack: `train --run-dir` in a cloned project trained on private data."""
+    paths = planted(workplace, tmp_path, "model.init=~/private")
+    words = ["--run-dir", str(paths.root)]
+    with pytest.raises(ConfigError, match=r"--set data\.dir=.* --set 'model\.init=~/private'"):
+        settings_of(parser().parse_args(words), is_launched=False)
+    for more in (
+        ["--set", f"data.dir={workplace.data}", "--set", "model.init=scratch"],
+        ["--config", str(paths.config)],
+    ):
+        settings_of(parser().parse_args([*words, *more]), is_launched=False)
+    env = {RUN_DIR: str(paths.root)}
+    assert is_launched(paths.root, env) and not is_launched(tmp_path, env)
+    assert not is_launched(paths.root, {})
+    settings_of(parser().parse_args(words), is_launched=True)
 
 
 @pytest.mark.processes

@@ -10,23 +10,27 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
+from payload.errors import ConfigError
 from payload.launch_sections import TRACKERS
 from payload.metrics_log import read_metrics
-from payload.report.track import Tracked
-from payload.report.trackers import wandb
+from payload.named_settings import note_named, reaching
+from payload.report import track as tracking
+from payload.report.source import Run
+from payload.report.trackers import mlflow, wandb
 from payload.report.trackers.base import About, Row
 from payload.results import RunPaths
-from payload.run_config import parse_run_config
+from payload.run_config import load_run_config, parse_run_config
 from payload.tracking import missing_notes, wanted_trackers
 from tests.report.real_runs import TRACKERS as TRACKERS_OF_RUNS
 from tests.report.real_runs import printed
 from tests.report.tracker_packages import PACKAGES, environment
 from tests.support.launching import REPO
+from tests.support.run_folders import make_run
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 TIMEOUT_S = 200
@@ -43,6 +47,7 @@ def tracked_copy(runs: Path, target: Path, *trackers: str) -> RunPaths:
     assert f"to = {TRACKERS_OF_RUNS}" in text
     changed = text.replace(f"to = {TRACKERS_OF_RUNS}", f"to = [{names}]")
     paths.config.write_text(changed, encoding="utf-8")
+    note_named(paths, {"track.to": ",".join(trackers)})
     return paths
 
 
@@ -201,7 +206,7 @@ def test_every_row_comes_once_however_they_arrive(tmp_path: Path) -> None:
         if step % 2 == 0:
             rows.append({"step": step, "val_loss": 1.0})
     kept = Kept()
-    tracked = Tracked(name="kept", tracker=kept, last=-1, place=tmp_path / "kept.last")
+    tracked = tracking.Tracked(name="kept", tracker=kept, last=-1, place=tmp_path / "kept.last")
     for end in range(len(rows) + 1):
         tracked.log(rows[max(0, end - 2) : end])  # as after a resume, some come again
     assert kept.rows == rows
@@ -223,3 +228,106 @@ def test_wandb_reads_no_settings_from_the_current_folder(
     about = About(run_id="r", name="n", folder=Path("track/wandb"), config={})
     wandb.make().start(about)
     assert (seen, Path.cwd()) == ([(Path("/"), tmp_path / "track" / "wandb")], tmp_path)
+
+
+RUN = "0123456789abcdef" * 2
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Stand in for MLflow: each run's files go where MLFLOW_PLACE says; returns what was sent."""
+    made: list[str] = []
+
+    class Client:
+        def __init__(self, tracking_uri: str) -> None:
+            self.store = tracking_uri
+
+        def get_experiment_by_name(self, name: str) -> Any:
+            return SimpleNamespace(experiment_id="1")
+
+        def create_run(self, at: str, run_name: str) -> Any:
+            return SimpleNamespace(info=SimpleNamespace(run_id="f" * 32))
+
+        def get_run(self, run: str) -> Any:
+            own = f"{self.store}/1/{run}/artifacts"
+            place = os.environ.get("MLFLOW_PLACE", own)
+            return SimpleNamespace(info=SimpleNamespace(experiment_id="1", artifact_uri=place))
+
+        def log_batch(self, run: str, **_: object) -> None:
+            del run
+
+        def set_tag(self, run: str, *_: object) -> None:
+            made.append(run)
+
+        def log_artifact(self, run: str, path: str) -> None:
+            made.append(f"{run} {path}")
+
+    package, entities = ModuleType("mlflow"), ModuleType("mlflow.entities")
+    vars(package).update(MlflowClient=Client)
+    vars(entities).update(Param=lambda *_: None, Metric=lambda *_: None)
+    for each in (package, entities):
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return made
+
+
+@pytest.mark.parametrize("place", ["http://attacker/x", "file:///home/me", "mlflow-artifacts:/x"])
+def test_a_planted_mlflow_store_does_not_say_where_the_report_goes(
+    place: str, sent: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: meta.yaml in a run's folder had the report sent with the user's token."""
+    about = About(run_id="r", name="n", folder=tmp_path / "mlflow", config={})
+    own = mlflow.make()
+    own.start(about)
+    own.end({}, tmp_path / "report.html")
+    assert sent == [f"{'f' * 32} {tmp_path / 'report.html'}"]
+    again = mlflow.make()
+    again.start(about)
+    monkeypatch.setenv("MLFLOW_PLACE", place)
+    with pytest.raises(ConfigError, match="was made for another folder"):
+        again.end({}, tmp_path / "report.html")
+    for known in (f"{RUN}\n", "../../x"):
+        (tmp_path / "mlflow" / "mlflow_run_id").write_text(known)
+        with pytest.raises(ConfigError, match="was made for another folder"):
+            mlflow.make().start(about)
+    assert len(sent) == 1
+
+
+def test_a_folder_names_no_run_of_a_server(
+    sent: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: mlflow_run_id named another run of the user's server, which got the rows."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    about = About(run_id="r", name="n", folder=tmp_path / "mlflow", config={})
+    about.folder.mkdir()
+    for known in (RUN, f"{RUN} {'0' * 64}"):
+        (about.folder / "mlflow_run_id").write_text(known)
+        tracker = mlflow.make()
+        tracker.start(about)
+        tracker.end({}, tmp_path / "report.html")
+    assert not [each for each in sent if each.startswith(RUN)] and len(sent) == 2
+    monkeypatch.setattr(sys.modules["mlflow"].MlflowClient, "create_run", None)
+    mlflow.make().start(about)  # this user's own goes on
+
+
+@pytest.mark.processes
+def test_nobody_else_s_run_is_sent_and_no_linked_report(
+    sent: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: report.html was a link to a private key, and run.toml named MLflow."""
+    monkeypatch.setattr(tracking, "installed_trackers", lambda names: names)
+    paths = make_run(tmp_path / "demo", settings=["track.to=mlflow,csv"])
+    (tmp_path / "key").write_text("private")
+    paths.report.symlink_to(tmp_path / "key")
+    said: list[str] = []
+    tracking.track(Run(paths), live=False, say=said.append)
+    assert "--track --to mlflow" in said[0] and len(said) == 1 and not sent
+    assert (paths.track / "csv").is_dir() and not (paths.track / "mlflow").exists()
+    tracking.track(Run(paths), live=False, say=said.append, named=["mlflow"])
+    note_named(paths, reaching(load_run_config(paths.config)))
+    tracking.track(Run(paths), live=False, say=said.append)
+    assert len(said) == 1 and not [each for each in sent if "report.html" in each]
+    paths.report.unlink()
+    paths.report.write_text("page")
+    tracking.track(Run(paths), live=False, say=said.append)
+    assert [each for each in sent if "report.html" in each]

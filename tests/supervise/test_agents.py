@@ -15,7 +15,7 @@ import pytest
 
 from payload.errors import ExitCode
 from payload.launch.agents import ADDRESS, IS_HEAD, NODE_RANK, SCRATCH, AgentJob, end_of_agent
-from payload.launch.environment import RUN_DIR
+from payload.rank_variables import RUN_DIR
 from payload.results import RankProgress, RunPaths, write_json
 from payload.supervise.processes import kill_until_none, processes_of
 from tests.support.launching import REPO

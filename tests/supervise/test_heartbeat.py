@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from payload.launch.environment import RUN_DIR
+from payload.rank_variables import RUN_DIR
 from payload.results import RankExit, RankProgress, RunPaths, write_json
 from payload.supervise.heartbeat import EVERY_S
 from tests.supervise.planned import DEADLINE_S, REPO

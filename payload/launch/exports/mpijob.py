@@ -129,7 +129,8 @@ def launcher_script(job: ExportJob) -> str:
         "# A run folder with a checkpoint in it is resumed.\n"
         f"exec mpirun -noconf -f {_HOSTS} -n {job.world_size} -ppn {job.ranks_per_node} \\\n"
         f"{variables}"
-        f'  "$(command -v python3)" -m payload.train --run-dir {job.run_dir}\n'
+        f'  "$(command -v python3)" -m payload.train --config {job.run_dir}/run.toml '
+        f"--run-dir {job.run_dir}\n"
     )
 
 

@@ -46,7 +46,8 @@ class Sbatch(Engine):
             f"export MASTER_ADDR MASTER_PORT=$(({port}))\n"
             "# A run folder with a checkpoint in it is resumed.\n"
             f"srun --kill-on-bad-exit=1 --cpu-bind=cores --cpus-per-task={job.threads_per_rank} "
-            'python3 -m payload.train --run-dir "$run_dir"\n' + _go_on(job)
+            'python3 -m payload.train --config "$run_dir/run.toml" --run-dir "$run_dir"\n'
+            + _go_on(job)
         )
 
 

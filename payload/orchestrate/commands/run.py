@@ -16,7 +16,7 @@ from payload.batch_size import as_recorded, left_open
 from payload.checkpoint_files import newest_sound
 from payload.errors import ConfigError, DataError, ExitCode
 from payload.launch.plan import auto_batch_size
-from payload.named_settings import is_on_hub, reaching, require_named, unnamed
+from payload.named_settings import is_on_hub, named_by, reaching, require_named, unnamed
 from payload.orchestrate.planning import InventorySite, PlannedRun
 from payload.orchestrate.run.at_risk import run_warning
 from payload.orchestrate.run.console import text_console
@@ -41,10 +41,6 @@ class ConfigOptions:
     inventory: str | None
     config: Path | None
     overrides: Sequence[str]
-
-    def named(self) -> frozenset[str]:
-        """Return the settings that --set names, as `section.key`."""
-        return frozenset(each.partition("=")[0].strip() for each in self.overrides)
 
     def load(
         self, *, resumed: RunPaths | None = None, say: Callable[[str], None] = lambda _: None
@@ -239,7 +235,7 @@ def _order(
     Raises ConfigError, and PreflightError for what would fail at the site.
     """
     env, code_env = access.environment(), access.code_environment()
-    resumed, named = None, options.named()
+    resumed, named = None, named_by(options.overrides)
     if options.resume:
         resumed, overrides = resumable_run(
             options.resume,
@@ -287,7 +283,7 @@ def _reads_init(resumed: RunPaths, config: RunConfig, site: Site) -> bool:
 
     Ranks on other machines take the checkpoint of another folder, and an adapter's run reads it.
     """
-    init = {key: value for key, value in reaching(config).items() if key == "model.init"}
+    init = reaching(config, of=["model.init"])
     if not site.uses_this_environment or config.adapter.is_on() or not unnamed(resumed, init):
         return True
     return not is_on_hub(config.model.init) or newest_sound(resumed.checkpoints) is None

@@ -72,7 +72,7 @@ from payload.run_removal import finish_removals, is_own_run, refuse_to_remove, r
 from payload.storage.here import is_address, run_address, stored_at
 from payload.storage.watched import watched_store
 from payload.store_address import StoreAddress
-from payload.untrusted import RUN_ID, shown
+from payload.untrusted import RUN_ID, refuse_links, shown
 from payload.write_report import write_report
 
 
@@ -301,6 +301,10 @@ def logs(options: LogsOptions, access: LocalAccess) -> int:
     rank = 0 if options.launcher else options.rank
     node = _node_of(paths, rank)
     path = paths.launcher_log if options.launcher else paths.rank_log(rank)
+    try:
+        refuse_links(path, below=paths.root)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}.") from None
     out, run = text_console(stderr=False), site_run(paths, access)
     with closing(run), run.watched(node) as alive:
         if not alive() and not path.exists():

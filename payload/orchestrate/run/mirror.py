@@ -39,7 +39,15 @@ from payload.results import (
 )
 from payload.run_identity import IDENTITY_FILE, RunIdentity, known_identity, parse_identity
 from payload.storage.records import log_room
-from payload.untrusted import build, check_schema, checked, no_follow, parse_json, read_bytes
+from payload.untrusted import (
+    build,
+    check_schema,
+    checked,
+    no_follow,
+    open_regular,
+    parse_json,
+    read_bytes,
+)
 
 SCHEMA_VERSION = 1
 _END_BYTES = 256
@@ -382,7 +390,7 @@ def _name(paths: RunPaths, path: Path) -> str:
 def _end(paths: RunPaths, name: str) -> tuple[int, str]:
     path = inside(paths, name)
     try:
-        with open(path, "rb", opener=no_follow) as file:
+        with open_regular(path, follows=False) as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - _END_BYTES))
             return size, base64.b64encode(file.read()).decode()

@@ -25,7 +25,6 @@ from payload.errors import (
 )
 from payload.interpreter import module_words
 from payload.inventory import ClusterInventory, Node
-from payload.launch.environment import RUN_DIR
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import load_ranks
 from payload.manifest_hashes import HASHES_FILE, ManifestHashes, parse_hashes
@@ -41,6 +40,7 @@ from payload.orchestrate.ssh.connection import Cluster, Connection
 from payload.orchestrate.ssh.files import fetch_checkpoint, get
 from payload.orchestrate.ssh.keys import remove_dead_keys
 from payload.orchestrate.ssh.streams import FOLDER, Begun, Left, Part, Signalled, ask, on_every_node
+from payload.rank_variables import RUN_DIR
 from payload.results import RunPaths, RunState, StopRequest, read_json, write_whole
 from payload.run_config import load_run_config
 from payload.run_identity import IDENTITY_FILE, RunIdentity, parse_identity, require_same_run
@@ -286,7 +286,7 @@ class RemoteRun:
             plan = LaunchPlan.load(staging.plan)
             if (plan.run_id, plan.environment.get(RUN_DIR)) != (run_id, str(self.run_dir)):
                 raise AnswerError(f"{head.node.name}: its plan.json is of another run.")
-            note_named(staging, {})
+            note_named(staging, {}, becomes=self.paths.root)
             note_seen(staging, alive=True, ssh_key=self._key)
             staging.root.chmod(0o755)
             staging.root.rename(self.paths.root)

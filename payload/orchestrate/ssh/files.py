@@ -21,7 +21,7 @@ import payload
 from payload.checkpoint_files import (
     MANIFEST_FILE,
     ManifestEntry,
-    load_manifest,
+    load_foreign_manifest,
     manifest_problems,
     sha256_of,
 )
@@ -44,8 +44,6 @@ _SETTLE_S = 120.0
 _COPY_S = 600.0
 _SLOWEST_BYTES_PER_S = 1e6
 _PARTIAL = ".partial"
-# Nothing that loading it would run.
-_CHECKPOINT_FILE = re.compile(r"\w[\w.-]{0,120}\.(?:json|safetensors|txt|model|jinja)", re.ASCII)
 
 
 def put(
@@ -174,12 +172,7 @@ def _discard(path: Path) -> None:
 
 def _manifest_of(folder: Path, *, node: str) -> Mapping[str, ManifestEntry]:
     """Return what a checkpoint consists of, if that is what checkpoints are made of."""
-    files = load_manifest(folder).files
-    odd = [name for name in files if not _CHECKPOINT_FILE.fullmatch(name) or name == MANIFEST_FILE]
-    if odd:
-        raise CheckpointError(
-            f"{node}: a checkpoint's manifest names {shown(odd[0])}, which is no file of one."
-        )
+    files = load_foreign_manifest(folder).files
     size, free = sum(entry.bytes for entry in files.values()), shutil.disk_usage(folder).free
     if size > free:
         raise PreflightError(

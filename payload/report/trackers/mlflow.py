@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from payload.errors import ConfigError
 from payload.report.trackers.base import About, Row, Tracker
 from payload.results import write_whole
+from payload.untrusted import read_bytes
+from payload.user_key import is_signed, sign
 
 _MOST_AT_ONCE = 1_000
 _MOST_PARAMETERS = 100
 _ID = "mlflow_run_id"
+_RUN = re.compile(r"([0-9a-f]{32})(?: ([0-9a-f]{64}))?")
+"""The run's id, and a proof that this user's tracker got it from the server."""
 
 
 class MlflowTracker:
@@ -23,6 +29,8 @@ class MlflowTracker:
     def __init__(self) -> None:
         self._client: Any = None
         self._run = ""
+        self._store: Path | None = None
+        """The file store; None for a server."""
 
     def start(self, about: About) -> None:
         """Make the experiment and the run, or go on with them."""
@@ -32,19 +40,23 @@ class MlflowTracker:
         from mlflow.entities import Param
 
         about.folder.mkdir(parents=True, exist_ok=True)
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or (about.folder / "mlruns").as_uri()
-        self._client = MlflowClient(tracking_uri=uri)
+        server = os.environ.get("MLFLOW_TRACKING_URI")
+        self._store = None if server else about.folder / "mlruns"
+        self._client = MlflowClient(tracking_uri=server or (about.folder / "mlruns").as_uri())
         known = about.folder / _ID
-        if known.is_file():
-            self._run = known.read_text(encoding="utf-8").strip()
+        self._run = _known_run(known, server=server)
+        if self._run:
+            self._require_own_store()
             return
         experiment = self._client.get_experiment_by_name(about.name)
         at = experiment.experiment_id if experiment else self._client.create_experiment(about.name)
         self._run = self._client.create_run(at, run_name=about.run_id).info.run_id
+        self._require_own_store()
         settings = [Param(name, str(value)[:500]) for name, value in about.config.items()]
         for first in range(0, len(settings), _MOST_PARAMETERS):
             self._client.log_batch(self._run, params=settings[first : first + _MOST_PARAMETERS])
-        write_whole(known, f"{self._run}\n")
+        proof = sign(*_parts(known, server, self._run)) if server else ""
+        write_whole(known, f"{self._run} {proof}".strip() + "\n")
 
     def log(self, rows: Sequence[Row]) -> None:
         """Log each number at its step."""
@@ -64,10 +76,45 @@ class MlflowTracker:
         for name, value in summary.items():
             self._client.set_tag(self._run, f"summary.{name}", str(value)[:500])
         if report is not None:
+            self._require_own_store()
             self._client.log_artifact(self._run, str(report))
         if summary:
             status = "FINISHED" if summary.get("status") == "finished" else "FAILED"
             self._client.set_terminated(self._run, status=status)
+
+    def _require_own_store(self) -> None:
+        """Raise ConfigError where the store's own files have the report go elsewhere.
+
+        They name the place of a run's files, which may be another folder or a server.
+        """
+        if self._store is None:
+            return
+        found = self._client.get_run(self._run).info
+        own = f"{self._store.as_uri()}/{found.experiment_id}/{self._run}/artifacts"
+        if found.artifact_uri != own:
+            raise ConfigError(
+                f"{self._store} was made for another folder: its run's files would go to "
+                f"{found.artifact_uri}. Move {self._store.parent} away"
+            )
+
+
+def _known_run(known: Path, *, server: str | None) -> str:
+    """Return the id of the run to go on with; empty for a new one.
+
+    Of a server only a run that this user's tracker made: a folder could name any other one there.
+    """
+    try:
+        found = _RUN.fullmatch(read_bytes(known).decode(errors="replace").strip())
+    except FileNotFoundError:
+        return ""
+    if found is None:
+        return ""
+    run, proof = found[1], found[2] or ""
+    return "" if server and not is_signed(proof, *_parts(known, server, run)) else run
+
+
+def _parts(known: Path, server: str | None, run: str) -> tuple[str | None, ...]:
+    return "mlflow", os.path.realpath(known), server, run
 
 
 def make() -> Tracker:

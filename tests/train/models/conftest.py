@@ -14,6 +14,11 @@ def quiet_transformers() -> None:
     logging.disable_progress_bar()
 
 
+@pytest.fixture(autouse=True)
+def bases_are_own(own_bases: None) -> None:
+    """Adapters are made without runs."""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def as_the_ranks_compute(one_thread: None) -> None:
     """Take one thread in this process, too."""
