@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Never
 from payload.errors import ExitCode, TileforgeError, TrainingError, UsageError
 from payload.hints import command
 from payload.interrupts import Presses
-from payload.results import RunPaths, new_run_id
+from payload.results import RunPaths, default_runs_dir, new_run_id
 from payload.run_config import RunConfig, load_run_config
 from payload.train.start_clock import StartClock
 from payload.untrusted import RUN_ID, checked, printable
@@ -58,7 +58,10 @@ def main(
     logging.getLogger().setLevel(logging.INFO if world.is_main else logging.WARNING)
     clock.lap("imports")
     world.join(config.distributed)
-    run_dir = arguments.run_dir or Path("runs", world.broadcast(_new_run(config), _NewRun).run_id)
+    run_dir = arguments.run_dir
+    if run_dir is None:
+        fresh = world.broadcast(_new_run(config), _NewRun)
+        run_dir = default_runs_dir() / fresh.run_id
     clock.lap("group")
     paths = last_words.paths = RunPaths(run_dir)
     config = pin_initial(config, paths=paths, world=world)
