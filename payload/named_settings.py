@@ -9,12 +9,8 @@ lies outside of all runs, in this user's own state folder.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import os
-import re
-import secrets
 import shlex
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -38,6 +34,7 @@ from payload.untrusted import (
     read_bytes,
     shown,
 )
+from payload.user_key import PROOF, PROOF_WANTED, is_proven, prove
 
 SCHEMA_VERSION = 1
 MOST_WAIT_S = 3600.0
@@ -46,9 +43,6 @@ _WAITS = ("storage.final_wait_s", "limits.hang_timeout_s", "distributed.timeout_
 _LIMITS = ("limits.max_hours", "limits.max_usd")
 _NO_LIMIT = "none"
 _PLACES = ("data.dir", "model.init", "storage.results")
-KEY_FILE = "named.key"
-_KEY_BYTES = 32
-_PROOF = re.compile(r"|[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +51,13 @@ class _Named:
 
     settings: Mapping[str, list[str]] = field(default_factory=dict)
     """Values by `section.key`; a folder by its whole path."""
-    proof: str = checked("", pattern=_PROOF, wanted="64 hexadecimal digits")
+    proof: str = checked("", pattern=PROOF, wanted=PROOF_WANTED)
     """HMAC-SHA256 of the run's identity and the settings, by this user's key, in hexadecimal."""
     schema_version: int = SCHEMA_VERSION
 
-    def proven(self, paths: RunPaths, key: bytes) -> str:
-        """Return the proof that the record has if it was made here, for this run."""
-        text = json.dumps([known_identity(paths).identity, self.settings], sort_keys=True)
-        return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+    def content(self, paths: RunPaths) -> list[object]:
+        """Return what the proof is of, if the record was made here for this run."""
+        return [known_identity(paths).identity, self.settings]
 
 
 def reaching(config: RunConfig, *, reads_init: bool = True) -> dict[str, str]:
@@ -162,9 +155,7 @@ def note_named(paths: RunPaths, settings: Mapping[str, str]) -> None:
     for key, value in settings.items():
         merged.setdefault(key, set()).add(_whole(key, value))
     record = _Named(settings={key: sorted(values) for key, values in sorted(merged.items())})
-    own = _key(make=True)
-    if own is not None:
-        record = replace(record, proof=record.proven(paths, own))
+    record = replace(record, proof=prove(record.content(paths)))
     write_whole(paths.named, json.dumps(asdict(record), indent=2) + "\n")
 
 
@@ -174,46 +165,9 @@ def _read(paths: RunPaths) -> _Named:
         raw = parse_json(read_bytes(paths.named), where=str(paths.named))
         check_schema(raw, SCHEMA_VERSION, where=str(paths.named))
         found = build(_Named, raw, where=str(paths.named))
-        own = _key()
-        if own is not None and hmac.compare_digest(found.proof, found.proven(paths, own)):
+        if is_proven(found.content(paths), found.proof):
             return found
     return _Named()
-
-
-def _key(*, make: bool = False) -> bytes | None:
-    """Return this user's key, which `make` writes where there is none; None without one."""
-    with suppress(OSError, RuntimeError):  # RuntimeError: nobody knows where the home is
-        state = Path(os.environ.get("XDG_STATE_HOME", ""))
-        folder = (state if state.is_absolute() else Path.home() / ".local/state") / "tileforge"
-        found = _read_key(folder / KEY_FILE)
-        if found is not None or not make:
-            return found
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        beside = folder / f".{KEY_FILE}.{secrets.token_hex(4)}"
-        try:
-            opened = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(opened, "wb") as file:
-                file.write(secrets.token_bytes(_KEY_BYTES))
-                file.flush()
-                os.fsync(file.fileno())
-            try:
-                # Two commands may begin at once: the first one's stands.
-                os.link(beside, folder / KEY_FILE)
-            except OSError:  # it exists, or the file system has no links
-                if _read_key(folder / KEY_FILE) is None:
-                    beside.replace(folder / KEY_FILE)
-        finally:
-            beside.unlink(missing_ok=True)
-        return _read_key(folder / KEY_FILE)
-    return None
-
-
-def _read_key(path: Path) -> bytes | None:
-    """Return the key in a file; None where it is missing or damaged."""
-    with suppress(OSError):
-        found = read_bytes(path, limit_bytes=_KEY_BYTES)
-        return found if len(found) == _KEY_BYTES else None
-    return None
 
 
 def _whole(key: str, value: str) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from payload.checkpoint_files import checkpoint_step
-from payload.cluster_identity import known_cluster_identity
+from payload.cluster_identity import claimed_cluster_identity
 from payload.errors import ConfigError, ExitCode, TileforgeError, UsageError
 from payload.hints import command
 from payload.inventory import ClusterInventory, Node
@@ -26,7 +26,7 @@ from payload.orchestrate.cloud.machine_status import start_head
 from payload.orchestrate.cloud.operations import Operations
 from payload.orchestrate.cloud.ownership import ownership_of
 from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError, cluster_name, settings
-from payload.orchestrate.cloud.same_name import require_own_state
+from payload.orchestrate.cloud.same_name import own_identity, require_own_state
 from payload.orchestrate.cloud.stack import (
     CACHE_FILE,
     MachineGoneError,
@@ -386,7 +386,10 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
     pulumi = Pulumi(env, folder=folder, stack=options.stack)
     state = _state_if_readable(pulumi)
     cluster, project, outputs = _which(pulumi, options, env, state=state, folder=folder, talk=talk)
-    identity = known_cluster_identity(folder, cluster)
+    if options.dry_run:
+        identity = claimed_cluster_identity(folder, cluster)
+    else:
+        identity = own_identity(folder, cluster, told=state.identities)
     # The state may list what is in another project than the config's.
     places = [
         (

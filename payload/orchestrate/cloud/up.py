@@ -82,7 +82,7 @@ from payload.orchestrate.cloud.pulumi import (
     type_of,
 )
 from payload.orchestrate.cloud.resources import FILESTORE, Resource
-from payload.orchestrate.cloud.same_name import of_this_name, take_over
+from payload.orchestrate.cloud.same_name import of_this_name, own_identity, take_over
 from payload.orchestrate.cloud.stack import outputs_if_any, read_outputs, remember, remember_plan
 from payload.orchestrate.cloud.sweep import destroy_and_look, project_of
 from payload.orchestrate.run.at_risk import cluster_warning, refuse_spot_without_bucket
@@ -448,6 +448,7 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
 
     may_delete_data = partial(may_delete, named=options.delete_filestore)
     _make_key(known, cluster, there=there, talk=talk)
+    own_identity(folder, cluster, told=before.identities)
     identity = settle_cluster_identity(folder, cluster, told=before.identities)
 
     def of_others() -> Sequence[Resource]:
