@@ -52,7 +52,7 @@ from payload.orchestrate.run.console import confirm, confirm_by_name, text_conso
 from payload.orchestrate.run.mirror import Mirrored, read_mirrored
 from payload.orchestrate.run.store import all_runs
 from payload.orchestrate.sites.local import LocalAccess
-from payload.orchestrate.ssh.keys import operator_key_path
+from payload.orchestrate.ssh.keys import operator_key_path, require_private
 from payload.results import RunPaths, Summary, read_json, write_whole
 from payload.untrusted import read_bytes
 
@@ -140,6 +140,8 @@ def _ask(
     key = next((each for each in keys if each.exists()), None)
     if key is None:
         return Head(machine=node.instance_id, unasked=f"there is no key here: {keys[0]}")
+    if key == keys[0]:
+        require_private(key)
     while True:
         try:
             found = _runs(replace(inventory, nodes=(node,)), env, key=key)
