@@ -18,6 +18,7 @@ from payload.errors import ConfigError, ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud.same_name import own_identity
 from payload.orchestrate.cloud.sweep import project_of
+from payload.orchestrate.ssh.keys import make_operator_key
 from payload.results import write_whole
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Answers, Capture, own_key
@@ -117,3 +118,15 @@ def test_the_environments_project_goes_before_the_folders(site: Site, capsys: Ca
     assert project_of(None, "mine", env, folder=site.folder) == "my-own"
     assert f"this folder has mine in {PROJECT}" in capsys.readouterr().err
     assert project_of(None, "mine", {}, folder=site.folder) == PROJECT
+
+
+@pytest.mark.parametrize("has_private", [True, False])
+def test_up_trusts_no_public_key_that_came_with_the_folder(
+    has_private: bool, site: Site, capsys: Capture
+) -> None:
+    folder = site.folder / ".cluster" / "mine"
+    if has_private:
+        own_key(site)
+    write_whole(folder / "id_ed25519.pub", f"{make_operator_key(site.folder / 'theirs')}\n")
+    assert main(["up", "--yes"], site.env) == ExitCode.CONFIG
+    assert "its private half is not here, so somebody else may have it" in capsys.readouterr().err
