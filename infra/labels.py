@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pulumi
 
-from payload.cluster_identity import IDENTITY_LABEL, settle_cluster_identity
+from payload.cluster_identity import (
+    IDENTITY_LABEL,
+    claimed_cluster_identity,
+    known_cluster_identity,
+    settle_cluster_identity,
+)
+from payload.errors import ConfigError
 
 CLUSTER = "tileforge-cluster"
 EXPIRES = "tileforge-expires"
@@ -26,9 +32,17 @@ IGNORED = ("description",)
 def program_identity(root: Path, cluster: str) -> str:
     """Return the identity of the cluster that the stack builds; a preview makes none to keep.
 
-    `root` is the project's folder. Raises ConfigError.
+    `root` is the project's folder. Raises ConfigError, also where the folder's file alone says the
+    identity: what is built would prove that its other resources are this user's.
     """
     is_preview = pulumi.runtime.is_dry_run()
+    claimed = None if is_preview else claimed_cluster_identity(root, cluster)
+    if claimed is not None and known_cluster_identity(root, cluster) is None:
+        raise ConfigError(
+            f".cluster/{cluster}/identity.json: nothing shows that you have written it, as in a "
+            "clone, or after an older version. If the cluster is yours, answer the question of: "
+            "tileforge up --dry-run"
+        )
     return settle_cluster_identity(root, cluster, stack=pulumi.get_stack(), writes=not is_preview)
 
 

@@ -40,6 +40,8 @@ PAIRS_NAMES = {TRAIN_NAME: "train.pairs.bin", VAL_NAME: "val.pairs.bin"}
 PAIR_BYTES = 16
 MOST_NAME_TOKENS = 1024
 """Most tokens of a label's name that meta.json has."""
+FOLDER_WORD = "folder"
+"""Stands before a folder in `source`, where that could be a dataset at the hub."""
 SCHEMA_VERSION = 1
 
 RANGE_BYTES = 256 * 1024

@@ -65,7 +65,8 @@ def run_command(verb: str, paths: RunPaths, *arguments: str) -> str:
     """
     words = [*verb.split(), paths.run_id, *arguments]
     runs_dir = paths.root.absolute().parent
-    if runs_dir.resolve() != Path(DEFAULT_RUNS_DIR).resolve():
+    default = Path(DEFAULT_RUNS_DIR)
+    if default.is_symlink() or runs_dir.resolve() != default.resolve():
         within = runs_dir.is_relative_to(Path.cwd())
         words += ["--runs-dir", str(runs_dir.relative_to(Path.cwd()) if within else runs_dir)]
     return command("orchestrate", *words)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
@@ -35,7 +34,7 @@ from payload.untrusted import (
     read_bytes,
     shown,
 )
-from payload.user_key import is_signed, sign
+from payload.user_key import PROOF, PROOF_WANTED, is_signed, sign
 
 SCHEMA_VERSION = 1
 MOST_WAIT_S = 3600.0
@@ -46,7 +45,6 @@ _NO_LIMIT = "none"
 _PLACES = ("data.dir", "model.init", "storage.results")
 SENDING_TRACKERS = ("mlflow", "wandb")
 """Those that a server or a login in the environment may have send a run elsewhere."""
-_PROOF = re.compile(r"|[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +53,7 @@ class _Named:
 
     settings: Mapping[str, list[str]] = field(default_factory=dict)
     """Values by `section.key`; a folder by its whole path."""
-    proof: str = checked("", pattern=_PROOF, wanted="64 hexadecimal digits")
+    proof: str = checked("", pattern=PROOF, wanted=PROOF_WANTED)
     """HMAC-SHA256 of the run's folder, its identity and the settings, in hexadecimal."""
     schema_version: int = SCHEMA_VERSION
 

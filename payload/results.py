@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Literal, TypeAlias, TypeVar
 
 from payload.checkpoint_files import MANIFEST_FILE, checkpoint_folders
-from payload.errors import ConfigError
+from payload.errors import ConfigError, UsageError
 from payload.store_state import StoreState
 from payload.stragglers import Straggler
 from payload.untrusted import (
@@ -446,6 +447,22 @@ def last_record(cls: type[_T], path: Path) -> _T | None:
         return read_json(cls, path)
     except ConfigError:
         return None
+
+
+def default_runs_dir() -> Path:
+    """Return the folder of runs where nobody has named one: `runs` in the current folder.
+
+    Whoever made the current folder could have a link there lead to other runs, which commands then
+    write to or remove. Raises UsageError for a link.
+    """
+    default = Path(DEFAULT_RUNS_DIR)
+    if default.is_symlink():
+        place = os.path.realpath(default)
+        raise UsageError(
+            f"{default} in this folder is a link, which is not followed unless you name its place: "
+            f"--runs-dir {quote(place) if place.isprintable() else 'DIR'}"
+        )
+    return default
 
 
 def require_own_folders(paths: RunPaths) -> None:

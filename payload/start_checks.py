@@ -12,10 +12,11 @@ from payload.adapter_files import has_adapter
 from payload.checkpoint_files import MANIFEST_FILE
 from payload.data_folder import TRAIN_NAME, load_meta, require_prepared_length, require_task
 from payload.errors import CheckpointError, ConfigError, DataError
+from payload.hub_names import HubName
 from payload.inventory import Node
 from payload.launch_sections import DeviceSection
 from payload.models.fit import require_fit, require_weights
-from payload.models.hub import HubName, require_weights_on_hub
+from payload.models.hub import require_weights_on_hub
 from payload.models.source import SCRATCH, find_source, pinned, spec_on_hub
 from payload.models.spec import ModelSpec
 from payload.run_config import RunConfig

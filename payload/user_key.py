@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import json
 import os
+import re
 import secrets
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,9 @@ from typing import Any
 
 from payload.untrusted import read_bytes
 
-KEY_FILE = "named.key"
+PROOF = re.compile(r"|[0-9a-f]{64}")
+PROOF_WANTED = "64 hexadecimal digits"
+_KEY_FILE = "named.key"
 _KEY_BYTES = 32
 
 
@@ -46,11 +49,11 @@ def _key(*, make: bool = False) -> bytes | None:
     with suppress(OSError, RuntimeError):  # RuntimeError: nobody knows where the home is
         state = Path(os.environ.get("XDG_STATE_HOME", ""))
         folder = (state if state.is_absolute() else Path.home() / ".local/state") / "tileforge"
-        found = _read_key(folder / KEY_FILE)
+        found = _read_key(folder / _KEY_FILE)
         if found is not None or not make:
             return found
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        beside = folder / f".{KEY_FILE}.{secrets.token_hex(4)}"
+        beside = folder / f".{_KEY_FILE}.{secrets.token_hex(4)}"
         try:
             opened = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(opened, "wb") as file:
@@ -59,13 +62,13 @@ def _key(*, make: bool = False) -> bytes | None:
                 os.fsync(file.fileno())
             try:
                 # Two commands may begin at once: the first one's stands.
-                os.link(beside, folder / KEY_FILE)
+                os.link(beside, folder / _KEY_FILE)
             except OSError:  # it exists, or the file system has no links
-                if _read_key(folder / KEY_FILE) is None:
-                    beside.replace(folder / KEY_FILE)
+                if _read_key(folder / _KEY_FILE) is None:
+                    beside.replace(folder / _KEY_FILE)
         finally:
             beside.unlink(missing_ok=True)
-        return _read_key(folder / KEY_FILE)
+        return _read_key(folder / _KEY_FILE)
     return None
 
 

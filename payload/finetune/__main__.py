@@ -90,7 +90,7 @@ def _finetune(arguments: argparse.Namespace) -> int:
 
 def _run_words(arguments: argparse.Namespace) -> tuple[str, ...]:
     words = [] if arguments.inventory is None else ["--inventory", arguments.inventory]
-    if arguments.runs_dir is not None and arguments.runs_dir != DEFAULT_RUNS_DIR:
+    if arguments.runs_dir is not None:
         words += ["--runs-dir", arguments.runs_dir]
     return tuple(words)
 

@@ -30,8 +30,8 @@ from payload.finetune.choices import (
 )
 from payload.finetune.recognise import Asked, Recognised, measure, recognise
 from payload.hints import command
+from payload.hub_names import HubName
 from payload.models.fit import require_fit
-from payload.models.hub import HubName
 from payload.models.source import find_source, pinned, spec_on_hub
 from payload.models.spec import ModelSpec
 from payload.run_config import RunConfig, parse_run_config

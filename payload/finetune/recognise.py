@@ -12,7 +12,7 @@ from payload.data.preferences import preference_of
 from payload.data.rows import open_rows
 from payload.data.sources import DEFAULT_TEXT_COLUMN, SourceKind, SourceRequest
 from payload.errors import DataError
-from payload.models.hub import HubName
+from payload.hub_names import HubName, require_one_meaning
 from payload.tasks import TASK_KINDS, TaskKind
 from payload.untrusted import home_path, shown
 
@@ -114,6 +114,10 @@ def recognise(given: str, asked: Asked) -> Recognised:
 
 
 def _source_kind(given: str) -> SourceKind:
+    if "/" in given:
+        require_one_meaning(
+            given, what="--data", remote="run the command in another folder", error=DataError
+        )
     path = home_path(given)
     if path.is_dir():
         found = [kind for glob, kind in _FOLDER_KINDS.items() if any(path.rglob(glob))]

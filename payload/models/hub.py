@@ -1,4 +1,4 @@
-"""Models by their name on the Hugging Face hub: NAME, OWNER/NAME or either with @REVISION.
+"""Models by their name on the Hugging Face hub.
 
 The one module that asks the hub for models. A name is resolved to a commit once; whoever gets the
 resolved name afterwards gets the same files, on every node and at every resume.
@@ -7,12 +7,11 @@ resolved name afterwards gets the same files, on every node and at every resume.
 from __future__ import annotations
 
 import difflib
-import re
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,38 +24,12 @@ from payload.hf_folder import (
     WEIGHTS_FILE,
     weight_files,
 )
+from payload.hub_names import HubName
 from payload.models.tensor_headers import FLOAT_DTYPES, PICKLE_FILES
 from payload.untrusted import one_line, shown
 
-# https://github.com/huggingface/huggingface_hub/blob/main/src/huggingface_hub/utils/_validators.py
-_NAME = r"[A-Za-z0-9_][\w.-]{0,95}(?:/[A-Za-z0-9_][\w.-]{0,95})?"
-_SPEC = re.compile(rf"(?P<name>{_NAME})(?:@(?P<revision>[\w][\w./-]{{0,254}}))?", re.ASCII)
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONNECT_TIMEOUT_S = 3.0
 _ANSWER_TIMEOUT_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class HubName:
-    """A model on the hub; without a revision it is the newest one."""
-
-    name: str
-    revision: str | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> HubName | None:
-        """Return the name in `text`, or None where it can be none."""
-        found = _SPEC.fullmatch(text)
-        if found is None or ".." in text or "--" in found["name"]:
-            return None
-        return cls(found["name"], found["revision"])
-
-    def __str__(self) -> str:
-        return self.name if self.revision is None else f"{self.name}@{self.revision}"
-
-    def commit(self) -> str | None:
-        """Return the revision where it is a commit, which is the same files for ever."""
-        return self.revision if _COMMIT.fullmatch(self.revision or "") else None
 
 
 def resolve(wanted: HubName, *, setting: str) -> HubName:

@@ -23,8 +23,9 @@ from payload.checkpoint_files import (
 )
 from payload.errors import CheckpointError
 from payload.hints import quoted
+from payload.hub_names import HubName, pinned_name, require_one_meaning
 from payload.models.gguf import gguf_file, read_gguf
-from payload.models.hub import HubName, fetch_config, resolve, weight_shapes
+from payload.models.hub import fetch_config, resolve, weight_shapes
 from payload.models.registry import preset_of_hub_name, read_spec
 from payload.models.spec import ModelSpec
 from payload.results import RunPaths
@@ -98,11 +99,19 @@ def find_source(
     A folder without config.json may have one GGUF file instead. A run's folder, or its folder of
     checkpoints, stands for its newest sound checkpoint: `passed_over` is told of each damaged one
     and what is wrong with it. A checkpoint must be what its manifest says. Without `verify` no
-    weights are read: the newest checkpoint is taken as it is. Raises CheckpointError when there is
-    nothing to load.
+    weights are read: the newest checkpoint is taken as it is. A name with a commit is the hub's.
+    Raises CheckpointError when there is nothing to load, and for a folder of a hub name's form.
     """
     if name == SCRATCH:
         return Source(name=name, kind="scratch")
+    if pinned_name(name) is not None:
+        return Source(name=name, kind="hub")
+    require_one_meaning(
+        name,
+        what=f"{setting} = {shown(name)}",
+        remote="add @ and the commit that it has there",
+        error=CheckpointError,
+    )
     path = home_path(name)
     require_own(path)
     if not _is_run(path) and (file := gguf_file(path)) is not None:

@@ -22,7 +22,7 @@ from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.store import check_named_id, check_new_id
 from payload.orchestrate.sites.choose import load_cluster, site_names
 from payload.orchestrate.sites.local import LocalAccess
-from payload.results import DEFAULT_GRACE_S, DEFAULT_RUNS_DIR, write_whole
+from payload.results import DEFAULT_GRACE_S, default_runs_dir, write_whole
 from payload.storage.here import is_address, run_address
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, access: LocalAccess | N
     if getattr(arguments, "profile", None) is not None:
         arguments.overrides = [*arguments.overrides, f"train.profile_step={arguments.profile}"]
     try:
-        arguments.runs_dir = _resolved(Path(arguments.runs_dir or DEFAULT_RUNS_DIR))
+        if "runs_dir" in arguments:
+            arguments.runs_dir = _resolved(arguments.runs_dir)
         _check_run_ids(arguments)
         return int(arguments.command(arguments, access or LocalAccess(env)))
     except TileforgeError as error:
@@ -81,10 +82,10 @@ def _typed(
     return command(typed(kind, arguments), access)
 
 
-def _resolved(runs_dir: Path) -> Path:
-    """Return the one name of a folder, whatever links lead to it. Raises UsageError."""
+def _resolved(runs_dir: str | None) -> Path:
+    """Return the one name of the runs' folder, whatever links lead to it. Raises UsageError."""
     try:
-        return runs_dir.resolve()
+        return (Path(runs_dir) if runs_dir else default_runs_dir()).resolve()
     except (OSError, RuntimeError):  # of Python before 3.13 for links that lead to each other
         raise UsageError(f"--runs-dir {runs_dir}: its links lead nowhere. Name a folder.") from None
 
@@ -206,7 +207,7 @@ def _add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         "route, and the ports between every two of them. Then start a small program on all of them "
         "with mpirun, as a run would, and measure matmuls and the exchange of gradients.",
     )
-    parser.set_defaults(command=_preflight, runs_dir=None)
+    parser.set_defaults(command=_preflight)
     _add_inventory(parser)
     _add_ssh_key(parser)
     _add_config(parser)

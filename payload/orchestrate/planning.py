@@ -17,6 +17,7 @@ from payload.errors import (
     PreflightError,
     UsageError,
 )
+from payload.hub_names import HubName
 from payload.inventory import ClusterInventory, Node
 from payload.launch.arithmetic import work_out
 from payload.launch.budget import time_limit
@@ -30,7 +31,6 @@ from payload.launch.launchers.registry import AUTO, candidates
 from payload.launch.plan import LaunchPlan, auto_batch_size, rank_words
 from payload.launch.ranks import Placement, render_ranks
 from payload.mesh import require_tensor_ranks_on_a_node
-from payload.models.hub import HubName
 from payload.models.source import SCRATCH
 from payload.models.spec import Dtype, ModelSpec
 from payload.nvidia import GPU_GUESS, for_prediction

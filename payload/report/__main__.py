@@ -81,9 +81,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--runs-dir",
         type=Path,
-        default=Path(DEFAULT_RUNS_DIR),
         metavar="DIR",
-        help="where runs are kept (default: %(default)s)",
+        help=f"where runs are kept (default: {DEFAULT_RUNS_DIR})",
     )
     return made
 

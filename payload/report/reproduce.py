@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from payload.data_folder import DataMeta
+from payload.data_folder import FOLDER_WORD, DataMeta
 from payload.hints import command, quoted, run_command
 from payload.report.markup import Html, figure, join, plain, tag, text
 from payload.report.sections import section
@@ -84,6 +84,7 @@ def _source_words(kind: str, place: str, *, revision: str | None) -> list[str] |
         return words
     if kind in _HUB:
         given, _, split = place.rpartition(", split ")
+        given = given.removeprefix(f"{FOLDER_WORD} ")
         if not given:
             return None
         if kind == "hf" or given != _OPENWEBTEXT:

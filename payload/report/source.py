@@ -16,7 +16,7 @@ from payload.inventory import ClusterInventory
 from payload.metrics_log import read_metrics
 from payload.named_settings import unnamed
 from payload.profile_table import PROFILE_TABLE, ProfileTable, read_table
-from payload.results import LATEST, RunPaths
+from payload.results import DEFAULT_RUNS_DIR, LATEST, RunPaths, default_runs_dir
 from payload.run_config import RunConfig
 from payload.run_repair import known_config, known_state, known_summary
 from payload.run_samples import SAMPLES_NAME, Sample, read_samples
@@ -155,18 +155,19 @@ class Run:
         return self.state.get("error") or self.summary.get("error")
 
 
-def find_run(word: str, *, runs_dir: Path, is_started_here: bool = False) -> Run:
+def find_run(word: str, *, runs_dir: Path | None = None, is_started_here: bool = False) -> Run:
     """Return the run that a word of the command line names: an id, `latest`, or a folder.
 
     Raises UsageError.
     """
-    folders = [runs_dir / word] if word == LATEST or RUN_ID.fullmatch(word) else []
+    is_id = word == LATEST or RUN_ID.fullmatch(word)
+    folders = [(runs_dir or default_runs_dir()) / word] if is_id else []
     for folder in (*folders, Path(word)):
         with suppress(OSError, ValueError, RuntimeError):
             paths = RunPaths(folder.resolve())
             if any(each.is_file() for each in (paths.plan, paths.summary, paths.metrics)):
                 return Run(paths, is_started_here=is_started_here)
     raise UsageError(
-        f"{shown(word)} is no run: neither its id in {runs_dir} nor a run's folder. See all with: "
-        + command("orchestrate", "list")
+        f"{shown(word)} is no run: neither its id in {runs_dir or DEFAULT_RUNS_DIR} nor a run's "
+        "folder. See all with: " + command("orchestrate", "list")
     )

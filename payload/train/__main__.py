@@ -22,7 +22,7 @@ from payload.hints import command
 from payload.interrupts import Presses
 from payload.named_settings import named_by, reaching, require_named
 from payload.rank_variables import RUN_DIR
-from payload.results import RunPaths, new_run_id
+from payload.results import RunPaths, default_runs_dir, new_run_id
 from payload.run_config import RunConfig, load_run_config
 from payload.train.start_clock import StartClock
 from payload.untrusted import RUN_ID, checked, printable
@@ -63,7 +63,10 @@ def main(
     logging.getLogger().setLevel(logging.INFO if world.is_main else logging.WARNING)
     clock.lap("imports")
     world.join(config.distributed)
-    run_dir = arguments.run_dir or Path("runs", world.broadcast(_new_run(config), _NewRun).run_id)
+    run_dir = arguments.run_dir
+    if run_dir is None:
+        fresh = world.broadcast(_new_run(config), _NewRun)
+        run_dir = default_runs_dir() / fresh.run_id
     clock.lap("group")
     paths = last_words.paths = RunPaths(run_dir)
     config = pin_initial(config, paths=paths, world=world)

@@ -17,7 +17,8 @@ from payload.checkpoint_files import config_sha256, weights_sha256
 from payload.errors import CheckpointError
 from payload.hf_folder import CONFIG_FILE, WEIGHTS_FILE
 from payload.hints import command
-from payload.models.hub import HubName, fetch
+from payload.hub_names import HubName
+from payload.models.hub import fetch
 from payload.models.source import base_name, find_source
 from payload.tokenizer_identity import TOKENIZER_FILE
 from payload.train.gguf_folder import folder_of_gguf

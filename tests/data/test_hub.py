@@ -20,6 +20,7 @@ from payload.data.__main__ import main
 from payload.data.sources import SourceRequest, build_source
 from payload.data.sources.hub import OPENWEBTEXT, OPENWEBTEXT_REVISION
 from payload.data_folder import load_meta
+from payload.errors import ExitCode
 from tests.data.fake_hub import COMMIT, Hub, fake_hub, serving
 from tests.data.running import read_bin, reference_tokens, run_here
 
@@ -155,8 +156,18 @@ def asked(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Asked:
         done = {
             "named": run_here(*words),
             "missing": run_here(*other),
-            "pinned": run_here("prepare", "--source", "openwebtext", "--out", root / "pinned"),
         }
+        # A cloned project has folders of the names, with texts of its own.
+        for name in (OPENWEBTEXT, "a/b"):
+            (root / "clone" / name).mkdir(parents=True)
+            (root / "clone" / name / "train.jsonl").write_text('{"text": "planted"}\n' * 300)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(root / "clone")
+            pinned = ["prepare", "--source", "openwebtext", "--out", root / "pinned"]
+            done["pinned"] = run_here(*pinned)
+            done["ambiguous"] = run_here(*gone)
+            folder = ["prepare", "--source", "hf", "--input", "./a/b", "--out", root / "d"]
+            done["folder"] = run_here(*folder, "--val-fraction", "0.1", "--quiet")
     with hub_at("http://127.0.0.1:9", home=root / "empty_home"):
         done["ready"] = run_here(*words, "--revision", COMMIT)
         done["unreachable"] = run_here(*gone)
@@ -182,7 +193,21 @@ def test_openwebtext_is_pinned(asked: Asked) -> None:
     assert source.identity()[-2:] == [OPENWEBTEXT, OPENWEBTEXT_REVISION]
     root, done = asked
     assert done["pinned"].returncode == 0, done["pinned"].stderr
-    assert load_meta(root / "pinned").revision == OPENWEBTEXT_REVISION
+    meta = load_meta(root / "pinned")
+    assert meta.revision == OPENWEBTEXT_REVISION
+    assert meta.train_documents + meta.val_documents == len(TEXTS), "not the clone's folder"
+
+
+def test_no_folder_here_is_taken_for_a_dataset_of_the_hub(asked: Asked) -> None:
+    root, done = asked
+    assert done["ambiguous"].returncode == ExitCode.USAGE
+    assert done["ambiguous"].stderr == (
+        "error: --input: 'a/b' is a folder here, and may be a name on the Hugging Face hub. For "
+        "the folder write ./a/b; for the hub's, run the command in another folder.\n"
+    )
+    assert done["folder"].returncode == 0, done["folder"].stderr
+    meta = load_meta(root / "d")
+    assert (meta.source, meta.revision) == ("hf: folder ./a/b, split train", None)
 
 
 def test_unreachable_hub_is_one_clear_line(asked: Asked) -> None:

@@ -89,7 +89,11 @@ class Engine:
         document["runtime"]["options"]["virtualenv"] = sys.prefix
         (self.folder / "Pulumi.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
         url = cloud.open_door(door) if door else cloud.url
-        self.env = {name: env[name] for name in ("PATH", "HOME", "PULUMI_HOME") if name in env} | {
+        self.env = {
+            name: env[name]
+            for name in ("PATH", "HOME", "PULUMI_HOME", "XDG_STATE_HOME")
+            if name in env
+        } | {
             **cloud.variables(url),
             VARIABLE: url,
             "PULUMI_BACKEND_URL": f"file://{self.state}",

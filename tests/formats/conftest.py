@@ -30,7 +30,7 @@ def continued(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> R
     for name in ("lora", "labels", "pairs"):
         settings = [f"train.steps={expected()[name]['last_step']}"]
         if name == "pairs":  # its base was a folder, which has moved
-            settings.append("model.init=models/base")
+            settings.append("model.init=./models/base")
         sets = named(name) + [word for setting in settings for word in ("--set", setting)]
         commands.do("train", "--run-dir", f"runs/{name}", *sets, folder=copy.project)
     return copy

@@ -77,7 +77,7 @@ def prepared(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Pr
     for task in TASKS:
         kind, file = ("text", "text.txt") if task == "text" else ("jsonl", f"{task}.jsonl")
         words = ["--task", task, "--source", kind, "--input", f"sources/{file}", "--quiet"]
-        words += ["--tokenizer", "models/base", "--val-fraction", "0.2", "--out", f"new/{task}"]
+        words += ["--tokenizer", "./models/base", "--val-fraction", "0.2", "--out", f"new/{task}"]
         if task in ("chat", "preference"):
             words += ["--sequence-length", "64"]
         if task == "classify":
@@ -86,7 +86,7 @@ def prepared(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Pr
             dry_run = commands.do("prepare", *words, "--dry-run", "--json", folder=copy.project)
             estimated = dry_run.last_json()
         printed.append(commands.do("prepare", *words, "--json", folder=copy.project).last_json())
-    more = sets("data.dir=new/preference", "model.init=models/base", "task.kind=preference")
+    more = sets("data.dir=new/preference", "model.init=./models/base", "task.kind=preference")
     words = ["--config", "adapter.toml", "--run-dir", "runs/new", *more, *sets("train.steps=3")]
     commands.do("train", *words, folder=copy.project)
     return Prepared(copy, printed, estimated)

@@ -105,7 +105,7 @@ def test_unknown_keys_change_nothing(commands: Commands, later: Recorded) -> Non
     listed = json.loads(commands.do("list", "--json", folder=later.project).out)
     assert len(listed) == 6 and not any(each["damaged"] for each in listed)
     assert json.loads(commands.do("status", "kept", "--json", folder=later.project).out)["store"]
-    for name, more in (("lora", ()), ("pairs", ("--set", "model.init=models/base"))):
+    for name, more in (("lora", ()), ("pairs", ("--set", "model.init=./models/base"))):
         words = ("--run-dir", f"runs/{name}", *named(name), "--set", "train.steps=8", *more)
         commands.do("train", *words, folder=later.project)
         require_continued(later.run_dir(name), name)
@@ -213,7 +213,7 @@ REFUSED = {
     "runs/far/mirror.json": ("status", "far"),
     "data/preference/reference.json": (
         *("train", "--run-dir", "runs/pairs", *named("pairs"), "--set", "train.steps=8"),
-        *("--set", "model.init=models/base"),
+        *("--set", "model.init=./models/base"),
     ),
 }
 

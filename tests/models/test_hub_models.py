@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from payload.errors import CheckpointError
-from payload.models.hub import HubName, fetch, fetch_config, resolve
+from payload.hub_names import HubName
+from payload.models.hub import fetch, fetch_config, resolve
 from tests.models.fake_model_hub import FIRST, NAME, SECOND, model_hub, use_hub
 
 CONFIG = {"model_type": "llama", "hidden_size": 8}

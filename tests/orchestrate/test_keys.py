@@ -111,6 +111,26 @@ def test_a_key_that_others_may_read_is_not_used(tmp_path: Path) -> None:
         make_operator_key(path)
 
 
+@pytest.mark.parametrize("is_theirs", [True, False])
+def test_a_key_that_came_with_the_folder_opens_no_connection(
+    is_theirs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    inventory = make_cluster()
+    path = operator_key_path(tmp_path, cluster=inventory.cluster)
+    make_operator_key(path)
+    if is_theirs:
+        monkeypatch.setattr("os.getuid", lambda: 12345)
+    else:
+        path.chmod(0o644)
+    with pytest.raises(ConfigError, match="is not yours" if is_theirs else "may be read by others"):
+        operator_key(inventory, given=None)
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    path.chmod(0o600)
+    assert operator_key(inventory, given=None) == path
+
+
 def test_a_key_that_is_none_is_said_to(tmp_path: Path) -> None:
     path = tmp_path / "id_ed25519"
     path.touch(mode=0o600)

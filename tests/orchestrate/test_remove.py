@@ -13,6 +13,7 @@ from payload.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.run.mirror import Mirrored, write_mirrored
 from payload.orchestrate.run.store import all_runs
+from payload.report.__main__ import main as report
 from payload.results import RunPaths, Summary, point_latest_at, write_json
 from payload.run_lock import RunLock
 from payload.run_repair import known_dtype
@@ -304,3 +305,24 @@ def test_a_run_whose_checkpoints_cannot_be_read_has_no_known_dtype(
 
     monkeypatch.setattr("payload.run_repair.checkpoint_folders", unreadable)
     assert known_dtype(paths) is None
+
+
+def test_the_default_folder_of_runs_is_no_link(
+    runs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A cloned project may have a link `runs`: only who names a place has runs of it removed."""
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    (clone / "runs").symlink_to(runs)
+    monkeypatch.chdir(clone)
+    for words in (["remove", "a"], ["remove", "--keep", "1"], ["list"], ["collect", "a"]):
+        assert main(words, os.environ) == ExitCode.USAGE
+        assert "runs in this folder is a link, which is not followed" in capsys.readouterr().err
+    assert report(["a"]) == ExitCode.USAGE
+    assert f"name its place: --runs-dir {runs}" in capsys.readouterr().err
+    assert names(runs) == ["d", "c", "b", "a"]
+    assert remove(Path("runs"), "a") == 0
+    assert names(runs) == ["d", "c", "b"]

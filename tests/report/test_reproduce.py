@@ -61,6 +61,7 @@ def meta(tmp_path: Path) -> DataMeta:
             "--source hf --input roneneldan/TinyStories --revision f54c",
         ),
         ({"source": "hf: my/set, split test"}, "--source hf --input my/set --split test"),
+        ({"source": "hf: folder ./a/b, split train"}, "--source hf --input ./a/b"),
         ({"source": "jsonl: my texts.jsonl"}, "--source jsonl --input 'my texts.jsonl'"),
         (
             {"source": "jsonl: a.jsonl", "task": "chat", "chat": CHAT, "tokenizer": "a/b@c0ffee"},

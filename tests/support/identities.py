@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from payload.cluster_identity import IDENTITY_LABEL, ClusterIdentity
+from payload.cluster_identity import IDENTITY_LABEL, settle_cluster_identity
 from payload.results import RunPaths, write_whole
 from payload.run_identity import RunIdentity
 
@@ -25,8 +25,7 @@ def cluster_labels(
 
 def write_cluster_identity(folder: Path, cluster: str, *, stack: str | None = None) -> None:
     """Let `folder` be the one that has built a cluster."""
-    known = ClusterIdentity(identity=CLUSTER, stack=stack)
-    write_whole(folder / ".cluster" / cluster / "identity.json", known.to_json())
+    settle_cluster_identity(folder, cluster, stack=stack, told=[CLUSTER])
 
 
 def write_identity(paths: RunPaths, run: RunIdentity = MINE) -> RunPaths:

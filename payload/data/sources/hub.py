@@ -23,7 +23,9 @@ from payload.data.sources.parquet import (
     survey_parquet,
 )
 from payload.data.split import NANOGPT_VAL_FRACTION
+from payload.data_folder import FOLDER_WORD
 from payload.errors import DataError, UsageError
+from payload.hub_names import require_one_meaning
 from payload.untrusted import inside_folder, one_line, read_bytes, shown
 
 if TYPE_CHECKING:
@@ -44,15 +46,24 @@ class HubSource:
 
     def __init__(self, request: SourceRequest) -> None:
         given = request.inputs[0] if request.inputs else OPENWEBTEXT
-        self._folder = Path(given) if Path(given).is_dir() else None
+        if request.inputs:
+            require_one_meaning(
+                given,
+                what="--input",
+                remote="run the command in another folder",
+                error=UsageError,
+            )
+        # Without --input nothing here is looked at.
+        self._folder = Path(given) if request.inputs and Path(given).is_dir() else None
         self._dataset = given
         self._request = request
         self._split = request.chosen_split()
         self.default_val_fraction = NANOGPT_VAL_FRACTION if request.kind == "openwebtext" else None
         self._builder: DatasetBuilder | None = None
         self.revision: str | None = None if request.inputs else OPENWEBTEXT_REVISION
-        self.label = f"{request.kind}: {given}, split {self._split}"
-        if self._folder is None and Path(given).exists():
+        where = given if self._folder is None else f"{FOLDER_WORD} {given}"
+        self.label = f"{request.kind}: {where}, split {self._split}"
+        if self._folder is None and request.inputs and Path(given).exists():
             raise UsageError(
                 f"--input {given} is a file; --source {request.kind} takes a folder or a dataset's "
                 "name. For files there are --source text, jsonl and parquet."
@@ -159,7 +170,10 @@ class HubSource:
                 if self._folder is not None:
                     _check_cards(self._folder)
                 builder = _load_builder(
-                    self._dataset, subset=self._request.subset, revision=self.revision
+                    # `datasets` would take a folder of the name before the hub's.
+                    self._dataset if self._folder is not None else f"hf://datasets/{self._dataset}",
+                    subset=self._request.subset,
+                    revision=self.revision,
                 )
                 if self._folder is not None:
                     _check_places(self._folder, builder)

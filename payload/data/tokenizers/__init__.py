@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ from payload.data.tokenizers.gguf import gguf_tokenizer_folder
 from payload.data.tokenizers.gpt2 import TOKENIZER_NAME, gpt2_encoding, gpt2_tokenizer
 from payload.data.tokenizers.probe import same_tokens
 from payload.errors import CheckpointError, DataError
+from payload.hub_names import HubName, pinned_name, require_one_meaning
 from payload.models.gguf import gguf_file
 from payload.results import RunPaths
 from payload.tokenizer_identity import GPT2_PIPELINE_SHA256
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from payload.data.tokenizers.base import TextTokenizer
     from payload.data.tokenizers.hf import HfTokenizer
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{0,95})?", re.ASCII)
 _FIX = "Name a folder with tokenizer.json, a run, a hub name (owner/name[@revision]) or gpt2."
 
 
@@ -55,6 +54,14 @@ def load_hf_tokenizer(name: str) -> tuple[HfTokenizer, Path]:
 
 def _find(name: str) -> tuple[Path, str]:
     """Return the folder, and what meta.json calls it."""
+    if (known := pinned_name(name)) is not None:
+        return _download(known)
+    require_one_meaning(
+        name,
+        what="--tokenizer",
+        remote="add @ and the commit that it has there",
+        error=DataError,
+    )
     path = home_path(name)
     try:
         require_own(path)
@@ -68,10 +75,10 @@ def _find(name: str) -> tuple[Path, str]:
         if path.name == "tokenizer.json":
             return path.parent, str(path.parent)
         raise DataError(f"--tokenizer {shown(name)}: it is a file. {_FIX}")
-    repository, _, revision = name.partition("@")
-    if name.startswith(("/", "./", "../", "~")) or not _HUB_NAME.fullmatch(repository):
+    known = HubName.parse(name)
+    if known is None:
         raise DataError(f"--tokenizer {shown(name)}: there is no such folder. {_FIX}")
-    return _download(repository, revision or None)
+    return _download(known)
 
 
 def _newest_checkpoint(folder: Path) -> Path:
@@ -85,7 +92,7 @@ def _newest_checkpoint(folder: Path) -> Path:
     return newest
 
 
-def _download(repository: str, revision: str | None) -> tuple[Path, str]:
+def _download(wanted: HubName) -> tuple[Path, str]:
     """Fetch the tokenizer's files from the hub, or take them from its cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # imported there
@@ -96,18 +103,18 @@ def _download(repository: str, revision: str | None) -> tuple[Path, str]:
     disable_progress_bars()
     try:
         folder = snapshot_download(
-            repository,
-            revision=revision,
+            wanted.name,
+            revision=wanted.revision,
             allow_patterns=[*TOKENIZER_FILES, CONFIG_FILE, "generation_config.json"],
         )
     except (OSError, HTTPError, ValueError) as error:
-        raise DataError(_explain(error, repository, revision)) from None
-    return Path(folder), f"{repository}@{Path(folder).name}"
+        raise DataError(_explain(error, wanted)) from None
+    return Path(folder), f"{wanted.name}@{Path(folder).name}"
 
 
-def _explain(error: Exception, repository: str, revision: str | None) -> str:
+def _explain(error: Exception, wanted: HubName) -> str:
     kind = type(error).__name__
-    what = f"--tokenizer {repository}"
+    what = f"--tokenizer {wanted.name}"
     if kind == "GatedRepoError":
         return (
             f"{what}: the model is gated. Accept its terms on its page at the hub, then log in: "
@@ -119,7 +126,8 @@ def _explain(error: Exception, repository: str, revision: str | None) -> str:
             f"here. {_FIX}"
         )
     if kind == "RevisionNotFoundError":
-        return f"{what}: the Hugging Face hub has no revision {shown(revision)} of it. Correct it."
+        revision = shown(wanted.revision)
+        return f"{what}: the Hugging Face hub has no revision {revision} of it. Correct it."
     return (
         f"{what}: there is no such folder here, and the Hugging Face hub cannot be reached "
         f"({one_line(error).rstrip('.')}). Check the network, or name a folder with tokenizer.json."

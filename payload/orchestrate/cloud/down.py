@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from payload.checkpoint_files import checkpoint_step
-from payload.cluster_identity import known_cluster_identity
+from payload.cluster_identity import claimed_cluster_identity
 from payload.errors import ConfigError, ExitCode, TileforgeError, UsageError
 from payload.hints import command
 from payload.inventory import ClusterInventory, Node
@@ -26,7 +26,7 @@ from payload.orchestrate.cloud.machine_status import start_head
 from payload.orchestrate.cloud.operations import Operations
 from payload.orchestrate.cloud.ownership import ownership_of
 from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError, cluster_name, settings
-from payload.orchestrate.cloud.same_name import require_own_state
+from payload.orchestrate.cloud.same_name import own_identity, require_own_state
 from payload.orchestrate.cloud.stack import (
     CACHE_FILE,
     MachineGoneError,
@@ -52,7 +52,7 @@ from payload.orchestrate.run.console import confirm, confirm_by_name, text_conso
 from payload.orchestrate.run.mirror import Mirrored, read_mirrored
 from payload.orchestrate.run.store import all_runs
 from payload.orchestrate.sites.local import LocalAccess
-from payload.orchestrate.ssh.keys import operator_key_path
+from payload.orchestrate.ssh.keys import operator_key_path, require_private
 from payload.results import RunPaths, Summary, read_json, write_whole
 from payload.untrusted import read_bytes
 
@@ -140,6 +140,8 @@ def _ask(
     key = next((each for each in keys if each.exists()), None)
     if key is None:
         return Head(machine=node.instance_id, unasked=f"there is no key here: {keys[0]}")
+    if key == keys[0]:
+        require_private(key)
     while True:
         try:
             found = _runs(replace(inventory, nodes=(node,)), env, key=key)
@@ -386,7 +388,10 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
     pulumi = Pulumi(env, folder=folder, stack=options.stack)
     state = _state_if_readable(pulumi)
     cluster, project, outputs = _which(pulumi, options, env, state=state, folder=folder, talk=talk)
-    identity = known_cluster_identity(folder, cluster)
+    if options.dry_run:
+        identity = claimed_cluster_identity(folder, cluster)
+    else:
+        identity = own_identity(folder, cluster, told=state.identities)
     # The state may list what is in another project than the config's.
     places = [
         (

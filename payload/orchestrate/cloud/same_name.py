@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
-from payload.cluster_identity import identity_in
+from payload.cluster_files import cluster_path
+from payload.cluster_identity import (
+    accept_cluster_identity,
+    claimed_cluster_identity,
+    identity_in,
+    known_cluster_identity,
+)
 from payload.errors import CloudError, ConfigError
 from payload.hints import command
 from payload.orchestrate.cloud.filestore import MayDelete
@@ -20,6 +27,31 @@ from payload.orchestrate.cloud.ownership import (
 )
 from payload.orchestrate.cloud.resources import FILESTORE, Resource, is_made_by_program
 from payload.orchestrate.run.console import confirm_by_name
+
+
+def own_identity(folder: Path, cluster: str, *, told: Sequence[str] = ()) -> str | None:
+    """Return the identity of the cluster that is built from `folder`; None where none is known.
+
+    `told` are those in the stack's state. What the folder's file alone says counts once the
+    operator has typed the cluster's name. Raises ConfigError where it was not typed, or the file is
+    damaged, and UsageError where nobody can be asked.
+    """
+    known = known_cluster_identity(folder, cluster)
+    claimed = claimed_cluster_identity(folder, cluster)
+    if known is not None or claimed is None:
+        return known
+    path = cluster_path(folder, cluster, "identity.json")
+    if claimed not in told and not confirm_by_name(
+        f"{path} says that the cluster {cluster} of identity {claimed} was built from this folder, "
+        "and nothing shows that you have written that. It may have come with the folder, or be of "
+        "an older version, or the folder was moved. Is it your cluster?",
+        name=cluster,
+        otherwise="Answer it once at a terminal; --yes does not. Or, if it is not yours, remove "
+        "the file.",
+    ):
+        raise ConfigError(f"nothing was done. If the cluster is not yours, remove {path}")
+    accept_cluster_identity(folder, cluster)
+    return claimed
 
 
 def of_this_name(

@@ -18,7 +18,13 @@ from rich.table import Table
 
 from payload.cloud_need import CLOUD_NAME
 from payload.cloud_prices import filestore_price
-from payload.cluster_identity import PATTERN, WANTED, identity_in, known_cluster_identity
+from payload.cluster_identity import (
+    PATTERN,
+    WANTED,
+    claimed_cluster_identity,
+    identity_in,
+    known_cluster_identity,
+)
 from payload.errors import (
     CloudAuthError,
     CloudError,
@@ -206,8 +212,8 @@ def sweep(options: SweepOptions, env: Mapping[str, str]) -> int:
     if options.delete and found.removable() and not found.may_live():
         _show(found, as_json=False)
         if named is not None and not confirm_by_name(
-            f"Identity {options.identity} is not of this folder's cluster, as far as it is known "
-            "here. Remove what carries it?",
+            f"Identity {', '.join(named.identities)} is not of this folder's cluster, as far as "
+            "anything shows that you have written. Remove what carries it?",
             name=str(options.cluster),
         ):
             raise TeardownError("nothing was removed.")
@@ -222,12 +228,19 @@ def sweep(options: SweepOptions, env: Mapping[str, str]) -> int:
 
 
 def _named_proof(options: SweepOptions, folder: Path) -> Ownership | None:
-    """Return what --identity proves, where it names another cluster than the folder's own."""
-    if options.identity is None or options.cluster is None:
+    """Return what --identity proves, where it names another cluster than the folder's own.
+
+    With --delete, what the folder's file says is as if it were named: its name is asked for.
+    """
+    if options.cluster is None:
         return None
-    if options.identity in _folders_own(folder, options.cluster).identities:
+    own, identity = _folders_own(folder, options.cluster).identities, options.identity
+    if identity is None and options.delete and not own:
+        with suppress(ConfigError):
+            identity = claimed_cluster_identity(folder, options.cluster)
+    if identity is None or identity in own:
         return None
-    return Ownership(identities=frozenset((options.identity,)), cluster=options.cluster)
+    return Ownership(identities=frozenset((identity,)), cluster=options.cluster)
 
 
 def _check_identity(options: SweepOptions) -> None:
@@ -372,15 +385,23 @@ def _folders_own(folder: Path, cluster: str) -> Ownership:
 def project_of(
     given: str | None, cluster: str | None, env: Mapping[str, str], *, folder: Path
 ) -> str:
-    """Return the project to look in. Raises UsageError when nothing says which."""
+    """Return the project to look in. Raises UsageError when nothing says which.
+
+    The environment is the operator's own; the folder's memory may have come with the folder.
+    """
     if given:
         return given
     known = recall(folder, cluster) if cluster else None
+    for name in ("GOOGLE_CLOUD_PROJECT", "CLOUDSDK_CORE_PROJECT"):
+        if found := env.get(name):
+            if known is not None and known.project != found:
+                text_console(stderr=True).print(
+                    f"note: {name} says project {found}; this folder has {cluster} in "
+                    f"{known.project}. Another one: --project"
+                )
+            return found
     if known is not None:
         return known.project
-    for name in ("GOOGLE_CLOUD_PROJECT", "CLOUDSDK_CORE_PROJECT"):
-        if env.get(name):
-            return env[name]
     projects = {each.project for each in remembered_clusters(folder)}
     if len(projects) == 1:
         return projects.pop()

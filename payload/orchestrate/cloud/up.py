@@ -82,7 +82,7 @@ from payload.orchestrate.cloud.pulumi import (
     type_of,
 )
 from payload.orchestrate.cloud.resources import FILESTORE, Resource
-from payload.orchestrate.cloud.same_name import of_this_name, take_over
+from payload.orchestrate.cloud.same_name import of_this_name, own_identity, take_over
 from payload.orchestrate.cloud.stack import outputs_if_any, read_outputs, remember, remember_plan
 from payload.orchestrate.cloud.sweep import destroy_and_look, project_of
 from payload.orchestrate.run.at_risk import cluster_warning, refuse_spot_without_bucket
@@ -448,6 +448,7 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
 
     may_delete_data = partial(may_delete, named=options.delete_filestore)
     _make_key(known, cluster, there=there, talk=talk)
+    own_identity(folder, cluster, told=before.identities)
     identity = settle_cluster_identity(folder, cluster, told=before.identities)
 
     def of_others() -> Sequence[Resource]:
@@ -687,14 +688,24 @@ def _see_additions(
 def _make_key(known: dict[str, Any], cluster: str, *, there: Sequence[str], talk: Console) -> None:
     """Make the operator's key, whose public half the cluster program reads, unless there is one.
 
-    Raises ConfigError when machines are up: they know another key, and a new one ends them.
+    Raises ConfigError when machines are up: they know another key, and a new one ends them. So too
+    for a public half alone, or of another key, as may come with the folder: it would log in.
     """
     if known.get("operatorPublicKeyFile") or known.get("accessMode") == "oslogin":
         return
     path = operator_key_path(Path.cwd(), cluster=cluster)
     public = path.with_name(f"{path.name}.pub")
     if public.exists():
-        return
+        if path.exists():
+            is_ours = read_bytes(public).split()[:2] == make_operator_key(path).encode().split()[:2]
+        else:
+            is_ours = bool(there)
+        if is_ours:
+            return
+        raise ConfigError(
+            f"{public}: its private half is not here, so somebody else may have it. Delete it for "
+            f"a new key; or, if it is yours: pulumi config set operatorPublicKeyFile {public}"
+        )
     if there and not path.exists():
         raise ConfigError(
             f"{path}: the key that opens cluster {cluster} is not here, and its {len(there)} "

@@ -96,7 +96,7 @@ def _add_doctor(commands: Commands) -> None:
         "type is not offered, or is sold only as spot, 31 when a firewall rule of the cluster is "
         "not as its program has it, or a machine of it is stopped.",
     )
-    parser.set_defaults(command=_doctor, runs_dir=None)
+    parser.set_defaults(command=_doctor)
     _add_stack(parser)
     _add_project(parser)
     parser.add_argument("--machine-type", metavar="TYPE", help="of every node")
@@ -126,7 +126,7 @@ def _add_sweep(commands: Commands) -> None:
         "Exit code 60 and the commands that remove it when something is there. Without --cluster, "
         "what is left of clusters whose lifetime is over.",
     )
-    parser.set_defaults(command=_sweep, runs_dir=None)
+    parser.set_defaults(command=_sweep)
     parser.add_argument("--cluster", metavar="NAME", help="(default: every expired cluster)")
     _add_project(parser)
     parser.add_argument(
@@ -202,7 +202,7 @@ def _add_rehearse(commands: Commands) -> None:
         "takes everything down on any failure, and prints one page: how long each step, resource "
         "and request took, and what was refused, ready for a bug report.",
     )
-    parser.set_defaults(command=_rehearse, runs_dir=None)
+    parser.set_defaults(command=_rehearse)
     parser.add_argument(
         "--budget-usd", type=float, default=1.0, metavar="USD", help="(default: %(default)g)"
     )

@@ -45,6 +45,7 @@ from payload.orchestrate.ssh.keys import (
     make_operator_key,
     operator_key_path,
     remove_dead_keys,
+    require_private,
     write_ssh_files,
 )
 from payload.orchestrate.ssh.streams import (
@@ -202,6 +203,8 @@ def operator_key(inventory: ClusterInventory, *, given: Path | None) -> Path:
             f"to authorized_keys of {inventory.ssh_user} on every node: {public}{os_login} "
             "(or name the key that they know with --ssh-key.)"
         )
+    if given is None:
+        require_private(own)
     write_ssh_files(own.parent, inventory, key=given or own)
     return given or own
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -51,18 +52,13 @@ def operator_key_path(root: Path, *, cluster: str) -> Path:
 def make_operator_key(path: Path) -> str:
     """Return the public half of the key at `path`, which is made if there is none.
 
-    The key is 0600 in a folder of 0700. Raises ConfigError when others may read an existing one.
+    The key is 0600 in a folder of 0700. Raises ConfigError as `require_private` does.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.parent.chmod(0o700)
     if not path.exists():
         _write_new_key(path)
-    mode = path.stat().st_mode & 0o777
-    if mode & 0o077:
-        raise ConfigError(
-            f"the key {path} may be read by others (mode {mode:o}). If nobody did: chmod 600 "
-            f"{path}; else delete it, and a new one is made."
-        )
+    require_private(path)
     try:
         key = serialization.load_ssh_private_key(path.read_bytes(), password=None)
     except (ValueError, TypeError) as error:
@@ -73,6 +69,22 @@ def make_operator_key(path: Path) -> str:
         serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
     )
     return f"{public.decode('ascii')} tileforge-operator:{path.parent.name}"
+
+
+def require_private(path: Path) -> None:
+    """Raise ConfigError where a cluster's own key is another user's, or others may read it.
+
+    It may have come with the folder, so that somebody else has it too.
+    """
+    found = path.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+        raise ConfigError(f"the key {path} is not yours. Delete it, and a new one is made.")
+    if mode & 0o077:
+        raise ConfigError(
+            f"the key {path} may be read by others (mode {mode:o}). If nobody did: chmod 600 "
+            f"{path}; else delete it, and a new one is made."
+        )
 
 
 def render_known_hosts(inventory: ClusterInventory) -> str:

@@ -34,7 +34,7 @@ RUNS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "pairs": (
         "adapter.toml",
-        ("model.init=models/base", "task.kind=preference", "data.dir=data/preference"),
+        ("model.init=./models/base", "task.kind=preference", "data.dir=data/preference"),
     ),
 }
 """Config and settings of each run on one machine."""
@@ -74,7 +74,7 @@ def prepare_data() -> None:
     }.items():
         source = ("text", "text.txt") if task == "text" else ("jsonl", f"{task}.jsonl")
         words = ("--task", task, "--source", source[0], "--input", f"sources/{source[1]}", *more)
-        common = ("--tokenizer", "models/base", "--val-fraction", "0.2", "--out", f"data/{task}")
+        common = ("--tokenizer", "./models/base", "--val-fraction", "0.2", "--out", f"data/{task}")
         python("-m", "payload.data", "prepare", *words, *common)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ class Site:
         self.cloud = cloud
         self.pulumi = FakePulumi(folder)
         self.env = {"PATH": f"{self.pulumi.bin}", VARIABLE: cloud.url, "HOME": str(folder)}
+        # Commands that a command starts have the same user's key.
+        self.env |= {"XDG_STATE_HOME": os.environ["XDG_STATE_HOME"]}
         self.sleeps: list[float] = []
         self.configure(cluster="mine", project=PROJECT, zones=[ZONE])
         write_cluster_identity(folder, "mine")

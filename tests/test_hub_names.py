@@ -1,0 +1,71 @@
+"""Folders of the current folder that have the name of a model on the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from payload.data.tokenizers import load_hf_tokenizer
+from payload.errors import CheckpointError, DataError, TileforgeError, UsageError
+from payload.finetune.recognise import Asked, recognise
+from payload.hub_names import HubName, pinned_name, require_one_meaning
+from payload.models.source import find_source
+
+COMMIT = "1234567890abcdef1234567890abcdef12345678"
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with folders of hub names in it, as the current folder."""
+    for name in ("gpt2", "Qwen/Qwen3-4B", f"gpt2@{COMMIT}", "gpt2@main", "runs/first", "data/a"):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text('{"model_type": "gpt2"}')
+        (folder / "tokenizer.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-4B", "gpt2@main"])
+def test_a_folder_of_a_hub_name_is_not_taken_unasked(clone: Path, name: str) -> None:
+    wanted = rf"{name}' is a folder here, and may be a name .*write \./{name}; for the hub's, add @"
+    with pytest.raises(CheckpointError, match=wanted) as refused:
+        find_source(name, setting="model.init")
+    assert "\n" not in str(refused.value)
+    if name != "gpt2":  # `--tokenizer gpt2` is the packaged one
+        with pytest.raises(DataError, match=wanted):
+            load_hf_tokenizer(name)
+    source = find_source(f"./{name}", setting="model.init")
+    assert (source.kind, source.folder) == ("folder", Path(name))
+
+
+def test_a_name_with_its_commit_is_the_hubs(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"gpt2@{COMMIT}"
+    assert find_source(name, setting="model.init").kind == "hub"
+    asked: list[str] = []
+
+    def download(repository: str, *, revision: str, allow_patterns: list[str]) -> str:
+        asked.append(f"{repository}@{revision}")
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(DataError, match="hub cannot be reached"):
+        load_hf_tokenizer(name)
+    assert asked == [name]
+
+
+def test_data_of_a_hub_name_is_not_taken_from_a_folder(clone: Path) -> None:
+    with pytest.raises(TileforgeError, match=r"'Qwen/Qwen3-4B' is a folder here"):
+        recognise("Qwen/Qwen3-4B", Asked())
+
+
+@pytest.mark.parametrize("name", ["runs/first", "data/a", "./gpt2", "nothing", "a/b/c", "gpt2/"])
+def test_other_names_have_one_meaning(clone: Path, name: str) -> None:
+    require_one_meaning(name, what="x", remote="y", error=UsageError)
+
+
+def test_a_commit_makes_a_name_the_hubs() -> None:
+    assert pinned_name(f"a/b@{COMMIT}") == HubName("a/b", COMMIT)
+    assert pinned_name("a/b@main") is None and pinned_name("a/b") is None
+    assert pinned_name(f"./a/b@{COMMIT}") is None
