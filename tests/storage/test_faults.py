@@ -250,6 +250,29 @@ def test_a_write_that_was_done_and_its_answer_lost_is_its_own(
         store.put("x", io.BytesIO(b"after"), size=5, generation=put.generation)
 
 
+@pytest.mark.parametrize("compares", [True, False])
+def test_a_write_whose_bytes_change_on_the_way_leaves_what_the_store_had(
+    monkeypatch: pytest.MonkeyPatch, compares: bool
+) -> None:
+    """A machine may be gone before it writes again: then the store still has the last record.
+
+    A server that compares no checksum has written by then; what is wrong does not stay there.
+    """
+    with FaultyProxy(Faults(seed=0, kinds=("wrong bytes",), most=1)) as proxy:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+        before, after = os.urandom(2000), os.urandom(3000)
+        written = store_of().put("x", io.BytesIO(before), size=2000, generation=ABSENT)
+        proxy.compares = compares
+        proxy.chance = lambda method, path: float("upload" in path)
+        with pytest.raises(StoreError, match=r"^writing gs://[^ ]+/x: "):
+            store_of().put("x", io.BytesIO(after), size=3000, generation=written.generation)
+        assert proxy.injected.total() == 1
+        there = [each.name for each in store_of().entries()]
+        assert there == (["x"] if compares else [])
+        if compares:
+            assert store_of().read("x") == (before, written.generation)
+
+
 def test_a_listing_that_is_no_document_is_asked_for_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
