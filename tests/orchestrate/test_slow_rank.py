@@ -94,14 +94,19 @@ def wait_for_even_ranks(paths: RunPaths) -> None:
         time.sleep(0.2)
 
 
-def slow_after(paths: RunPaths, step: int) -> int | None:
-    """Return the first step after this one at which later rows show that rank 1 is slow."""
-    watch = StragglerWatch()
+def slow_after(paths: RunPaths, step: int) -> tuple[int, int] | None:
+    """Return the first step after this one at which later rows show that rank 1 is slow.
+
+    With it comes how many of those rows rank 1 took longer in: on a busy machine other programs
+    take a core from rank 0, too, and a step in which both wait shows nothing.
+    """
+    watch, longer = StragglerWatch(), 0
     for row in read_metrics(paths.metrics):
-        if "loss" in row and row["step"] > step:
+        if "loss" in row and row["step"] > step and (times := rank_times(row)) is not None:
             watch.add(row)
+            longer += times.work()[1] >= 1.25 * times.work()[0]
             if watch.is_slow(1):
-                return int(row["step"])
+                return int(row["step"]), longer
     return None
 
 
@@ -133,7 +138,7 @@ def limited(process: int, *, share: float) -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_a_rank_with_half_its_core_is_named_within_20_steps(tmp_path: Path) -> None:
+def test_a_rank_with_half_its_core_is_named_within_20_slow_steps(tmp_path: Path) -> None:
     data = make_data_folder(tmp_path / "data", vocab_size=512)
     paths = RunPaths(tmp_path / "runs" / "one")
     words = [word for each in (*SETTINGS, f"data.dir={data}") for word in ("--set", each)]
@@ -173,15 +178,15 @@ def test_a_rank_with_half_its_core_is_named_within_20_steps(tmp_path: Path) -> N
                 "the slow rank's name",
                 timeout_s=TIMEOUT_S,
             )
-            seen = step_of(paths)
             found = next(match for line in reversed(lines) if (match := _NAMED.match(line)))
     finally:
         run.send_signal(signal.SIGINT)
         run.wait(timeout=TIMEOUT_S)
         reader.join()
-    assert seen <= began + _STEPS
+    shown = slow_after(paths, began)
+    assert shown is not None and shown[1] <= _STEPS
     assert found[1] == os.uname().nodename
-    assert int(found[2]) <= began + _STEPS
+    assert int(found[2]) <= shown[0]
     assert " logs one " in found[3] and "--rank 1" in found[3]
     summary = read_json(Summary, paths.summary)
     assert summary is not None and 1 in {each.rank for each in summary.stragglers}
