@@ -17,7 +17,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from payload.models.spec import Dtype, ModelSpec
+from payload.dtype import Dtype
+from payload.models.spec import ModelSpec
 from payload.run_config import RunConfig
 from payload.settings import AUTO
 

@@ -7,16 +7,14 @@ import hashlib
 import json
 import math
 import re
-import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from payload.dtype import Dtype
 from payload.errors import CheckpointError, ConfigError
 from payload.hf_folder import own_file, read_config, weight_files
-from payload.models.spec import Dtype
-from payload.run_config import RunConfig
 from payload.untrusted import (
     build,
     check_schema,
@@ -49,7 +47,6 @@ FOLDER_NAME = re.compile(r"step_(\d{8,18})")
 """A checkpoint's folder, by the number of its step."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 _DATA_FILE = re.compile(r"\w[\w.-]{0,120}\.(?:json|safetensors|txt|model|jinja)", re.ASCII)
-_BLOCK_BYTES = 512  # st_blocks', whatever the file system's are.
 SHA256 = re.compile(r"[0-9a-f]{64}")
 _NOT_ARITHMETIC = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
 """Keys of config.json that change no result: weights are computed with in the run's own dtype."""
@@ -162,45 +159,9 @@ def best_checkpoints(checkpoints: Path, val_losses: Mapping[int, float]) -> list
     return unrated if lowest is None else [*unrated, lowest]
 
 
-def require_room(config: RunConfig, *, checkpoint_bytes: int, run: Path) -> None:
-    """Raise ConfigError when the checkpoints that a run keeps, and one more, do not fit its disk.
-
-    It keeps the newest ones and the best. On a resume some of them are there, and what an
-    interrupted write left is removed first.
-    """
-    train, most = config.train, most_checkpoints(config)
-    to_come = most - min(most - 1, len(checkpoint_folders(run / "checkpoints")))
-    needed = to_come * checkpoint_bytes
-    free = free_bytes(run) + _bytes_of(partial_checkpoints(run / "checkpoints"))
-    if free < needed:
-        uploaded = ", the one on its way to the store" if config.storage.address() else ""
-        advice = "Free space or lower train.keep_checkpoints" if to_come > 1 else "Free space"
-        raise ConfigError(
-            f"{run}: {free / 1e9:.1f} GB free, but {to_come} more of {most} checkpoints "
-            f"(train.keep_checkpoints = {train.keep_checkpoints}, the best one{uploaded}, and "
-            f"the one being written) need {needed / 1e9:.1f} GB. {advice}."
-        )
-
-
-def most_checkpoints(config: RunConfig) -> int:
-    """Return how many checkpoints of a run its disk has at once, at most.
-
-    The uploader keeps one open, whose space a removal does not give back.
-    """
-    uploaded = 1 if config.storage.address() is not None else 0
-    return config.train.keep_checkpoints + 2 + uploaded
-
-
 def partial_checkpoints(checkpoints: Path) -> list[Path]:
     """List what interrupted writes left, or the one under way."""
     return list(checkpoints.glob(f"step_*{PARTIAL_SUFFIX}"))
-
-
-def free_bytes(folder: Path) -> int:
-    """Return the free space on the disk that `folder` is on, or will be."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
 
 
 def load_manifest(folder: Path) -> Manifest:
@@ -300,15 +261,6 @@ def config_sha256(folder: Path) -> str:
     config = read_config(folder)
     kept = {key: config[key] for key in config.keys() - _NOT_ARITHMETIC}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
-
-
-def _bytes_of(folders: Iterable[Path]) -> int:
-    """Return what the files in these folders take of the disk."""
-    blocks = 0
-    for path in (path for folder in folders for path in folder.rglob("*")):
-        with suppress(OSError):
-            blocks += path.lstat().st_blocks
-    return blocks * _BLOCK_BYTES
 
 
 def _file_problem(path: Path, entry: ManifestEntry) -> str | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from payload.models.spec import Dtype
+from payload.dtype import Dtype
 
 TYPICAL_CORE_FLOPS_PER_S: dict[Dtype, float] = {"bf16": 0.27e12, "fp32": 0.16e12}
 """A core's GEMM peak with AVX-512 and without matrix tiles, where none was measured. In bf16 0.21

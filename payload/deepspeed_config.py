@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from payload.models.spec import Dtype
+from payload.dtype import Dtype
 from payload.run_config import RunConfig
 
 _REDUCED_ELEMENTS = 5_000_000

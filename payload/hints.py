@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from payload.results import DEFAULT_RUNS_DIR, RunPaths
 from payload.untrusted import printable
 
 CONSOLE = "TILEFORGE_CONSOLE"
@@ -56,20 +55,6 @@ def command(program: str, *arguments: str) -> str:
         return " ".join([program_name(), *rest])
     words = [_interpreter_words(), "-m", f"payload.{program}", *map(quoted, arguments)]
     return " ".join(words)
-
-
-def run_command(verb: str, paths: RunPaths, *arguments: str) -> str:
-    """Return the command line by which orchestrate does `verb` to this run, wherever its folder is.
-
-    The run's id comes last in `verb`, as in `status` or `run --resume`.
-    """
-    words = [*verb.split(), paths.run_id, *arguments]
-    runs_dir = paths.root.absolute().parent
-    default = Path(DEFAULT_RUNS_DIR)
-    if default.is_symlink() or runs_dir.resolve() != default.resolve():
-        within = runs_dir.is_relative_to(Path.cwd())
-        words += ["--runs-dir", str(runs_dir.relative_to(Path.cwd()) if within else runs_dir)]
-    return command("orchestrate", *words)
 
 
 def _interpreter_words() -> str:

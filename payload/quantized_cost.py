@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from payload.models.spec import Dtype, ModelSpec
+from payload.dtype import Dtype
+from payload.models.spec import ModelSpec
 from payload.run_config import RunConfig
 from payload.training_sections import Quantize
 

@@ -20,6 +20,7 @@ from payload.config_conflicts import (
     timeout_conflicts,
 )
 from payload.core_speed import GPU_MFU, typical_core_flops_per_s, typical_mfu
+from payload.dtype import Dtype
 from payload.errors import ConfigError
 from payload.launch_sections import (
     DeviceSection,
@@ -32,7 +33,7 @@ from payload.launch_sections import (
 )
 from payload.models.adapter import AdaptedSpec
 from payload.models.classifier import ClassifierSpec
-from payload.models.spec import Dtype, ModelSpec, RankSetting
+from payload.models.spec import ModelSpec, RankSetting
 from payload.settings import parse_sections, render_sections
 from payload.slurm_section import SlurmSection
 from payload.training_sections import (

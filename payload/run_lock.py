@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Self
 
 from payload.errors import UsageError
-from payload.hints import run_command
 from payload.results import RunPaths, require_file, set_aside
+from payload.run_hints import run_command
 from payload.untrusted import no_follow
 
 FORCE_SIGNAL = signal.SIGUSR1

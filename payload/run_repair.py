@@ -19,8 +19,8 @@ from payload.checkpoint_files import (
     checkpoint_folders,
     newest_sound,
 )
+from payload.dtype import Dtype
 from payload.errors import ConfigError, ExitCode
-from payload.models.spec import Dtype
 from payload.results import (
     RunPaths,
     RunState,

@@ -14,9 +14,9 @@ from payload.core_speed import (
     has_bf16,
     typical_mfu,
 )
+from payload.dtype import Dtype
 from payload.machine import discover
 from payload.models.gpt2 import PRESETS
-from payload.models.spec import Dtype
 from payload.orchestrate.planning import PlannedRun, plan_run, slow_bf16
 from payload.orchestrate.run.report import estimate
 from payload.orchestrate.sites.choose import Chosen

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from payload.hints import command, run_command
+from payload.hints import command
 from payload.results import RunPaths
+from payload.run_hints import run_command
 
 pytestmark = pytest.mark.processes
 

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from payload.data_folder import DataFile, DataMeta
+from payload.dtype import Dtype
 from payload.errors import DataError
 from payload.hints import command
-from payload.models.spec import Dtype
 from payload.results import write_whole
 from payload.untrusted import (
     build,

@@ -13,8 +13,8 @@ from torch import Tensor
 from payload.checkpoint_files import checkpoint_config
 from payload.data.pairs import Pairs, open_pairs
 from payload.data_folder import DataMeta
+from payload.dtype import Dtype
 from payload.errors import ConfigError, DataError
-from payload.models.spec import Dtype
 from payload.preference import PreferenceMetrics
 from payload.run_config import parse_run_config
 from payload.train.dpo import evaluate_pairs

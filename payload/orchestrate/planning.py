@@ -12,6 +12,7 @@ from typing import Protocol
 
 from payload.batch_size import as_recorded, left_open, settle_batch
 from payload.deepspeed_config import render_deepspeed
+from payload.dtype import Dtype
 from payload.errors import (
     DataError,
     PreflightError,
@@ -32,7 +33,7 @@ from payload.launch.plan import LaunchPlan, auto_batch_size, rank_words
 from payload.launch.ranks import Placement, render_ranks
 from payload.mesh import require_tensor_ranks_on_a_node
 from payload.models.source import SCRATCH
-from payload.models.spec import Dtype, ModelSpec
+from payload.models.spec import ModelSpec
 from payload.nvidia import GPU_GUESS, for_prediction
 from payload.orchestrate.run.store import Order
 from payload.orchestrate.sites.choose import Chosen, Site, SiteRun, memory_warning, require_launcher

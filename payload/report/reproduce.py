@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from payload.data_folder import FOLDER_WORD, DataMeta
-from payload.hints import command, quoted, run_command
+from payload.hints import command, quoted
 from payload.report.markup import Html, figure, join, plain, tag, text
 from payload.report.sections import section
 from payload.report.source import Run
+from payload.run_hints import run_command
 from payload.store_address import is_bucket_address
 from payload.untrusted import printable
 

@@ -13,12 +13,12 @@ from accelerate import Accelerator
 from payload.batch_size import as_recorded, settle_batch, with_size
 from payload.core_speed import has_bf16
 from payload.deepspeed_config import render_deepspeed
+from payload.dtype import Dtype
 from payload.engines import require_fp8_package
 from payload.errors import ConfigError
 from payload.mesh import require_tensor_ranks_on_a_node
 from payload.metrics_log import stream_metrics
 from payload.models.fit import require_split
-from payload.models.spec import Dtype
 from payload.named_settings import note_named
 from payload.remake import no_range_hashes
 from payload.results import RunPaths, write_whole

@@ -15,11 +15,11 @@ from payload.adapter_files import has_adapter
 from payload.checkpoint_files import (
     checkpoint_folders,
     manifest_problems,
-    require_room,
 )
 from payload.data.tokenizer_files import tokenizer_files
 from payload.data.tokenizer_match import require_same_tokens
 from payload.data_folder import TRAIN_NAME, DataMeta
+from payload.disk_room import require_room
 from payload.errors import CheckpointError, ConfigError
 from payload.hf_folder import CONFIG_FILE, read_config
 from payload.hints import command
@@ -153,7 +153,12 @@ def _from_scratch(config: RunConfig, task: Task, *, world: World) -> Start:
 def require_disk_space(config: RunConfig, spec: ModelSpec, *, paths: RunPaths) -> None:
     """Raise ConfigError when the run's checkpoints do not fit, after removing interrupted ones."""
     remove_partial_checkpoints(paths.checkpoints)
-    require_room(config, checkpoint_bytes=spec.checkpoint_bytes(), run=paths.root)
+    require_room(
+        paths.root,
+        checkpoint_bytes=spec.checkpoint_bytes(),
+        keep=config.train.keep_checkpoints,
+        uploads=config.storage.address() is not None,
+    )
 
 
 def _checkpoint_to_resume(paths: RunPaths) -> Path | None:

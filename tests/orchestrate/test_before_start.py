@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import pytest
 
-from payload import checkpoint_files
+from payload import disk_room
 from payload.checkpoint_files import sha256_of
 from payload.errors import ConfigError, ExitCode, UsageError
 from payload.launch.arithmetic import work_out
@@ -222,14 +222,14 @@ def test_a_full_disk_is_found_before_the_start(
     shape = Gpt2Spec(n_layer=4, n_head=4, n_embd=128)
     config = settings("train.keep_checkpoints=2")
     needed = shape.num_params() * 12 * 4
-    monkeypatch.setattr(checkpoint_files, "free_bytes", lambda _: needed - 1)
+    monkeypatch.setattr(disk_room, "free_bytes", lambda _: needed - 1)
     with pytest.raises(ConfigError, match="4 more of 4 checkpoints"):
-        checkpoint_files.require_room(
-            config, checkpoint_bytes=shape.checkpoint_bytes(), run=workplace.runs / "x"
+        disk_room.require_room(
+            workplace.runs / "x", checkpoint_bytes=shape.checkpoint_bytes(), keep=2, uploads=False
         )
-    monkeypatch.setattr(checkpoint_files, "free_bytes", lambda _: needed)
-    checkpoint_files.require_room(
-        config, checkpoint_bytes=shape.checkpoint_bytes(), run=workplace.runs / "x"
+    monkeypatch.setattr(disk_room, "free_bytes", lambda _: needed)
+    disk_room.require_room(
+        workplace.runs / "x", checkpoint_bytes=shape.checkpoint_bytes(), keep=2, uploads=False
     )
     numbers = work_out(config, spec=shape, world_size=2, link_bytes_per_s=1e9)
     assert numbers.params == shape.num_params()
@@ -239,14 +239,13 @@ def test_the_room_of_an_interrupted_checkpoint_counts_as_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer removes what an interrupted write left before it writes anything."""
-    config = settings("train.keep_checkpoints=1")
     partial = tmp_path / "checkpoints" / "step_00000010.partial"
     partial.mkdir(parents=True)
-    monkeypatch.setattr(checkpoint_files, "free_bytes", lambda _: 3 * 12 * 1000 - 8192)
+    monkeypatch.setattr(disk_room, "free_bytes", lambda _: 3 * 12 * 1000 - 8192)
     with pytest.raises(ConfigError, match="GB free"):
-        checkpoint_files.require_room(config, checkpoint_bytes=12_000, run=tmp_path)
+        disk_room.require_room(tmp_path, checkpoint_bytes=12_000, keep=1, uploads=False)
     (partial / "model.safetensors").write_bytes(b"x" * 8192)
-    checkpoint_files.require_room(config, checkpoint_bytes=12_000, run=tmp_path)
+    disk_room.require_room(tmp_path, checkpoint_bytes=12_000, keep=1, uploads=False)
 
 
 @pytest.mark.ranks

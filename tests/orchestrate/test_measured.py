@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from payload.core_speed import typical_mfu
+from payload.dtype import Dtype
 from payload.inventory import Access, ClusterInventory
 from payload.models.gpt2 import PRESETS
-from payload.models.spec import Dtype
 from payload.orchestrate.preflight.report import (
     FRESH_S,
     Report,

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from payload.data.blocks import BlockOrder
 from payload.data.reference import ReferenceModel, read_reference, write_reference
 from payload.data_folder import load_meta
+from payload.dtype import Dtype
 from payload.errors import CheckpointError, ConfigError, DataError
 from payload.evaluate.__main__ import main as evaluate
 from payload.models.gpt2 import PRESETS
-from payload.models.spec import Dtype
 from payload.results import RunPaths
 from payload.run_config import load_run_config, parse_run_config
 from payload.train.base_model import identify

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from payload.cluster_files import cluster_path
+from payload.dtype import Dtype
 from payload.errors import ConfigError
 from payload.inventory import Node
 from payload.launch.launchers.base import BOOTSTRAP_AGAIN, MISSING_LIBRARY, Launcher
-from payload.models.spec import Dtype
 from payload.orchestrate.preflight.findings import GPU, NCCL, Finding
 from payload.results import write_whole
 from payload.step_time import sends_per_byte

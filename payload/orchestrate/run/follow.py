@@ -18,7 +18,6 @@ from rich.console import Console
 
 from payload.checkpoint_watch import CheckpointWatch
 from payload.errors import INTERRUPTED, ConfigError, ExitCode, TileforgeError
-from payload.hints import run_command
 from payload.interrupts import Presses
 from payload.metrics_log import StepMetrics
 from payload.named_settings import bounded_wait_s
@@ -38,6 +37,7 @@ from payload.results import (
     read_json,
     to_json,
 )
+from payload.run_hints import run_command
 from payload.run_lock import FORCE_SIGNAL
 from payload.run_repair import known_config, known_state
 from payload.stragglers import StragglerNews, by_rank

@@ -20,7 +20,6 @@ from typing import Any, TypeAlias
 
 from payload.checkpoint_files import FOLDER_NAME
 from payload.errors import AnswerError, ConfigError, UsageError
-from payload.hints import run_command
 from payload.launch.ranks import load_ranks
 from payload.manifest_hashes import HASHES_FILE, ManifestHashes, known_hashes, parse_hashes
 from payload.orchestrate.ssh.streams import Part, Piece, require_known
@@ -37,6 +36,7 @@ from payload.results import (
     set_aside,
     write_whole,
 )
+from payload.run_hints import run_command
 from payload.run_identity import IDENTITY_FILE, RunIdentity, known_identity, parse_identity
 from payload.storage.records import log_room
 from payload.untrusted import (

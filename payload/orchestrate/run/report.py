@@ -12,17 +12,16 @@ from pathlib import Path
 from rich.console import Console
 
 from payload.batch_size import USED
-from payload.checkpoint_files import free_bytes, most_checkpoints
 from payload.cloud_prices import bucket_price
 from payload.data_folder import load_meta
+from payload.disk_room import free_bytes, most_checkpoints
+from payload.dtype import Dtype
 from payload.errors import ConfigError, DataError
-from payload.hints import run_command
 from payload.launch.arithmetic import Arithmetic
 from payload.launch.environment import rank_environment
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Placement, load_ranks
 from payload.metrics_log import describe_missing
-from payload.models.spec import Dtype
 from payload.nvidia import gpu_need
 from payload.orchestrate.planning import PlannedRun
 from payload.orchestrate.run.console import duration
@@ -30,6 +29,7 @@ from payload.orchestrate.run.store import RunView
 from payload.quantized_cost import QuantizedCost, quantized_cost
 from payload.results import RunPaths, Summary, last_record, read_json
 from payload.run_config import RunConfig, load_run_config
+from payload.run_hints import run_command
 from payload.run_repair import known_dtype
 from payload.stragglers import SlowRank
 from payload.time_left import evaluations_left
@@ -115,7 +115,7 @@ def estimate(
     address = planned.config.storage.address()
     kept = train.keep_checkpoints + 1  # the best one besides
     return Estimate(
-        checkpoints=most_checkpoints(planned.config),
+        checkpoints=most_checkpoints(keep=train.keep_checkpoints, uploads=address is not None),
         checkpoint_bytes=numbers.checkpoint_bytes,
         data_bytes=sum(sizes.values()),
         free_bytes=free_bytes(planned.paths.root) if is_local else None,

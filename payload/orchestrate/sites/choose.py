@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, ClassVar
 from rich.console import Console
 
 from payload.errors import ConfigError, RankLostError
-from payload.hints import run_command
 from payload.inventory import ClusterInventory
 from payload.launch.arithmetic import Arithmetic
 from payload.launch.launchers.registry import AUTO, candidates
@@ -40,6 +39,7 @@ from payload.orchestrate.run.mirror import mirror_file, read_mirrored
 from payload.orchestrate.run.store import Order, is_copy, room_for
 from payload.results import RunJob, RunPaths, StopRequest, last_record
 from payload.run_config import RunConfig
+from payload.run_hints import run_command
 from payload.run_lock import FORCE_SIGNAL, is_supervised, starting
 from payload.run_repair import known_config
 from payload.untrusted import build

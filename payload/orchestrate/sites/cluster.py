@@ -13,6 +13,7 @@ from rich.console import Console
 from payload.checkpoint_files import MANIFEST_FILE, load_manifest
 from payload.core_speed import typical_core_flops_per_s
 from payload.data_folder import META_NAME, load_meta
+from payload.dtype import Dtype
 from payload.errors import ConfigError, PreflightError
 from payload.hf_folder import (
     CONFIG_FILE,
@@ -27,7 +28,6 @@ from payload.launch.launchers.base import Launcher, Reach
 from payload.launch.launchers.registry import AUTO
 from payload.launch.plan import rank_program
 from payload.models.source import find_source
-from payload.models.spec import Dtype
 from payload.nvidia import gpu_need
 from payload.orchestrate.planning import PlannedRun, plan_run
 from payload.orchestrate.preflight.trial_findings import Measured, Record, known_trial

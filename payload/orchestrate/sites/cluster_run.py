@@ -22,7 +22,6 @@ from payload.errors import (
     SshUnreachableError,
     TileforgeError,
 )
-from payload.hints import run_command
 from payload.inventory import ClusterInventory, Node
 from payload.orchestrate.run.at_risk import loses_checkpoints
 from payload.orchestrate.run.console import duration, text_console
@@ -34,6 +33,7 @@ from payload.orchestrate.sites.choose import Home, Seen, SiteRun, how_to_attach
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import NODE_FOLDER, Login
 from payload.results import RunPaths, StopRequest
+from payload.run_hints import run_command
 from payload.run_identity import known_identity
 from payload.run_repair import known_config
 

@@ -19,18 +19,17 @@ from shutil import which
 
 from rich.console import Console
 
-from payload.checkpoint_files import require_room
 from payload.core_speed import has_bf16, typical_core_flops_per_s
+from payload.disk_room import require_room
+from payload.dtype import Dtype
 from payload.engines import require_means_here
 from payload.errors import ExitCode, PreflightError, RankLostError, UsageError
-from payload.hints import run_command
 from payload.interpreter import code_environment, code_path, module_words
 from payload.inventory import RANK_PORTS, Node
 from payload.launch.launchers.base import Launcher, Reach
 from payload.launch.launchers.registry import AUTO
 from payload.launch.plan import auto_batch_size, rank_program
 from payload.machine import free_memory_bytes
-from payload.models.spec import Dtype
 from payload.nvidia import require_gpus
 from payload.orchestrate.node import control
 from payload.orchestrate.planning import InventorySite, PlannedRun, plan_run
@@ -46,6 +45,7 @@ from payload.orchestrate.sites.choose import (
 )
 from payload.results import RunPaths, RunState, StopRequest, Summary, last_record, write_json
 from payload.run_config import RunConfig
+from payload.run_hints import run_command
 from payload.run_lock import is_supervised
 from payload.run_repair import known_dtype, known_state
 from payload.step_time import LOOPBACK_BYTES_PER_S
@@ -241,7 +241,12 @@ def _try_port(port: int) -> socket.socket | None:
 def require_disk(planned: PlannedRun) -> None:
     """Raise ConfigError where the disk has no room for the run's checkpoints."""
     size = planned.plan.arithmetic.checkpoint_bytes
-    require_room(planned.config, checkpoint_bytes=size, run=planned.paths.root)
+    require_room(
+        planned.paths.root,
+        checkpoint_bytes=size,
+        keep=planned.config.train.keep_checkpoints,
+        uploads=planned.config.storage.address() is not None,
+    )
 
 
 class Local(InventorySite):

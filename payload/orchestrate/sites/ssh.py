@@ -20,7 +20,6 @@ from payload.errors import (
     TileforgeError,
     UsageError,
 )
-from payload.hints import run_command
 from payload.inventory import ClusterInventory, Node
 from payload.launch.budget import time_limit
 from payload.launch.launchers.registry import candidates
@@ -77,6 +76,7 @@ from payload.orchestrate.ssh.streams import (
 )
 from payload.results import RunPaths
 from payload.run_config import RunConfig
+from payload.run_hints import run_command
 from payload.run_identity import RunIdentity, known_identity
 from payload.run_lock import starting
 from payload.run_repair import known_config, known_dtype

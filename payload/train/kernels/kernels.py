@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from payload.models.spec import Dtype, logits_tokens
+from payload.dtype import Dtype
+from payload.models.spec import logits_tokens
 from payload.train.kernels import accumulate, head, update
 from payload.train.kernels.library import Library, load_library
 from payload.train.kernels.linears import LayerContext

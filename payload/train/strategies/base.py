@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
+from payload.dtype import Dtype
 from payload.launch_sections import DistributedSection
-from payload.models.spec import Dtype
 from payload.run_config import RunConfig
 from payload.train.lazy_tensors import LazyTensors, Part
 from payload.train.models.base import CausalLM

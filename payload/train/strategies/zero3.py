@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Rows
 
 from payload.deepspeed_config import deepspeed_config
+from payload.dtype import Dtype
 from payload.launch_sections import DistributedSection
-from payload.models.spec import Dtype
 from payload.run_config import RunConfig
 from payload.train.lazy_tensors import LazyTensors
 from payload.train.models.base import CausalLM, trainable

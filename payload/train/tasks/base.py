@@ -14,9 +14,9 @@ from torch import Tensor
 
 from payload.data.blocks import Indices
 from payload.data_folder import DataMeta
+from payload.dtype import Dtype
 from payload.errors import CheckpointError
 from payload.metrics_log import EvalMetrics, StepMetrics
-from payload.models.spec import Dtype
 from payload.train.checkpoint import BaseModel
 from payload.train.evaluate import EvalPass
 from payload.train.models.base import CausalLM

@@ -26,9 +26,9 @@ from payload.data_folder import (
     load_meta,
     require_task,
 )
+from payload.dtype import Dtype
 from payload.errors import CheckpointError, ConfigError
 from payload.hf_folder import CONFIG_FILE, read_config
-from payload.models.spec import Dtype
 from payload.run_config import RunConfig
 from payload.train.evaluate import EvalPass
 from payload.train.models.base import CausalLM

@@ -22,9 +22,9 @@ from payload.data.reference import (
     write_reference,
 )
 from payload.data_folder import DataMeta, load_meta
+from payload.dtype import Dtype
 from payload.errors import CheckpointError, DataError
 from payload.metrics_log import StepMetrics
-from payload.models.spec import Dtype
 from payload.preference import PreferenceMetrics, PreferenceStep
 from payload.run_config import RunConfig
 from payload.train.checkpoint import BaseModel

@@ -22,6 +22,7 @@ from transformers import (
     Qwen2Config,
 )
 
+from payload.dtype import Dtype
 from payload.errors import CheckpointError, ConfigError
 from payload.export.__main__ import main as export
 from payload.models.adapter import AdaptedSpec
@@ -30,7 +31,7 @@ from payload.models.fit import require_fit
 from payload.models.hub_sizes import CONFIGS
 from payload.models.nf4 import nf4_bytes
 from payload.models.registry import spec_of
-from payload.models.spec import PROCESS_BYTES, Dtype, RankSetting
+from payload.models.spec import PROCESS_BYTES, RankSetting
 from payload.run_config import parse_run_config
 from payload.train.engine import engage
 from payload.train.models.lora import add_adapter, save_adapter, widen_base
