@@ -28,8 +28,8 @@ from infra.nodes import ClusterNodes, NodesArgs, node_address
 from infra.shared_storage import FilestoreArgs, SharedFilestore
 from infra.storage import ResultsBucket, StorageArgs
 from payload import __version__
-from payload.cloud_prices import read_catalog
-from payload.cluster_files import cluster_path
+from payload.pricing.cloud_prices import read_catalog
+from payload.stack.cluster_files import cluster_path
 
 root = Path(__file__).resolve().parent
 with shown_plainly():

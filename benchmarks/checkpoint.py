@@ -27,6 +27,7 @@ import torch
 
 from benchmarks.machine import describe_machine
 from benchmarks.tables import Table
+from payload.config.training_sections import EngineSection, OptimizerSection, TrainSection
 from payload.launch.environment import malloc_environment
 from payload.models.gpt2 import PRESETS
 from payload.train.checkpoint import TrainerState
@@ -37,7 +38,6 @@ from payload.train.saving import Saving
 from payload.train.snapshot import Snapshot
 from payload.train.sync_check import rank_state
 from payload.train.world import World
-from payload.training_sections import EngineSection, OptimizerSection, TrainSection
 
 GOAL = 0.05
 """Time lost to a checkpoint, over the time of the steps between two of them."""

@@ -24,16 +24,16 @@ from pathlib import Path
 from typing import TextIO
 
 from payload import __version__
-from payload.cloud_need import need_of
-from payload.errors import BudgetError, ConfigError, ExitCode, TileforgeError, UsageError
+from payload.config.run_config import load_run_config
+from payload.core.errors import BudgetError, ConfigError, ExitCode, TileforgeError, UsageError
 from payload.launch.ranks import place_ranks
 from payload.orchestrate.cloud.google import Endpoints, Google
 from payload.orchestrate.cloud.listing import remove
 from payload.orchestrate.cloud.pulumi import Pulumi, settings
 from payload.orchestrate.cloud.resources import Resource
 from payload.orchestrate.cloud.stack import StackOutputs, read_outputs
-from payload.run_config import load_run_config
-from payload.start_checks import check_data
+from payload.orchestrate.start_checks import check_data
+from payload.stack.cloud_need import need_of
 
 _WAIT = ("--wait", "20")  # minutes for machines to boot
 _STEPS_S = 900.0

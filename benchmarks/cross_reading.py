@@ -38,8 +38,9 @@ from benchmarks.equality import MODELS, case, is_trained, overrides_of, prepare
 from benchmarks.machine import describe_machine
 from benchmarks.rank_processes import RankProcesses
 from benchmarks.tables import Table
-from payload.metrics_log import read_metrics
-from payload.results import RunPaths, write_whole
+from payload.core.files import write_whole
+from payload.run_record.metrics_log import read_metrics
+from payload.run_record.results import RunPaths
 from payload.train.__main__ import leave
 
 LAYOUTS = (
@@ -204,8 +205,8 @@ def _train_all(root: Path, tasks: Sequence[Mapping[str, Any]]) -> None:
     """Train the tasks on this rank, and note which tensors are not the checkpoint's."""
     import torch
 
-    from payload.launch_sections import DistributedSection
-    from payload.run_config import load_run_config
+    from payload.config.launch_sections import DistributedSection
+    from payload.config.run_config import load_run_config
     from payload.train.parts import Observer, Parts
     from payload.train.session import train
     from payload.train.start_clock import StartClock
@@ -249,7 +250,7 @@ def _train_all(root: Path, tasks: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _checkpoints(paths: RunPaths) -> list[Path]:
-    from payload.checkpoint_files import checkpoint_folders
+    from payload.formats.checkpoint_files import checkpoint_folders
 
     return checkpoint_folders(paths.checkpoints)
 

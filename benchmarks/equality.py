@@ -31,8 +31,8 @@ from benchmarks.machine import describe_machine
 from benchmarks.meshes import mesh_settings
 from benchmarks.rank_processes import RankProcesses
 from benchmarks.tables import Table
-from payload.metrics_log import read_metrics
-from payload.results import RunPaths
+from payload.run_record.metrics_log import read_metrics
+from payload.run_record.results import RunPaths
 from payload.train.__main__ import leave
 from tests.support.data_folders import make_data_folder
 
@@ -182,8 +182,8 @@ def _start(ranks: int, jobs: Sequence[Job], root: Path) -> None:
 
 def _train_all(root: Path, jobs: Sequence[tuple[str, str, str]]) -> None:
     """Train the jobs on this rank."""
-    from payload.launch_sections import DistributedSection
-    from payload.run_config import load_run_config
+    from payload.config.launch_sections import DistributedSection
+    from payload.config.run_config import load_run_config
     from payload.train.optimizer import build_optimizers
     from payload.train.session import train
     from payload.train.start_clock import StartClock

@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from benchmarks.machine import describe_machine
 from benchmarks.tables import Table
+from payload.config.training_sections import AdapterSection
 from payload.launch.environment import malloc_environment
 from payload.models.gpt2 import PRESETS, Gpt2Spec
 from payload.models.spec import logits_tokens
@@ -35,7 +36,6 @@ from payload.train.kernels.linears import LayerContext, join, lay_below_each_oth
 from payload.train.kernels.low_precision import Bf16Copies
 from payload.train.models.lora import LoraLinear
 from payload.train.models.recognised import projection
-from payload.training_sections import AdapterSection
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from benchmarks.contenders import REPO
 from benchmarks.machine import describe_machine
 from benchmarks.meshes import mesh_settings
 from benchmarks.tables import Table
-from payload.checkpoint_files import OPTIMIZER_FILE
+from payload.formats.checkpoint_files import OPTIMIZER_FILE
 
 _CGROUP = Path("/sys/fs/cgroup/memory")
 _WIDTH = 1024
@@ -98,8 +98,8 @@ def load_as_a_rank(folder: Path, *, whole: bool, mesh: str) -> dict[str, Any]:
     """
     import torch
 
+    from payload.config.run_config import parse_run_config
     from payload.models.registry import read_spec
-    from payload.run_config import parse_run_config
     from payload.train.models.registry import build, load
     from payload.train.optimizer_state import restore_optimizer
     from payload.train.strategies.registry import choose_strategy

@@ -31,10 +31,10 @@ from benchmarks.contenders import REPO, contenders
 from benchmarks.machine import describe_machine
 from benchmarks.step_model import model_argument
 from benchmarks.tables import Table
+from payload.config.run_config import RunConfig, parse_run_config
 from payload.launch.environment import malloc_environment
 from payload.models.gpt2 import PRESETS
-from payload.results import RunPaths
-from payload.run_config import RunConfig, parse_run_config
+from payload.run_record.results import RunPaths
 
 ESTIMATE_BOUND = 0.15
 """Share of the measured peak by which the estimate may be off, either way."""

@@ -35,10 +35,10 @@ from typing import Any, Literal
 
 from benchmarks.machine import describe_machine
 from benchmarks.tables import Table
+from payload.config.run_config import RunConfig, parse_run_config
 from payload.launch.environment import malloc_environment
 from payload.models.gpt2 import Gpt2Spec
-from payload.results import RunPaths, Summary, read_json
-from payload.run_config import RunConfig, parse_run_config
+from payload.run_record.results import RunPaths, Summary, read_json
 
 Name = Literal["adamw", "muon"]
 

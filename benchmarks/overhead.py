@@ -41,19 +41,19 @@ import torch
 
 from benchmarks.machine import describe_machine
 from benchmarks.tables import Table
+from payload.config.launch_sections import TrackSection
+from payload.config.run_config import RunConfig
+from payload.config.training_sections import EngineSection, OptimizerSection
 from payload.launch.environment import malloc_environment
-from payload.launch_sections import TrackSection
-from payload.metrics_log import StepMetrics
 from payload.models.gpt2 import PRESETS
-from payload.results import RunPaths, RunState, write_json
-from payload.run_config import RunConfig
+from payload.run_record.metrics_log import StepMetrics
+from payload.run_record.results import RunPaths, RunState, write_json
 from payload.train.engine import engage
 from payload.train.metrics import Heartbeat, MetricsFile, rss_bytes
 from payload.train.models.gpt2 import GPT
 from payload.train.optimizer import build_optimizers
 from payload.train.step_clock import StepClock
 from payload.train.world import World
-from payload.training_sections import EngineSection, OptimizerSection
 
 GOAL = 0.005
 """Share of the step's time."""

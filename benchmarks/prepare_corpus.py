@@ -32,7 +32,7 @@ from typing import Any
 from benchmarks.corpus import write_corpus
 from benchmarks.machine import describe_machine
 from benchmarks.prepare import stdlib_texts
-from payload.data_folder import TRAIN_NAME, VAL_NAME
+from payload.formats.data_folder import TRAIN_NAME, VAL_NAME
 
 SEED = 2357
 RATIO_BOUND = 5.0

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from payload.errors import CheckpointError
+from payload.core.errors import CheckpointError
 from payload.models.adapter import ALL_LINEAR, AdaptedSpec
 from payload.models.gpt2 import PRESETS
 from payload.models.registry import read_spec

@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 
 from benchmarks.step_model import has_weights, model_spec, trained_spec
+from payload.config.training_sections import AdapterSection, EngineSection, OptimizerSection
 from payload.models.spec import RankSetting
 from payload.train.calibration import TORCH_DTYPES, calibrate
 from payload.train.engine import engage
@@ -23,7 +24,6 @@ from payload.train.models.lora import add_adapter, shrink_base, widen_base
 from payload.train.models.registry import build, load
 from payload.train.optimizer import build_optimizers
 from payload.train.world import World
-from payload.training_sections import AdapterSection, EngineSection, OptimizerSection
 
 _PRODUCTS = 50
 

@@ -38,10 +38,9 @@ from benchmarks.machine import describe_machine
 from benchmarks.meshes import mesh_settings
 from benchmarks.scaling.runs import Arrangement, Work, measure
 from benchmarks.tables import Table
-from payload.models.gpt2 import PRESETS
-from payload.results import write_whole
-from payload.run_config import RunConfig, parse_run_config
-from payload.step_time import (
+from payload.config.run_config import RunConfig, parse_run_config
+from payload.core.files import write_whole
+from payload.estimates.step_time import (
     CopyTimes,
     Network,
     ShardTimes,
@@ -50,6 +49,7 @@ from payload.step_time import (
     sent_bytes,
     update_s,
 )
+from payload.models.gpt2 import PRESETS
 
 _FIRST_WORD = "--as-rank"
 

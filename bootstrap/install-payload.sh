@@ -7,7 +7,7 @@ set -euo pipefail
 export PYTHONSAFEPATH=1
 unset PYTHONPATH
 
-readonly EXIT_USAGE=2 EXIT_BOOTSTRAP=30 # payload.errors.ExitCode
+readonly EXIT_USAGE=2 EXIT_BOOTSTRAP=30 # payload.core.errors.ExitCode
 readonly STAMP_VERSION=1                # raise it when an old environment must be rebuilt
 readonly CCL_INDEX=https://pytorch-extension.intel.com/release-whl/stable/cpu/us/
 

@@ -4,7 +4,7 @@
 # {schema_version, step, ok, reason, version, sha}; ok is null under way, then true or false.
 set -euo pipefail
 
-readonly EXIT_BOOTSTRAP=30 # payload.errors.ExitCode
+readonly EXIT_BOOTSTRAP=30 # payload.core.errors.ExitCode
 readonly CONF=/etc/tileforge/bootstrap.conf
 readonly STATE=/var/lib/tileforge/bootstrap.json
 readonly LOG=/var/log/tileforge-bootstrap.log

@@ -17,7 +17,7 @@ readonly MOUNT_TIMEOUT_S=${SHARED_MOUNT_TIMEOUT_S:-600} # the head may boot late
 
 fail() {
     echo "error: $*" >&2
-    exit 30 # payload.errors.ExitCode.BOOTSTRAP
+    exit 30 # payload.core.errors.ExitCode.BOOTSTRAP
 }
 
 # Everyone on a node may write, as in /tmp: the login has another number under OS Login.

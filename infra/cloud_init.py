@@ -21,9 +21,9 @@ from pathlib import Path, PurePosixPath
 
 import jinja2
 
-from payload.accelerators import NVIDIA_DRIVER_BRANCH
-from payload.errors import ConfigError
-from payload.inventory import SHARED_FOLDER
+from payload.core.errors import ConfigError
+from payload.machines.accelerators import NVIDIA_DRIVER_BRANCH
+from payload.machines.inventory import SHARED_FOLDER
 
 STATE_FILE = "/var/lib/tileforge/bootstrap.json"
 NODE_USER = "trainer"

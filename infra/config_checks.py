@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from infra.config import MTU, ClusterConfig, key_of
 from infra.machines import MachineType
-from payload.cloud_need import KMS_KEY, key_location_fits
-from payload.errors import ConfigError
+from payload.core.errors import ConfigError
+from payload.stack.cloud_need import KMS_KEY, key_location_fits
 
 MAX_NODES = 64
 MIN_LIFETIME_S, MAX_LIFETIME_S = 600, 30 * 86_400

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from infra.config import ClusterConfig
 from infra.measured import Speed
-from payload.cloud_prices import (
+from payload.core.errors import BudgetError
+from payload.pricing.cloud_prices import (
     Catalog,
     DiskPrice,
     disk_price,
@@ -18,7 +19,6 @@ from payload.cloud_prices import (
     source,
     spot_warning,
 )
-from payload.errors import BudgetError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pulumi
 
-from payload.errors import TileforgeError
+from payload.core.errors import TileforgeError
 
 
 @contextmanager

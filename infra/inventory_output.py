@@ -1,4 +1,4 @@
-"""The cluster as the orchestrator wants it: payload.inventory's schema, as a stack output."""
+"""The cluster as the orchestrator wants it: `payload.machines.inventory`, as an output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infra.cost import Cost
 from infra.machines import MachineType
 from infra.nodes import ClusterNodes, node_address, node_name
 from infra.storage import ResultsBucket, bucket_output
-from payload.inventory import Access, ClusterInventory, Node
+from payload.machines.inventory import Access, ClusterInventory, Node
 
 
 def inventory_output(

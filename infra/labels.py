@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pulumi
 
-from payload.cluster_identity import (
+from payload.core.errors import ConfigError
+from payload.stack.cluster_identity import (
     IDENTITY_LABEL,
     claimed_cluster_identity,
     known_cluster_identity,
     settle_cluster_identity,
 )
-from payload.errors import ConfigError
 
 CLUSTER = "tileforge-cluster"
 EXPIRES = "tileforge-expires"

@@ -5,7 +5,7 @@ instances/series/{c3,c4,h3}.sql; GoogleCloudPlatform/cluster-toolkit at 10470803
 read 2026-11-21. Of compact placement: the families that
 https://cloud.google.com/kubernetes-engine/docs/how-to/compact-placement lists, read 2026-11-22.
 
-GPU types (g2, a2, a3): shapes of payload/prices/machines.csv; the rest from
+GPU types (g2, a2, a3): shapes of payload/pricing/prices/machines.csv; the rest from
 https://cloud.google.com/compute/docs/accelerator-optimized-machines, which lists no NUMA domains:
 two are assumed from 96 vCPUs on.
 """
@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from payload.accelerators import SPOT_ALONE, Gpus, gpus_of
-from payload.errors import ConfigError
+from payload.core.errors import ConfigError
+from payload.machines.accelerators import SPOT_ALONE, Gpus, gpus_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

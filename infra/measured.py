@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from payload.errors import ConfigError
-from payload.untrusted import RUN_ID, build, checked, parse_json, read_bytes
+from payload.core.errors import ConfigError
+from payload.core.untrusted import RUN_ID, build, checked, parse_json, read_bytes
 
 _T = TypeVar("_T")
 

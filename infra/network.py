@@ -11,7 +11,7 @@ from pulumi_gcp import compute, dns
 
 from infra.config import MTU
 from infra.labels import EXPIRES, IGNORED, mark
-from payload.inventory import RANK_PORTS
+from payload.machines.inventory import RANK_PORTS
 
 SUBNET = "10.60.0.0/24"
 FILESTORE_RANGE = "10.60.1.0/26"

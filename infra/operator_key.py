@@ -8,7 +8,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from payload.errors import ConfigError
+from payload.core.errors import ConfigError
 
 
 def would_make_key(public_file: Path) -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 import payload
 from payload.cli import completion
 from payload.cli.commands import BY_NAME, help_text
-from payload.errors import ExitCode, TileforgeError
-from payload.hints import CONSOLE, program_name
+from payload.core.errors import ExitCode, TileforgeError
+from payload.core.hints import CONSOLE, program_name
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from payload.core_speed import has_bf16
+from payload.machines.core_speed import has_bf16
 from tests.support import fork_server, groups, started_processes, stress, timed_groups
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import TINY_RUN

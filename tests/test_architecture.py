@@ -10,12 +10,9 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from tests.support.family_names import family_names
-from tests.support.import_rules import PACKAGES, RULES, unpickling, violations
+from tests.support.import_rules import LOWER, PACKAGES, RULES, unpickling, violations
 
 ROOT = Path(__file__).resolve().parents[1]
-CONTRACTS = sorted(
-    path.stem for path in (ROOT / "payload").glob("*.py") if path.name != "__main__.py"
-)
 
 
 def source_files() -> list[Path]:
@@ -54,12 +51,15 @@ def test_every_package_has_a_row_in_the_table() -> None:
     packages = {path.parent.name for path in (ROOT / "payload").glob("*/__init__.py")}
     assert packages <= PACKAGES
     assert set(RULES) > PACKAGES
+    assert {path.name for path in (ROOT / "payload").glob("*.py")} == {"__init__.py", "__main__.py"}
 
 
 @pytest.mark.processes
-def test_the_contracts_import_without_any_installed_package() -> None:
+def test_the_lower_packages_import_without_any_installed_package() -> None:
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-    program += "".join(f"import payload.{name}\n" for name in CONTRACTS if name != "__init__")
+    files = [path for name in LOWER for path in (ROOT / "payload" / name).glob("*.py")]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
+    program += "".join(f"import {name}\n" for name in names)
     program += "from payload.models.registry import families\nfamilies()\n"
     # -S leaves site-packages out, -I the environment and this folder.
     subprocess.run([sys.executable, "-I", "-S", "-c", program], check=True)
@@ -68,9 +68,9 @@ def test_the_contracts_import_without_any_installed_package() -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("payload/errors.py", "import torch"),
-        ("payload/errors.py", "from payload import train"),
-        ("payload/errors.py", "from payload.launch.ranks import Rank"),
+        ("payload/core/errors.py", "import torch"),
+        ("payload/core/errors.py", "from payload import train"),
+        ("payload/core/errors.py", "from payload.launch.ranks import Rank"),
         ("payload/models/gpt2.py", "import torch"),
         ("payload/models/gpt2.py", "from payload.data.meta import read_meta"),
         ("payload/models/gpt2.py", "import importlib\nx = importlib.import_module(name)"),
@@ -100,7 +100,7 @@ def test_the_contracts_import_without_any_installed_package() -> None:
         ("payload/data/x.py", "from payload.train.models.gpt2 import GPT"),
         ("payload/data/x.py", "def f(name):\n    return __import__(name)\n"),
         ("infra/nodes.py", "from payload.launch.ranks import Rank"),
-        ("infra/nodes.py", "from payload.run_config import RunConfig"),
+        ("infra/nodes.py", "from payload.config.run_config import RunConfig"),
         ("infra/nodes.py", "import paramiko"),
         ("payload/train/x.py", "print('hello')"),
         ("payload/train/x.py", "import os\nHOME = os.environ.get('HOME')"),
@@ -116,8 +116,11 @@ def test_the_checker_finds_what_the_table_forbids(path: str, source: str) -> Non
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("payload/errors.py", "import json\nfrom payload import __version__\n"),
-        ("payload/launch/ranks.py", "from payload.inventory import Node\nfrom . import files\n"),
+        ("payload/core/errors.py", "import json\nfrom payload import __version__\n"),
+        (
+            "payload/launch/ranks.py",
+            "from payload.machines.inventory import Node\nfrom . import files\n",
+        ),
         ("payload/models/registry.py", "import importlib\nx = importlib.import_module(name)"),
         ("payload/launch/arithmetic.py", "from payload.models.spec import ModelSpec\n"),
         (
@@ -126,7 +129,7 @@ def test_the_checker_finds_what_the_table_forbids(path: str, source: str) -> Non
         ),
         ("payload/generate/x.py", "import torch\nfrom payload.train.models.gpt2 import GPT\n"),
         ("payload/orchestrate/cloud/google.py", "def f():\n    import google.auth\n"),
-        ("infra/nodes.py", "import pulumi\nfrom payload.inventory import Node\n"),
+        ("infra/nodes.py", "import pulumi\nfrom payload.machines.inventory import Node\n"),
         (
             "payload/train/x.py",
             "import re\n_WORD = re.compile('a')\nif __name__ == '__main__':\n    print(1)\n",
@@ -173,7 +176,7 @@ def test_the_search_for_families_finds(source: str) -> None:
         ("payload/train/models/decoder.py", "class Llama: pass"),
         ("payload/train/x.py", "MESSAGE = 'as in GPT-2 and Llama'"),
         ("payload/train/x.py", "# like gpt2\nx = spec.num_heads()"),
-        ("payload/training_sections.py", "class S:\n    n_layer: int = 1"),
+        ("payload/config/training_sections.py", "class S:\n    n_layer: int = 1"),
     ],
 )
 def test_the_search_for_families_lets_pass(path: str, source: str) -> None:

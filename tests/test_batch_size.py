@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from payload.batch_size import USED, as_recorded, left_open, settle_batch
-from payload.errors import ConfigError
+from payload.config.run_config import RunConfig, load_run_config, parse_run_config
+from payload.core.errors import ConfigError
+from payload.estimates.batch_size import USED, as_recorded, left_open, settle_batch
 from payload.launch.plan import LaunchPlan
 from payload.models.spec import ModelSpec
 from payload.orchestrate.planning import PlannedRun, plan_run
 from payload.orchestrate.sites.choose import load_cluster
-from payload.results import RunPaths
-from payload.run_config import RunConfig, load_run_config, parse_run_config
+from payload.run_record.results import RunPaths
 from tests.supervise.planned import REPO, StandInAccess, plan_stand_in
 
 GIB = 2**30

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from payload.checkpoint_files import (
+from payload.formats.checkpoint_files import (
     NEEDED_FILES,
     checkpoint_config,
     manifest_problems,

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from payload.errors import ConfigError, ExitCode, TileforgeError
-from payload.inventory import Access, ClusterInventory, Node
-from payload.metrics_log import EvalMetrics, read_metrics, to_json_line
-from payload.results import (
+from payload.core.errors import ConfigError, ExitCode, TileforgeError
+from payload.machines.inventory import Access, ClusterInventory, Node
+from payload.run_record.metrics_log import EvalMetrics, read_metrics, to_json_line
+from payload.run_record.results import (
     RankProgress,
     RunPaths,
     RunState,

@@ -8,21 +8,21 @@ from typing import Protocol
 
 import pytest
 
-from payload.core_speed import (
+from payload.config.run_config import parse_run_config
+from payload.core.dtype import Dtype
+from payload.machines.core_speed import (
     EMULATED_BF16_CORE_FLOPS_PER_S,
     GPU_MFU,
     has_bf16,
     typical_mfu,
 )
-from payload.dtype import Dtype
-from payload.machine import discover
+from payload.machines.machine import discover
 from payload.models.gpt2 import PRESETS
 from payload.orchestrate.planning import PlannedRun, plan_run, slow_bf16
 from payload.orchestrate.run.report import estimate
 from payload.orchestrate.sites.choose import Chosen
 from payload.orchestrate.sites.local import LocalAccess
-from payload.results import RunPaths
-from payload.run_config import parse_run_config
+from payload.run_record.results import RunPaths
 
 GPT2, SMOLLM2, TINY = 768, 576, 128
 

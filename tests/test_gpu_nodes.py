@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ConfigError
-from payload.inventory import Node
-from payload.launch_sections import DeviceSection
-from payload.machine import discover
+from payload.config.launch_sections import DeviceSection
+from payload.config.run_config import parse_run_config
+from payload.config.training_sections import DtypeChoice, PrecisionSection
+from payload.core.errors import ConfigError
+from payload.machines.inventory import Node
+from payload.machines.machine import discover
 from payload.orchestrate.planning import plan_run
 from payload.orchestrate.run.report import Estimate, estimate
 from payload.orchestrate.sites.choose import Chosen
 from payload.orchestrate.sites.local import LocalAccess
-from payload.results import RunPaths
-from payload.run_config import parse_run_config
-from payload.start_checks import rank_memory, require_fp8_on
-from payload.training_sections import DtypeChoice, PrecisionSection
+from payload.orchestrate.start_checks import rank_memory, require_fp8_on
+from payload.run_record.results import RunPaths
 
 L4 = Node(
     name="a",

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from payload.core.errors import CheckpointError, DataError, TileforgeError, UsageError
 from payload.data.tokenizers import load_hf_tokenizer
-from payload.errors import CheckpointError, DataError, TileforgeError, UsageError
 from payload.finetune.recognise import Asked, recognise
-from payload.hub_names import HubName, pinned_name, require_one_meaning
-from payload.models.source import find_source
+from payload.formats.hub_names import HubName, pinned_name, require_one_meaning
+from payload.weights.source import find_source
 
 COMMIT = "1234567890abcdef1234567890abcdef12345678"
 

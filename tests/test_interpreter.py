@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from payload.interpreter import SAFE_PATH, code_environment, code_path, module_words
+from payload.config.store_address import StoreAddress, parse_store_address
+from payload.core.interpreter import SAFE_PATH, code_environment, code_path, module_words
 from payload.launch.environment import Rendezvous, common_environment, launcher_environment
 from payload.launch.launchers.base import Job, Reach
 from payload.launch.launchers.registry import find
 from payload.launch.plan import rank_words
 from payload.orchestrate.sites.local import LocalAccess
-from payload.shared_folders import _Look
 from payload.storage.here import try_store_here
 from payload.storage.watched import watched_store
-from payload.store_address import StoreAddress, parse_store_address
+from payload.supervise.shared_folders import _Look
 
 REPO = Path(__file__).resolve().parents[1]
 _BY_THE_LAUNCHER = {
@@ -30,7 +30,7 @@ _BY_THE_LAUNCHER = {
     "payload/orchestrate/preflight/trial.py",
 }
 """Command lines of launchers and ranks: `common_environment` has `SAFE_PATH` for them."""
-_PRINTED = {"payload/hints.py"}
+_PRINTED = {"payload/core/hints.py"}
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_the_code_is_first_on_the_path_and_an_empty_entry_is_not_handed_on() -> 
 def test_an_empty_entry_is_not_handed_on_where_the_package_is_installed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("payload.interpreter.sysconfig.get_path", lambda name: str(REPO))
+    monkeypatch.setattr("payload.core.interpreter.sysconfig.get_path", lambda name: str(REPO))
     assert code_path({"PYTHONPATH": ":/a"}) is None
     assert code_environment({"PYTHONPATH": ":/a::/b:"}) == {"PYTHONPATH": "/a:/b"}
     assert code_environment({"PYTHONPATH": ":", "A": "b"}) == {"A": "b"}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from payload.interrupts import interrupt_once
+from payload.core.interrupts import interrupt_once
 from payload.monitor.local import ended_by_sigterm
 from payload.orchestrate.run.follow import Interrupts
 from payload.supervise.stopping import Wakeups

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from payload.classification import MOST_LABELS_LOGGED, ClassMetrics
-from payload.metrics_log import (
+from payload.run_record.classification import MOST_LABELS_LOGGED, ClassMetrics
+from payload.run_record.metrics_log import (
     EvalMetrics,
     RankTimes,
     StepMetrics,
@@ -133,10 +133,10 @@ def test_of_a_file_too_long_for_the_memory_the_newest_rows_are_kept(
     path = tmp_path / "metrics.jsonl"
     path.write_text(lines(range(1, 101)))
     size = path.stat().st_size
-    monkeypatch.setattr("payload.metrics_log._HELD_BYTES", size // 2)
+    monkeypatch.setattr("payload.run_record.metrics_log._HELD_BYTES", size // 2)
     found = steps_of(path)
     assert (found[0] - 1) * size // 100 == pytest.approx(size / 2, rel=0.05) and found[-1] == 100
-    monkeypatch.setattr("payload.metrics_log._HELD_ROWS", 7)
+    monkeypatch.setattr("payload.run_record.metrics_log._HELD_ROWS", 7)
     assert steps_of(path) == list(range(94, 101))
     # What is not held in memory counts every row.
     assert [row["step"] for row in stream_metrics(path)] == list(range(1, 101))
@@ -147,7 +147,7 @@ def test_a_file_of_too_many_rows_is_damaged_at_its_end(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(lines(range(1, 11)))
-    monkeypatch.setattr("payload.metrics_log._MAX_ROWS", 4)
+    monkeypatch.setattr("payload.run_record.metrics_log._MAX_ROWS", 4)
     assert [row and row["step"] for _, row in read_lines(path)] == [1, 2, 3, 4, None]
 
 

@@ -12,26 +12,26 @@ import torch
 
 import payload.models
 import payload.train.models
-from payload.errors import CheckpointError
-from payload.hf_folder import WEIGHTS_FILE
+from payload.config.training_sections import OptimizerSection
+from payload.core.errors import CheckpointError
+from payload.estimates.step_time import buckets
+from payload.formats.hf_folder import WEIGHTS_FILE
 from payload.models.registry import read_spec, spec_of
-from payload.results import RunPaths
-from payload.step_time import buckets
+from payload.run_record.results import RunPaths
 from payload.train.buckets import make_buckets
 from payload.train.models.base import CausalLM, trainable
 from payload.train.models.registry import build, load
 from payload.train.optimizer import build_optimizers
 from payload.train.weights import save_hf
-from payload.training_sections import OptimizerSection
 from tests.support.launching import losses
 from tests.train.alone import train_alone
 
 NUMBERS = """
 from dataclasses import dataclass
 
-from payload.errors import CheckpointError
+from payload.core.errors import CheckpointError
 from payload.models.spec import GradientSize, ModelSpec
-from payload.untrusted import build, checked
+from payload.core.untrusted import build, checked
 
 MODEL_TYPES = ("toy",)
 

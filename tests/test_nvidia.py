@@ -12,21 +12,21 @@ from typing import Any
 
 import pytest
 
-from payload.accelerators import NVIDIA_DRIVER_BRANCH, least_driver_branch
-from payload.errors import ExitCode
-from payload.inventory import Node
+from payload.config.run_config import parse_run_config
+from payload.core.errors import ExitCode
+from payload.core.untrusted import build
 from payload.launch.environment import launcher_environment
-from payload.machine import discover
-from payload.nvidia import QUERY, Fault, GpuNeed, NvidiaFacts, gpu_faults
+from payload.machines.accelerators import NVIDIA_DRIVER_BRANCH, least_driver_branch
+from payload.machines.inventory import Node
+from payload.machines.machine import discover
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.node import look
 from payload.orchestrate.node.look import nvidia
+from payload.orchestrate.nvidia import QUERY, Fault, GpuNeed, NvidiaFacts, gpu_faults
 from payload.orchestrate.preflight import checks
 from payload.orchestrate.preflight.trial import try_this_machine
 from payload.orchestrate.sites.choose import Chosen, load_cluster
 from payload.orchestrate.sites.local import LocalAccess
-from payload.run_config import parse_run_config
-from payload.untrusted import build
 from tests.support.nvidia_smi import A100, L4, make_nvidia_smi, make_torch
 from tests.test_architecture import ROOT
 

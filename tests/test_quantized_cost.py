@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from payload.config.run_config import RunConfig, parse_run_config
+from payload.estimates.quantized_cost import TYPICAL_DEQUANTIZED_PER_S, quantized_cost
 from payload.models.hub_sizes import CONFIGS
 from payload.models.registry import preset_of_hub_name, spec_of
 from payload.models.spec import ModelSpec
-from payload.quantized_cost import TYPICAL_DEQUANTIZED_PER_S, quantized_cost
-from payload.run_config import RunConfig, parse_run_config
 from tests.support.launching import REPO
 
 GIB = 2**30

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ExitCode
+from payload.config.run_config import RunConfig, load_run_config
+from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main as orchestrate
-from payload.run_config import RunConfig, load_run_config
 from tests.support.config_reference import MEANINGS, README, TABLES, with_tables
 from tests.support.config_reference import PAGES as TABLE_PAGES
 

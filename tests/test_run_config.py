@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ConfigError
-from payload.run_config import RunConfig, load_run_config, parse_run_config
-from payload.training_sections import BatchSection
+from payload.config.run_config import RunConfig, load_run_config, parse_run_config
+from payload.config.training_sections import BatchSection
+from payload.core.errors import ConfigError
 
 CONFIGS = Path(__file__).parent.parent / "payload" / "configs"
 

@@ -9,26 +9,26 @@ from pathlib import Path
 
 import pytest
 
-from payload.checkpoint_files import checkpoint_folders, newest_sound, sha256_of
+from payload.config.run_config import load_run_config
+from payload.config.store_address import parse_store_address
+from payload.core.errors import CheckpointError, ConfigError, DataError, ExitCode
 from payload.data.tokenizers import load_tokenizer
-from payload.errors import CheckpointError, ConfigError, DataError, ExitCode
-from payload.models.source import find_source
-from payload.named_settings import note_named
+from payload.formats.checkpoint_files import checkpoint_folders, newest_sound, sha256_of
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.preflight.checks import operator_key
 from payload.orchestrate.run.store import collect_from_store
 from payload.report.source import Run
 from payload.report.track import track
-from payload.results import RunPaths, require_own_folders
-from payload.run_config import load_run_config
-from payload.run_identity import known_identity
-from payload.run_lock import is_supervised
-from payload.run_repair import make_room
+from payload.run_record.named_settings import note_named
+from payload.run_record.results import RunPaths, require_own_folders
+from payload.run_record.run_identity import known_identity
+from payload.run_record.run_lock import is_supervised
+from payload.run_record.run_repair import make_room
 from payload.storage.__main__ import main as storage
 from payload.storage.checkpoints import fetch_checkpoint
 from payload.storage.objects import open_store
 from payload.storage.records import Records
-from payload.store_address import parse_store_address
+from payload.weights.source import find_source
 from tests.orchestrate.test_keys import make_cluster
 from tests.storage.folders import write_checkpoint
 from tests.storage.test_links import contents

@@ -13,9 +13,9 @@ import pytest
 from benchmarks.scaling.__main__ import main, summarise
 from benchmarks.scaling.fit import Constants, efficiencies, fit, points, predictions, step_medians
 from benchmarks.scaling.runs import Arrangement, Work
+from payload.config.run_config import parse_run_config
+from payload.estimates.step_time import buckets
 from payload.models.gpt2 import PRESETS
-from payload.run_config import parse_run_config
-from payload.step_time import buckets
 from tests.support.launching import BIN
 
 TINY = buckets(PRESETS["tiny"])

@@ -9,12 +9,8 @@ from typing import cast
 import pytest
 from torch import nn
 
-from payload.core_speed import GPU_MFU
-from payload.inventory import Node
-from payload.models.gpt2 import PRESETS, Gpt2Spec
-from payload.nvidia import for_prediction
-from payload.run_config import parse_run_config
-from payload.step_time import (
+from payload.config.run_config import parse_run_config
+from payload.estimates.step_time import (
     BACKWARD_SHARE,
     GPU_UPDATE_S_PER_WEIGHT,
     UPDATE_S_PER_WEIGHT,
@@ -27,6 +23,10 @@ from payload.step_time import (
     sends_per_byte,
     step_time,
 )
+from payload.machines.core_speed import GPU_MFU
+from payload.machines.inventory import Node
+from payload.models.gpt2 import PRESETS, Gpt2Spec
+from payload.orchestrate.nvidia import for_prediction
 from payload.train.buckets import Bucket, make_buckets
 from payload.train.models.gpt2 import GPT
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from payload.metrics_log import TIMED_PARTS, rank_times
-from payload.stragglers import (
+from payload.run_record.metrics_log import TIMED_PARTS, rank_times
+from payload.run_record.stragglers import (
     SlowRank,
     Straggler,
     StragglerNews,

@@ -87,7 +87,7 @@ def test_an_inventory_passes_few_files_on_its_way_to_the_launcher() -> None:
 
 
 def test_only_the_inventory_and_the_route_know_what_an_access_kind_means() -> None:
-    homes = {"payload/inventory.py", "payload/orchestrate/ssh/streams.py"}
+    homes = {"payload/machines/inventory.py", "payload/orchestrate/ssh/streams.py"}
     found = {
         path.relative_to(ROOT).as_posix()
         for top in ("payload", "infra")

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import pytest
 
-from payload.errors import CheckpointError, ConfigError
-from payload.untrusted import (
+from payload.core.errors import CheckpointError, ConfigError
+from payload.core.untrusted import (
     NODE_NAME,
     RUN_ID,
     build,

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.gpu.facts import commit_of_checkout, missing_packages
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
 
 if TYPE_CHECKING:
     from benchmarks.gpu.visit import Stage

@@ -13,8 +13,8 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from payload.errors import ExitCode
-from payload.launch_sections import DistributedSection
+from payload.config.launch_sections import DistributedSection
+from payload.core.errors import ExitCode
 from payload.train import session
 from payload.train.__main__ import leave
 from payload.train.__main__ import main as train

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.gpu.facts import device_facts
 from benchmarks.gpu.visit import StageResult
 from benchmarks.tables import Table
-from payload.results import write_whole
+from payload.core.files import write_whole
 
 _HEAD = "| Stage | Compared | Wanted | Found | Outcome | Seconds |\n|---|---|---|---|---|---|"
 

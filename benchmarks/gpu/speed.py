@@ -9,7 +9,7 @@ from functools import partial
 
 from benchmarks.gpu.runs import Runs, Settings
 from benchmarks.gpu.visit import Found, Stage, require_package
-from payload.run_config import load_run_config
+from payload.config.run_config import load_run_config
 
 LEAST_MFU = 0.40
 _WARM_UP_STEPS = 4

@@ -12,7 +12,7 @@ from typing import Literal
 
 from benchmarks.gpu.programs import ProgramError
 from benchmarks.gpu.runs import Runs
-from payload.results import write_whole
+from payload.core.files import write_whole
 
 _LIMIT_FACTOR = 3.0
 """A stage that takes longer than this multiple of its estimate is taken to hang."""

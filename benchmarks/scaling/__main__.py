@@ -20,9 +20,10 @@ well; `vs_side_by_side` counts the exchange only. `best_...` is of the shortest 
 work on the machine disturbed least, `cpu_...` of the processor time that rank 0's steps took, which
 counts the exchange's work and no waiting. Namespaces need root; no delay is added to their cables.
 
-The constants of payload/step_time.py are fitted to the exchanges; the model's error is given for
-every measured point, and its predictions for more nodes. With `--runs`, every run is added to that
-file and all that is in it counts; `--rounds 0` then recomputes without running anything.
+The constants of payload/estimates/step_time.py are fitted to the exchanges; the model's error is
+given for every measured point, and its predictions for more nodes. With `--runs`, every run is
+added to that file and all that is in it counts; `--rounds 0` then recomputes without running
+anything.
 """
 
 from __future__ import annotations

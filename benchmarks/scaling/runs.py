@@ -17,6 +17,8 @@ from typing import Any
 from benchmarks.meshes import mesh_settings
 from benchmarks.scaling.hosts import REPO, Hosts
 from benchmarks.scaling.watch import Watched, watch
+from payload.config.run_config import parse_run_config
+from payload.estimates.step_time import buckets
 from payload.launch.environment import (
     Rendezvous,
     common_environment,
@@ -28,9 +30,7 @@ from payload.launch.launchers.registry import find
 from payload.launch.ranks import Rank
 from payload.models.gpt2 import PRESETS
 from payload.orchestrate.sites.local import LocalAccess
-from payload.results import RunPaths
-from payload.run_config import parse_run_config
-from payload.step_time import buckets
+from payload.run_record.results import RunPaths
 
 _TIMEOUT_S = 900
 _MANY_STEPS = 100_000

@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 
-from payload.metrics_log import read_metrics
-from payload.results import RankProgress, RunPaths, read_json
+from payload.run_record.metrics_log import read_metrics
+from payload.run_record.results import RankProgress, RunPaths, read_json
 
 # 0.3 % of a step of GPT-2 on one core.
 _LOOK_EVERY_S = 0.05

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from infra.security_checks import Resource
-from payload.cloud_prices import disk_price, machine_price
+from payload.pricing.cloud_prices import disk_price, machine_price
 
 
 def number_of_nodes(resources: Sequence[Resource]) -> int:

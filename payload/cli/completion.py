@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 
 from payload.cli.commands import BY_NAME, Command
-from payload.errors import UsageError
+from payload.core.errors import UsageError
 
 SHELLS = ("bash", "zsh", "fish")
 ASKED = "_ARGCOMPLETE"

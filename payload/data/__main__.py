@@ -14,6 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from payload.core.errors import ExitCode, TileforgeError, UsageError
+from payload.core.hints import command
+from payload.core.interrupts import interrupt_once
+from payload.core.remake import no_range_hashes
+from payload.core.tasks import TASK_KINDS
+from payload.core.untrusted import printable
 from payload.data.documents import MIB
 from payload.data.meta import add_range_hashes, verify_files
 from payload.data.sources import (
@@ -24,13 +30,7 @@ from payload.data.sources import (
 from payload.data.tasks import all_tasks, task_of
 from payload.data.tasks.arguments import positive_int
 from payload.data.tasks.base import Task
-from payload.data_folder import DataMeta, load_meta
-from payload.errors import ExitCode, TileforgeError, UsageError
-from payload.hints import command
-from payload.interrupts import interrupt_once
-from payload.remake import no_range_hashes
-from payload.tasks import TASK_KINDS
-from payload.untrusted import printable
+from payload.formats.data_folder import DataMeta, load_meta
 
 TOKENIZER = "gpt2"
 

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from payload.core.errors import DataError
 from payload.data.ranges import RangeCheck, open_check
-from payload.data_folder import TRAIN_NAME, VAL_NAME, DataMeta, load_meta, require_task
-from payload.errors import DataError
+from payload.formats.data_folder import TRAIN_NAME, VAL_NAME, DataMeta, load_meta, require_task
 
 IGNORED_TARGET = -100
 """A position that the loss leaves out; PyTorch's own default for cross entropy."""

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from payload.core.errors import ConfigError, DataError
+from payload.core.untrusted import inside_folder, one_line, read_bytes
 from payload.data.special_tokens import (
     CONFIG_FILE,
     MAP_FILE,
@@ -25,8 +27,6 @@ from payload.data.template_process import (
     TemplateHopelessError,
     TemplateProcess,
 )
-from payload.errors import ConfigError, DataError
-from payload.untrusted import inside_folder, one_line, read_bytes
 
 TEMPLATE_FILE = "chat_template.jinja"
 _FIX = (

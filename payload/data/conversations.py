@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from payload.untrusted import shown
+from payload.core.untrusted import shown
 
 Messages = list[dict[str, str]]
 """Each with `role` (system, user or assistant) and `content`."""

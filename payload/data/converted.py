@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from payload.checkpoint_files import sha256_of
-from payload.errors import CheckpointError
+from payload.core.errors import CheckpointError
+from payload.formats.checkpoint_files import sha256_of
 
 _RECIPE = "2"
 """Part of a folder's name; raise it when a conversion changes."""

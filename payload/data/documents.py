@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol, TypeVar
 
-from payload.errors import DataError
+from payload.core.errors import DataError
 
 Cursor = dict[str, Any]
 """Where a source goes on: JSON, made and read by the source alone. {} is the start."""

@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from payload.core.untrusted import is_failure, one_line
 from payload.data.documents import MIB, cut_at
 from payload.data.tokenizers.base import FastTokenizer, NotFastError, TextTokenizer, Tokens
-from payload.untrusted import is_failure, one_line
 
 Offsets = npt.NDArray[np.int64]
 

@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from payload.core.errors import DataError
+from payload.core.remake import how_to_make_again
 from payload.data.blocks import Indices, open_tokens
 from payload.data.ranges import RangeCheck
-from payload.data_folder import EXAMPLES_NAMES, DataMeta
-from payload.errors import DataError
-from payload.remake import how_to_make_again
+from payload.formats.data_folder import EXAMPLES_NAMES, DataMeta
 
 EXAMPLE_DTYPE = np.dtype("<i8")
 

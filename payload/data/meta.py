@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from payload.core.errors import DataError
+from payload.core.files import write_whole
+from payload.core.remake import how_to_make_again
+from payload.core.untrusted import read_bytes
 from payload.data.ranges import RangeHasher, damaged_ranges
-from payload.data_folder import META_NAME, DataFile, DataMeta, load_meta, task_files
-from payload.errors import DataError
-from payload.remake import how_to_make_again
-from payload.results import write_whole
-from payload.untrusted import read_bytes
+from payload.formats.data_folder import META_NAME, DataFile, DataMeta, load_meta, task_files
 
 _READ_BYTES = 8 * 2**20
 

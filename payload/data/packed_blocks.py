@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from payload.core.errors import DataError
 from payload.data.blocks import IGNORED_TARGET, Indices, TokenBlocks, open_tokens
 from payload.data.ranges import RangeCheck, open_check
-from payload.data_folder import (
+from payload.formats.data_folder import (
     TRAIN_MARKS_NAME,
     TRAIN_NAME,
     VAL_MARKS_NAME,
@@ -24,7 +25,6 @@ from payload.data_folder import (
     require_prepared_length,
     require_task,
 )
-from payload.errors import DataError
 
 TRAINED, FIRST, PADDING = 1, 2, 4
 """Bits of a token's mark. The loss covers a trained token, which is never a document's first."""

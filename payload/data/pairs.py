@@ -16,10 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from payload.core.errors import DataError
+from payload.core.remake import how_to_make_again
 from payload.data.blocks import IGNORED_TARGET, Indices, open_tokens
 from payload.data.packed_blocks import TRAINED
 from payload.data.ranges import RangeCheck, open_check
-from payload.data_folder import (
+from payload.formats.data_folder import (
     PAIRS_NAMES,
     TRAIN_MARKS_NAME,
     TRAIN_NAME,
@@ -29,8 +31,6 @@ from payload.data_folder import (
     require_prepared_length,
     require_task,
 )
-from payload.errors import DataError
-from payload.remake import how_to_make_again
 
 _FILES = {"train": (TRAIN_NAME, TRAIN_MARKS_NAME), "val": (VAL_NAME, VAL_MARKS_NAME)}
 _PAIR_DTYPE = np.dtype("<i8")

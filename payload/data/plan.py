@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from payload.core.errors import DataError
+from payload.core.untrusted import shown
 from payload.data.documents import MIB, Batch, Source, Survey
 from payload.data.encode import Encoded, choose_encoder
 from payload.data.meta import check_tokenizer_files
@@ -25,7 +27,7 @@ from payload.data.split import (
 )
 from payload.data.store import JOURNAL_NAME, remove_unfinished, unfinished_fingerprint
 from payload.data.tokenizers.base import TextTokenizer
-from payload.data_folder import (
+from payload.formats.data_folder import (
     META_NAME,
     TRAIN_NAME,
     VAL_NAME,
@@ -34,8 +36,6 @@ from payload.data_folder import (
     load_meta,
     token_dtype,
 )
-from payload.errors import DataError
-from payload.untrusted import shown
 
 SHARD_BYTES = 64 * MIB
 

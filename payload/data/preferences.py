@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from payload.core.untrusted import shown
 from payload.data.conversations import (
     BadConversationError,
     Messages,
@@ -13,7 +14,6 @@ from payload.data.conversations import (
     require_trained,
     with_system,
 )
-from payload.untrusted import shown
 
 FORMATS = (
     "prompt, chosen, rejected; chosen, rejected (two conversations that begin with the same prompt)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
+from payload.core.errors import DataError
 from payload.data.documents import Batch, Source, Survey, prefetch
 from payload.data.encode import (
     Encoded,
@@ -29,8 +30,7 @@ from payload.data.split import Split
 from payload.data.store import Store, locked, remove_unfinished, writing_to
 from payload.data.tokenizer_check import TokenizerCheck
 from payload.data.write import write_batch
-from payload.data_folder import DataMeta
-from payload.errors import DataError
+from payload.formats.data_folder import DataMeta
 
 _FEW_VAL_DOCUMENTS = 20
 

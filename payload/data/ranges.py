@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from payload.data_folder import HASH_DIGITS, RANGE_BYTES, DataFile
-from payload.errors import DataError
-from payload.remake import how_to_make_again
+from payload.core.errors import DataError
+from payload.core.remake import how_to_make_again
+from payload.formats.data_folder import HASH_DIGITS, RANGE_BYTES, DataFile
 
 
 class RangeHasher:

@@ -18,12 +18,11 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from payload.data_folder import DataFile, DataMeta
-from payload.dtype import Dtype
-from payload.errors import DataError
-from payload.hints import command
-from payload.results import write_whole
-from payload.untrusted import (
+from payload.core.dtype import Dtype
+from payload.core.errors import DataError
+from payload.core.files import write_whole
+from payload.core.hints import command
+from payload.core.untrusted import (
     build,
     check_schema,
     checked,
@@ -32,6 +31,7 @@ from payload.untrusted import (
     parse_json,
     read_bytes,
 )
+from payload.formats.data_folder import DataFile, DataMeta
 
 REFERENCE_FILE = "reference.json"
 VALUES_FILES: Mapping[Dtype, str] = {"bf16": "reference.bf16.bin", "fp32": "reference.fp32.bin"}

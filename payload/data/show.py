@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
+from payload.core.errors import ConfigError, DataError
+from payload.core.untrusted import is_failure, one_line, printable
 from payload.data.blocks import IGNORED_TARGET
 from payload.data.packed_blocks import FIRST, PADDING, TRAINED, PackedBlocks, Split, open_packed
 from payload.data.pairs import open_pairs
 from payload.data.preferences import ANSWERS
-from payload.data_folder import ChatRecord, DataMeta
-from payload.errors import ConfigError, DataError
-from payload.tokenizer_identity import TOKENIZER_FILE
-from payload.untrusted import is_failure, one_line, printable
+from payload.formats.data_folder import ChatRecord, DataMeta
+from payload.formats.tokenizer_identity import TOKENIZER_FILE
 
 _TRAINED_COLOUR, _PLAIN = "\x1b[32m", "\x1b[0m"
 _TRAINED_MARKS = "⟦", "⟧"

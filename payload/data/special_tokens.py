@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from payload.errors import DataError
-from payload.untrusted import inside_folder, parse_json, read_bytes, shown
+from payload.core.errors import DataError
+from payload.core.untrusted import inside_folder, parse_json, read_bytes, shown
 
 CONFIG_FILE = "tokenizer_config.json"
 MAP_FILE = "special_tokens_map.json"

@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from payload.data_folder import SplitRecord
-from payload.errors import DataError
+from payload.core.errors import DataError
+from payload.formats.data_folder import SplitRecord
 
 Numbers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]

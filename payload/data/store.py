@@ -24,12 +24,12 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 import numpy.typing as npt
 
+from payload.core.errors import DataError
+from payload.core.files import fsync_folder
+from payload.core.untrusted import build, no_follow, parse_json, read_bytes
 from payload.data.documents import MIB, Cursor
 from payload.data.ranges import RangeHasher
-from payload.data_folder import META_NAME, TRAIN_NAME, VAL_NAME, DataFile
-from payload.errors import DataError
-from payload.results import fsync_folder
-from payload.untrusted import build, no_follow, parse_json, read_bytes
+from payload.formats.data_folder import META_NAME, TRAIN_NAME, VAL_NAME, DataFile
 
 JOURNAL_NAME = ".prepare.jsonl"
 LOCK_NAME = ".prepare.lock"

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from payload.core.errors import DataError
+from payload.core.untrusted import shown
 from payload.data.tokenizers.base import TextTokenizer, Tokens
-from payload.errors import DataError
-from payload.untrusted import shown
 
 MOST_BYTES_PER_TOKEN = 20.0
 LEAST_BYTES_PER_TOKEN = 0.5

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from payload.core.errors import CheckpointError, DataError
+from payload.core.remake import how_to_make_again
 from payload.data.chat_template import TEMPLATE_FILE, templates_of
 from payload.data.special_tokens import special_tokens, tokenizer_config
 from payload.data.tokenizer_match import (
@@ -27,10 +29,8 @@ from payload.data.tokenizers.gpt2 import (
     VOCAB_SIZE,
 )
 from payload.data.tokenizers.hf_fast import PRINTED_BYTES, byte_symbols
-from payload.data_folder import DataMeta
-from payload.errors import CheckpointError, DataError
-from payload.hf_folder import read_tokenizer_files
-from payload.remake import how_to_make_again
+from payload.formats.data_folder import DataMeta
+from payload.formats.hf_folder import read_tokenizer_files
 
 MERGES_PATH = Path(__file__).parent / "gpt2" / "merges.txt"
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"

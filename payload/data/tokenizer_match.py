@@ -1,6 +1,7 @@
 """Compares a model's tokenizer with the one that a data folder was prepared with.
 
-Their hashes are compared first (payload.tokenizer_identity), then their tokens of a packaged text.
+Their hashes are compared first (payload.formats.tokenizer_identity), then their tokens of a
+packaged text.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from payload.core.errors import DataError, TileforgeError
+from payload.core.remake import how_to_make_again
+from payload.core.untrusted import read_bytes
 from payload.data.tokenizers.declared import require_declared_tokens
 from payload.data.tokenizers.gpt2 import gpt2_encoding
 from payload.data.tokenizers.hf import build_backend, explained
 from payload.data.tokenizers.probe import Encode, same_tokens
-from payload.data_folder import DataMeta
-from payload.errors import DataError, TileforgeError
-from payload.remake import how_to_make_again
-from payload.tokenizer_identity import (
+from payload.formats.data_folder import DataMeta
+from payload.formats.tokenizer_identity import (
     GPT2_SHA256,
     TOKENIZER_FILE,
     differing_parts,
@@ -26,7 +28,6 @@ from payload.tokenizer_identity import (
     parse_tokenizer,
     require_same_tokenizer,
 )
-from payload.untrusted import read_bytes
 
 
 def carried_file(meta: DataMeta, data: Path, name: str) -> bytes:

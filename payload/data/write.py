@@ -12,7 +12,7 @@ from payload.data.encode import Encoded
 from payload.data.split import Split
 from payload.data.store import Store
 from payload.data.tokenizers.base import TextTokenizer
-from payload.data_folder import token_dtype
+from payload.formats.data_folder import token_dtype
 
 EXAMPLES_KEPT = 20
 """Complaints about bad documents that meta.json carries."""

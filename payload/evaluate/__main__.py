@@ -13,19 +13,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from payload.errors import (
+from payload.core.errors import (
     CheckpointError,
     ConfigError,
     DataError,
     RanksDifferError,
 )
-from payload.hints import command
-from payload.interrupts import interrupt_once
-from payload.untrusted import printable
+from payload.core.hints import command
+from payload.core.interrupts import interrupt_once
+from payload.core.untrusted import printable
 
 if TYPE_CHECKING:
     from payload.data.blocks import Blocks
-    from payload.metrics_log import EvalMetrics
+    from payload.run_record.metrics_log import EvalMetrics
     from payload.train.models.base import CausalLM
     from payload.train.models.classifier import Classifier
     from payload.train.world import World
@@ -91,9 +91,9 @@ def main(argv: Sequence[str] | None, env: Mapping[str, str]) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace, world: World) -> None:
+    from payload.config.launch_sections import DistributedSection
     from payload.data.tokenizer_match import require_same_tokens
-    from payload.data_folder import load_meta
-    from payload.launch_sections import DistributedSection
+    from payload.formats.data_folder import load_meta
     from payload.train.models.classifier import Classifier
     from payload.train.models.registry import load
     from payload.train.weights import model_folder, tokenizer_folder
@@ -141,7 +141,7 @@ def _evaluate(arguments: argparse.Namespace, world: World) -> None:
 
 def _default_length(folder: Path, *, context: int) -> int:
     """Return the length that the data was packed for, else one that the model takes."""
-    from payload.data_folder import load_meta
+    from payload.formats.data_folder import load_meta
 
     chat = load_meta(folder).chat
     return min(_SEQUENCE_LENGTH, context) if chat is None else chat.sequence_length
@@ -150,9 +150,9 @@ def _default_length(folder: Path, *, context: int) -> int:
 def _evaluate_classifier(
     arguments: argparse.Namespace, world: World, model: Classifier, *, weights: Path
 ) -> None:
-    from payload.data_folder import VAL_NAME, load_meta
+    from payload.config.launch_sections import DistributedSection
     from payload.evaluate.classify import as_json, as_text, measure, open_texts
-    from payload.launch_sections import DistributedSection
+    from payload.formats.data_folder import VAL_NAME, load_meta
     from payload.train.rank_command import autocast, progress
 
     meta = load_meta(arguments.data)
@@ -184,9 +184,9 @@ def _evaluate_classifier(
 def _evaluate_pairs(
     arguments: argparse.Namespace, world: World, model: CausalLM, *, weights: Path
 ) -> None:
-    from payload.data_folder import VAL_NAME, load_meta
+    from payload.config.launch_sections import DistributedSection
     from payload.evaluate.preference import as_json, as_text, beta_of, measure, open_both
-    from payload.launch_sections import DistributedSection
+    from payload.formats.data_folder import VAL_NAME, load_meta
     from payload.train.rank_command import autocast, progress
 
     meta, beta = load_meta(arguments.data), beta_of(weights)
@@ -221,7 +221,7 @@ def _open(folder: Path, model: CausalLM, *, sequence_length: int) -> tuple[Block
     """Return the validation blocks, and val.bin's sha256. Raises DataError, ConfigError."""
     from payload.data.blocks import open_tokens
     from payload.data.packed_blocks import open_packed
-    from payload.data_folder import VAL_NAME, load_meta
+    from payload.formats.data_folder import VAL_NAME, load_meta
 
     meta = load_meta(folder)
     if meta.task == "classify":

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from payload.classification import ClassMetrics, f1_scores
+from payload.core.errors import ConfigError, DataError
 from payload.data.labelled import LabelledTexts, open_labelled
-from payload.data_folder import VAL_NAME, DataMeta
-from payload.errors import ConfigError, DataError
+from payload.formats.data_folder import VAL_NAME, DataMeta
+from payload.run_record.classification import ClassMetrics, f1_scores
 from payload.train.evaluate import EvalPass
 from payload.train.models.classifier import Classifier
 from payload.train.tasks.classify import evaluate_texts

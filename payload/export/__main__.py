@@ -8,8 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from payload.adapter_files import base_quantization, has_adapter
-from payload.errors import CheckpointError, ExitCode, TileforgeError, UsageError
+from payload.core.errors import CheckpointError, ExitCode, TileforgeError, UsageError
+from payload.core.interrupts import interrupt_once
+from payload.core.untrusted import printable
 from payload.export.architectures import plan_gguf
 from payload.export.arguments import parser
 from payload.export.gguf_file import write_gguf
@@ -17,15 +18,14 @@ from payload.export.hf_folder import write_hf
 from payload.export.merged import dequantized_weights, merged_weights
 from payload.export.tensors import WeightFiles, weights_of
 from payload.export.vocabulary import read_vocabulary
-from payload.hf_folder import read_config
-from payload.interrupts import interrupt_once
+from payload.formats.hf_folder import read_config
 from payload.train.weights import (
     base_folder,
     config_folder,
     model_folder,
     tokenizer_folder,
 )
-from payload.untrusted import printable
+from payload.weights.adapter_files import base_quantization, has_adapter
 
 _GGUF_SUFFIX = ".gguf"
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from payload.errors import CheckpointError
-from payload.hf_folder import CONFIG_FILE
+from payload.core.errors import CheckpointError
+from payload.core.untrusted import shown
+from payload.formats.hf_folder import CONFIG_FILE
 from payload.models import gpt2
 from payload.models.decoder_config import (
     DecoderConfig,
@@ -22,7 +23,6 @@ from payload.models.decoder_config import (
     read_decoder_config,
     supported_activation,
 )
-from payload.untrusted import shown
 
 _LLAMA_LIKE = {
     "llama": "llama",

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from payload.errors import CheckpointError
+from payload.core.errors import CheckpointError
+from payload.core.untrusted import shown
 from payload.export.architectures import GgufPlan
 from payload.export.arguments import Dtype
 from payload.export.tensors import WeightFiles, rounded, whole_or_absent
 from payload.export.vocabulary import Vocabulary
-from payload.untrusted import shown
 
 if TYPE_CHECKING:
     import gguf

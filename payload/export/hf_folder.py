@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from payload.errors import CheckpointError
+from payload.core.errors import CheckpointError
+from payload.core.untrusted import read_bytes
 from payload.export.tensors import WeightFiles, rounded, whole_or_absent
-from payload.hf_folder import CONFIG_FILE, TOKENIZER_FILES, WEIGHTS_FILE, own_file
-from payload.untrusted import read_bytes
+from payload.formats.hf_folder import CONFIG_FILE, TOKENIZER_FILES, WEIGHTS_FILE, own_file
 
 _COPIED = (*TOKENIZER_FILES, "generation_config.json")
 _NAMES = {"bf16": "bfloat16", "f16": "float16", "fp32": "float32"}

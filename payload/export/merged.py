@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from payload.errors import CheckpointError
+from payload.core.errors import CheckpointError
 from payload.export.tensors import HeldWeights, WeightFiles
 
 if TYPE_CHECKING:

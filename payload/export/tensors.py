@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from payload.errors import CheckpointError
+from payload.core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,7 +109,7 @@ def whole_or_absent(path: Path) -> Iterator[Path]:
     import shutil
     import tempfile
 
-    from payload.results import fsync_folder
+    from payload.core.files import fsync_folder
 
     if path.exists() or path.is_symlink():
         raise CheckpointError(f"--out {path}: exists. Name another one, or remove it.")

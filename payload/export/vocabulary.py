@@ -13,13 +13,13 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from payload.core.errors import CheckpointError, DataError
+from payload.core.untrusted import build, checked, one_line, parse_json, read_bytes, shown
 from payload.data.pre_tokenizers import LLAMA3, QWEN2, TEKKEN
 from payload.data.special_tokens import named_tokens, tokenizer_config
 from payload.data.tokenizers.hf import build_backend, named_end, tokens_around
-from payload.errors import CheckpointError, DataError
-from payload.hf_folder import own_file, read_tokenizer_files
-from payload.tokenizer_pipeline import canonical_parts
-from payload.untrusted import build, checked, one_line, parse_json, read_bytes, shown
+from payload.formats.hf_folder import own_file, read_tokenizer_files
+from payload.formats.tokenizer_pipeline import canonical_parts
 
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"

@@ -14,13 +14,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from payload.errors import INTERRUPTED, ConfigError, ExitCode, TileforgeError, UsageError
-from payload.hints import command
-from payload.interpreter import code_environment, module_words
-from payload.interrupts import interrupt_once
-from payload.results import DEFAULT_RUNS_DIR, write_whole
-from payload.tasks import TASK_KINDS
-from payload.untrusted import printable
+from payload.core.errors import INTERRUPTED, ConfigError, ExitCode, TileforgeError, UsageError
+from payload.core.files import write_whole
+from payload.core.hints import command
+from payload.core.interpreter import code_environment, module_words
+from payload.core.interrupts import interrupt_once
+from payload.core.tasks import TASK_KINDS
+from payload.core.untrusted import printable
+from payload.run_record.results import DEFAULT_RUNS_DIR
 
 
 def main(argv: Sequence[str]) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from payload.core.tasks import TaskKind
 from payload.models.spec import ModelSpec
-from payload.tasks import TaskKind
 
 Method = Literal["full", "lora", "nf4"]
 

@@ -13,9 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from payload.batch_size import USED
+from payload.config.model_fit import require_fit
+from payload.config.run_config import RunConfig, parse_run_config
+from payload.config.settings import parse_sections
+from payload.core.errors import ConfigError
+from payload.core.hints import command
+from payload.core.untrusted import shown
 from payload.data.tokenizers import load_tokenizer
-from payload.errors import ConfigError
+from payload.estimates.batch_size import USED
 from payload.finetune.choices import (
     Choice,
     Method,
@@ -29,14 +34,9 @@ from payload.finetune.choices import (
     steps,
 )
 from payload.finetune.recognise import Asked, Recognised, measure, recognise
-from payload.hints import command
-from payload.hub_names import HubName
-from payload.models.fit import require_fit
-from payload.models.source import find_source, pinned, spec_on_hub
+from payload.formats.hub_names import HubName
 from payload.models.spec import ModelSpec
-from payload.run_config import RunConfig, parse_run_config
-from payload.settings import parse_sections
-from payload.untrusted import shown
+from payload.weights.source import find_source, pinned, spec_on_hub
 
 _GIB = 2**30
 _ANY_RANKS = 720_720

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from payload.core.errors import DataError
+from payload.core.tasks import TASK_KINDS, TaskKind
+from payload.core.untrusted import home_path, shown
 from payload.data.conversations import BadConversationError, Messages, conversation_of
 from payload.data.preferences import preference_of
 from payload.data.rows import open_rows
 from payload.data.sources import DEFAULT_TEXT_COLUMN, SourceKind, SourceRequest
-from payload.errors import DataError
-from payload.hub_names import HubName, require_one_meaning
-from payload.tasks import TASK_KINDS, TaskKind
-from payload.untrusted import home_path, shown
+from payload.formats.hub_names import HubName, require_one_meaning
 
 _SAMPLE = 2000
 """Rows whose lengths are measured."""

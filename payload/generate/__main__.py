@@ -11,8 +11,10 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 
+from payload.core.errors import ExitCode, TileforgeError, UsageError
+from payload.core.interrupts import interrupt_once
+from payload.core.untrusted import printable
 from payload.data.chat_template import read_chat_template
-from payload.errors import ExitCode, TileforgeError, UsageError
 from payload.generate.arguments import parser
 from payload.generate.chat import Conversation, talk
 from payload.generate.classify import (
@@ -26,11 +28,9 @@ from payload.generate.codec import Codec, find_codec
 from payload.generate.output import BETWEEN, InOrder, JsonOutput, Sample, TextOutput
 from payload.generate.prompts import batches, encode, read_prompts
 from payload.generate.sampling import Sampler, SamplingOptions
-from payload.interrupts import interrupt_once
 from payload.train.models.base import CausalLM
 from payload.train.models.registry import load
 from payload.train.weights import model_folder, tokenizer_folder
-from payload.untrusted import printable
 
 _DEFAULTS = SamplingOptions()
 _ANSWER_TOKENS = 1024

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from payload.core.errors import ConfigError
 from payload.data.chat_template import ChatTemplate
-from payload.errors import ConfigError
 from payload.generate.codec import Codec
 from payload.generate.sampling import Reader, Sampler, SamplingOptions
 from payload.generate.text import StopText, TextStream

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import torch
 
-from payload.errors import CheckpointError, ConfigError, UsageError
+from payload.core.errors import CheckpointError, ConfigError, UsageError
 from payload.generate.codec import Codec
 from payload.train.models.base import CausalLM
 from payload.train.models.classifier import Classifier

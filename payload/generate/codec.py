@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from payload.core.errors import CheckpointError
+from payload.core.remake import write_tokenizer_again
+from payload.core.untrusted import inside_folder, is_failure, one_line, parse_json, read_bytes
 from payload.data.tokenizers.gpt2 import END_OF_TEXT, VOCAB_SIZE, gpt2_encoding
 from payload.data.tokenizers.hf import explained
-from payload.errors import CheckpointError
-from payload.hf_folder import CONFIG_FILE, read_config
-from payload.remake import write_tokenizer_again
-from payload.tokenizer_identity import (
+from payload.formats.hf_folder import CONFIG_FILE, read_config
+from payload.formats.tokenizer_identity import (
     GPT2_END,
     GPT2_SHA256,
     folder_identity,
@@ -20,7 +21,6 @@ from payload.tokenizer_identity import (
     vocabulary_file,
 )
 from payload.train.weights import config_folder, tokenizer_folder
-from payload.untrusted import inside_folder, is_failure, one_line, parse_json, read_bytes
 
 _GENERATION_CONFIG = "generation_config.json"
 _TOKENIZER_FILE = "tokenizer.json"

@@ -7,11 +7,11 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from payload.errors import ConfigError
+from payload.core.errors import ConfigError
+from payload.core.untrusted import parse_json, shown
 from payload.generate.arguments import DEFAULT_PROMPT
 from payload.generate.codec import Codec
 from payload.train.models.base import CausalLM
-from payload.untrusted import parse_json, shown
 
 _ROWS = 16
 _SPREAD_TOKENS = 64

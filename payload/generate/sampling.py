@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from payload.errors import CheckpointError
+from payload.core.errors import CheckpointError
 from payload.train.models.base import CausalLM
 
 

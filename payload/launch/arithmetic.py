@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from payload.models.fit import require_split
+from payload.config.model_fit import require_split
+from payload.config.run_config import RunConfig
+from payload.estimates.step_time import Network, gradient_bytes, run_step_time, sent_bytes
 from payload.models.spec import ModelSpec
-from payload.run_config import RunConfig
-from payload.step_time import Network, gradient_bytes, run_step_time, sent_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from payload.errors import ConfigError, ExitCode
-from payload.inventory import Node, total_hourly_usd
+from payload.config.launch_sections import LimitsSection
+from payload.core.errors import ConfigError, ExitCode
 from payload.launch.outcome import Verdict
-from payload.launch_sections import LimitsSection
+from payload.machines.inventory import Node, total_hourly_usd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

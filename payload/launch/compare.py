@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from payload.core_speed import typical_core_flops_per_s
-from payload.errors import ConfigError
+from payload.config.launch_sections import DistributedSection
+from payload.config.model_fit import require_split
+from payload.config.run_config import RunConfig
+from payload.core.errors import ConfigError
 from payload.launch.arithmetic import work_out
-from payload.launch_sections import DistributedSection
-from payload.mesh import divisors
-from payload.models.fit import require_split
+from payload.machines.core_speed import typical_core_flops_per_s
+from payload.machines.mesh import divisors
 from payload.models.spec import ModelSpec
-from payload.run_config import RunConfig
 
 _ASSUMED_GPU_FLOPS_PER_S = 1.2e14
 """A GPU's peak, for the order alone where no preflight has measured one: an L4's in bf16 by

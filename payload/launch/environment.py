@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from payload.interpreter import SAFE_PATH
+from payload.core.interpreter import SAFE_PATH
 from payload.launch.ranks import Rank
-from payload.rank_variables import RUN_DIR, TORCH, names
+from payload.machines.rank_variables import RUN_DIR, TORCH, names
 
 Malloc = Literal["tuned", "lean", "sharded", "tcmalloc", "default"]
 

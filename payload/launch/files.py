@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from payload.inventory import Node
+from payload.config.training_sections import PrecisionSection
 from payload.launch.ranks import Placement
-from payload.training_sections import PrecisionSection
+from payload.machines.inventory import Node
 
 
 def render_hosts(nodes: Sequence[Node]) -> str:

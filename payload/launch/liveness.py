@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from payload.checkpoint_watch import START_PHASES
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
 from payload.launch.outcome import Verdict
+from payload.run_record.checkpoint_watch import START_PHASES
 
 SILENT_S = 8.0
 """A node that has sent nothing for so long is silent; it sends something every second."""

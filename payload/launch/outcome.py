@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
 from payload.launch.launchers.base import Launcher, Report
 from payload.launch.ranks import Rank
-from payload.results import RankExit, RunStatus
+from payload.run_record.results import RankExit, RunStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

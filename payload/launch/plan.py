@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from payload.errors import ConfigError
-from payload.launch.arithmetic import Arithmetic
-from payload.untrusted import (
+from payload.core.errors import ConfigError
+from payload.core.untrusted import (
     PLAIN_TEXT,
     RUN_ID,
     build,
@@ -19,6 +18,7 @@ from payload.untrusted import (
     parse_json,
     read_bytes,
 )
+from payload.launch.arithmetic import Arithmetic
 
 SCHEMA_VERSION = 1
 _FIX = "Start the run again."

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from payload.errors import ConfigError
-from payload.inventory import Node
-from payload.launch_sections import DeviceSection, LaunchSection
-from payload.machine import Domain
-from payload.untrusted import NODE_NAME, build, check_schema, checked, parse_json, read_bytes
+from payload.config.launch_sections import DeviceSection, LaunchSection
+from payload.core.errors import ConfigError
+from payload.core.untrusted import NODE_NAME, build, check_schema, checked, parse_json, read_bytes
+from payload.machines.inventory import Node
+from payload.machines.machine import Domain
 
 SCHEMA_VERSION = 1
 _FIX = "Start the run again."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
 from payload.launch.outcome import Verdict
 
 # The others say what a second attempt would say again: a wrong setting, a diverged loss, ranks that

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from payload.errors import ConfigError
+from payload.core.errors import ConfigError
 from payload.models.nf4 import nf4_bytes
 from payload.models.spec import (
     BYTES_PER_TRAINABLE,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from payload.errors import CheckpointError
+from payload.core.errors import CheckpointError
 from payload.models.decoder_config import (
     FAMILIES,
     Activation,

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn, cast
 
-from payload.errors import CheckpointError
-from payload.untrusted import build, checked, shown
+from payload.core.errors import CheckpointError
+from payload.core.untrusted import build, checked, shown
 
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
 """Hugging Face's names: SiLU, the exact GELU, and its tanh approximation."""

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from payload.errors import CheckpointError
-from payload.hf_folder import CONFIG_FILE, own_file
+from payload.core.errors import CheckpointError
+from payload.core.untrusted import shown
+from payload.formats.hf_folder import CONFIG_FILE, own_file
 from payload.models import decoder
 from payload.models.decoder import DecoderSpec
 from payload.models.gguf_header import SUFFIX, Array, GgufHeader, Value, read_header
-from payload.untrusted import shown
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """llama.cpp's names; SmolLM2 and Mistral are `llama` to it."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
-from payload.errors import CheckpointError
-from payload.untrusted import open_regular, shown
+from payload.core.errors import CheckpointError
+from payload.core.untrusted import open_regular, shown
 
 SUFFIX = ".gguf"
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, cast
 
-from payload.errors import CheckpointError
-from payload.hf_folder import FIX
+from payload.core.errors import CheckpointError
+from payload.core.untrusted import build, checked, shown
+from payload.formats.hf_folder import FIX
 from payload.models.spec import (
     PROCESS_BYTES,
     GradientSize,
@@ -18,7 +19,6 @@ from payload.models.spec import (
     too_deep,
     uneven,
 )
-from payload.untrusted import build, checked, shown
 
 MODEL_TYPES = ("gpt2",)
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from payload.errors import CheckpointError
+from payload.core.errors import CheckpointError
+from payload.core.untrusted import build, checked, shown
 from payload.models.causal_types import CAUSAL_TYPES
 from payload.models.spec import PROCESS_BYTES, GradientSize, ModelSpec, RankSetting
 from payload.models.tensor_headers import tensor_headers
-from payload.untrusted import build, checked, shown
 
 MODEL_TYPES = ("*",)
 

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import payload.models as package
-from payload.errors import CheckpointError
-from payload.hf_folder import CONFIG_FILE, FIX, read_config
+from payload.core.errors import CheckpointError
+from payload.core.untrusted import shown
+from payload.formats.hf_folder import CONFIG_FILE, FIX, read_config
 from payload.models.hub_sizes import CONFIGS
 from payload.models.spec import ModelSpec
-from payload.untrusted import shown
 
 ANY = "*"
 

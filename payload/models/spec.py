@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
-from payload.dtype import Dtype
+from payload.core.dtype import Dtype
 
 _MOST_LOGITS_TOKENS = 2048
 _MOST_LOGITS = 160 * 10**6

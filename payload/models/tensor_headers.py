@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from payload.errors import CheckpointError
-from payload.hf_folder import INDEX_FILE, WEIGHTS_FILE, has_shards, own_file, weight_map
-from payload.untrusted import build, checked, open_regular, parse_json, shown
+from payload.core.errors import CheckpointError
+from payload.core.untrusted import build, checked, open_regular, parse_json, shown
+from payload.formats.hf_folder import INDEX_FILE, WEIGHTS_FILE, has_shards, own_file, weight_map
 
 PICKLE_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.bin")
 """Files of a folder whose weights are in torch's own format, which can run code."""

@@ -13,12 +13,12 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from payload.errors import PreflightError, TileforgeError
-from payload.hints import command
-from payload.launch_sections import MonitorSection
+from payload.config.launch_sections import MonitorSection
+from payload.core.errors import PreflightError, TileforgeError
+from payload.core.hints import command
 from payload.monitor.run_metrics import RunMetrics, by_metric
-from payload.results import RunPaths
-from payload.run_repair import known_config
+from payload.run_record.results import RunPaths
+from payload.run_record.run_repair import known_config
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

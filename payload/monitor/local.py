@@ -20,11 +20,11 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 
 import payload
-from payload.errors import PreflightError
-from payload.interpreter import code_environment, module_words
-from payload.interrupts import Presses
-from payload.results import RunPaths
-from payload.untrusted import one_line
+from payload.core.errors import PreflightError
+from payload.core.interpreter import code_environment, module_words
+from payload.core.interrupts import Presses
+from payload.core.untrusted import one_line
+from payload.run_record.results import RunPaths
 
 FILES = Path(payload.__file__).parent.parent / "bootstrap" / "monitoring"
 GRAFANA_PORT, PROMETHEUS_PORT = 3000, 9090
@@ -297,7 +297,7 @@ class _Programs:
 
 def answers(url: str) -> bool:
     """Say whether something answers at an address of this machine, and is well."""
-    import urllib.request  # see payload/models/hub.py
+    import urllib.request  # see payload/weights/hub.py
 
     # No proxy: the address is this machine's.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -15,16 +15,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from payload.checkpoint_files import checkpoint_step
-from payload.errors import ConfigError
-from payload.inventory import ClusterInventory
+from payload.core.errors import ConfigError
+from payload.formats.checkpoint_files import checkpoint_step
 from payload.launch.budget import TimeLimit, time_limit
 from payload.launch.ranks import load_ranks
-from payload.metrics_log import TIMED_PARTS, MetricsTail, RankTimes, rank_times, read_metrics
-from payload.results import RankProgress, RunPaths, RunState, last_record
-from payload.run_repair import known_config
-from payload.store_state import StoreState
-from payload.stragglers import StragglerWatch
+from payload.machines.inventory import ClusterInventory
+from payload.run_record.metrics_log import (
+    TIMED_PARTS,
+    MetricsTail,
+    RankTimes,
+    rank_times,
+    read_metrics,
+)
+from payload.run_record.results import RankProgress, RunPaths, RunState, last_record
+from payload.run_record.run_repair import known_config
+from payload.run_record.store_state import StoreState
+from payload.run_record.stragglers import StragglerWatch
 
 PREFIX = "tileforge_"
 _RECENT = 50

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from payload.errors import TileforgeError
+from payload.core.errors import TileforgeError
 
 _LOOPBACK = "127.0.0.1"
 _OPEN_S = 10.0

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import payload
-from payload.errors import INTERRUPTED, ExitCode, TileforgeError, UsageError
-from payload.hints import command, quoted
-from payload.interrupts import interrupt_once
+from payload.core.errors import INTERRUPTED, ExitCode, TileforgeError, UsageError
+from payload.core.files import write_whole
+from payload.core.hints import command, quoted
+from payload.core.interrupts import interrupt_once
 from payload.launch.exports.registry import ENGINES
 from payload.orchestrate.commands import run, status
 from payload.orchestrate.commands.cloud import add_cloud_commands, add_runs_dir, typed
@@ -22,7 +23,7 @@ from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.store import check_named_id, check_new_id
 from payload.orchestrate.sites.choose import load_cluster, site_names
 from payload.orchestrate.sites.local import LocalAccess
-from payload.results import DEFAULT_GRACE_S, default_runs_dir, write_whole
+from payload.run_record.results import DEFAULT_GRACE_S, default_runs_dir
 from payload.storage.here import is_address, run_address
 
 if TYPE_CHECKING:

@@ -10,16 +10,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
-from payload.batch_size import as_recorded, left_open, settle_batch
-from payload.deepspeed_config import render_deepspeed
-from payload.dtype import Dtype
-from payload.errors import (
+from payload.config.deepspeed_config import render_deepspeed
+from payload.config.run_config import RunConfig
+from payload.config.settings import AUTO as AUTO_SIZE
+from payload.config.training_sections import DtypeChoice
+from payload.core.dtype import Dtype
+from payload.core.errors import (
     DataError,
     PreflightError,
     UsageError,
 )
-from payload.hub_names import HubName
-from payload.inventory import ClusterInventory, Node
+from payload.core.files import write_whole
+from payload.estimates.batch_size import as_recorded, left_open, settle_batch
+from payload.formats.hub_names import HubName
 from payload.launch.arithmetic import work_out
 from payload.launch.budget import time_limit
 from payload.launch.compare import Compared, compare_strategies
@@ -31,25 +34,23 @@ from payload.launch.launchers.base import Job, Launcher, Reach
 from payload.launch.launchers.registry import AUTO, candidates
 from payload.launch.plan import LaunchPlan, auto_batch_size, rank_words
 from payload.launch.ranks import Placement, render_ranks
-from payload.mesh import require_tensor_ranks_on_a_node
-from payload.models.source import SCRATCH
+from payload.machines.inventory import ClusterInventory, Node
+from payload.machines.mesh import require_tensor_ranks_on_a_node
 from payload.models.spec import ModelSpec
-from payload.nvidia import GPU_GUESS, for_prediction
+from payload.orchestrate.nvidia import GPU_GUESS, for_prediction
 from payload.orchestrate.run.store import Order
 from payload.orchestrate.sites.choose import Chosen, Site, SiteRun, memory_warning, require_launcher
-from payload.results import RunPaths, new_run_id, write_whole
-from payload.run_config import RunConfig
-from payload.run_repair import known_dtype
-from payload.settings import AUTO as AUTO_SIZE
-from payload.start_checks import (
+from payload.orchestrate.start_checks import (
     check_data,
     initial_spec,
     rank_memory,
     rate_warning,
     require_fp8_on,
 )
-from payload.tracking import missing_notes
-from payload.training_sections import DtypeChoice
+from payload.run_record.results import RunPaths, new_run_id
+from payload.run_record.run_repair import known_dtype
+from payload.run_record.tracking import missing_notes
+from payload.weights.source import SCRATCH
 
 _DTYPES: tuple[Dtype, ...] = ("bf16", "fp32")
 

@@ -9,17 +9,18 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from payload.errors import ConfigError, ExitCode, TileforgeError, UsageError
-from payload.hints import command
-from payload.interrupts import interrupt_once
-from payload.named_settings import SENDING_TRACKERS
+from payload.core.errors import ConfigError, ExitCode, TileforgeError, UsageError
+from payload.core.files import write_whole
+from payload.core.hints import command
+from payload.core.interrupts import interrupt_once
+from payload.core.untrusted import printable
 from payload.report.page import render
 from payload.report.source import Run, find_run
 from payload.report.table import comparison
 from payload.report.track import track
-from payload.results import DEFAULT_RUNS_DIR, LATEST, write_whole
-from payload.tracking import missing_notes
-from payload.untrusted import printable
+from payload.run_record.named_settings import SENDING_TRACKERS
+from payload.run_record.results import DEFAULT_RUNS_DIR, LATEST
+from payload.run_record.tracking import missing_notes
 
 _SEVERAL = "report.html"
 

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
-from payload.untrusted import printable
+from payload.core.untrusted import printable
 
 
 class Html(str):

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from payload.config.run_config import RunConfig
 from payload.report import markup
 from payload.report.source import Run
-from payload.run_config import RunConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from payload.data_folder import DataMeta
+from payload.formats.data_folder import DataMeta
 from payload.report import rows
 from payload.report.markup import (
     NOTHING,
@@ -28,8 +28,8 @@ from payload.report.markup import (
 )
 from payload.report.series import mean_times
 from payload.report.source import Run
-from payload.store_state import StoreState
-from payload.stragglers import find_stragglers
+from payload.run_record.store_state import StoreState
+from payload.run_record.stragglers import find_stragglers
 
 _MOST_RANKS = 64
 _MOST_SLOW = 8

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from payload.metrics_log import RankTimes, rank_times
 from payload.report.source import Run
+from payload.run_record.metrics_log import RankTimes, rank_times
 
 COLUMNS = (
     *("step", "tokens", "loss", "lr", "grad_norm", "step_time_s", "tokens_per_s", "mfu"),

@@ -9,20 +9,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from payload.data_folder import META_NAME, DataMeta
-from payload.errors import ConfigError, DataError, UsageError
-from payload.hints import command
-from payload.inventory import ClusterInventory
-from payload.metrics_log import read_metrics
-from payload.named_settings import unnamed
-from payload.profile_table import PROFILE_TABLE, ProfileTable, read_table
-from payload.results import DEFAULT_RUNS_DIR, LATEST, RunPaths, default_runs_dir
-from payload.run_config import RunConfig
-from payload.run_repair import known_config, known_state, known_summary
-from payload.run_samples import SAMPLES_NAME, Sample, read_samples
-from payload.store_address import is_bucket_address
-from payload.store_state import StoreState
-from payload.untrusted import PLAIN_TEXT, RUN_ID, build, checked, parse_json, read_bytes, shown
+from payload.config.run_config import RunConfig
+from payload.config.store_address import is_bucket_address
+from payload.core.errors import ConfigError, DataError, UsageError
+from payload.core.hints import command
+from payload.core.untrusted import PLAIN_TEXT, RUN_ID, build, checked, parse_json, read_bytes, shown
+from payload.formats.data_folder import META_NAME, DataMeta
+from payload.machines.inventory import ClusterInventory
+from payload.run_record.metrics_log import read_metrics
+from payload.run_record.named_settings import unnamed
+from payload.run_record.profile_table import PROFILE_TABLE, ProfileTable, read_table
+from payload.run_record.results import DEFAULT_RUNS_DIR, LATEST, RunPaths, default_runs_dir
+from payload.run_record.run_repair import known_config, known_state, known_summary
+from payload.run_record.run_samples import SAMPLES_NAME, Sample, read_samples
+from payload.run_record.store_state import StoreState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from payload.core.untrusted import printable
 from payload.report import rows
 from payload.report.markup import plain
 from payload.report.source import Run
-from payload.untrusted import printable
 
 _BEST = " *"
 

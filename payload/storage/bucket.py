@@ -14,9 +14,11 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, BinaryIO, TypeVar
 
-from payload.errors import CloudAuthError
-from payload.google_login import GoogleLogin
+from payload.config.store_address import StoreAddress
+from payload.core.errors import CloudAuthError
+from payload.core.untrusted import one_line
 from payload.storage.credentials import load_credentials, quiet
+from payload.storage.google_login import GoogleLogin
 from payload.storage.objects import (
     SMALL_BYTES,
     ConflictError,
@@ -26,8 +28,6 @@ from payload.storage.objects import (
     StoreRefusedError,
     TooLargeError,
 )
-from payload.store_address import StoreAddress
-from payload.untrusted import one_line
 
 _CONNECT_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 16.0

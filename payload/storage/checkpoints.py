@@ -16,7 +16,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from payload.checkpoint_files import (
+from payload.core.errors import CheckpointError, PreflightError
+from payload.core.files import fsync_folder
+from payload.core.untrusted import open_regular
+from payload.formats.checkpoint_files import (
     FOLDER_NAME,
     MANIFEST_FILE,
     PARTIAL_SUFFIX,
@@ -28,10 +31,8 @@ from payload.checkpoint_files import (
     manifest_problems,
     sha256_of,
 )
-from payload.errors import CheckpointError, PreflightError
-from payload.manifest_hashes import ManifestHashes
-from payload.results import fsync_folder
-from payload.run_identity import RunIdentity, checkpoint_identity
+from payload.run_record.manifest_hashes import ManifestHashes
+from payload.run_record.run_identity import RunIdentity, checkpoint_identity
 from payload.storage.objects import (
     ABSENT,
     SMALL_BYTES,
@@ -42,7 +43,6 @@ from payload.storage.objects import (
     StoreReader,
     TooLargeError,
 )
-from payload.untrusted import open_regular
 
 FOLDER = "checkpoints"
 _NO_HASHES = ManifestHashes()

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from payload.errors import CloudAuthError
-from payload.google_login import TOKEN, GoogleLogin
-from payload.untrusted import parse_json
+from payload.core.errors import CloudAuthError
+from payload.core.untrusted import parse_json
+from payload.storage.google_login import TOKEN, GoogleLogin
 
 _SCOPES = ("https://www.googleapis.com/auth/cloud-platform",)
 

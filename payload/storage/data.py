@@ -10,11 +10,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from payload.checkpoint_files import sha256_of
-from payload.data_folder import META_NAME, DataFile, load_meta
-from payload.errors import DataError
+from payload.core.errors import DataError
+from payload.core.untrusted import build, parse_json, read_bytes
+from payload.formats.checkpoint_files import sha256_of
+from payload.formats.data_folder import META_NAME, DataFile, load_meta
 from payload.storage.objects import MissingObjectError, StoreReader, TooLargeError
-from payload.untrusted import build, parse_json, read_bytes
 
 _TRIES = 3
 _REPLACED = ".replaced-"

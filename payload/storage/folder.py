@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
+from payload.config.store_address import StoreAddress
 from payload.storage.objects import (
     ABSENT,
     SMALL_BYTES,
@@ -25,7 +26,6 @@ from payload.storage.objects import (
     StoreRefusedError,
     TooLargeError,
 )
-from payload.store_address import StoreAddress
 
 _PART_BYTES = 2**20
 _LOCK_S = 30.0

@@ -12,23 +12,23 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from payload.errors import ConfigError, ExitCode, PreflightError, UsageError
-from payload.hints import command
-from payload.interpreter import code_environment, module_words
-from payload.named_settings import note_named
-from payload.results import RunPaths
-from payload.run_config import RunConfig, load_run_config
-from payload.storage.data import fetch_data
-from payload.storage.objects import StoreReader
-from payload.storage.restore import fetch_run
-from payload.storage.watched import watched_store
-from payload.store_address import (
+from payload.config.run_config import RunConfig, load_run_config
+from payload.config.store_address import (
     StoreAddress,
     is_bucket_address,
     parse_store_address,
     settled_results,
 )
-from payload.untrusted import RUN_ID, one_line, shown
+from payload.core.errors import ConfigError, ExitCode, PreflightError, UsageError
+from payload.core.hints import command
+from payload.core.interpreter import code_environment, module_words
+from payload.core.untrusted import RUN_ID, one_line, shown
+from payload.run_record.named_settings import note_named
+from payload.run_record.results import RunPaths
+from payload.storage.data import fetch_data
+from payload.storage.objects import StoreReader
+from payload.storage.restore import fetch_run
+from payload.storage.watched import watched_store
 
 TRY_STORE_S = 60.0
 """Longest that an attempt at a store takes."""

@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
-from payload.errors import ConfigError, ExitCode, TileforgeError
-from payload.store_address import StoreAddress
+from payload.config.store_address import StoreAddress
+from payload.core.errors import ConfigError, ExitCode, TileforgeError
 
 ABSENT = 0
 """The generation of an object that does not exist."""

@@ -9,8 +9,9 @@ import secrets
 import time
 from dataclasses import asdict, dataclass
 
-from payload.errors import ConfigError
-from payload.run_identity import (
+from payload.core.errors import ConfigError
+from payload.core.untrusted import build, checked, parse_json
+from payload.run_record.run_identity import (
     IDENTITY_FILE,
     PATTERN,
     WANTED,
@@ -27,7 +28,6 @@ from payload.storage.objects import (
     StoreReader,
     TooLargeError,
 )
-from payload.untrusted import build, checked, parse_json
 
 OWNER = "owner.json"
 _TRIES = 3

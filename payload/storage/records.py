@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
-from payload.errors import PreflightError
-from payload.results import RunPaths
+from payload.core.errors import PreflightError
+from payload.core.untrusted import is_own_folder, no_follow, open_regular
+from payload.run_record.results import RunPaths
 from payload.storage.objects import (
     ABSENT,
     ConflictError,
@@ -22,7 +23,6 @@ from payload.storage.objects import (
     StoreReader,
     TooLargeError,
 )
-from payload.untrusted import is_own_folder, no_follow, open_regular
 
 EVERY_S = 30.0
 BYTES_PER_TURN = 8 * 2**20

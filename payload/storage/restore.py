@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from payload.checkpoint_files import checkpoint_step, newest_sound
-from payload.errors import ConfigError
-from payload.manifest_hashes import ManifestHashes, known_hashes, verdict
-from payload.metrics_log import read_val_losses, stream_metrics
-from payload.results import RunPaths, last_record, write_whole
-from payload.run_identity import RunIdentity, known_identity
+from payload.config.store_address import StoreAddress
+from payload.core.errors import ConfigError
+from payload.core.files import write_whole
+from payload.core.untrusted import shown_name
+from payload.formats.checkpoint_files import checkpoint_step, newest_sound
+from payload.run_record.manifest_hashes import ManifestHashes, known_hashes, verdict
+from payload.run_record.metrics_log import read_val_losses, stream_metrics
+from payload.run_record.results import RunPaths, last_record
+from payload.run_record.run_identity import RunIdentity, known_identity
+from payload.run_record.store_state import StoreState
 from payload.storage.checkpoints import fetch_checkpoint, fetch_newest, whole_checkpoints
 from payload.storage.objects import StoreError, StoreReader, open_store
 from payload.storage.owner import OWNER, require_own_store, stored_identity
 from payload.storage.records import fetch_records
-from payload.store_address import StoreAddress
-from payload.store_state import StoreState
-from payload.untrusted import shown_name
 
 _TRY_S = 15.0
 RESTORED = "restored"

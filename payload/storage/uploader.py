@@ -16,23 +16,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from payload.checkpoint_files import (
+from payload.core.errors import CheckpointError, ConfigError
+from payload.formats.checkpoint_files import (
     MANIFEST_FILE,
     best_checkpoints,
     checkpoint_folders,
     checkpoint_step,
     sha256_of,
 )
-from payload.errors import CheckpointError, ConfigError
-from payload.manifest_hashes import note_hash
-from payload.metrics_log import read_val_losses
-from payload.results import RunPaths, last_record, write_json
-from payload.run_identity import RunIdentity, known_identity, settle_identity
+from payload.run_record.manifest_hashes import note_hash
+from payload.run_record.metrics_log import read_val_losses
+from payload.run_record.results import RunPaths, last_record, write_json
+from payload.run_record.run_identity import RunIdentity, known_identity, settle_identity
+from payload.run_record.store_state import StoreState
 from payload.storage.checkpoints import Upload, remove_checkpoints, stored_manifests
 from payload.storage.objects import ConflictError, ObjectStore, StoreError, StoreRefusedError
 from payload.storage.owner import LostOwnershipError, claim, new_token, require_owner
 from payload.storage.records import Records
-from payload.store_state import StoreState
 
 _LOOK_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0

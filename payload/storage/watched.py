@@ -18,8 +18,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any, BinaryIO, cast
 
-from payload.errors import TileforgeError
-from payload.interpreter import code_environment, module_words
+from payload.config.store_address import StoreAddress
+from payload.core.errors import TileforgeError
+from payload.core.interpreter import code_environment, module_words
 from payload.storage.objects import (
     ConflictError,
     MissingObjectError,
@@ -31,7 +32,6 @@ from payload.storage.objects import (
     TooLargeError,
     open_store,
 )
-from payload.store_address import StoreAddress
 
 _NOTE_S = 10.0
 _FOLDER_S = 60.0

@@ -9,18 +9,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from payload.errors import ConfigError, PreflightError, TileforgeError
-from payload.hints import command
+from payload.core.errors import ConfigError, PreflightError, TileforgeError
+from payload.core.hints import command
+from payload.core.untrusted import printable
 from payload.monitor.exporter import monitored
-from payload.results import DEFAULT_GRACE_S, RunPaths
-from payload.run_lock import FORCE_SIGNAL, RunLock
-from payload.run_repair import known_config, make_room
+from payload.run_record.results import DEFAULT_GRACE_S, RunPaths
+from payload.run_record.run_lock import FORCE_SIGNAL, RunLock
+from payload.run_record.run_repair import known_config, make_room
+from payload.run_record.tracking import hand_over
+from payload.run_record.write_report import write_report
 from payload.supervise.processes import adopt_orphans
 from payload.supervise.stopping import Wakeups
 from payload.supervise.supervisor import Supervisor
-from payload.tracking import hand_over
-from payload.untrusted import printable
-from payload.write_report import write_report
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:

@@ -25,15 +25,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from payload.errors import ConfigError, ExitCode, TileforgeError
-from payload.hints import command
-from payload.interpreter import code_environment, module_words
+from payload.core.errors import ConfigError, ExitCode, TileforgeError
+from payload.core.hints import command
+from payload.core.interpreter import code_environment, module_words
+from payload.core.untrusted import build, parse_json
 from payload.launch.agents import AgentJob, end_of_agent
-from payload.rank_variables import NODE_RANK, RUN_DIR, SLURM_NODE
-from payload.results import RankProgress, RunPaths, last_record
+from payload.machines.rank_variables import NODE_RANK, RUN_DIR, SLURM_NODE
+from payload.run_record.results import RankProgress, RunPaths, last_record
 from payload.supervise.processes import die_with_parent, kill_until_none, signal_process
 from payload.supervise.stream import remote_argv
-from payload.untrusted import build, parse_json
 
 _LOOK_S = 0.1
 _KILL_S = 10.0

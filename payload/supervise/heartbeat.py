@@ -25,10 +25,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from payload.hints import command
-from payload.results import RankExit, RankProgress, RunPaths, last_record
-from payload.shared_folders import FolderWatch
+from payload.core.hints import command
+from payload.run_record.results import RankExit, RankProgress, RunPaths, last_record
 from payload.supervise.processes import kill_until_none, signal_process
+from payload.supervise.shared_folders import FolderWatch
 
 EVERY_S = 1.0
 """Between two heartbeats."""

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from payload.checkpoint_watch import GracePeriod
-from payload.errors import PreflightError
-from payload.rank_variables import RUN_DIR
-from payload.results import RankProgress, RunPaths, last_record
+from payload.core.errors import PreflightError
+from payload.machines.rank_variables import RUN_DIR
+from payload.run_record.checkpoint_watch import GracePeriod
+from payload.run_record.results import RankProgress, RunPaths, last_record
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

@@ -11,17 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from payload.checkpoint_watch import SAVING_PHASES
-from payload.errors import ConfigError
-from payload.full_disk import write_record
+from payload.core.errors import ConfigError
+from payload.core.files import discard
+from payload.core.untrusted import build
 from payload.launch.liveness import NodeHeartbeat, RankHeartbeat
 from payload.launch.outcome import is_failure
 from payload.launch.ranks import Rank
-from payload.metrics_log import MetricsTail
-from payload.results import RankExit, RankProgress, RunPaths, discard, last_record
+from payload.run_record.checkpoint_watch import SAVING_PHASES
+from payload.run_record.full_disk import write_record
+from payload.run_record.metrics_log import MetricsTail
+from payload.run_record.results import RankExit, RankProgress, RunPaths, last_record
 from payload.supervise.heartbeat import process_state
 from payload.supervise.stream import NodeStream
-from payload.untrusted import build
 
 _STOPPED = "T"
 _SKEW_SLACK_S = 1.0

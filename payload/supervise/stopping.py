@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
-from payload.interrupts import Presses
-from payload.results import RunPaths, StopRequest, discard, last_record
-from payload.run_lock import FORCE_SIGNAL
+from payload.core.files import discard
+from payload.core.interrupts import Presses
+from payload.run_record.results import RunPaths, StopRequest, last_record
+from payload.run_record.run_lock import FORCE_SIGNAL
 
 Stop = Literal["none", "graceful", "forced", "expired"]
 

@@ -24,15 +24,15 @@ from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
-from payload.errors import ConfigError
-from payload.interpreter import module_words
-from payload.inventory import Node
+from payload.core.errors import ConfigError
+from payload.core.interpreter import module_words
+from payload.core.untrusted import MAX_FILE_BYTES, MAX_SECONDS, build, checked, parse_json
 from payload.launch.liveness import SILENT_S, NodeHeartbeat
 from payload.launch.plan import LaunchPlan
-from payload.shared_folders import short
+from payload.machines.inventory import Node
 from payload.supervise.heartbeat import EVERY_S
 from payload.supervise.processes import die_with_parent
-from payload.untrusted import MAX_FILE_BYTES, MAX_SECONDS, build, checked, parse_json
+from payload.supervise.shared_folders import short
 
 _PROBE_S = 3.0
 # Until the first line: a login, and the start of a program on a busy node.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from payload.full_disk import write_record
 from payload.launch.outcome import Verdict
 from payload.launch.plan import LaunchPlan
-from payload.results import RunPaths, RunState, Summary, last_record
-from payload.run_statistics import with_best, with_cost, with_metrics, with_time
+from payload.run_record.full_disk import write_record
+from payload.run_record.results import RunPaths, RunState, Summary, last_record
+from payload.run_record.run_statistics import with_best, with_cost, with_metrics, with_time
 
 
 def complete_summary(

@@ -10,11 +10,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from payload.checkpoint_files import newest_sound
-from payload.checkpoint_watch import GracePeriod
-from payload.errors import BudgetError, ExitCode, PreflightError, TileforgeError
-from payload.full_disk import write_record
-from payload.inventory import ClusterInventory
+from payload.config.run_config import load_run_config
+from payload.core.errors import BudgetError, ExitCode, PreflightError, TileforgeError
+from payload.formats.checkpoint_files import newest_sound
 from payload.launch.budget import JobTime, cost_usd, limited, time_limit
 from payload.launch.environment import launcher_environment
 from payload.launch.launchers.registry import find
@@ -22,8 +20,11 @@ from payload.launch.outcome import Verdict, told_by_system
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import load_ranks
 from payload.launch.restart import AttemptEnd, decide, restart_note, waiting_note
-from payload.machine import hostname
-from payload.results import (
+from payload.machines.inventory import ClusterInventory
+from payload.machines.machine import hostname
+from payload.run_record.checkpoint_watch import GracePeriod
+from payload.run_record.full_disk import write_record
+from payload.run_record.results import (
     DEFAULT_GRACE_S,
     MOST_EVENTS,
     EventKind,
@@ -33,12 +34,11 @@ from payload.results import (
     RunStatus,
     point_latest_at,
 )
-from payload.run_config import load_run_config
-from payload.run_repair import known_state, known_summary
-from payload.shared_folders import FolderWatch, describe, folders_of
+from payload.run_record.run_repair import known_state, known_summary
 from payload.supervise.attempt import Attempt
 from payload.supervise.processes import kill_until_none, processes_of, see_off
 from payload.supervise.rank_heartbeats import RankHeartbeats
+from payload.supervise.shared_folders import FolderWatch, describe, folders_of
 from payload.supervise.stopping import Stopping, Wakeups
 from payload.supervise.stream import NodeStream, close_all, wait_for_nodes
 from payload.supervise.summary import complete_summary

@@ -14,13 +14,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import BinaryIO
 
-from payload.errors import PreflightError
-from payload.interpreter import code_environment, module_words
+from payload.config.run_config import RunConfig
+from payload.core.errors import PreflightError
+from payload.core.interpreter import code_environment, module_words
+from payload.core.untrusted import one_line
 from payload.launch.plan import LaunchPlan
-from payload.results import RunPaths, RunState, last_record, write_json
-from payload.run_config import RunConfig
-from payload.store_state import StoreState
-from payload.untrusted import one_line
+from payload.run_record.results import RunPaths, RunState, last_record, write_json
+from payload.run_record.store_state import StoreState
 
 RESTORED = "restored"
 """Folder in the run's with the records that came from the store."""

@@ -17,15 +17,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Never
 
-from payload.errors import ExitCode, TileforgeError, TrainingError, UsageError
-from payload.hints import command
-from payload.interrupts import Presses
-from payload.named_settings import named_by, reaching, require_named
-from payload.rank_variables import RUN_DIR
-from payload.results import RunPaths, default_runs_dir, new_run_id
-from payload.run_config import RunConfig, load_run_config
+from payload.config.run_config import RunConfig, load_run_config
+from payload.core.errors import ExitCode, TileforgeError, TrainingError, UsageError
+from payload.core.hints import command
+from payload.core.interrupts import Presses
+from payload.core.untrusted import RUN_ID, checked, printable
+from payload.machines.rank_variables import RUN_DIR
+from payload.run_record.named_settings import named_by, reaching, require_named
+from payload.run_record.results import RunPaths, default_runs_dir, new_run_id
 from payload.train.start_clock import StartClock
-from payload.untrusted import RUN_ID, checked, printable
 
 if TYPE_CHECKING:
     from payload.train.parts import Observer

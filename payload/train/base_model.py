@@ -6,16 +6,16 @@ import hashlib
 import json
 from pathlib import Path
 
-from payload.adapter_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE, has_adapter
-from payload.checkpoint_files import config_sha256, sha256_of, weights_sha256
-from payload.errors import CheckpointError
-from payload.hf_folder import own_file
-from payload.hub_names import HubName, pinned_name
-from payload.models.source import base_name
+from payload.config.training_sections import Quantize
+from payload.core.errors import CheckpointError
+from payload.core.untrusted import home_path, parse_json, read_bytes
+from payload.formats.checkpoint_files import config_sha256, sha256_of, weights_sha256
+from payload.formats.hf_folder import own_file
+from payload.formats.hub_names import HubName, pinned_name
 from payload.train.checkpoint import BaseModel
 from payload.train.weights import config_folder, model_folder
-from payload.training_sections import Quantize
-from payload.untrusted import home_path, parse_json, read_bytes
+from payload.weights.adapter_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE, has_adapter
+from payload.weights.source import base_name
 
 
 def identify(source: str, folder: Path, *, quantize: Quantize) -> BaseModel:

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from payload.dtype import Dtype
-from payload.step_time import ShardTimes
+from payload.config.training_sections import DtypeChoice
+from payload.core.dtype import Dtype
+from payload.estimates.step_time import ShardTimes
 from payload.train.models.quantized import QuantizedLinear
 from payload.train.strategies.shard_times import Sharded, measure_shards
 from payload.train.world import World
-from payload.training_sections import DtypeChoice
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

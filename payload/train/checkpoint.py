@@ -12,8 +12,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from payload.adapter_files import ADAPTER_FILE
-from payload.checkpoint_files import (
+from payload.config.training_sections import Quantize
+from payload.core.errors import CheckpointError, TrainingError
+from payload.core.untrusted import build, check_schema, checked, parse_json, read_bytes
+from payload.formats.checkpoint_files import (
     BEST_NAME,
     MANIFEST_FILE,
     OPTIMIZER_FILE,
@@ -25,17 +27,15 @@ from payload.checkpoint_files import (
     partial_checkpoints,
     sha256_of,
 )
-from payload.errors import CheckpointError, TrainingError
-from payload.hf_folder import WEIGHTS_FILE
-from payload.run_identity import PATTERN, WANTED
+from payload.formats.hf_folder import WEIGHTS_FILE
+from payload.run_record.run_identity import PATTERN, WANTED
 from payload.train.lazy_tensors import LazyTensors
 from payload.train.models.base import CausalLM
 from payload.train.models.lora import save_adapter_config
 from payload.train.snapshot import Snapshot
 from payload.train.tensor_file import write_tensors
 from payload.train.weights import save_hf_config, warn_passed_over
-from payload.training_sections import Quantize
-from payload.untrusted import build, check_schema, checked, parse_json, read_bytes
+from payload.weights.adapter_files import ADAPTER_FILE
 
 log = logging.getLogger(__name__)
 

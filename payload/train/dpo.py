@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from payload.data.blocks import Indices
 from payload.data.pairs import Pairs
-from payload.preference import PreferenceMetrics
+from payload.run_record.preference import PreferenceMetrics
 from payload.train.evaluate import EvalPass
 from payload.train.models.base import CausalLM
 

@@ -7,15 +7,20 @@ import logging
 
 import torch
 
-from payload.engines import DEEPSPEED_MODULE, deepspeed_missing, ipex_missing, require_compiler
-from payload.launch_sections import DistributedSection
+from payload.config.engines import (
+    DEEPSPEED_MODULE,
+    deepspeed_missing,
+    ipex_missing,
+    require_compiler,
+)
+from payload.config.launch_sections import DistributedSection
+from payload.config.training_sections import EngineSection
 from payload.models.spec import RankSetting
 from payload.train.code_caches import keep_inductor_home
 from payload.train.kernels.kernels import find_kernels
 from payload.train.models.base import CausalLM
 from payload.train.optimizer import Optimizers
 from payload.train.world import World
-from payload.training_sections import EngineSection
 
 log = logging.getLogger(__name__)
 

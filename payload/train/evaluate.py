@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from payload.data.blocks import IGNORED_TARGET, Blocks, Indices
-from payload.metrics_log import EvalMetrics
+from payload.run_record.metrics_log import EvalMetrics
 from payload.train.models.base import CausalLM
 from payload.train.world import World
 

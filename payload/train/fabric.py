@@ -16,7 +16,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from payload.rank_variables import NODE_RANK, TORCH, identify
+from payload.machines.rank_variables import NODE_RANK, TORCH, identify
 
 if TYPE_CHECKING:
     from payload.train.world import DeviceKind, World
@@ -93,7 +93,7 @@ def _take_place(place: Mapping[str, Any], env: MutableMapping[str, str]) -> None
 def _measure(
     env: Mapping[str, str], *, rank: int, place: Mapping[str, Any], device: DeviceKind
 ) -> None:
-    from payload.launch_sections import DeviceSection, DistributedSection
+    from payload.config.launch_sections import DeviceSection, DistributedSection
     from payload.train.calibration import gemm_rounds_flops_per_s
     from payload.train.world import World
 

@@ -13,14 +13,14 @@ from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 
+from payload.core.errors import CheckpointError
+from payload.core.untrusted import one_line
 from payload.data.converted import alone, converted
 from payload.data.tokenizers.gguf import write_tokenizer
-from payload.errors import CheckpointError
-from payload.hf_folder import CONFIG_FILE, WEIGHTS_FILE
+from payload.formats.hf_folder import CONFIG_FILE, WEIGHTS_FILE
 from payload.models.gguf import gguf_config, read_gguf
 from payload.models.gguf_header import read_header
 from payload.train.tensor_file import write_tensors
-from payload.untrusted import one_line
 
 _FIX = "Name a folder in the Hugging Face layout, with safetensors."
 

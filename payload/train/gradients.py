@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from payload.launch_sections import DistributedSection
+from payload.config.launch_sections import DistributedSection
 from payload.train.buckets import Bucket, make_buckets
 from payload.train.kernels.accumulate import gradient_dtype
 from payload.train.models.base import CausalLM, trainable

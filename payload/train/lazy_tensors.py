@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from payload.checkpoint_files import MANIFEST_FILE
-from payload.errors import CheckpointError
+from payload.core.errors import CheckpointError
+from payload.core.untrusted import open_regular, read_bytes
+from payload.formats.checkpoint_files import MANIFEST_FILE
 from payload.models.tensor_headers import TensorHeader, file_headers, tensor_headers
 from payload.train.world import World
-from payload.untrusted import open_regular, read_bytes
 
 _DTYPES = {
     "F64": torch.float64,

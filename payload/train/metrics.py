@@ -17,9 +17,10 @@ from typing import Self
 import psutil
 
 from payload import __version__
-from payload.errors import ExitCode, TrainingError
-from payload.full_disk import write_heartbeat, write_record
-from payload.metrics_log import (
+from payload.core.errors import ExitCode, TrainingError
+from payload.core.files import require_file, set_aside, write_whole
+from payload.run_record.full_disk import write_heartbeat, write_record
+from payload.run_record.metrics_log import (
     EvalMetrics,
     StepMetrics,
     describe_missing,
@@ -27,7 +28,7 @@ from payload.metrics_log import (
     read_lines,
     to_json_line,
 )
-from payload.results import RankExit, RankProgress, RunPaths, require_file, set_aside, write_whole
+from payload.run_record.results import RankExit, RankProgress, RunPaths
 from payload.train.world import World
 
 _PROGRESS_INTERVAL_S = 0.5

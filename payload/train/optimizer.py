@@ -9,11 +9,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from payload.errors import CheckpointError, ConfigError
+from payload.config.training_sections import EngineSection, OptimizerSection
+from payload.core.errors import CheckpointError, ConfigError
 from payload.train.eager import eager
 from payload.train.kernels.kernels import Kernels
 from payload.train.models.base import CausalLM, trainable
-from payload.training_sections import EngineSection, OptimizerSection
 
 
 @dataclass(slots=True)

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from payload.checkpoint_files import OPTIMIZER_FILE
+from payload.core.untrusted import checked
+from payload.formats.checkpoint_files import OPTIMIZER_FILE
 from payload.train.checkpoint import optimizer_tensors
 from payload.train.lazy_tensors import LazyTensors, seen_by_all
 from payload.train.optimizer import Optimizers
 from payload.train.strategies.base import Strategy
-from payload.untrusted import checked
 
 log = logging.getLogger(__name__)
 

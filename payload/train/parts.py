@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from accelerate import Accelerator
 
-from payload.results import RunPaths
-from payload.run_config import RunConfig
+from payload.config.run_config import RunConfig
+from payload.run_record.results import RunPaths
 from payload.train.calibration import Calibration
 from payload.train.checkpoint import BaseModel
 from payload.train.metrics import Heartbeat, MetricsFile

@@ -9,7 +9,13 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
-from payload.profile_table import PROFILE_TABLE, Operator, ProfileTable, table_lines, write_table
+from payload.run_record.profile_table import (
+    PROFILE_TABLE,
+    Operator,
+    ProfileTable,
+    table_lines,
+    write_table,
+)
 
 _MOST = 60
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from payload.errors import ExitCode, TileforgeError
+from payload.core.errors import ExitCode, TileforgeError
+from payload.core.untrusted import printable
 from payload.train.world import World, as_rank_lost
-from payload.untrusted import printable
 
 _PROGRESS_S = 10.0
 

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from payload.checkpoint_files import best_checkpoints
-from payload.errors import TrainingError
+from payload.core.errors import TrainingError
+from payload.formats.checkpoint_files import best_checkpoints
 from payload.train.checkpoint import (
     TrainerState,
     point_to_best,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from payload.run_config import RunConfig
+from payload.config.run_config import RunConfig
 
 
 def lr_at(step: int, config: RunConfig) -> float:

@@ -10,21 +10,23 @@ from typing import Literal
 
 from accelerate import Accelerator
 
-from payload.batch_size import as_recorded, settle_batch, with_size
-from payload.core_speed import has_bf16
-from payload.deepspeed_config import render_deepspeed
-from payload.dtype import Dtype
-from payload.engines import require_fp8_package
-from payload.errors import ConfigError
-from payload.mesh import require_tensor_ranks_on_a_node
-from payload.metrics_log import stream_metrics
-from payload.models.fit import require_split
-from payload.named_settings import note_named
-from payload.remake import no_range_hashes
-from payload.results import RunPaths, write_whole
-from payload.run_config import RunConfig
-from payload.run_identity import settle_identity
-from payload.settings import AUTO
+from payload.config.deepspeed_config import render_deepspeed
+from payload.config.engines import require_fp8_package
+from payload.config.model_fit import require_split
+from payload.config.run_config import RunConfig
+from payload.config.settings import AUTO
+from payload.config.training_sections import DtypeChoice
+from payload.core.dtype import Dtype
+from payload.core.errors import ConfigError
+from payload.core.files import write_whole
+from payload.core.remake import no_range_hashes
+from payload.estimates.batch_size import as_recorded, settle_batch, with_size
+from payload.machines.core_speed import has_bf16
+from payload.machines.mesh import require_tensor_ranks_on_a_node
+from payload.run_record.metrics_log import stream_metrics
+from payload.run_record.named_settings import note_named
+from payload.run_record.results import RunPaths
+from payload.run_record.run_identity import settle_identity
 from payload.train.arithmetic import describe
 from payload.train.calibration import Calibration, calibrate
 from payload.train.engine import engage, require_engine, require_strategy
@@ -48,7 +50,6 @@ from payload.train.tasks.base import Task
 from payload.train.tasks.registry import open_task
 from payload.train.trainer import Outcome, Trainer
 from payload.train.world import World
-from payload.training_sections import DtypeChoice
 
 log = logging.getLogger(__name__)
 

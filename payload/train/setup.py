@@ -11,25 +11,28 @@ from pathlib import Path
 
 import torch
 
-from payload.adapter_files import has_adapter
-from payload.checkpoint_files import (
+from payload.config.model_fit import require_fit, unused_settings
+from payload.config.run_config import (
+    RunConfig,
+    fixed_differences,
+    load_run_config,
+    parse_run_config,
+)
+from payload.core.errors import CheckpointError, ConfigError
+from payload.core.hints import command
+from payload.data.tokenizer_files import tokenizer_files
+from payload.data.tokenizer_match import require_same_tokens
+from payload.estimates.disk_room import require_room
+from payload.formats.checkpoint_files import (
     checkpoint_folders,
     manifest_problems,
 )
-from payload.data.tokenizer_files import tokenizer_files
-from payload.data.tokenizer_match import require_same_tokens
-from payload.data_folder import TRAIN_NAME, DataMeta
-from payload.disk_room import require_room
-from payload.errors import CheckpointError, ConfigError
-from payload.hf_folder import CONFIG_FILE, read_config
-from payload.hints import command
-from payload.models.fit import require_fit, unused_settings
+from payload.formats.data_folder import TRAIN_NAME, DataMeta
+from payload.formats.hf_folder import CONFIG_FILE, read_config
 from payload.models.registry import read_spec, spec_of
-from payload.models.source import pinned
 from payload.models.spec import ModelSpec
-from payload.results import RunPaths, require_own_folders
-from payload.run_config import RunConfig, fixed_differences, load_run_config, parse_run_config
-from payload.run_identity import checkpoint_identity, known_identity
+from payload.run_record.results import RunPaths, require_own_folders
+from payload.run_record.run_identity import checkpoint_identity, known_identity
 from payload.train.base_model import identify
 from payload.train.checkpoint import (
     BaseModel,
@@ -50,6 +53,8 @@ from payload.train.models.registry import build, load, require_enough
 from payload.train.tasks.base import Task
 from payload.train.weights import config_folder, model_folder
 from payload.train.world import World
+from payload.weights.adapter_files import has_adapter
+from payload.weights.source import pinned
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from payload.metrics_log import TIMED_PARTS, RankTimes, TimedPart
+from payload.run_record.metrics_log import TIMED_PARTS, RankTimes, TimedPart
 
 # A row has the times of every rank. On many ranks it comes less often, with means.
 _RANKS_IN_EVERY_ROW = 8

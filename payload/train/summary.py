@@ -9,10 +9,10 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from payload.errors import ExitCode, TileforgeError, TrainingError
-from payload.full_disk import write_record
-from payload.results import RunPaths, RunState, RunStatus, Summary, last_record
-from payload.run_statistics import with_best, with_metrics, with_time
+from payload.core.errors import ExitCode, TileforgeError, TrainingError
+from payload.run_record.full_disk import write_record
+from payload.run_record.results import RunPaths, RunState, RunStatus, Summary, last_record
+from payload.run_record.run_statistics import with_best, with_metrics, with_time
 from payload.train.metrics import versions
 from payload.train.world import World, as_rank_lost
 

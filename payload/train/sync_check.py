@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from payload.errors import RanksDifferError, TrainingError
+from payload.core.errors import RanksDifferError, TrainingError
 from payload.train.optimizer import Optimizers
 from payload.train.world import World
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from payload.core.errors import TrainingError
 from payload.data.blocks import BlockOrder, Indices
-from payload.data_folder import TRAIN_NAME
-from payload.errors import TrainingError
-from payload.metrics_log import RankTimes, StepMetrics, read_val_losses
+from payload.formats.data_folder import TRAIN_NAME
+from payload.run_record.metrics_log import RankTimes, StepMetrics, read_val_losses
 from payload.train.checkpoint import TrainerState
 from payload.train.evaluate import EvalPass
 from payload.train.metrics import rss_bytes, versions

@@ -8,21 +8,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from payload.adapter_files import (
+from payload.core.errors import CheckpointError
+from payload.core.hints import command
+from payload.formats.checkpoint_files import config_sha256, weights_sha256
+from payload.formats.hf_folder import CONFIG_FILE, WEIGHTS_FILE
+from payload.formats.hub_names import HubName
+from payload.formats.tokenizer_identity import TOKENIZER_FILE
+from payload.train.gguf_folder import folder_of_gguf
+from payload.train.tensor_file import write_tensors
+from payload.weights.adapter_files import (
     ADAPTER_CONFIG_FILE,
     has_adapter,
     recorded_base,
 )
-from payload.checkpoint_files import config_sha256, weights_sha256
-from payload.errors import CheckpointError
-from payload.hf_folder import CONFIG_FILE, WEIGHTS_FILE
-from payload.hints import command
-from payload.hub_names import HubName
-from payload.models.hub import fetch
-from payload.models.source import base_name, find_source
-from payload.tokenizer_identity import TOKENIZER_FILE
-from payload.train.gguf_folder import folder_of_gguf
-from payload.train.tensor_file import write_tensors
+from payload.weights.hub import fetch
+from payload.weights.source import base_name, find_source
 
 if TYPE_CHECKING:
     from payload.train.models.base import CausalLM

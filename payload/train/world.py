@@ -16,14 +16,14 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from payload.accelerators import FP8_CAPABILITY
-from payload.engines import ccl_missing, require_known_backend
-from payload.errors import ConfigError, RankLostError, TrainingError
-from payload.hints import command
-from payload.interface import interface_towards
-from payload.launch_sections import DeviceSection, DistributedSection
-from payload.rank_variables import TORCH, identify
-from payload.untrusted import check_type, parse_json
+from payload.config.engines import ccl_missing, require_known_backend
+from payload.config.launch_sections import DeviceSection, DistributedSection
+from payload.core.errors import ConfigError, RankLostError, TrainingError
+from payload.core.hints import command
+from payload.core.untrusted import check_type, parse_json
+from payload.machines.accelerators import FP8_CAPABILITY
+from payload.machines.rank_variables import TORCH, identify
+from payload.train.interface import interface_towards
 
 # What gloo's and NCCL's exceptions say when the other side is gone rather than wrong.
 _PEER_LOST = (

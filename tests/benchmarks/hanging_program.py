@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from payload.results import write_whole
+from payload.core.files import write_whole
 
 if __name__ == "__main__":
     sys.stdout.write("waiting for the device\n")

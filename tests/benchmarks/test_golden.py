@@ -23,7 +23,7 @@ from benchmarks.golden.compare import compare
 from benchmarks.golden.inputs import MODELS, TASKS
 from benchmarks.golden.runs import SERIES, Run
 from benchmarks.golden.stored import PATH, TOLERANCE, Stored
-from payload.run_config import parse_run_config
+from payload.config.run_config import parse_run_config
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]

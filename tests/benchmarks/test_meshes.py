@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.equality import MESHES
 from benchmarks.meshes import mesh_settings
-from payload.run_config import parse_run_config
+from payload.config.run_config import parse_run_config
 
 
 @pytest.mark.parametrize(

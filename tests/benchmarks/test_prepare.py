@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.prepare import prepare_in_a_process
-from payload.data_folder import load_meta
+from payload.formats.data_folder import load_meta
 
 pytestmark = pytest.mark.processes
 

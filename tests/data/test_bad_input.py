@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from payload.data.__main__ import main
-from payload.data_folder import load_meta
+from payload.formats.data_folder import load_meta
 from tests.data.running import write_jsonl
 
 GOOD = [f"document number {i}" for i in range(20)]

@@ -14,14 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from payload.core.errors import ConfigError, ExitCode
 from payload.data.__main__ import main
 from payload.data.blocks import IGNORED_TARGET
 from payload.data.packed_blocks import PADDING, PackedBlocks, Split, open_packed
 from payload.data.packing import best_fit
 from payload.data.rows import in_batches
 from payload.data.show import read_samples
-from payload.data_folder import load_meta
-from payload.errors import ConfigError, ExitCode
+from payload.formats.data_folder import load_meta
 from tests.support.chat_data import (
     END,
     MARKED_TEMPLATE,

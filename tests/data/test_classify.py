@@ -14,12 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from payload.core.errors import DataError, UsageError
 from payload.data.__main__ import main
 from payload.data.labelled import LabelledTexts, open_labelled
 from payload.data.tasks.classify_job import label_map, label_of, stratified
 from payload.data.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
-from payload.data_folder import MOST_NAME_TOKENS, load_meta
-from payload.errors import DataError, UsageError
+from payload.formats.data_folder import MOST_NAME_TOKENS, load_meta
 
 ROWS = [("good " * (1 + i % 5), "up") if i % 3 else (f"bad, it's {i}", "down") for i in range(30)]
 TEXTS, LABELS = [text for text, _ in ROWS], [label for _, label in ROWS]

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from payload.core.errors import ConfigError, DataError, ExitCode
+from payload.core.tasks import TaskKind
 from payload.data.__main__ import main
 from payload.data.packed_blocks import PackedBlocks, open_packed
 from payload.data.pairs import Pairs, open_pairs
-from payload.data_folder import load_meta
-from payload.errors import ConfigError, DataError, ExitCode
-from payload.start_checks import check_data
-from payload.tasks import TaskKind
+from payload.formats.data_folder import load_meta
+from payload.orchestrate.start_checks import check_data
 from tests.support.chat_data import (
     MARKED_TEMPLATE,
     PLAIN_TEMPLATE,

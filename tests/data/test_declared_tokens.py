@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from payload.core.errors import DataError, ExitCode
 from payload.data.tokenizer_files import tokenizer_files
 from payload.data.tokenizers import load_hf_tokenizer
-from payload.data_folder import load_meta
-from payload.errors import DataError, ExitCode
+from payload.formats.data_folder import load_meta
 from tests.data.running import run_here
 from tests.support.chat_data import END, START, make_tokenizer
 

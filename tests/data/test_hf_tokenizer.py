@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from payload.core.errors import CheckpointError, DataError
 from payload.data.encode import NASTY, GigatokenEncoder, ReferenceEncoder, choose_encoder
 from payload.data.tokenizer_files import gpt2_files
 from payload.data.tokenizers import load_hf_tokenizer, load_tokenizer
-from payload.data_folder import load_meta
-from payload.errors import CheckpointError, DataError
-from payload.tokenizer_identity import GPT2_SHA256, folder_identity, require_same_tokenizer
+from payload.formats.data_folder import load_meta
+from payload.formats.tokenizer_identity import GPT2_SHA256, folder_identity, require_same_tokenizer
 from tests.data.running import contents, run_here, stdlib_texts
 from tests.support.smollm2 import smollm2_folder
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from payload.core.errors import DataError
 from payload.data.documents import Batch
 from payload.data.sources import SourceRequest, build_source
-from payload.errors import DataError
 from tests.data.running import stdlib_texts
 
 LINE_BYTES = 1000

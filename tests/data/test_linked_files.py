@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from payload.core.errors import ConfigError, DataError, ExitCode
+from payload.core.untrusted import inside_folder
 from payload.data.__main__ import main
 from payload.data.blocks import TokenData
 from payload.data.chat_template import read_chat_template
 from payload.data.meta import write_meta
 from payload.data.tokenizer_files import tokenizer_files
 from payload.data.tokenizers import load_tokenizer
-from payload.data_folder import load_meta
-from payload.errors import ConfigError, DataError, ExitCode
-from payload.hf_folder import TOKENIZER_FILES, read_tokenizer_files
+from payload.formats.data_folder import load_meta
+from payload.formats.hf_folder import TOKENIZER_FILES, read_tokenizer_files
 from payload.orchestrate.sites.cluster import local_weights
-from payload.untrusted import inside_folder
 from tests.support.chat_data import make_model, make_tokenizer
 from tests.support.data_folders import make_data_folder
 

@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from payload.core.errors import DataError, ExitCode
 from payload.data.__main__ import main
 from payload.data.sources.parquet import DamagedFileError, LostRows, ParquetReader
-from payload.errors import DataError, ExitCode
 
 pytestmark = pytest.mark.processes
 

@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from payload.core.errors import ExitCode
 from payload.data.__main__ import main
 from payload.data.blocks import IGNORED_TARGET
 from payload.data.pairs import Pairs, open_pairs
 from payload.data.show import read_samples
-from payload.data_folder import load_meta
-from payload.errors import ExitCode
+from payload.formats.data_folder import load_meta
 from tests.support import chat_data
 from tests.support.chat_data import MARKED_TEMPLATE, make_tokenizer, turn, write_rows
 from tests.support.preference_data import pairs

@@ -14,7 +14,7 @@ import pytest
 from payload.data.__main__ import main
 from payload.data.meta import verify_files
 from payload.data.split import choose_split
-from payload.data_folder import load_meta
+from payload.formats.data_folder import load_meta
 from tests.data.running import (
     REPOSITORY,
     contents,

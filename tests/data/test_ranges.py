@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from payload.core.errors import DataError
 from payload.data.__main__ import main
 from payload.data.blocks import TokenData
 from payload.data.meta import write_meta
 from payload.data.ranges import RangeHasher
-from payload.data_folder import RANGE_BYTES, load_meta
-from payload.errors import DataError
+from payload.formats.data_folder import RANGE_BYTES, load_meta
 from tests.data.running import write_jsonl
 from tests.support.data_folders import make_data_folder
 from tests.train.alone import train_alone

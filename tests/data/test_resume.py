@@ -11,11 +11,11 @@ from typing import IO
 import psutil
 import pytest
 
+from payload.core.errors import DataError
 from payload.data.__main__ import main
 from payload.data.meta import verify_files
 from payload.data.store import JOURNAL_NAME, locked
-from payload.data_folder import load_meta
-from payload.errors import DataError
+from payload.formats.data_folder import load_meta
 from tests.data.running import (
     REPOSITORY,
     contents,

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from payload.core.errors import ExitCode
 from payload.data.__main__ import main
 from payload.data.documents import Batch
 from payload.data.sources import sections
 from payload.data.sources.files import TextSource
 from payload.data.sources.sections import divide
 from payload.data.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
-from payload.data_folder import load_meta
-from payload.errors import ExitCode
+from payload.formats.data_folder import load_meta
 
 SPEECH = "ROMEO:\nBut, soft! what light through yonder window breaks?\n\n"
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
+from payload.core.errors import DataError
 from payload.data.split import choose_split, default_val_fraction
-from payload.errors import DataError
 
 
 @pytest.mark.parametrize(("documents", "fraction"), [(2, 0.5), (1758, 0.02), (10_000, 0.0005)])

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from tiktoken_ext.openai_public import r50k_pat_str
 
+from payload.core.errors import DataError
 from payload.data.tokenizers import gpt2 as tokenizer
 from payload.data.tokenizers.gpt2 import END_OF_TEXT, VOCAB_SIZE, gpt2_encoding, load_ranks
-from payload.errors import DataError
 
 
 def test_tokens_are_those_of_gpt2() -> None:

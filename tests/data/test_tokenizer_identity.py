@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from payload.core.errors import CheckpointError, DataError
 from payload.data.tokenizer_files import gpt2_files, tokenizer_files
 from payload.data.tokenizers import load_tokenizer
 from payload.data.tokenizers.gpt2 import Gpt2Tokenizer
-from payload.data_folder import load_meta
-from payload.errors import CheckpointError, DataError
-from payload.generate.codec import find_codec
-from payload.tokenizer_identity import (
+from payload.formats.data_folder import load_meta
+from payload.formats.tokenizer_identity import (
     GPT2_PIPELINE_SHA256,
     GPT2_SHA256,
     folder_identity,
     identity_of,
     require_same_tokenizer,
 )
+from payload.generate.codec import find_codec
 from tests.data.running import run_here
 from tests.data.test_hf_tokenizer import write_tokenizer
 from tests.support.data_folders import make_data_folder

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from payload.errors import INTERRUPTED
+from payload.core.errors import INTERRUPTED
 from tests.engine.engine import Engine
 from tests.engine.variants import VARIANTS
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, CloudStandIn, Fault

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.llama_cpp import add_tokenizer
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
 from payload.evaluate.__main__ import main
 from payload.train.weights import save_hf
 from tests.generate.models import make_model

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.architecture_cases import CASES, make_folder
 from benchmarks.llama_cpp import EOS, add_tokenizer
+from payload.core.errors import CheckpointError, ExitCode
 from payload.data.tokenizers import load_hf_tokenizer
 from payload.data.tokenizers.hf import hf_tokenizer
-from payload.errors import CheckpointError, ExitCode
 from payload.export.__main__ import main
 from payload.export.architectures import plan_gguf
 from payload.export.tensors import whole_or_absent

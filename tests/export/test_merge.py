@@ -15,20 +15,20 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPTNeoXConfig
 
 from benchmarks.llama_cpp import add_tokenizer
-from payload import checkpoint_files
-from payload.checkpoint_files import config_sha256, sha256_of, weights_sha256
-from payload.errors import CheckpointError, ExitCode
+from payload.config.training_sections import AdapterSection
+from payload.core.errors import CheckpointError, ExitCode
 from payload.evaluate.__main__ import main as evaluate
 from payload.export.__main__ import main
 from payload.export.merged import merged_weights
+from payload.formats import checkpoint_files
+from payload.formats.checkpoint_files import config_sha256, sha256_of, weights_sha256
 from payload.generate.__main__ import main as generate
-from payload.models.source import BASE_VARIABLE, find_source
 from payload.train.models.base import CausalLM, trainable
 from payload.train.models.classifier import Classifier
 from payload.train.models.lora import add_adapter, save_adapter
 from payload.train.models.registry import load
 from payload.train.weights import config_folder
-from payload.training_sections import AdapterSection
+from payload.weights.source import BASE_VARIABLE, find_source
 from tests.export.test_export import DAMAGES, change_config, complaint, damage, make
 from tests.support.chat_data import (
     conversations,

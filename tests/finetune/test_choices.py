@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import DataError
+from payload.config.run_config import parse_run_config
+from payload.core.errors import DataError
 from payload.finetune.choices import (
     Amount,
     Choice,
@@ -22,7 +23,6 @@ from payload.finetune.choices import (
 )
 from payload.finetune.recognise import Asked, recognise
 from payload.models.registry import spec_of
-from payload.run_config import parse_run_config
 from tests.support.chat_data import write_rows
 
 

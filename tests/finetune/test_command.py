@@ -18,14 +18,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from payload.config.run_config import load_run_config
+from payload.core.errors import ExitCode
 from payload.data.__main__ import main as data
-from payload.errors import ExitCode
 from payload.finetune.__main__ import main
 from payload.orchestrate.__main__ import main as orchestrate
-from payload.results import RunPaths
-from payload.run_config import load_run_config
-from payload.run_samples import SAMPLES_NAME, read_samples
-from payload.write_report import add_samples
+from payload.run_record.results import RunPaths
+from payload.run_record.run_samples import SAMPLES_NAME, read_samples
+from payload.run_record.write_report import add_samples
 from tests.support.chat_data import conversations, make_model, write_rows
 from tests.support.launching import DEADLINE_S, REPO, rank_env
 from tests.support.waiting import wait_until

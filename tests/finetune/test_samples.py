@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from payload.core.errors import ConfigError, ExitCode
 from payload.data.__main__ import main as data
-from payload.errors import ConfigError, ExitCode
 from payload.finetune.samples import find_prompts
 from tests.support.chat_data import conversations, make_tokenizer, prepare, write_rows
 

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from payload.results import (
+from payload.run_record.results import (
     RankExit,
     RankProgress,
     Record,
@@ -20,9 +20,9 @@ from payload.results import (
     Summary,
     to_json,
 )
-from payload.run_samples import Sample, write_samples
-from payload.store_state import StoreState
-from payload.stragglers import Straggler
+from payload.run_record.run_samples import Sample, write_samples
+from payload.run_record.store_state import StoreState
+from payload.run_record.stragglers import Straggler
 from tests.formats.recorded import read_json
 
 _STORE = StoreState(

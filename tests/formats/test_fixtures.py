@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from payload.named_settings import unnamed
-from payload.results import RunPaths
+from payload.run_record.named_settings import unnamed
+from payload.run_record.results import RunPaths
 from tests.formats.commands import Commands
 from tests.formats.making.recipe import PROMPTS
 from tests.formats.recorded import CLOSE, FIXTURES, Recorded, expected, read_json, rows

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from payload.checkpoint_files import sha256_of
-from payload.run_identity import RunIdentity
+from payload.formats.checkpoint_files import sha256_of
+from payload.run_record.run_identity import RunIdentity
 from tests.formats.commands import Commands
 from tests.formats.filled import filled, filled_samples
 from tests.formats.making.inputs import write_texts

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from payload.cluster_identity import IDENTITY_LABEL, ClusterIdentity
+from payload.stack.cluster_identity import IDENTITY_LABEL, ClusterIdentity
 from tests.formats.commands import Commands, Done
 from tests.formats.recorded import Recorded, read_json
 from tests.orchestrate.cloud.fake_pulumi import FakePulumi

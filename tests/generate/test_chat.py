@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from payload.core.errors import DataError, ExitCode
 from payload.data.chat_template import read_chat_template
-from payload.errors import DataError, ExitCode
 from payload.generate.__main__ import main
 from payload.train.weights import save_hf
 from tests.generate.models import make_model

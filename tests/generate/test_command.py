@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
+from payload.core.untrusted import printable
 from payload.generate import __main__ as command
 from payload.generate.__main__ import main
-from payload.results import RunPaths
+from payload.run_record.results import RunPaths
 from payload.train.checkpoint import TrainerState, save_checkpoint
 from payload.train.models.base import CausalLM
 from payload.train.snapshot import Snapshot
 from payload.train.weights import save_hf
-from payload.untrusted import printable
 from tests.generate.models import make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from payload.core.errors import CheckpointError
 from payload.data.tokenizers.gpt2 import END_OF_TEXT, VOCAB_SIZE
-from payload.errors import CheckpointError
 from payload.generate.sampling import (
     Reader,
     Sampler,

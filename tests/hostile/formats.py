@@ -17,16 +17,18 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from payload.checkpoint_files import manifest_problems
+from payload.config.run_config import load_run_config
 from payload.data.sources import SourceKind, SourceRequest, build_source
-from payload.data_folder import load_meta
-from payload.inventory import Access, ClusterInventory, Node
+from payload.formats.checkpoint_files import manifest_problems
+from payload.formats.data_folder import load_meta
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import load_ranks
-from payload.metrics_log import read_metrics
+from payload.machines.inventory import Access, ClusterInventory, Node
 from payload.orchestrate.preflight.trial_findings import Measured, NodeSpeed, Record, read_record
 from payload.orchestrate.run.mirror import Mirrored, read_mirrored, write_mirrored
-from payload.results import (
+from payload.orchestrate.start_checks import check_data
+from payload.run_record.metrics_log import read_metrics
+from payload.run_record.results import (
     RankExit,
     RankProgress,
     RunPaths,
@@ -36,8 +38,6 @@ from payload.results import (
     read_json,
     write_json,
 )
-from payload.run_config import load_run_config
-from payload.start_checks import check_data
 from payload.supervise.heartbeat import heartbeat
 from payload.supervise.stream import parse_message
 from payload.train.checkpoint import (

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from infra.cloud_init import MAX_BYTES, BootstrapFiles, NodeBootstrap, render_user_data
-from payload.errors import ConfigError
+from payload.core.errors import ConfigError
 from tests.infra.stacks import KEY as STACK_KEY
 from tests.infra.stacks import deploy
 from tests.rig.prepared import node_user_data

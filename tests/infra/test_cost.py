@@ -16,9 +16,9 @@ from infra.config import ClusterConfig
 from infra.cost import cluster_cost, describe, price_of_cluster, usd_per_million_tokens
 from infra.machines import machine_types
 from infra.measured import Speed, last_measured_speed
-from payload import cloud_prices
-from payload.cloud_prices import disk_price, machine_price, spot_warning
-from payload.errors import BudgetError
+from payload.core.errors import BudgetError
+from payload.pricing import cloud_prices
+from payload.pricing.cloud_prices import disk_price, machine_price, spot_warning
 from tests.infra.stacks import ROOT
 
 CONFIG = ClusterConfig(cluster="dev", project="my-project")
@@ -47,7 +47,7 @@ def test_a_head_with_a_larger_disk_and_an_address_costs_more() -> None:
 
 def rows(name: str) -> list[dict[str, str]]:
     """The lines of a packaged table."""
-    text = (ROOT / "payload/prices" / name).read_text(encoding="utf-8")
+    text = (ROOT / "payload/pricing/prices" / name).read_text(encoding="utf-8")
     return list(csv.DictReader(text.splitlines()))
 
 

@@ -13,7 +13,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 
 from infra.labels import CLUSTER, EXPIRES, last_expiry, mark
-from payload.inventory import ClusterInventory
+from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.cloud.kept import KEPT_VARIABLE, OWN_METADATA
 from tests.infra.stacks import (
     CASES,

@@ -13,8 +13,8 @@ import pytest
 from infra.config import ClusterConfig
 from infra.cost import cluster_cost, describe, price_of_cluster
 from infra.network import FILESTORE_RANGE, NFS_PORT, SUBNET
-from payload.errors import BudgetError
-from payload.inventory import SHARED_FOLDER
+from payload.core.errors import BudgetError
+from payload.machines.inventory import SHARED_FOLDER
 from payload.orchestrate.cloud.filestore import filestore_name
 from tests.infra.stacks import FILESTORE, ROOT, Plain, deploy
 from tests.infra.test_cloud_init import written_files

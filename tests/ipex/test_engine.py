@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
 from tests.support.launching import losses, mpirun, run, summary, train, train_program
 
 pytestmark = pytest.mark.ipex

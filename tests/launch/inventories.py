@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from payload.inventory import Access, ClusterInventory, Node
+from payload.machines.inventory import Access, ClusterInventory, Node
 
 
 def make_inventory(

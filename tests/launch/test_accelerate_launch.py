@@ -11,7 +11,7 @@ import pytest
 
 from payload.launch.launchers.registry import find
 from payload.orchestrate.sites.local import LocalAccess
-from payload.results import RunPaths
+from payload.run_record.results import RunPaths
 from tests.supervise.planned import plan_stand_in
 
 SCRIPT = """

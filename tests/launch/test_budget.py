@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from payload.errors import ConfigError, ExitCode
-from payload.inventory import ClusterInventory
+from payload.config.launch_sections import LimitsSection
+from payload.core.errors import ConfigError, ExitCode
 from payload.launch.budget import TimeLimit, cost_usd, limited, time_limit
 from payload.launch.outcome import Verdict
-from payload.launch_sections import LimitsSection
+from payload.machines.inventory import ClusterInventory
 from tests.launch.inventories import make_inventory
 
 STOPPED = Verdict(status="stopped", exit_code=ExitCode.OK)

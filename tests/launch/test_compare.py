@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from payload.config.run_config import parse_run_config
+from payload.estimates.step_time import LOOPBACK_BYTES_PER_S
 from payload.launch.compare import Compared, compare_strategies
 from payload.models.gpt2 import PRESETS
-from payload.run_config import parse_run_config
-from payload.step_time import LOOPBACK_BYTES_PER_S
 
 SPEC = replace(PRESETS["gpt2-medium"], sequence_length=64)
 GIB = 2**30

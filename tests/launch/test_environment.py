@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from payload.config.launch_sections import LaunchSection
 from payload.launch.environment import (
     Malloc,
     Rendezvous,
@@ -12,7 +13,6 @@ from payload.launch.environment import (
 from payload.launch.launchers.base import Reach
 from payload.launch.launchers.registry import find
 from payload.launch.ranks import place_ranks
-from payload.launch_sections import LaunchSection
 from tests.launch.inventories import make_inventory
 
 

@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from payload.errors import ConfigError
+from payload.config.launch_sections import LaunchSection
+from payload.config.run_config import RunConfig, parse_run_config
+from payload.config.training_sections import PrecisionSection
+from payload.core.errors import ConfigError
+from payload.core.untrusted import build
+from payload.estimates.step_time import UPDATE_S_PER_WEIGHT
 from payload.launch.agents import AgentJob
 from payload.launch.arithmetic import work_out
 from payload.launch.environment import Rendezvous, common_environment
@@ -20,13 +25,8 @@ from payload.launch.launchers.registry import find
 from payload.launch.launchers.srun import each_node_command
 from payload.launch.plan import LaunchPlan, rank_program, rank_words
 from payload.launch.ranks import place_ranks
-from payload.launch_sections import LaunchSection
 from payload.models.spec import ModelSpec
 from payload.report.source import Plan as ReportedPlan
-from payload.run_config import RunConfig, parse_run_config
-from payload.step_time import UPDATE_S_PER_WEIGHT
-from payload.training_sections import PrecisionSection
-from payload.untrusted import build
 from tests.launch.inventories import make_inventory
 from tests.support.golden_files import assert_golden
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ConfigError, ExitCode
+from payload.config.run_config import parse_run_config
+from payload.core.errors import ConfigError, ExitCode
 from payload.launch.agents import end_of_agent
 from payload.launch.environment import launcher_environment
 from payload.launch.launchers.base import LostNode, Report
 from payload.launch.launchers.registry import candidates, find, names
 from payload.orchestrate.sites.choose import require_launcher
-from payload.results import RunPaths
-from payload.run_config import parse_run_config
+from payload.run_record.results import RunPaths
 from tests.launch import toy_launcher
 from tests.launch.inventories import make_inventory
 from tests.orchestrate.operator import SETTINGS

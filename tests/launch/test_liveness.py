@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
 from payload.launch.liveness import LOST_S, NodeHeartbeat, Pace, RankHeartbeat, find_trouble
 from payload.launch.outcome import Verdict
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.architecture_cases import CASES
-from payload.errors import ConfigError
+from payload.config.launch_sections import DistributedSection
+from payload.config.run_config import parse_run_config
+from payload.core.errors import ConfigError
 from payload.launch.arithmetic import Arithmetic, work_out
-from payload.launch_sections import DistributedSection
-from payload.mesh import Mesh, require_tensor_ranks_on_a_node
+from payload.machines.mesh import Mesh, require_tensor_ranks_on_a_node
 from payload.models.gpt2 import PRESETS
 from payload.models.registry import spec_of
 from payload.models.spec import ModelSpec
 from payload.models.stages import slowest_share, stage_layers
-from payload.run_config import parse_run_config
 
 GPT2 = replace(PRESETS["gpt2"], sequence_length=64)
 LLAMA = spec_of(CASES["llama"], where="config.json")

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from payload.errors import ConfigError
+from payload.config.launch_sections import DeviceSection, LaunchSection
+from payload.core.errors import ConfigError
 from payload.launch.ranks import parse_ranks, place_ranks, render_ranks
-from payload.launch_sections import DeviceSection, LaunchSection
-from payload.machine import Domain
+from payload.machines.machine import Domain
 from tests.launch.inventories import make_inventory
 from tests.support.golden_files import assert_golden
 

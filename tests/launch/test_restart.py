@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
 from payload.launch.outcome import Verdict
 from payload.launch.restart import AttemptEnd, decide, restart_note
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from payload.errors import ConfigError
+from payload.config.run_config import RunConfig, parse_run_config
+from payload.core.errors import ConfigError
+from payload.estimates.step_time import PLANNED_COPIES, UPDATE_S_PER_WEIGHT
 from payload.launch.arithmetic import Arithmetic, work_out
 from payload.models.gpt2 import PRESETS
 from payload.models.spec import PROCESS_BYTES
-from payload.run_config import RunConfig, parse_run_config
-from payload.step_time import PLANNED_COPIES, UPDATE_S_PER_WEIGHT
 
 MEDIUM = replace(PRESETS["gpt2-medium"], sequence_length=64)
 WEIGHTS = 4 * MEDIUM.num_params()

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from payload.launch.launchers.base import Job, Launcher
-from payload.rank_variables import TORCH
+from payload.machines.rank_variables import TORCH
 
 
 class Toy(Launcher):

@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from payload.errors import CheckpointError
+from payload.core.errors import CheckpointError
 from payload.models.decoder import DecoderSpec, read
 from payload.models.decoder_config import Rope
 from payload.models.spec import RankSetting

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from payload.errors import CheckpointError
-from payload.hub_names import HubName
-from payload.models.hub import fetch, fetch_config, resolve
+from payload.core.errors import CheckpointError
+from payload.formats.hub_names import HubName
+from payload.weights.hub import fetch, fetch_config, resolve
 from tests.models.fake_model_hub import FIRST, NAME, SECOND, model_hub, use_hub
 
 CONFIG = {"model_type": "llama", "hidden_size": 8}

@@ -19,14 +19,14 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
+from payload.config.run_config import load_run_config
+from payload.core.errors import ExitCode, TileforgeError
+from payload.core.remake import with_tokenizer
 from payload.data.tokenizer_files import gpt2_files
-from payload.errors import ExitCode, TileforgeError
 from payload.models.causal_types import CAUSAL_TYPES
 from payload.models.registry import spec_of
 from payload.orchestrate.__main__ import main as orchestrate
-from payload.remake import with_tokenizer
-from payload.results import RunPaths
-from payload.run_config import load_run_config
+from payload.run_record.results import RunPaths
 from payload.train.models.registry import build
 from payload.train.setup import pin_initial
 from payload.train.weights import save_hf

@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from payload.errors import CheckpointError
+from payload.core.errors import CheckpointError
 from payload.models.other import OtherSpec, read, read_folder
 
 SIZES = {

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.plan import CONFIGS, make_folder, words
-from payload.errors import ExitCode
-from payload.hub_names import HubName
-from payload.models.source import spec_on_hub
+from payload.core.errors import ExitCode
+from payload.formats.hub_names import HubName
+from payload.weights.source import spec_on_hub
 from tests.models.fake_model_hub import FIRST, NAME, model_hub, use_hub
 from tests.support.launching import REPO
 

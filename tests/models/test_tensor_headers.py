@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from payload.errors import CheckpointError
-from payload.hf_folder import INDEX_FILE, WEIGHTS_FILE, weight_files
+from payload.core.errors import CheckpointError
+from payload.formats.hf_folder import INDEX_FILE, WEIGHTS_FILE, weight_files
 from payload.models.tensor_headers import tensor_headers
 from payload.orchestrate.sites.cluster import local_weights
 

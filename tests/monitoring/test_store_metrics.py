@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 from payload.monitor.run_metrics import PREFIX, RunMetrics
-from payload.results import RunPaths, write_json
-from payload.store_state import StoreState
+from payload.run_record.results import RunPaths, write_json
+from payload.run_record.store_state import StoreState
 
 
 def of_store(paths: RunPaths) -> dict[str, float]:

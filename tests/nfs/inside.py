@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from payload.inventory import SHARED_FOLDER
+from payload.machines.inventory import SHARED_FOLDER
 from payload.orchestrate.node.look import FolderTrial
-from payload.shared_folders import FolderWatch
+from payload.supervise.shared_folders import FolderWatch
 from tests.support.launching import REPO
 
 HEAD = "10.60.0.10"

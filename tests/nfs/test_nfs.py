@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from payload.inventory import SHARED_FOLDER
+from payload.machines.inventory import SHARED_FOLDER
 from tests.nfs.kernel import boot
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import TINY_RUN, losses, rank_env, run, torchrun, train_program

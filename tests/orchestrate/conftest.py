@@ -12,11 +12,11 @@ from shutil import which
 
 import pytest
 
-from payload.inventory import ClusterInventory
+from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.run.there import RemoteRun
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import Deadlines, Login
-from payload.results import RunPaths
+from payload.run_record.results import RunPaths
 from tests.orchestrate.hostile import command_of
 from tests.orchestrate.run_copies import write_ranks
 from tests.orchestrate.sshd import SSHD, USER, Sshd, logs_since, make_cluster, make_key

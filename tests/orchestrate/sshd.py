@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from payload.inventory import Access, AccessKind, ClusterInventory, Node
+from payload.machines.inventory import Access, AccessKind, ClusterInventory, Node
 from payload.orchestrate.node.look import numa_domains, physical_cores
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until

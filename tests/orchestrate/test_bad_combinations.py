@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from payload import engines
-from payload.errors import ExitCode
+from payload.config import engines
+from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
 from tests.orchestrate.test_commands import Workplace
 

@@ -10,16 +10,16 @@ from typing import NoReturn
 
 import pytest
 
-from payload import disk_room
-from payload.checkpoint_files import sha256_of
-from payload.errors import ConfigError, ExitCode, UsageError
+from payload.config.run_config import RunConfig, load_run_config, parse_run_config
+from payload.core.errors import ConfigError, ExitCode, UsageError
+from payload.estimates import disk_room
+from payload.formats.checkpoint_files import sha256_of
 from payload.launch.arithmetic import work_out
 from payload.models.gpt2 import Gpt2Spec
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.sites.local import LocalAccess
-from payload.results import RunPaths
-from payload.run_config import RunConfig, load_run_config, parse_run_config
-from payload.start_checks import settle_initial
+from payload.orchestrate.start_checks import settle_initial
+from payload.run_record.results import RunPaths
 from tests.orchestrate.test_commands import ENDLESS, Workplace
 from tests.supervise.planned import (
     DEADLINE_S,

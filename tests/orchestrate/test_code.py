@@ -53,7 +53,7 @@ def test_only_what_changed_is_missing_the_second_time(tmp_path: Path) -> None:
 
 def test_the_digest_names_the_files_and_leaves_out_caches() -> None:
     code = this_code()
-    assert "payload/errors.py" in code.files and code.digest == this_code().digest
+    assert "payload/core/errors.py" in code.files and code.digest == this_code().digest
     assert not [name for name in code.files if "__pycache__" in name]
 
 

@@ -11,16 +11,16 @@ from typing import Any, NoReturn
 
 import pytest
 
-from payload.checkpoint_files import manifest_problems
-from payload.errors import ExitCode, UsageError
-from payload.inventory import ClusterInventory
+from payload.core.errors import ExitCode, UsageError
+from payload.formats.checkpoint_files import manifest_problems
 from payload.launch.plan import LaunchPlan
-from payload.metrics_log import read_metrics
+from payload.machines.inventory import ClusterInventory
+from payload.machines.rank_variables import RUN_DIR
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.run.mirror import Mirrored, write_mirrored
 from payload.orchestrate.sites.local import LocalAccess
-from payload.rank_variables import RUN_DIR
-from payload.results import RunPaths, Summary, read_json
+from payload.run_record.metrics_log import read_metrics
+from payload.run_record.results import RunPaths, Summary, read_json
 from payload.supervise.processes import processes_of
 from tests.orchestrate.damage import WAYS, damage_file
 from tests.orchestrate.sshd import USER, make_cluster, make_key

@@ -20,13 +20,13 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from payload.errors import PreflightError, UsageError
+from payload.core.errors import PreflightError, UsageError
 from payload.monitor.local import in_origins_of_their_own, local_stack
 from payload.monitor.tunnel import forwarded
 from payload.orchestrate.commands import status
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import Login
-from payload.results import RunPaths
+from payload.run_record.results import RunPaths
 from tests.orchestrate.conftest import PATIENT, StartSshd
 from tests.orchestrate.sshd import make_cluster
 from tests.supervise.planned import REPO, plan_stand_in, wait_for

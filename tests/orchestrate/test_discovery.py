@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from payload.machine import (
+from payload.machines.machine import (
     Domain,
     Machine,
     cpu_quota,

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from payload.errors import (
+from payload.core.errors import (
     BootstrapError,
     ExitCode,
     HostKeyError,
@@ -20,7 +20,7 @@ from payload.errors import (
     TileforgeError,
     most_telling,
 )
-from payload.inventory import Node
+from payload.machines.inventory import Node
 from payload.orchestrate.ssh.streams import all_or_raise, on_every_node
 from tests.launch.inventories import make_inventory
 from tests.support.waiting import wait_until

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from payload.errors import ExitCode, HostKeyError, PreflightError, SshUnreachableError
-from payload.inventory import Node
+from payload.core.errors import ExitCode, HostKeyError, PreflightError, SshUnreachableError
+from payload.machines.inventory import Node
 from payload.orchestrate.preflight import findings as find
 from payload.orchestrate.preflight.findings import Finding, NodeFacts, SharedFolder, clock_offset_s
 from payload.orchestrate.ssh.streams import MeshAnswer, Pair

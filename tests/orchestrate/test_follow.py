@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from payload.metrics_log import StepMetrics, to_json_line
+from payload.config.training_sections import TrainSection
+from payload.core.files import write_whole
 from payload.orchestrate.run import follow
 from payload.orchestrate.run.console import LiveLine
 from payload.orchestrate.run.follow import Interrupts, Tail, Tails, show, show_steps
 from payload.orchestrate.sites.local import LocalAccess, LocalRun
-from payload.results import RunPaths, write_whole
-from payload.training_sections import TrainSection
+from payload.run_record.metrics_log import StepMetrics, to_json_line
+from payload.run_record.results import RunPaths
 
 STEP = StepMetrics(
     step=7,

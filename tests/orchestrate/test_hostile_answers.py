@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from payload.errors import AnswerError, ConfigError
+from payload.core.errors import AnswerError, ConfigError
+from payload.core.untrusted import RUN_ID, printable
 from payload.orchestrate.preflight.findings import NodeFacts
 from payload.orchestrate.preflight.trial_findings import MARK, Outcome, Result
 from payload.orchestrate.run.mirror import merge, wanted_of
@@ -30,8 +31,7 @@ from payload.orchestrate.ssh.streams import (
     Signalled,
     parse_answer,
 )
-from payload.results import RunPaths
-from payload.untrusted import RUN_ID, printable
+from payload.run_record.results import RunPaths
 from tests.orchestrate.hostile import LOOK, PUBLIC, STRINGS, VALUES, files_below
 from tests.orchestrate.run_copies import exit_text, write_ranks
 

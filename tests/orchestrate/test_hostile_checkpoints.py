@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from payload.errors import ConfigError, PreflightError
+from payload.core.errors import ConfigError, PreflightError
+from payload.core.untrusted import printable
 from payload.orchestrate.run.mirror import note_seen
 from payload.orchestrate.run.there import RemoteRun
-from payload.results import RunPaths
-from payload.untrusted import printable
+from payload.run_record.results import RunPaths
 from tests.orchestrate.hostile import STRINGS, files_below
 from tests.orchestrate.run_copies import progress_text
 from tests.orchestrate.sshd import Sshd

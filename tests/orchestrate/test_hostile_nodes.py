@@ -8,8 +8,9 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from payload.errors import AnswerError, ConfigError, TileforgeError
-from payload.inventory import ClusterInventory
+from payload.core.errors import AnswerError, ConfigError, TileforgeError
+from payload.core.untrusted import printable
+from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.commands.status import AttachOptions, attach
 from payload.orchestrate.run.mirror import note_seen
 from payload.orchestrate.run.there import RemoteRun
@@ -20,8 +21,7 @@ from payload.orchestrate.ssh.keys import install_run_key
 from payload.orchestrate.ssh.streams import (
     Login,
 )
-from payload.results import RunPaths
-from payload.untrusted import printable
+from payload.run_record.results import RunPaths
 from tests.orchestrate.conftest import StartSshd, remote_run
 from tests.orchestrate.hostile import LOOK, PUBLIC, STRINGS, command_of, files_below, lie
 from tests.orchestrate.run_copies import exit_text, state_text, write_ranks

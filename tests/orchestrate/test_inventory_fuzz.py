@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from payload.errors import ConfigError
-from payload.inventory import ClusterInventory, Node
+from payload.core.errors import ConfigError
+from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.ssh.keys import render_known_hosts, render_ssh_config
 from payload.orchestrate.ssh.streams import iap_argv
 

@@ -10,9 +10,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from payload.cluster_identity import settle_cluster_identity
-from payload.errors import ConfigError
-from payload.inventory import Access, ClusterInventory, Node
+from payload.core.errors import ConfigError
+from payload.machines.inventory import Access, ClusterInventory, Node
 from payload.orchestrate.cloud.stack import cluster_folder
 from payload.orchestrate.preflight.checks import operator_key
 from payload.orchestrate.preflight.trial_findings import record_path
@@ -22,6 +21,7 @@ from payload.orchestrate.ssh.keys import (
     render_known_hosts,
     render_ssh_config,
 )
+from payload.stack.cluster_identity import settle_cluster_identity
 from tests.support.golden_files import assert_golden
 
 

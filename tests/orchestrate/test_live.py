@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from payload import time_left
+from payload.config.training_sections import TrainSection
+from payload.orchestrate.run import time_left
 from payload.orchestrate.run.console import View, duration
-from payload.results import RankProgress
-from payload.time_left import Eta, evaluations_left, saves_left
-from payload.training_sections import TrainSection
+from payload.orchestrate.run.time_left import Eta, evaluations_left, saves_left
+from payload.run_record.results import RankProgress
 
 ROW = {"step": 11, "tokens": 10**7, "loss": 4.56789, "tokens_per_s": 12345.6, "mfu": 0.312}
 HEARTBEAT = RankProgress(

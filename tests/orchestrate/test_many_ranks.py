@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from payload.config.training_sections import TrainSection
 from payload.launch.ranks import Rank, render_ranks
-from payload.metrics_log import StepMetrics, to_json_line
 from payload.orchestrate.run.console import LiveLine
 from payload.orchestrate.run.follow import Tail, show_progress, show_state, show_steps
 from payload.orchestrate.run.report import ranks_lines, status_lines
@@ -24,8 +24,8 @@ from payload.orchestrate.run.store import view_run
 from payload.orchestrate.run.there import RemoteRun
 from payload.orchestrate.ssh.connection import Cluster, Connection
 from payload.orchestrate.ssh.streams import Completed, Login
-from payload.results import RunPaths
-from payload.training_sections import TrainSection
+from payload.run_record.metrics_log import StepMetrics, to_json_line
+from payload.run_record.results import RunPaths
 from tests.orchestrate.conftest import PATIENT, StartSshd
 from tests.orchestrate.run_copies import progress_text, state_text
 from tests.orchestrate.sshd import make_cluster

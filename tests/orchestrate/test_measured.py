@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 
-from payload.core_speed import typical_mfu
-from payload.dtype import Dtype
-from payload.inventory import Access, ClusterInventory
+from payload.config.run_config import parse_run_config
+from payload.config.training_sections import DtypeChoice
+from payload.core.dtype import Dtype
+from payload.core.untrusted import build
+from payload.estimates.step_time import UPDATE_S_PER_WEIGHT
+from payload.machines.core_speed import typical_mfu
+from payload.machines.inventory import Access, ClusterInventory
 from payload.models.gpt2 import PRESETS
 from payload.orchestrate.preflight.report import (
     FRESH_S,
@@ -41,10 +45,6 @@ from payload.orchestrate.sites.cluster import dry_run_access
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import this_code
 from payload.orchestrate.ssh.streams import Login
-from payload.run_config import parse_run_config
-from payload.step_time import UPDATE_S_PER_WEIGHT
-from payload.training_sections import DtypeChoice
-from payload.untrusted import build
 from tests.orchestrate.test_findings import make_facts, make_node
 
 CONFIG = parse_run_config("", where="test")

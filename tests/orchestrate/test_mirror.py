@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import AnswerError, ConfigError
-from payload.inventory import Access
-from payload.manifest_hashes import ManifestHash, ManifestHashes, known_hashes
+from payload.core.errors import AnswerError, ConfigError
+from payload.core.files import write_whole
+from payload.machines.inventory import Access
 from payload.orchestrate.node.control import read, send
 from payload.orchestrate.run.mirror import (
     Mirrored,
@@ -23,8 +23,9 @@ from payload.orchestrate.run.mirror import (
 )
 from payload.orchestrate.sites.cluster_run import is_copy_of
 from payload.orchestrate.ssh.streams import Part, Piece, parse_answer
-from payload.results import RunPaths, write_json, write_whole
-from payload.run_identity import known_identity
+from payload.run_record.manifest_hashes import ManifestHash, ManifestHashes, known_hashes
+from payload.run_record.results import RunPaths, write_json
+from payload.run_record.run_identity import known_identity
 from tests.launch.inventories import make_inventory
 from tests.orchestrate.damage import WAYS, damage_file
 from tests.orchestrate.run_copies import (

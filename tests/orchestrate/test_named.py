@@ -12,21 +12,27 @@ from typing import NoReturn
 
 import pytest
 
-from payload.errors import ConfigError, ExitCode, SshUnreachableError
-from payload.inventory import Access
-from payload.named_settings import bounded_wait_s, note_named, reaching, require_named, unnamed
+from payload.config.run_config import RunConfig, load_run_config, parse_run_config
+from payload.config.store_address import parse_store_address
+from payload.core.errors import ConfigError, ExitCode, SshUnreachableError
+from payload.machines.inventory import Access
+from payload.machines.rank_variables import RUN_DIR
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.commands import status
 from payload.orchestrate.run.mirror import Mirrored, write_mirrored
 from payload.orchestrate.sites.local import Local
 from payload.orchestrate.sites.ssh import Ssh
-from payload.rank_variables import RUN_DIR
-from payload.results import RunPaths
-from payload.run_config import RunConfig, load_run_config, parse_run_config
-from payload.run_repair import config_to_resume
+from payload.run_record.named_settings import (
+    bounded_wait_s,
+    note_named,
+    reaching,
+    require_named,
+    unnamed,
+)
+from payload.run_record.results import RunPaths
+from payload.run_record.run_repair import config_to_resume
 from payload.storage.objects import open_store
 from payload.storage.records import fetch_records
-from payload.store_address import parse_store_address
 from payload.train.__main__ import _is_launched as is_launched
 from payload.train.__main__ import _load_config as settings_of
 from payload.train.__main__ import parser

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 import payload
-from payload.errors import BootstrapError, ExitCode, RankLostError, TileforgeError
-from payload.inventory import ClusterInventory, Node
-from payload.nvidia import gpu_need
+from payload.config.run_config import RunConfig
+from payload.core.errors import BootstrapError, ExitCode, RankLostError, TileforgeError
+from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.__main__ import main
+from payload.orchestrate.nvidia import gpu_need
 from payload.orchestrate.preflight import report as report_module
 from payload.orchestrate.preflight.checks import check_cluster
 from payload.orchestrate.preflight.findings import PROBED, reaches
@@ -28,7 +29,6 @@ from payload.orchestrate.ssh import connection as ssh
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.keys import make_operator_key
 from payload.orchestrate.ssh.streams import Login
-from payload.run_config import RunConfig
 from tests.orchestrate.conftest import PATIENT, SILENT_LATER, StartSshd
 from tests.orchestrate.sshd import Sshd, make_cluster, make_gcloud, make_key
 from tests.support.nvidia_smi import L4, make_nvidia_smi

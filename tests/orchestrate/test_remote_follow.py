@@ -11,7 +11,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from payload.errors import SshUnreachableError
+from payload.config.training_sections import TrainSection
+from payload.core.errors import SshUnreachableError
 from payload.orchestrate.run.console import LiveLine, text_console
 from payload.orchestrate.run.follow import ask_to_stop
 from payload.orchestrate.run.mirror import read_mirrored
@@ -20,8 +21,7 @@ from payload.orchestrate.sites import cluster_run
 from payload.orchestrate.sites.cluster_run import ClusterRun, Watch, patiently
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import Login
-from payload.results import RunPaths, StopRequest, read_json
-from payload.training_sections import TrainSection
+from payload.run_record.results import RunPaths, StopRequest, read_json
 from tests.orchestrate.conftest import PATIENT, StartSshd
 from tests.orchestrate.run_copies import write_ranks
 from tests.orchestrate.sshd import Sshd, make_cluster

@@ -17,12 +17,13 @@ from typing import Any
 
 import pytest
 
-from payload.errors import PreflightError
-from payload.inventory import RANK_PORTS
-from payload.nvidia import QUERY
+from payload.core.errors import PreflightError
+from payload.core.untrusted import build
+from payload.machines.inventory import RANK_PORTS
 from payload.orchestrate.node import control
 from payload.orchestrate.node.look import FolderTrial
 from payload.orchestrate.node.mesh import Mesh
+from payload.orchestrate.nvidia import QUERY
 from payload.orchestrate.preflight.findings import NodeFacts, SharedFolder
 from payload.orchestrate.ssh.streams import (
     NODE_FOLDER,
@@ -31,7 +32,6 @@ from payload.orchestrate.ssh.streams import (
     remote_argv,
     remote_stdin,
 )
-from payload.untrusted import build
 from tests.support.ports import free_port
 from tests.support.sshfs_mount import sshfs_mount, stopped
 from tests.support.waiting import wait_until

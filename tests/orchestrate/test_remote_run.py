@@ -11,15 +11,15 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from payload.errors import RankLostError
-from payload.inventory import Node
-from payload.manifest_hashes import ManifestHashes, known_hashes, note_hash
+from payload.core.errors import RankLostError
+from payload.machines.inventory import Node
 from payload.orchestrate.run import there
 from payload.orchestrate.run.mirror import note_collected, read_mirrored
 from payload.orchestrate.run.there import RemoteRun, hashes_there
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import Left, Login
-from payload.results import RunPaths
+from payload.run_record.manifest_hashes import ManifestHashes, known_hashes, note_hash
+from payload.run_record.results import RunPaths
 from tests.orchestrate.conftest import PATIENT, remote_run
 from tests.orchestrate.run_copies import write_ranks
 from tests.orchestrate.sshd import Sshd, make_cluster

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import INTERRUPTED, ExitCode
+from payload.core.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.run.mirror import Mirrored, write_mirrored
 from payload.orchestrate.run.store import all_runs
 from payload.report.__main__ import main as report
-from payload.results import RunPaths, Summary, point_latest_at, write_json
-from payload.run_lock import RunLock
-from payload.run_repair import known_dtype
+from payload.run_record.results import RunPaths, Summary, point_latest_at, write_json
+from payload.run_record.run_lock import RunLock
+from payload.run_record.run_repair import known_dtype
 from tests.orchestrate.sshd import make_cluster
 from tests.orchestrate.test_commands import Workplace
 from tests.orchestrate.test_findings import make_node
@@ -303,7 +303,7 @@ def test_a_run_whose_checkpoints_cannot_be_read_has_no_known_dtype(
     def unreadable(_: Path) -> list[Path]:
         raise PermissionError
 
-    monkeypatch.setattr("payload.run_repair.checkpoint_folders", unreadable)
+    monkeypatch.setattr("payload.run_record.run_repair.checkpoint_folders", unreadable)
     assert known_dtype(paths) is None
 
 

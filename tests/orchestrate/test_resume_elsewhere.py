@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ConfigError, ExitCode, UsageError
-from payload.inventory import Access, ClusterInventory
-from payload.machine import discover
+from payload.config.run_config import RunConfig, load_run_config, parse_run_config
+from payload.core.errors import ConfigError, ExitCode, UsageError
+from payload.machines.inventory import Access, ClusterInventory
+from payload.machines.machine import discover
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.planning import plan_order
 from payload.orchestrate.run.console import text_console
@@ -21,9 +22,8 @@ from payload.orchestrate.run.store import Order
 from payload.orchestrate.sites.choose import Chosen
 from payload.orchestrate.sites.local import Local, LocalAccess
 from payload.orchestrate.sites.ssh import Ssh
-from payload.results import RunPaths
-from payload.run_config import RunConfig, load_run_config, parse_run_config
-from payload.run_lock import RunLock, starting
+from payload.run_record.results import RunPaths
+from payload.run_record.run_lock import RunLock, starting
 from tests.launch.inventories import make_inventory
 from tests.support.run_folders import make_run
 

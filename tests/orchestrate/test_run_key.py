@@ -20,12 +20,18 @@ from typing import Any
 
 import pytest
 
-from payload.errors import ConfigError, ConnectionLostError, ExitCode, NodesError, PreflightError
-from payload.inventory import ClusterInventory, Node
+from payload.core.errors import (
+    ConfigError,
+    ConnectionLostError,
+    ExitCode,
+    NodesError,
+    PreflightError,
+)
 from payload.launch.environment import launcher_environment
 from payload.launch.files import render_hosts
 from payload.launch.launchers.base import Reach
 from payload.launch.launchers.registry import find
+from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.ssh import keys
 from payload.orchestrate.ssh.connection import Cluster, Connection
 from payload.orchestrate.ssh.keys import (

@@ -13,17 +13,20 @@ from typing import Any
 
 import pytest
 
-from payload.data_folder import load_meta
-from payload.errors import ConfigError, DataError, UsageError
+from payload.config.launch_sections import LaunchSection
+from payload.config.run_config import parse_run_config
+from payload.core.errors import ConfigError, DataError, UsageError
+from payload.core.untrusted import build, parse_json
+from payload.formats.data_folder import load_meta
 from payload.launch.arithmetic import work_out
 from payload.launch.ranks import place_ranks
-from payload.launch_sections import LaunchSection
 from payload.models.gpt2 import PRESETS
-from payload.named_settings import note_named
 from payload.orchestrate.run import follow
 from payload.orchestrate.run.store import all_runs, create_run, find_run, view_run
 from payload.orchestrate.sites.choose import load_cluster, memory_warning, require_one_machine
-from payload.results import (
+from payload.orchestrate.start_checks import check_data
+from payload.run_record.named_settings import note_named
+from payload.run_record.results import (
     RankProgress,
     RunPaths,
     RunState,
@@ -32,10 +35,7 @@ from payload.results import (
     point_latest_at,
     write_json,
 )
-from payload.run_config import parse_run_config
-from payload.run_lock import RunLock, is_supervised
-from payload.start_checks import check_data
-from payload.untrusted import build, parse_json
+from payload.run_record.run_lock import RunLock, is_supervised
 from tests.launch.inventories import make_inventory
 from tests.orchestrate.run_copies import state_text
 from tests.supervise.planned import plan_stand_in

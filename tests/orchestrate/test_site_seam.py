@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ConfigError, ExitCode, PreflightError
-from payload.inventory import Access
+from payload.config.run_config import parse_run_config
+from payload.core.errors import ConfigError, ExitCode, PreflightError
 from payload.launch.budget import JobTime
 from payload.launch.launchers.base import KilledRank
 from payload.launch.launchers.registry import find
+from payload.machines.inventory import Access
 from payload.orchestrate.planning import plan_run
 from payload.orchestrate.sites.allocation import (
     NodeSight,
@@ -26,8 +27,7 @@ from payload.orchestrate.sites.allocation import (
 from payload.orchestrate.sites.choose import find_site, load_cluster, require_launcher, site_names
 from payload.orchestrate.sites.local import LocalAccess
 from payload.orchestrate.sites.slurm import render_script
-from payload.results import RunPaths
-from payload.run_config import parse_run_config
+from payload.run_record.results import RunPaths
 from tests.launch.inventories import make_inventory
 from tests.orchestrate import toy_site
 from tests.orchestrate.operator import SETTINGS

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ConfigError, ExitCode, PreflightError, UsageError
-from payload.named_settings import note_named, reaching
+from payload.config.run_config import parse_run_config
+from payload.core.errors import ConfigError, ExitCode, PreflightError, UsageError
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.sites import allocation
 from payload.orchestrate.sites.allocation import SlurmAccess, ask
 from payload.orchestrate.sites.choose import find_site
 from payload.orchestrate.sites.slurm import SlurmRun
-from payload.results import RunJob, RunPaths, RunStatus, StopRequest, write_json
-from payload.run_config import parse_run_config
-from payload.run_lock import RunLock, starting
+from payload.run_record.named_settings import note_named, reaching
+from payload.run_record.results import RunJob, RunPaths, RunStatus, StopRequest, write_json
+from payload.run_record.run_lock import RunLock, starting
 from tests.orchestrate.operator import SETTINGS
 from tests.orchestrate.test_commands import Workplace
 from tests.support.data_folders import make_data_folder

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from payload.errors import (
+from payload.core.errors import (
     AnswerError,
     ConfigError,
     ConnectionLostError,
@@ -28,7 +28,7 @@ from payload.errors import (
     SshUnreachableError,
     TileforgeError,
 )
-from payload.inventory import Node
+from payload.machines.inventory import Node
 from payload.orchestrate.ssh import connection as ssh
 from payload.orchestrate.ssh.connection import Cluster, Connection, dial
 from payload.orchestrate.ssh.streams import Deadlines, Login, ProxyProcess, open_tcp

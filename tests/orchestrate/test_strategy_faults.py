@@ -11,10 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from payload.checkpoint_files import checkpoint_folders, manifest_problems, partial_checkpoints
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
+from payload.formats.checkpoint_files import (
+    checkpoint_folders,
+    manifest_problems,
+    partial_checkpoints,
+)
 from payload.orchestrate.__main__ import main
-from payload.results import RunPaths
+from payload.run_record.results import RunPaths
 from payload.supervise.processes import processes_of
 from tests.orchestrate.test_trainer import TIMEOUT_S, start
 from tests.supervise.planned import wait_for_steps

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import INTERRUPTED
+from payload.core.errors import INTERRUPTED
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.run import console
 from tests.orchestrate.test_commands import Workplace

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from payload.errors import PreflightError, SshUnreachableError
+from payload.core.errors import PreflightError, SshUnreachableError
 from payload.orchestrate.ssh.connection import Connection, dial
 from payload.orchestrate.ssh.files import build_kernels, get, put, this_code
 from payload.orchestrate.ssh.streams import Login, ProxyProcess, open_tcp

@@ -12,7 +12,7 @@ from typing import cast
 
 import pytest
 
-from payload.errors import ConfigError
+from payload.core.errors import ConfigError
 from payload.orchestrate.sites.cluster import local_weights
 from payload.orchestrate.ssh.connection import Connection
 from payload.orchestrate.ssh.files import send_files

@@ -12,8 +12,8 @@ from payload.orchestrate.planning import plan_order
 from payload.orchestrate.run.store import Order
 from payload.orchestrate.sites.choose import Home, NamedSite, Seen, SiteRun, load_cluster
 from payload.orchestrate.sites.local import LocalAccess
-from payload.results import RunJob, RunPaths, StopRequest, write_json
-from payload.run_lock import is_supervised
+from payload.run_record.results import RunJob, RunPaths, StopRequest, write_json
+from payload.run_record.run_lock import is_supervised
 
 
 class ToyRun(SiteRun):

@@ -11,12 +11,12 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks.docstrings import write
-from payload.core_speed import has_bf16
-from payload.data_folder import load_meta
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
 from payload.export.__main__ import main as export
+from payload.formats.data_folder import load_meta
+from payload.machines.core_speed import has_bf16
 from payload.models.registry import read_spec
-from payload.results import RunPaths
+from payload.run_record.results import RunPaths
 from tests.real.test_smollm2 import of_transformers, run
 from tests.support.chat_data import prepare
 from tests.support.launching import metrics

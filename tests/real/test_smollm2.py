@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from payload.core.errors import ExitCode
 from payload.data.tokenizers.gguf import gguf_tokenizer_folder
-from payload.errors import ExitCode
 from payload.evaluate.__main__ import main as evaluate
 from payload.export.__main__ import main as export
 from payload.generate.__main__ import main as generate

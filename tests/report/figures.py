@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from payload.metrics_log import TIMED_PARTS
+from payload.run_record.metrics_log import TIMED_PARTS
 from tests.support.browser import Browser
 
 _COLLECT = """

@@ -7,8 +7,8 @@ import math
 import shutil
 from pathlib import Path
 
-from payload.results import RunPaths
-from payload.run_samples import SAMPLES_NAME, Sample, write_samples
+from payload.run_record.results import RunPaths
+from payload.run_record.run_samples import SAMPLES_NAME, Sample, write_samples
 
 HOSTILE = (
     '"><script>window.hacked = 1</script>',

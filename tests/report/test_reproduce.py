@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from payload.core.errors import DataError
+from payload.core.hints import quoted
 from payload.data.__main__ import main, parser
 from payload.data.sources.files import describe_inputs
-from payload.data_folder import META_NAME, ChatRecord, DataMeta, load_meta
-from payload.errors import DataError
-from payload.hints import quoted
+from payload.formats.data_folder import META_NAME, ChatRecord, DataMeta, load_meta
 from payload.report.markup import text
 from payload.report.reproduce import prepare_lines
 from tests.support.data_folders import make_data_folder

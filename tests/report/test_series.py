@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from payload.metrics_log import to_json_line
 from payload.report.page import render
 from payload.report.series import curves
 from payload.report.source import Run
-from payload.results import RunPaths
+from payload.run_record.metrics_log import to_json_line
+from payload.run_record.results import RunPaths
 from tests.test_metrics_log import step_metrics
 
 

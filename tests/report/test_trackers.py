@@ -15,17 +15,17 @@ from typing import Any, ClassVar
 
 import pytest
 
-from payload.errors import ConfigError
-from payload.launch_sections import TRACKERS
-from payload.metrics_log import read_metrics
-from payload.named_settings import note_named, reaching
+from payload.config.launch_sections import TRACKERS
+from payload.config.run_config import load_run_config, parse_run_config
+from payload.core.errors import ConfigError
 from payload.report import track as tracking
 from payload.report.source import Run
 from payload.report.trackers import mlflow, wandb
 from payload.report.trackers.base import About, Row
-from payload.results import RunPaths
-from payload.run_config import load_run_config, parse_run_config
-from payload.tracking import missing_notes, wanted_trackers
+from payload.run_record.metrics_log import read_metrics
+from payload.run_record.named_settings import note_named, reaching
+from payload.run_record.results import RunPaths
+from payload.run_record.tracking import missing_notes, wanted_trackers
 from tests.report.real_runs import TRACKERS as TRACKERS_OF_RUNS
 from tests.report.real_runs import printed
 from tests.report.tracker_packages import PACKAGES, environment

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from payload.inventory import Access, ClusterInventory, Node
+from payload.machines.inventory import Access, ClusterInventory, Node
 from tests.rig.cache import cache_dir, locked
 from tests.rig.cleanup import lock_of, remove_leftovers
 from tests.rig.host import RigError, missing, wait_until

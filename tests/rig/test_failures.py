@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from payload.errors import ExitCode
-from payload.results import RunState, read_json
+from payload.core.errors import ExitCode
+from payload.run_record.results import RunState, read_json
 from tests.orchestrate.operator import TIMEOUT_S, Operator
 from tests.rig.leftovers import HOME, marked
 from tests.rig.machine import Machine

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ExitCode
-from payload.inventory import ClusterInventory
+from payload.core.errors import ExitCode
 from payload.launch.files import render_hosts
 from payload.launch.launchers.base import Reach
 from payload.launch.launchers.registry import find
+from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.node.look import numa_domains, physical_cores
 from payload.orchestrate.preflight.checks import check_cluster
 from payload.orchestrate.preflight.report import Report

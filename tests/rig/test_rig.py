@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from payload.inventory import ClusterInventory
+from payload.machines.inventory import ClusterInventory
 from tests.rig.access import ssh
 from tests.rig.cache import cache_dir
 from tests.rig.cleanup import NETWORKS, remove_leftovers

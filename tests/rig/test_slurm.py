@@ -11,9 +11,9 @@ from functools import partial
 
 import pytest
 
-from payload.errors import INTERRUPTED, ExitCode
+from payload.core.errors import INTERRUPTED, ExitCode
 from payload.launch.ranks import load_ranks
-from payload.results import RunJob, RunPaths, RunState, read_json
+from payload.run_record.results import RunJob, RunPaths, RunState, read_json
 from tests.rig.machine import Machine
 from tests.rig.slurm_cluster import SlurmCluster
 from tests.support.launching import losses, metrics, summary

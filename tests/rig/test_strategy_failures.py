@@ -11,9 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from payload.checkpoint_files import checkpoint_folders, manifest_problems, partial_checkpoints
-from payload.errors import ExitCode
-from payload.results import RunPaths, RunState, read_json
+from payload.core.errors import ExitCode
+from payload.formats.checkpoint_files import (
+    checkpoint_folders,
+    manifest_problems,
+    partial_checkpoints,
+)
+from payload.run_record.results import RunPaths, RunState, read_json
 from tests.orchestrate.operator import TIMEOUT_S, Operator
 from tests.rig import prepared
 from tests.rig.leftovers import HOME, marked

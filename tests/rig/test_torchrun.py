@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ExitCode
-from payload.results import RunPaths, RunState, read_json
+from payload.core.errors import ExitCode
+from payload.run_record.results import RunPaths, RunState, read_json
 from tests.orchestrate.operator import TIMEOUT_S, Operator
 from tests.rig.conftest import FEW_STEPS
 from tests.rig.leftovers import HOME, assert_nothing_is_left

@@ -14,12 +14,13 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from payload.errors import ExitCode, UsageError
-from payload.metrics_log import EvalMetrics, to_json_line
+from payload.config.run_config import load_run_config, parse_run_config
+from payload.config.store_address import StoreAddress, parse_store_address
+from payload.core.errors import ExitCode, UsageError
 from payload.orchestrate.run.store import collect_from_store, resumable_run
-from payload.results import RunPaths
-from payload.run_config import load_run_config, parse_run_config
-from payload.run_lock import RunLock
+from payload.run_record.metrics_log import EvalMetrics, to_json_line
+from payload.run_record.results import RunPaths
+from payload.run_record.run_lock import RunLock
 from payload.storage.checkpoints import Upload
 from payload.storage.folder import FolderStore
 from payload.storage.objects import (
@@ -30,7 +31,6 @@ from payload.storage.objects import (
     open_store,
 )
 from payload.storage.restore import fetch_run, restore
-from payload.store_address import StoreAddress, parse_store_address
 from tests.storage.folders import content_of, write_checkpoint
 from tests.support.identities import MINE, write_identity
 from tests.support.launching import REPO

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from payload.checkpoint_files import manifest_problems
-from payload.results import RunPaths, last_record
+from payload.config.store_address import parse_store_address
+from payload.formats.checkpoint_files import manifest_problems
+from payload.run_record.results import RunPaths, last_record
+from payload.run_record.store_state import StoreState
 from payload.storage.bucket import BucketStore
 from payload.storage.checkpoints import Upload, fetch_newest, whole_checkpoints
 from payload.storage.objects import (
@@ -25,8 +27,6 @@ from payload.storage.objects import (
     open_store,
 )
 from payload.storage.uploader import Uploader
-from payload.store_address import parse_store_address
-from payload.store_state import StoreState
 from tests.storage.folders import content_of, write_checkpoint
 from tests.storage.server import BUCKET, KINDS, Faults, FaultyProxy
 

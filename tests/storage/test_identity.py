@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ConfigError, ExitCode, UsageError
+from payload.config.run_config import RunConfig, load_run_config
+from payload.config.store_address import parse_store_address
+from payload.core.errors import ConfigError, ExitCode, UsageError
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.store import Order, collect_from_store, resumable_run
-from payload.results import RunPaths, write_json
-from payload.run_config import RunConfig, load_run_config
-from payload.run_identity import RunIdentity, known_identity
+from payload.run_record.results import RunPaths, write_json
+from payload.run_record.run_identity import RunIdentity, known_identity
+from payload.run_record.store_state import StoreState
 from payload.storage.objects import ObjectStore, open_store
 from payload.storage.owner import OWNER, Owner, stored_identity
 from payload.storage.restore import restore
-from payload.store_address import parse_store_address
-from payload.store_state import StoreState
 from tests.storage.folders import content_of, write_checkpoint
 from tests.storage.uploading import upload_all
 from tests.support.identities import MINE, THEIRS, write_identity

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ConfigError, ExitCode, PreflightError
-from payload.results import RunPaths
-from payload.run_identity import RunIdentity
+from payload.config.store_address import StoreAddress, parse_store_address
+from payload.core.errors import ConfigError, ExitCode, PreflightError
+from payload.run_record.results import RunPaths
+from payload.run_record.run_identity import RunIdentity
 from payload.storage.__main__ import main
 from payload.storage.checkpoints import fetch_newest, remove_checkpoints, stored_manifests
 from payload.storage.folder import FolderStore
@@ -27,7 +28,6 @@ from payload.storage.objects import (
 from payload.storage.owner import stored_identity
 from payload.storage.records import fetch_records
 from payload.storage.restore import fetch_run
-from payload.store_address import StoreAddress, parse_store_address
 from tests.storage.folders import write_checkpoint
 from tests.support.identities import MINE, THEIRS
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from payload.checkpoint_files import MANIFEST_FILE, sha256_of
-from payload.manifest_hashes import HASHES_FILE, MOST_HASHES, known_hashes, note_hash
+from payload.config.store_address import parse_store_address
+from payload.formats.checkpoint_files import MANIFEST_FILE, sha256_of
 from payload.orchestrate.run.store import collect_from_store
-from payload.results import RunPaths
+from payload.run_record.manifest_hashes import HASHES_FILE, MOST_HASHES, known_hashes, note_hash
+from payload.run_record.results import RunPaths
 from payload.storage.checkpoints import Upload, fetch_newest, whole_checkpoints
 from payload.storage.objects import ObjectStore, StoredObject, StoreError, open_store
 from payload.storage.restore import restore
-from payload.store_address import parse_store_address
 from tests.storage.folders import content_of, write_checkpoint
 from tests.storage.uploading import upload_all
 from tests.support.identities import write_identity

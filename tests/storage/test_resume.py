@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from payload.checkpoint_files import manifest_problems
-from payload.errors import ExitCode
-from payload.inventory import Access
+from payload.core.errors import ExitCode
+from payload.formats.checkpoint_files import manifest_problems
+from payload.machines.inventory import Access
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.run.mirror import note_seen, read_mirrored
-from payload.results import RunPaths, RunState, Summary, last_record, read_json
-from payload.store_state import StoreState
+from payload.run_record.results import RunPaths, RunState, Summary, last_record, read_json
+from payload.run_record.store_state import StoreState
 from payload.supervise.processes import processes_of
 from tests.launch.inventories import make_inventory
 from tests.storage.server import BUCKET, Faults, FaultyProxy

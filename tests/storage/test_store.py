@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ConfigError, DataError, ExitCode
+from payload.config.run_config import parse_run_config
+from payload.config.store_address import parse_store_address, settled_results
+from payload.core.errors import ConfigError, DataError, ExitCode
 from payload.orchestrate.__main__ import main as orchestrate
-from payload.run_config import parse_run_config
 from payload.storage.bucket import BucketStore, _libraries
 from payload.storage.checkpoints import Upload, fetch_newest, remove_checkpoints, whole_checkpoints
 from payload.storage.here import bring_data_here
@@ -32,7 +33,6 @@ from payload.storage.objects import (
 )
 from payload.storage.owner import LostOwnershipError, claim, new_token, require_owner
 from payload.storage.watched import watched_store
-from payload.store_address import parse_store_address, settled_results
 from tests.storage.folders import content_of, write_checkpoint
 from tests.storage.server import BUCKET, Faults, FaultyProxy
 from tests.support.data_folders import make_data_folder

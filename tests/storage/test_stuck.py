@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ExitCode, PreflightError
+from payload.config.run_config import parse_run_config
+from payload.config.store_address import StoreAddress, parse_store_address
+from payload.core.errors import ExitCode, PreflightError
 from payload.orchestrate.run.store import collect_from_store
-from payload.results import RunPaths
-from payload.run_config import parse_run_config
+from payload.run_record.results import RunPaths
 from payload.storage import folder
 from payload.storage.checkpoints import Upload
 from payload.storage.here import bring_data_here, try_store_here
 from payload.storage.objects import ObjectStore, StoreError, open_store
 from payload.storage.restore import restore
 from payload.storage.watched import watched_store
-from payload.store_address import StoreAddress, parse_store_address
 from tests.storage.folders import content_of, write_checkpoint
 from tests.storage.server import BUCKET, GcsServer
 from tests.support.launching import REPO

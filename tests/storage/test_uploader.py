@@ -13,15 +13,15 @@ from typing import BinaryIO
 
 import pytest
 
-from payload.results import RunPaths, last_record, write_json
+from payload.config.store_address import parse_store_address
+from payload.run_record.results import RunPaths, last_record, write_json
+from payload.run_record.store_state import StoreState
 from payload.storage import records
 from payload.storage.checkpoints import Upload, fetch_newest, whole_checkpoints
 from payload.storage.objects import ConflictError, ObjectStore, StoreError, open_store
 from payload.storage.owner import claim, new_token
 from payload.storage.records import Records
 from payload.storage.uploader import Uploader
-from payload.store_address import parse_store_address
-from payload.store_state import StoreState
 from tests.storage.folders import content_of, write_checkpoint
 from tests.storage.uploading import upload_all
 from tests.support.identities import MINE, write_identity

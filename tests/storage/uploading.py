@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from payload.results import RunPaths, last_record
+from payload.run_record.results import RunPaths, last_record
+from payload.run_record.store_state import StoreState
 from payload.storage.objects import ObjectStore
 from payload.storage.uploader import Uploader
-from payload.store_state import StoreState
 
 
 def upload_all(

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from payload import shared_folders
+from payload.config.run_config import parse_run_config
 from payload.orchestrate.planning import plan_run
 from payload.orchestrate.sites.choose import load_cluster
 from payload.orchestrate.sites.local import LocalAccess
-from payload.results import (
+from payload.run_record.results import (
     RankProgress,
     RunPaths,
     RunState,
@@ -22,8 +22,7 @@ from payload.results import (
     read_json,
     write_json,
 )
-from payload.run_config import parse_run_config
-from payload.supervise import attempt
+from payload.supervise import attempt, shared_folders
 from payload.supervise.processes import processes_of
 from tests.supervise import stand_in
 
@@ -34,7 +33,7 @@ CONFIG = "[batch]\nglobal_batch_size = 8\nmicro_batch_size = 1\n[model]\npreset 
 
 _WITH_TIMES = """
 import os, sys
-from payload import shared_folders
+from payload.supervise import shared_folders
 from payload.supervise import attempt
 from payload.supervise.__main__ import main
 attempt._ECHO_S = {echo_s}

@@ -17,9 +17,16 @@ import sys
 import time
 from pathlib import Path
 
-from payload.full_disk import write_record
-from payload.metrics_log import StepMetrics, to_json_line
-from payload.results import RankExit, RankProgress, RunPaths, RunStatus, Summary, last_record
+from payload.run_record.full_disk import write_record
+from payload.run_record.metrics_log import StepMetrics, to_json_line
+from payload.run_record.results import (
+    RankExit,
+    RankProgress,
+    RunPaths,
+    RunStatus,
+    Summary,
+    last_record,
+)
 
 STEP_S = 0.05
 

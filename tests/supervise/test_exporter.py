@@ -17,14 +17,14 @@ from typing import Literal
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from payload.errors import PreflightError
-from payload.launch_sections import MonitorSection
-from payload.metrics_log import EvalMetrics, RankTimes, StepMetrics, to_json_line
+from payload.config.launch_sections import MonitorSection
+from payload.core.errors import PreflightError
 from payload.monitor import exporter
 from payload.monitor.exporter import serving
 from payload.monitor.run_metrics import METRICS, PHASES, RunMetrics
-from payload.results import RankProgress, RunPaths, write_json
-from payload.store_state import StoreState
+from payload.run_record.metrics_log import EvalMetrics, RankTimes, StepMetrics, to_json_line
+from payload.run_record.results import RankProgress, RunPaths, write_json
+from payload.run_record.store_state import StoreState
 from tests.supervise.planned import (
     REPO,
     ask_to_stop,

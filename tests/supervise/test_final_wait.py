@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ExitCode
+from payload.config.run_config import load_run_config
+from payload.core.errors import ExitCode
 from payload.launch.plan import LaunchPlan
-from payload.results import Summary, read_json
-from payload.run_config import load_run_config
+from payload.run_record.results import Summary, read_json
 from payload.supervise.uploading import Uploading
 from tests.supervise.planned import DEADLINE_S, REPO, plan_stand_in, state_of
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ExitCode
-from payload.inventory import ClusterInventory
+from payload.core.errors import ExitCode
 from payload.launch.plan import LaunchPlan
-from payload.machine import hostname
-from payload.results import RunPaths, Summary, read_json
+from payload.machines.inventory import ClusterInventory
+from payload.machines.machine import hostname
+from payload.run_record.results import RunPaths, Summary, read_json
 from payload.supervise.processes import processes_of
 from tests.supervise.planned import (
     DEADLINE_S,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from payload.rank_variables import RUN_DIR
+from payload.machines.rank_variables import RUN_DIR
 from payload.supervise.processes import (
     kill_until_none,
     parse_ps,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ConfigError, PreflightError
+from payload.core.errors import ConfigError, PreflightError
 from payload.launch.ranks import Rank
-from payload.results import RankExit, read_json
+from payload.run_record.results import RankExit, read_json
 from payload.supervise.rank import bind_to_cores, find_rank, rank_command
 from tests.supervise.planned import REPO, plan_stand_in
 

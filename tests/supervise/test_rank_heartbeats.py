@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from payload.core.files import write_whole
 from payload.launch.ranks import Rank
-from payload.results import RankExit, RankProgress, RunPaths, read_json, write_json, write_whole
+from payload.run_record.results import RankExit, RankProgress, RunPaths, read_json, write_json
 from payload.supervise.rank_heartbeats import RankHeartbeats, StepTimes
 from payload.supervise.stream import parse_message
 from tests.test_metrics_log import step_line

@@ -8,11 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from payload import shared_folders
-from payload.errors import ExitCode
-from payload.results import RunState
-from payload.run_config import parse_run_config
-from payload.shared_folders import FolderWatch, describe, folders_of, network_mounts, short
+from payload.config.run_config import parse_run_config
+from payload.core.errors import ExitCode
+from payload.run_record.results import RunState
+from payload.supervise import shared_folders
+from payload.supervise.shared_folders import (
+    FolderWatch,
+    describe,
+    folders_of,
+    network_mounts,
+    short,
+)
 from tests.supervise.planned import (
     DEADLINE_S,
     plan_stand_in,

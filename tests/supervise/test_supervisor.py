@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
 from payload.orchestrate.sites.local import LocalAccess
-from payload.results import (
+from payload.run_record.results import (
     RankExit,
     RankProgress,
     RunPaths,
@@ -25,7 +25,7 @@ from payload.results import (
     read_json,
     write_json,
 )
-from payload.run_lock import FORCE_SIGNAL
+from payload.run_record.run_lock import FORCE_SIGNAL
 from payload.supervise.processes import processes_of
 from tests.supervise.planned import (
     DEADLINE_S,

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ExitCode, PreflightError
+from payload.config.run_config import load_run_config
+from payload.config.store_address import parse_store_address
+from payload.core.errors import ExitCode, PreflightError
 from payload.launch.plan import LaunchPlan
-from payload.results import RunPaths, RunState, write_json
-from payload.run_config import load_run_config
+from payload.run_record.results import RunPaths, RunState, write_json
+from payload.run_record.store_state import StoreState
 from payload.storage.checkpoints import Upload
 from payload.storage.objects import ObjectStore, open_store
 from payload.storage.records import Records
-from payload.store_address import parse_store_address
-from payload.store_state import StoreState
 from payload.supervise import uploading as module
 from payload.supervise.uploading import Uploading
 from tests.storage.folders import write_checkpoint

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from payload.core.errors import ExitCode
 from payload.data.__main__ import main as data
-from payload.errors import ExitCode
 
 START, END = "<|im_start|>", "<|im_end|>"
 PLAIN_TEMPLATE = (

@@ -16,9 +16,9 @@ import yaml
 
 from infra.machines import machine_types
 from infra.security import NOT_MET, RULES
-from payload.cloud_prices import listed_machines, machine_price
-from payload.errors import ExitCode
-from payload.run_config import RunConfig
+from payload.config.run_config import RunConfig
+from payload.core.errors import ExitCode
+from payload.pricing.cloud_prices import listed_machines, machine_price
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 

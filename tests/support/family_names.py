@@ -18,16 +18,17 @@ OTHERS = tuple(
             "payload/data",
             "payload/export",
             "payload/generate/codec.py",
-            "payload/tokenizer_identity.py",
+            "payload/formats/tokenizer_identity.py",
         ),
     )
 )
 SETTINGS = {
-    PurePosixPath("payload/training_sections.py"): frozenset(
+    PurePosixPath("payload/config/training_sections.py"): frozenset(
         {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "n_layer", "n_head", "n_embd"}
     ),
-    # Those of them that a resume may not change.
-    PurePosixPath("payload/run_config.py"): frozenset({"n_layer", "n_head", "n_embd"}),
+    # Those that the weights of model.init replace, and those that a resume may not change.
+    PurePosixPath("payload/config/model_fit.py"): frozenset({"n_layer", "n_head", "n_embd"}),
+    PurePosixPath("payload/config/run_config.py"): frozenset({"n_layer", "n_head", "n_embd"}),
 }
 """The documented settings of a model from scratch."""
 

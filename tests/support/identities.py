@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from payload.cluster_identity import IDENTITY_LABEL, settle_cluster_identity
-from payload.results import RunPaths, write_whole
-from payload.run_identity import RunIdentity
+from payload.core.files import write_whole
+from payload.run_record.results import RunPaths
+from payload.run_record.run_identity import RunIdentity
+from payload.stack.cluster_identity import IDENTITY_LABEL, settle_cluster_identity
 
 MINE, THEIRS = RunIdentity(identity="1" * 32), RunIdentity(identity="2" * 32)
 CLUSTER, ANOTHER_CLUSTER = "0123456789abcdef", "f" * 16

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import PurePosixPath
 
-PACKAGES = frozenset(
-    {"models", "launch", "orchestrate", "supervise", "data", "train", "generate"}
-    | {"evaluate", "export", "cli", "finetune", "report", "storage", "monitor"}
-)
-CONTRACTS = "contracts"
+LOWER = ("core", "machines", "formats", "models", "config", "run_record", "pricing", "stack")
+LOWER += ("estimates", "weights")
+"""Packages without side effects, by tier: each may import those before it."""
+UPPER = ("launch", "orchestrate", "supervise", "data", "train", "generate", "evaluate", "export")
+UPPER += ("cli", "finetune", "report", "storage", "monitor")
+PACKAGES = frozenset({*LOWER, *UPPER})
+ROOT = "root"
+"""`payload/__init__.py`, which has the version alone."""
 PULUMI = frozenset({"pulumi", "pulumi_gcp", "pulumi_command", "pulumi_random", "pulumi_tls"})
 
 # A module may compute its constants while it is imported; it may not touch the world.
@@ -34,77 +37,68 @@ class Rule:
     """The imports that one area of the code may have."""
 
     own: frozenset[str]
-    """Parts of `payload`: packages' names, `contracts`, or whole module names."""
+    """Packages of `payload`, and its root."""
     never: frozenset[str] = frozenset()
     """Modules from elsewhere."""
     stdlib_only: bool = False
 
 
 RULES = {
-    CONTRACTS: Rule(frozenset({CONTRACTS, "models"}), stdlib_only=True),
-    "models": Rule(frozenset({CONTRACTS, "models"}), stdlib_only=True),
+    ROOT: Rule(frozenset(), stdlib_only=True),
+    **{
+        name: Rule(frozenset({ROOT, *LOWER[: tier + 1]}), stdlib_only=True)
+        for tier, name in enumerate(LOWER)
+    },
     "infra": Rule(
-        frozenset(
-            {
-                "payload.inventory",
-                "payload.errors",
-                "payload.untrusted",
-                "payload.cloud_need",
-                "payload.cloud_prices",
-                "payload.cluster_files",
-                "payload.cluster_identity",
-                "payload.accelerators",
-            }
-        ),
-        frozenset({"paramiko", "torch"}),
+        frozenset({"core", "machines", "pricing", "stack"}), frozenset({"paramiko", "torch"})
     ),
     "launch": Rule(
-        frozenset({CONTRACTS, "models", "launch"}),
+        frozenset({ROOT, *LOWER, "launch"}),
         frozenset({"paramiko", "torch", "subprocess"}) | PULUMI,
     ),
     "orchestrate": Rule(
-        frozenset({CONTRACTS, "models", "launch", "storage", "monitor", "orchestrate"}),
+        frozenset({ROOT, *LOWER, "launch", "storage", "monitor", "orchestrate"}),
         frozenset({"torch", "infra"}) | PULUMI,
     ),
     "supervise": Rule(
-        frozenset({CONTRACTS, "launch", "monitor", "supervise"}),
+        frozenset({ROOT, *LOWER, "launch", "monitor", "supervise"}),
         frozenset({"torch", "paramiko", "infra"}) | PULUMI,
     ),
     "monitor": Rule(
-        frozenset({CONTRACTS, "launch", "monitor"}),
+        frozenset({ROOT, *LOWER, "launch", "monitor"}),
         frozenset({"torch", "numpy", "paramiko", "infra"}) | PULUMI,
     ),
     "storage": Rule(
-        frozenset({CONTRACTS, "storage"}),
+        frozenset({ROOT, *LOWER, "storage"}),
         frozenset({"torch", "numpy", "paramiko", "infra"}) | PULUMI,
     ),
     # It loads the other packages' command lines and programs by their names.
-    "cli": Rule(frozenset({CONTRACTS, "cli"}), frozenset({"torch", "numpy", "paramiko"}) | PULUMI),
-    "data": Rule(
-        frozenset({CONTRACTS, "models", "data"}), frozenset({"paramiko", "infra"}) | PULUMI
+    "cli": Rule(
+        frozenset({ROOT, *LOWER, "cli"}), frozenset({"torch", "numpy", "paramiko"}) | PULUMI
     ),
+    "data": Rule(frozenset({ROOT, *LOWER, "data"}), frozenset({"paramiko", "infra"}) | PULUMI),
     # It starts the other packages' programs as processes.
     "finetune": Rule(
-        frozenset({CONTRACTS, "models", "data", "finetune"}),
+        frozenset({ROOT, *LOWER, "data", "finetune"}),
         frozenset({"paramiko", "infra", "torch"}) | PULUMI,
     ),
     "report": Rule(
-        frozenset({CONTRACTS, "models", "report"}),
+        frozenset({ROOT, *LOWER, "report"}),
         frozenset({"paramiko", "infra", "torch", "numpy"}) | PULUMI,
     ),
     "train": Rule(
-        frozenset({CONTRACTS, "models", "data", "train"}), frozenset({"paramiko", "infra"}) | PULUMI
+        frozenset({ROOT, *LOWER, "data", "train"}), frozenset({"paramiko", "infra"}) | PULUMI
     ),
     "generate": Rule(
-        frozenset({CONTRACTS, "models", "data", "train", "generate"} | {"evaluate", "export"}),
+        frozenset({ROOT, *LOWER, "data", "train", "generate", "evaluate", "export"}),
         frozenset({"paramiko", "infra"}) | PULUMI,
     ),
     "evaluate": Rule(
-        frozenset({CONTRACTS, "models", "data", "train", "generate", "evaluate"}),
+        frozenset({ROOT, *LOWER, "data", "train", "generate", "evaluate"}),
         frozenset({"paramiko", "infra"}) | PULUMI,
     ),
     "export": Rule(
-        frozenset({CONTRACTS, "models", "data", "train", "generate", "export"}),
+        frozenset({ROOT, *LOWER, "data", "train", "generate", "export"}),
         frozenset({"paramiko", "infra"}) | PULUMI,
     ),
 }
@@ -113,7 +107,7 @@ GOOGLE_MODULES = (
     PurePosixPath("payload/storage/bucket.py"),
     PurePosixPath("payload/storage/credentials.py"),
 )
-HUB_MODULES = (PurePosixPath("payload/models/hub.py"),)
+HUB_MODULES = (PurePosixPath("payload/weights/hub.py"),)
 REGISTRIES = frozenset(
     PurePosixPath(folder, "registry.py")
     for folder in (
@@ -279,7 +273,7 @@ def _area(path: PurePosixPath) -> str | None:
         case ("payload", "__main__.py"):
             return "cli"
         case ("payload", _):
-            return CONTRACTS
+            return ROOT
         case ("payload", package, *_):
             return package
         case ("infra", *_):
@@ -292,10 +286,8 @@ def _allowed(module: str, *, area: str, path: PurePosixPath) -> bool:
     rule = RULES[area]
     top, *rest = module.split(".")
     if top == "payload":
-        part = rest[0] if rest and rest[0] in PACKAGES else CONTRACTS
-        return part in rule.own or any(
-            module == own or module.startswith(f"{own}.") for own in rule.own
-        )
+        part = rest[0] if rest and rest[0] in PACKAGES else ROOT
+        return part in rule.own
     if top == "infra":
         return area == "infra"
     if module == "?":
@@ -306,7 +298,7 @@ def _allowed(module: str, *, area: str, path: PurePosixPath) -> bool:
         return path == EXPORTER_MODULE
     if top == "google":
         return path in GOOGLE_MODULES
-    if top == "huggingface_hub" and area in ("models", "orchestrate"):
+    if top == "huggingface_hub" and area in (*LOWER, "orchestrate"):
         return path in HUB_MODULES
     if rule.stdlib_only:
         return top in sys.stdlib_module_names

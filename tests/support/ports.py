@@ -7,10 +7,11 @@ import os
 import random
 import socket
 
-from payload.inventory import RANK_PORTS
+from payload.machines.inventory import RANK_PORTS
 
 # Below those that the kernel gives to connections (32768 on, Linux's default) and those of a run's
-# ranks (payload.inventory.RANK_PORTS): what is started seconds later still finds its port free.
+# ranks (payload.machines.inventory.RANK_PORTS): what is started seconds later still finds its port
+# free.
 _FIRST = 11_000
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 _EACH = min(1000, (RANK_PORTS.start - _FIRST) // _WORKERS)

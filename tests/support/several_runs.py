@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from payload.errors import ExitCode, RanksDifferError
+from payload.core.errors import ExitCode, RanksDifferError
 from payload.evaluate.__main__ import main as evaluate
 from payload.train import __main__ as program
 from tests.support.brief_calibration import calibrate_briefly

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from unittest.mock import patch
 
-from payload.results import RunPaths
-from payload.run_config import load_run_config
+from payload.config.run_config import load_run_config
+from payload.run_record.results import RunPaths
 from payload.train import calibration
 from payload.train.session import train
 from payload.train.start_clock import StartClock

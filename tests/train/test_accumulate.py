@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from payload.launch_sections import DistributedSection
+from payload.config.launch_sections import DistributedSection
 from payload.train.gradients import GradientExchange
 from payload.train.kernels.kernels import Kernels
 from payload.train.kernels.library import Library

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from payload.config.run_config import parse_run_config
 from payload.models.gpt2 import PRESETS
-from payload.run_config import parse_run_config
 from payload.train.arithmetic import describe
 from payload.train.calibration import Calibration
 from payload.train.tasks.registry import open_task

@@ -13,12 +13,12 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from payload.core.errors import ConfigError, ExitCode
 from payload.data.blocks import IGNORED_TARGET, BlockOrder
 from payload.data.packed_blocks import open_packed
-from payload.data_folder import load_meta
-from payload.errors import ConfigError, ExitCode
 from payload.evaluate.__main__ import main as evaluate
-from payload.results import RunPaths
+from payload.formats.data_folder import load_meta
+from payload.run_record.results import RunPaths
 from payload.train.models.registry import load
 from tests.support.chat_data import MARKED_TEMPLATE, conversations, make_model, prepare
 from tests.support.launching import losses

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from payload.checkpoint_files import checkpoint_folders, manifest_problems
-from payload.errors import CheckpointError, TrainingError
+from payload.config.training_sections import OptimizerName, OptimizerSection
+from payload.core.errors import CheckpointError, TrainingError
+from payload.formats.checkpoint_files import checkpoint_folders, manifest_problems
 from payload.train.checkpoint import (
     TrainerState,
     load_trainer_state,
@@ -26,7 +27,6 @@ from payload.train.checkpoint import (
 from payload.train.models.base import CausalLM
 from payload.train.optimizer import Optimizers, build_optimizers
 from payload.train.snapshot import Snapshot
-from payload.training_sections import OptimizerName, OptimizerSection
 from tests.support.launching import DEADLINE_S, REPO, rank_env
 from tests.train.test_model import make_model, tokens
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from payload.results import RunPaths
-from payload.run_config import load_run_config
+from payload.config.run_config import load_run_config
+from payload.run_record.results import RunPaths
 from payload.train.setup import find_start
 from payload.train.tasks.registry import open_task
 from payload.train.world import World

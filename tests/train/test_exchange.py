@@ -101,7 +101,7 @@ def test_values_arrive_as_they_were_sent(tmp_path: Path) -> None:
 
 _TALK = """
 import os
-from payload.launch_sections import DistributedSection
+from payload.config.launch_sections import DistributedSection
 from payload.train.__main__ import leave
 from payload.train.fabric import Speeds
 from payload.train.world import World
@@ -131,7 +131,7 @@ _UNUSED = """
 import os
 import torch
 from torch import nn
-from payload.launch_sections import DistributedSection
+from payload.config.launch_sections import DistributedSection
 from payload.train.__main__ import leave
 from payload.train.gradients import GradientExchange
 from payload.train.world import World

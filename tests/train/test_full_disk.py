@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import TrainingError
-from payload.full_disk import give_room_back, keep_room, write_record
-from payload.metrics_log import EvalMetrics, read_metrics
-from payload.results import RankExit, RunPaths, read_json, write_json
+from payload.core.errors import TrainingError
+from payload.run_record.full_disk import give_room_back, keep_room, write_record
+from payload.run_record.metrics_log import EvalMetrics, read_metrics
+from payload.run_record.results import RankExit, RunPaths, read_json, write_json
 from payload.train.metrics import MetricsFile
 from tests.support.small_disk import SmallDisk
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from payload.checkpoint_files import sha256_of
-from payload.errors import CheckpointError
-from payload.results import RunPaths
-from payload.run_identity import checkpoint_identity, known_identity
+from payload.core.errors import CheckpointError
+from payload.formats.checkpoint_files import sha256_of
+from payload.run_record.results import RunPaths
+from payload.run_record.run_identity import checkpoint_identity, known_identity
 from tests.train.alone import train_alone
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from payload.config.training_sections import EngineSection, OptimizerSection
 from payload.train.engine import engage
 from payload.train.kernels import build
 from payload.train.kernels.build import COMPILERS, SOURCES, built_library
@@ -19,7 +20,6 @@ from payload.train.kernels.kernels import Kernels
 from payload.train.kernels.library import Library
 from payload.train.kernels.unavailable import KernelsUnavailableError
 from payload.train.optimizer import build_optimizers
-from payload.training_sections import EngineSection, OptimizerSection
 from tests.support.launching import losses, rank_env, run, train_program
 from tests.train.alone import ALONE
 from tests.train.test_model import make_model

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from payload.config.training_sections import OptimizerSection
 from payload.data.blocks import IGNORED_TARGET
 from payload.models.gpt2 import PRESETS
 from payload.models.spec import RankSetting
@@ -21,7 +22,6 @@ from payload.train.kernels.kernels import Kernels
 from payload.train.kernels.library import Library
 from payload.train.models.gpt2 import GPT
 from payload.train.optimizer import build_optimizers
-from payload.training_sections import OptimizerSection
 from tests.train.test_model import make_model, tokens
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")

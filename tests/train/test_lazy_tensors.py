@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from payload.errors import CheckpointError
+from payload.core.errors import CheckpointError
 from payload.train.lazy_tensors import LazyTensors, copy_in, shape_in
 
 TENSORS = {

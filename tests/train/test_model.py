@@ -12,11 +12,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from payload.errors import CheckpointError
-from payload.models.fit import require_fit
+from payload.config.model_fit import require_fit
+from payload.config.run_config import parse_run_config
+from payload.core.errors import CheckpointError
 from payload.models.gpt2 import PRESETS, Gpt2Spec
 from payload.models.registry import spec_of
-from payload.run_config import parse_run_config
 from payload.train.models.gpt2 import GPT, LayerCache
 from payload.train.models.registry import load
 from payload.train.weights import save_hf

@@ -14,15 +14,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from payload.config.run_config import load_run_config, parse_run_config
+from payload.core.dtype import Dtype
+from payload.core.errors import CheckpointError, ConfigError, DataError
 from payload.data.blocks import BlockOrder
 from payload.data.reference import ReferenceModel, read_reference, write_reference
-from payload.data_folder import load_meta
-from payload.dtype import Dtype
-from payload.errors import CheckpointError, ConfigError, DataError
 from payload.evaluate.__main__ import main as evaluate
+from payload.formats.data_folder import load_meta
 from payload.models.gpt2 import PRESETS
-from payload.results import RunPaths
-from payload.run_config import load_run_config, parse_run_config
+from payload.run_record.results import RunPaths
 from payload.train.base_model import identify
 from payload.train.evaluate import EvalPass
 from payload.train.kernels.kernels import find_kernels

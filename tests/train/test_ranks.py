@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import equal
 
-from payload.run_config import load_run_config
+from payload.config.run_config import load_run_config
 from payload.train.start_clock import process_age_s
 from tests.support.launching import (
     DEADLINE_S,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from payload.run_config import load_run_config
+from payload.config.run_config import load_run_config
 from tests.support.chat_data import conversations, make_model, prepare, write_rows
 from tests.support.launching import REPO, losses, metrics, train_several
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from payload.checkpoint_files import checkpoint_folders, checkpoint_step, manifest_problems
-from payload.errors import TrainingError
-from payload.metrics_log import EvalMetrics, read_metrics
-from payload.results import RunPaths, Summary, read_json
-from payload.run_config import load_run_config
-from payload.run_repair import make_room
+from payload.config.run_config import load_run_config
+from payload.core.errors import TrainingError
+from payload.formats.checkpoint_files import checkpoint_folders, checkpoint_step, manifest_problems
+from payload.run_record.metrics_log import EvalMetrics, read_metrics
+from payload.run_record.results import RunPaths, Summary, read_json
+from payload.run_record.run_repair import make_room
 from payload.train import checkpoint
 from payload.train.checkpoint import newest_checkpoint, optimizer_tensors
 from payload.train.optimizer import Optimizers

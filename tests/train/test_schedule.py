@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from payload.run_config import parse_run_config
+from payload.config.run_config import parse_run_config
 from payload.train.schedule import lr_at
 
 

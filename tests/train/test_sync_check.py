@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from payload.checkpoint_files import checkpoint_folders, manifest_problems
-from payload.errors import TrainingError
-from payload.results import RunPaths
+from payload.config.training_sections import OptimizerName
+from payload.core.errors import TrainingError
+from payload.formats.checkpoint_files import checkpoint_folders, manifest_problems
+from payload.run_record.results import RunPaths
 from payload.train import sync_check
 from payload.train.optimizer import Optimizers
 from payload.train.saving import Saving
 from payload.train.snapshot import Snapshot
 from payload.train.sync_check import RankState, rank_state
 from payload.train.trainer import Trainer
-from payload.training_sections import OptimizerName
 from tests.support.launching import mpirun, run, train_program
 from tests.train.alone import train_alone
 from tests.train.test_checkpoint import STATE, model_of, trained_optimizers

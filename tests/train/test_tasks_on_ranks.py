@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from payload.data_folder import load_meta
 from payload.evaluate.__main__ import main as evaluate
+from payload.formats.data_folder import load_meta
 from tests.support.chat_data import MARKED_TEMPLATE, PLAIN_TEMPLATE, conversations, make_model
 from tests.support.launching import evaluate_several, losses, metrics, train_several
 from tests.support.preference_data import pairs

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from payload.config.run_config import RunConfig, parse_run_config
+from payload.config.training_sections import OptimizerName, OptimizerSection
 from payload.data.blocks import BlockOrder, TokenBlocks
-from payload.metrics_log import read_metrics
-from payload.results import RunPaths
-from payload.run_config import RunConfig, parse_run_config
+from payload.run_record.metrics_log import read_metrics
+from payload.run_record.results import RunPaths
 from payload.train.calibration import calibrate
 from payload.train.metrics import Heartbeat
 from payload.train.optimizer import build_optimizers
@@ -25,7 +26,6 @@ from payload.train.strategies.replicate import Replicate
 from payload.train.tasks.text import BlockSamples
 from payload.train.trainer import Trainer
 from payload.train.world import World, as_rank_lost
-from payload.training_sections import OptimizerName, OptimizerSection
 from tests.train.alone import ALONE, train_alone
 from tests.train.test_model import make_model
 

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import transformers
 
-from payload.checkpoint_files import manifest_problems
+from payload.core.errors import CheckpointError
 from payload.data.encode import NASTY
 from payload.data.meta import write_meta
 from payload.data.tokenizers.gpt2 import gpt2_encoding
-from payload.data_folder import load_meta
-from payload.errors import CheckpointError
-from payload.hf_folder import TOKENIZER_FILES
-from payload.results import RunPaths
+from payload.formats.checkpoint_files import manifest_problems
+from payload.formats.data_folder import load_meta
+from payload.formats.hf_folder import TOKENIZER_FILES
+from payload.run_record.results import RunPaths
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import DEADLINE_S, TINY_RUN
 from tests.train.alone import train_alone

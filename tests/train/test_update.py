@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from payload.config.training_sections import EngineSection, OptimizerName, OptimizerSection
 from payload.train.engine import engage
 from payload.train.kernels.kernels import Kernels
 from payload.train.kernels.library import Library
 from payload.train.optimizer import Optimizers, build_optimizers
 from payload.train.world import World
-from payload.training_sections import EngineSection, OptimizerName, OptimizerSection
 from tests.train.alone import ALONE
 from tests.train.test_model import make_model
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from payload.core.errors import UsageError
 from payload.data.documents import Source
-from payload.errors import UsageError
 
 SourceKind = Literal["openwebtext", "text", "jsonl", "parquet", "csv", "hf", "stdlib"]
 SOURCE_KINDS: tuple[SourceKind, ...] = get_args(SourceKind)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from payload.core.errors import DataError
+from payload.core.untrusted import inside_folder, printable
 from payload.data.documents import PIECE_BYTES, Batch, Batcher, Cursor, Survey, read_pieces
 from payload.data.sources import SourceRequest
 from payload.data.sources.sections import Division, divide
-from payload.errors import DataError
-from payload.untrusted import inside_folder, printable
 
 BACKUPS = (".bak", ".old", ".orig", ".tmp", ".swp", ".part", ".partial", ".incomplete", "~")
 """Ends of names that programs give to copies and unfinished files."""

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from payload.core.errors import DataError, UsageError
+from payload.core.untrusted import inside_folder, one_line, read_bytes, shown
 from payload.data.documents import Batch, Batcher, Cursor, Survey
 from payload.data.sources import SourceRequest
 from payload.data.sources.files import file_identity, missing_shards
@@ -23,10 +25,8 @@ from payload.data.sources.parquet import (
     survey_parquet,
 )
 from payload.data.split import NANOGPT_VAL_FRACTION
-from payload.data_folder import FOLDER_WORD
-from payload.errors import DataError, UsageError
-from payload.hub_names import require_one_meaning
-from payload.untrusted import inside_folder, one_line, read_bytes, shown
+from payload.formats.data_folder import FOLDER_WORD
+from payload.formats.hub_names import require_one_meaning
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder, IterableDataset

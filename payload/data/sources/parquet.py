@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from payload.core.errors import DataError
+from payload.core.untrusted import one_line, shown
 from payload.data.documents import (
     MIB,
     PIECE_BYTES,
@@ -26,8 +28,6 @@ from payload.data.documents import (
 from payload.data.sources import SourceRequest
 from payload.data.sources.files import ColumnFiles, missing_shards
 from payload.data.worker_process import end_worker, how_it_ended
-from payload.errors import DataError
-from payload.untrusted import one_line, shown
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from payload.core.tasks import TASK_KINDS, TaskKind
 from payload.data.tasks.base import Task
-from payload.tasks import TASK_KINDS, TaskKind
 
 
 def task_of(kind: TaskKind) -> Task:

@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from payload.data_folder import DataMeta
-from payload.tasks import TaskKind
+from payload.core.tasks import TaskKind
+from payload.formats.data_folder import DataMeta
 
 if TYPE_CHECKING:
     from payload.data.plan import Estimate

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from payload.core.tasks import TaskKind
 from payload.data.tasks.arguments import positive_int
 from payload.data.tasks.base import AddFlag, Task
-from payload.data_folder import DataMeta
-from payload.tasks import TaskKind
+from payload.formats.data_folder import DataMeta
 
 if TYPE_CHECKING:
     from payload.data.plan import Estimate

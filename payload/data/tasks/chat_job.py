@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from payload.core.errors import DataError, UsageError
+from payload.core.untrusted import shown
 from payload.data.chat_template import (
     TEMPLATE_FILE,
     ChatTemplate,
@@ -34,15 +36,13 @@ from payload.data.tasks.folder import Made
 from payload.data.tokenizer_check import TokenizerCheck
 from payload.data.tokenizers import load_hf_tokenizer
 from payload.data.tokenizers.hf import HfTokenizer
-from payload.data_folder import (
+from payload.formats.data_folder import (
     TRAIN_MARKS_NAME,
     TRAIN_NAME,
     VAL_MARKS_NAME,
     VAL_NAME,
     ChatRecord,
 )
-from payload.errors import DataError, UsageError
-from payload.untrusted import shown
 
 _MARKS_NAMES = {TRAIN_NAME: TRAIN_MARKS_NAME, VAL_NAME: VAL_MARKS_NAME}
 _AT_ONCE = 256

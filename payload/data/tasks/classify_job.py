@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from payload.core.errors import DataError, UsageError
+from payload.core.untrusted import shown
 from payload.data.sources import DEFAULT_TEXT_COLUMN
 from payload.data.special_tokens import named_tokens, tokenizer_config
 from payload.data.tasks.arguments import prepare_settings, source_request, tokenizer_check
 from payload.data.tasks.classify import DEFAULT_LABEL_COLUMN
-from payload.data_folder import (
+from payload.formats.data_folder import (
     EXAMPLES_NAMES,
     MOST_NAME_TOKENS,
     TRAIN_NAME,
@@ -25,8 +27,6 @@ from payload.data_folder import (
     ClassifyRecord,
     SplitRecord,
 )
-from payload.errors import DataError, UsageError
-from payload.untrusted import shown
 
 if TYPE_CHECKING:
     from payload.data.plan import PrepareSettings

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 
+from payload.core.errors import DataError
+from payload.core.files import write_whole
 from payload.data.meta import write_meta, write_tokenizer
 from payload.data.plan import (
     Estimate,
@@ -27,9 +29,7 @@ from payload.data.rows import Rows
 from payload.data.split import Split
 from payload.data.store import locked, writing_to
 from payload.data.write import EXAMPLES_KEPT
-from payload.data_folder import META_NAME, DataFile, DataMeta
-from payload.errors import DataError
-from payload.results import write_whole
+from payload.formats.data_folder import META_NAME, DataFile, DataMeta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

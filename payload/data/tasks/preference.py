@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, ClassVar
 
+from payload.core.tasks import TaskKind
 from payload.data.tasks.base import AddFlag, Task
-from payload.data_folder import DataMeta
-from payload.tasks import TaskKind
+from payload.formats.data_folder import DataMeta
 
 if TYPE_CHECKING:
     from payload.data.plan import Estimate

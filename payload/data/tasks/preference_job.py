@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from payload.core.errors import DataError, UsageError
 from payload.data.chat_template import ChatTemplate, Span
 from payload.data.conversations import BadConversationError, Messages, unread_columns
 from payload.data.documents import Survey
@@ -29,7 +30,7 @@ from payload.data.tasks.classify_job import pad_token
 from payload.data.tasks.folder import Made
 from payload.data.tokenizer_check import TokenizerCheck
 from payload.data.tokenizers.hf import HfTokenizer
-from payload.data_folder import (
+from payload.formats.data_folder import (
     PAIRS_NAMES,
     TRAIN_MARKS_NAME,
     TRAIN_NAME,
@@ -37,7 +38,6 @@ from payload.data_folder import (
     VAL_NAME,
     PreferenceRecord,
 )
-from payload.errors import DataError, UsageError
 
 _MARKS_NAMES = {TRAIN_NAME: TRAIN_MARKS_NAME, VAL_NAME: VAL_MARKS_NAME}
 _AT_ONCE = 128

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, ClassVar
 
+from payload.core.tasks import TaskKind
 from payload.data.tasks.arguments import prepare_settings, source_request
 from payload.data.tasks.base import Task
-from payload.tasks import TaskKind
 
 if TYPE_CHECKING:
     from payload.data.documents import Source

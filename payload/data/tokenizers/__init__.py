@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from payload.checkpoint_files import require_own
+from payload.core.errors import CheckpointError, DataError
+from payload.core.untrusted import home_path, one_line, shown
 from payload.data.tokenizers.gguf import gguf_tokenizer_folder
 from payload.data.tokenizers.gpt2 import TOKENIZER_NAME, gpt2_encoding, gpt2_tokenizer
 from payload.data.tokenizers.probe import same_tokens
-from payload.errors import CheckpointError, DataError
-from payload.hub_names import HubName, pinned_name, require_one_meaning
+from payload.formats.checkpoint_files import require_own
+from payload.formats.hub_names import HubName, pinned_name, require_one_meaning
+from payload.formats.tokenizer_identity import GPT2_PIPELINE_SHA256
 from payload.models.gguf import gguf_file
-from payload.results import RunPaths
-from payload.tokenizer_identity import GPT2_PIPELINE_SHA256
-from payload.untrusted import home_path, one_line, shown
+from payload.run_record.results import RunPaths
 
 if TYPE_CHECKING:
     from payload.data.tokenizers.base import TextTokenizer
@@ -98,7 +98,7 @@ def _download(wanted: HubName) -> tuple[Path, str]:
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # imported there
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # loaded lazily
 
-    from payload.hf_folder import CONFIG_FILE, TOKENIZER_FILES
+    from payload.formats.hf_folder import CONFIG_FILE, TOKENIZER_FILES
 
     disable_progress_bars()
     try:

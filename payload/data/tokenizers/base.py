@@ -41,7 +41,7 @@ class TextTokenizer(ABC):
     name: str
     """For people and meta.json: `gpt2`, a hub name with its commit, or a folder."""
     sha256: str
-    """Hash of the vocabulary with its merges (payload.tokenizer_identity)."""
+    """Hash of the vocabulary with its merges (payload.formats.tokenizer_identity)."""
     pipeline_sha256: str
     """Hash of everything that changes the tokens."""
     fingerprint: str

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from payload.core.errors import DataError
+from payload.core.remake import write_tokenizer_again
+from payload.core.untrusted import is_failure, parse_json, shown
 from payload.data.special_tokens import (
     CONFIG_FILE,
     LISTED,
@@ -21,10 +24,7 @@ from payload.data.special_tokens import (
     named_tokens,
     tokenizer_config,
 )
-from payload.errors import DataError
-from payload.remake import write_tokenizer_again
-from payload.tokenizer_identity import TOKENIZER_FILE
-from payload.untrusted import is_failure, parse_json, shown
+from payload.formats.tokenizer_identity import TOKENIZER_FILE
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from payload.core.errors import CheckpointError
+from payload.core.untrusted import is_failure, one_line, shown
 from payload.data.converted import alone, converted
 from payload.data.pre_tokenizers import IGNORES_MERGES, pre_tokenizer
-from payload.errors import CheckpointError
 from payload.models.gguf import read_gguf
 from payload.models.gguf_header import read_header
-from payload.untrusted import is_failure, one_line, shown
 
 _FIX = "Name a folder in the Hugging Face layout."
 

@@ -14,9 +14,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from payload.core.errors import DataError
 from payload.data.tokenizers.base import Agree, FastTokenizer, TextTokenizer, Tokens
-from payload.errors import DataError
-from payload.tokenizer_identity import GPT2_END, GPT2_PIPELINE_SHA256, GPT2_SHA256
+from payload.formats.tokenizer_identity import GPT2_END, GPT2_PIPELINE_SHA256, GPT2_SHA256
 
 if TYPE_CHECKING:
     import tiktoken

@@ -17,15 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from payload.core.errors import DataError, TileforgeError
+from payload.core.remake import write_tokenizer_again
+from payload.core.untrusted import (
+    inside_folder,
+    is_failure,
+    one_line,
+    parse_json,
+    read_bytes,
+    shown,
+)
 from payload.data.special_tokens import MAP_FILE, map_counts, named_tokens, tokenizer_config
 from payload.data.tokenizers.base import FastTokenizer, TextTokenizer, Tokens
 from payload.data.tokenizers.declared import require_declared_tokens
 from payload.data.tokenizers.hf_fast import HfFast
-from payload.errors import DataError, TileforgeError
-from payload.hf_folder import CONFIG_FILE, read_tokenizer_files
-from payload.remake import write_tokenizer_again
-from payload.tokenizer_identity import TOKENIZER_FILE, identity_of, parse_tokenizer
-from payload.untrusted import inside_folder, is_failure, one_line, parse_json, read_bytes, shown
+from payload.formats.hf_folder import CONFIG_FILE, read_tokenizer_files
+from payload.formats.tokenizer_identity import TOKENIZER_FILE, identity_of, parse_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer

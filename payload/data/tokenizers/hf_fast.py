@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from payload.core.untrusted import is_failure, one_line
 from payload.data.tokenizers.base import Agree, FastTokenizer, NotFastError
-from payload.untrusted import is_failure, one_line
 
 PRINTED_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 """Bytes that stand for themselves in a byte-level vocabulary, and come first in GPT-2's."""

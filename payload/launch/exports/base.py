@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from payload.errors import UsageError
+from payload.core.errors import UsageError
 
 MOUNT = "/mnt/tileforge"
 """Where the storage is mounted: the folder that has data/ and runs/."""

@@ -6,8 +6,8 @@ import math
 import re
 import shlex
 
-from payload.inventory import RANK_PORTS
 from payload.launch.exports.base import Engine, ExportJob, source_environment_lines, source_lines
+from payload.machines.inventory import RANK_PORTS
 
 # Seconds before the job's end at which ranks are told to save; a checkpoint of GPT-2 takes 5.
 _NOTICE_S = 120

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import ClassVar
 
-from payload.inventory import Node
 from payload.launch.environment import Rendezvous
-from payload.rank_variables import RankVariables
+from payload.machines.inventory import Node
+from payload.machines.rank_variables import RankVariables
 
 MISSING_LIBRARY = re.compile(
     r"(?:error while loading shared libraries: )?(\S+): cannot open shared object file"

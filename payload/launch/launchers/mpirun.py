@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from payload.inventory import Node
 from payload.launch.launchers.base import (
     BOOTSTRAP_AGAIN,
     MISSING_LIBRARY,
@@ -17,7 +16,8 @@ from payload.launch.launchers.base import (
     Report,
     TrialFailure,
 )
-from payload.rank_variables import INTEL_MPI
+from payload.machines.inventory import Node
+from payload.machines.rank_variables import INTEL_MPI
 
 # It comes when all ranks have ended.
 _KILLED = re.compile(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from payload.errors import ConfigError
+from payload.core.errors import ConfigError
 from payload.launch import launchers
 from payload.launch.launchers.base import Launcher
 

@@ -6,7 +6,7 @@ import re
 import signal
 
 from payload.launch.launchers.base import Job, KilledRank, Launcher, LostNode, Report
-from payload.rank_variables import SLURM
+from payload.machines.rank_variables import SLURM
 
 STEP = (
     *("--overlap", "--overcommit", "--mem=0", "--cpu-bind=none", "--mpi=none"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from payload.launch import agents
 from payload.launch.launchers import srun
 from payload.launch.launchers.base import Job, Launcher, Report
-from payload.rank_variables import TORCHRUN
+from payload.machines.rank_variables import TORCHRUN
 
 # Seconds. The agents are started together, and what never comes is for the supervisor to see.
 _JOIN_S = 120

@@ -13,21 +13,9 @@ from typing import Any
 
 from rich.table import Table
 
-from payload.cloud_need import Need, need_of
-from payload.cloud_prices import (
-    CATALOG_FILE,
-    Catalog,
-    catalog_text,
-    disk_price,
-    machine_price,
-    nat_price,
-    rate_key,
-    read_catalog,
-    source,
-    spot_warning,
-)
-from payload.cluster_files import cluster_path
-from payload.errors import CloudAuthError, CloudError, ExitCode, TileforgeError, UsageError
+from payload.core.errors import CloudAuthError, CloudError, ExitCode, TileforgeError, UsageError
+from payload.core.files import write_whole
+from payload.core.untrusted import checked
 from payload.orchestrate.cloud.encryption_key import check_key
 from payload.orchestrate.cloud.firewall import check_firewall
 from payload.orchestrate.cloud.google import CloudMissingError, Endpoints, Google, UnreadableError
@@ -55,8 +43,20 @@ from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError, cluster_name, 
 from payload.orchestrate.cloud.sweep import project_of
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.sites.choose import nvidia_here
-from payload.results import write_whole
-from payload.untrusted import checked
+from payload.pricing.cloud_prices import (
+    CATALOG_FILE,
+    Catalog,
+    catalog_text,
+    disk_price,
+    machine_price,
+    nat_price,
+    rate_key,
+    read_catalog,
+    source,
+    spot_warning,
+)
+from payload.stack.cloud_need import Need, need_of
+from payload.stack.cluster_files import cluster_path
 
 # Compute Engine's number in the catalog: cloud.google.com/billing/docs/reference/rest/v1/services.
 _SKUS = "/v1/services/6F81-5844-456A/skus?currencyCode=USD&pageSize=5000"

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from payload.checkpoint_files import checkpoint_step
-from payload.cluster_identity import claimed_cluster_identity
-from payload.errors import ConfigError, ExitCode, TileforgeError, UsageError
-from payload.hints import command
-from payload.inventory import ClusterInventory, Node
+from payload.core.errors import ConfigError, ExitCode, TileforgeError, UsageError
+from payload.core.files import write_whole
+from payload.core.hints import command
+from payload.core.untrusted import read_bytes
+from payload.formats.checkpoint_files import checkpoint_step
+from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.cloud.filestore import may_delete, own_filestores
 from payload.orchestrate.cloud.firewall import StackState, stack_state
 from payload.orchestrate.cloud.google import Endpoints, Google
@@ -53,8 +54,8 @@ from payload.orchestrate.run.mirror import Mirrored, read_mirrored
 from payload.orchestrate.run.store import all_runs
 from payload.orchestrate.sites.local import LocalAccess
 from payload.orchestrate.ssh.keys import operator_key_path, require_private
-from payload.results import RunPaths, Summary, read_json, write_whole
-from payload.untrusted import read_bytes
+from payload.run_record.results import RunPaths, Summary, read_json
+from payload.stack.cluster_identity import claimed_cluster_identity
 
 if TYPE_CHECKING:
     from payload.orchestrate.ssh.files import RunsThere, RunThere

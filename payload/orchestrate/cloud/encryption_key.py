@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from payload.cloud_need import KMS_KEY, Need, key_location_fits
-from payload.errors import TileforgeError
+from payload.core.errors import TileforgeError
+from payload.core.untrusted import checked
 from payload.orchestrate.cloud.google import CloudMissingError, Google
 from payload.orchestrate.cloud.project import Check, auth, unknown, wrong
-from payload.untrusted import checked
+from payload.stack.cloud_need import KMS_KEY, Need, key_location_fits
 
 _NAME = "kmsKey"
 _ROLE = "roles/cloudkms.cryptoKeyEncrypterDecrypter"

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
 
-from payload.errors import CapacityError, ConfigError, QuotaError, TileforgeError
-from payload.google_login import GoogleLogin
-from payload.hints import command
+from payload.core.errors import CapacityError, ConfigError, QuotaError, TileforgeError
+from payload.core.hints import command
+from payload.core.untrusted import printable
 from payload.orchestrate.cloud.pulumi import STACK_TYPE, Update, name_of, refusal, type_of
 from payload.orchestrate.cloud.refusals import access_refusal, other_refusal
-from payload.untrusted import printable
+from payload.storage.google_login import GoogleLogin
 
 _ZONE = r"[a-z]+(?:-[a-z]+)+\d+-[a-z]"
 _NO_CAPACITY = re.compile(

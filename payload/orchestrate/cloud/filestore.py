@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from typing import Any, Protocol
 
-from payload.cloud_prices import filestore_price
-from payload.errors import CloudAuthError, CloudError, ConfigError, TileforgeError
+from payload.core.errors import CloudAuthError, CloudError, ConfigError, TileforgeError
+from payload.core.untrusted import printable
 from payload.orchestrate.cloud.firewall import StackState, inputs_in_state
 from payload.orchestrate.cloud.google import Google
 from payload.orchestrate.cloud.listing import filestores
@@ -15,7 +15,7 @@ from payload.orchestrate.cloud.ownership import Ownership
 from payload.orchestrate.cloud.pulumi import Pulumi, Step, Update, name_of, type_of
 from payload.orchestrate.cloud.resources import last_word
 from payload.orchestrate.run.console import confirm_by_name
-from payload.untrusted import printable
+from payload.pricing.cloud_prices import filestore_price
 
 _TYPE = "gcp:filestore/instance:Instance"
 _ENDS = ("delete", "replace", "delete-replaced")

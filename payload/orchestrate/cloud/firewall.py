@@ -9,9 +9,9 @@ from typing import Any
 
 from rich.console import Console
 
-from payload.cluster_identity import identity_in
-from payload.errors import CloudError, ExitCode, TileforgeError
-from payload.hints import command
+from payload.core.errors import CloudError, ExitCode, TileforgeError
+from payload.core.hints import command
+from payload.core.untrusted import build, checked, parse_json, printable
 from payload.orchestrate.cloud.google import Google, request_of
 from payload.orchestrate.cloud.listing import remove
 from payload.orchestrate.cloud.project import Check, unknown
@@ -26,7 +26,7 @@ from payload.orchestrate.cloud.pulumi import (
     urn_field,
 )
 from payload.orchestrate.cloud.resources import Resource, last_word, marks
-from payload.untrusted import build, checked, parse_json, printable
+from payload.stack.cluster_identity import identity_in
 
 INSTANCE = "gcp:compute/instance:Instance"
 _BUCKET = "gcp:storage/bucket:Bucket"

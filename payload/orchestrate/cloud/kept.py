@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
-from payload.cluster_identity import identity_in
-from payload.errors import CloudError, ConfigError
-from payload.hints import command
+from payload.core.errors import CloudError, ConfigError
+from payload.core.hints import command
+from payload.core.untrusted import printable
 from payload.orchestrate.cloud.firewall import INSTANCE, StackState
 from payload.orchestrate.cloud.google import Google, request_of
 from payload.orchestrate.cloud.listing import bucket_in, remove
@@ -20,7 +20,7 @@ from payload.orchestrate.cloud.machine_status import places_in
 from payload.orchestrate.cloud.pulumi import Pulumi, Update, name_of, type_of
 from payload.orchestrate.cloud.resources import CLUSTER_LABEL, KEPT_LABEL, Resource, last_word
 from payload.orchestrate.cloud.stack import recall
-from payload.untrusted import printable
+from payload.stack.cluster_identity import identity_in
 
 _NETWORK, _BOOT = "its network", "what it boots with"
 # The inputs of an instance, and the setting that decides each. The engine names no difference of a

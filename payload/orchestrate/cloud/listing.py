@@ -13,8 +13,8 @@ from itertools import groupby
 from typing import Any
 from urllib.parse import quote
 
-from payload.cloud_need import CLOUD_NAME
-from payload.errors import CloudAuthError, CloudError, TileforgeError
+from payload.core.errors import CloudAuthError, CloudError, TileforgeError
+from payload.core.untrusted import checked, shown
 from payload.orchestrate.cloud.google import (
     MOST_PAGES,
     REQUEST_S,
@@ -42,7 +42,7 @@ from payload.orchestrate.cloud.resources import (
     parse_time,
     printable_labels,
 )
-from payload.untrusted import checked, shown
+from payload.stack.cloud_need import CLOUD_NAME
 
 # infra/identity.py gives it, from the first on; descriptions came later.
 _DISPLAYED = re.compile(r"Nodes of the Tileforge cluster ([a-z0-9-]+)")

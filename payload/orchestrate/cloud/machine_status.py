@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from payload.errors import (
+from payload.core.errors import (
     CapacityError,
     CloudAuthError,
     CloudError,
@@ -25,8 +25,9 @@ from payload.errors import (
     ExitCode,
     TileforgeError,
 )
-from payload.hints import command
-from payload.inventory import Access, ClusterInventory, Node
+from payload.core.files import write_whole
+from payload.core.hints import command
+from payload.machines.inventory import Access, ClusterInventory, Node
 from payload.orchestrate.cloud.failures import find_stock_out
 from payload.orchestrate.cloud.firewall import INSTANCE, StackState, stack_state
 from payload.orchestrate.cloud.google import REQUEST_S, Endpoints, Google, one_line, request_of
@@ -37,7 +38,7 @@ from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError, type_of
 from payload.orchestrate.cloud.resources import EXPIRES_LABEL
 from payload.orchestrate.cloud.stack import ENDING, STOPPED, external_address
 from payload.orchestrate.run.console import confirm
-from payload.results import RunPaths, write_whole
+from payload.run_record.results import RunPaths
 
 StoppedChoice = Literal["start", "replace", "leave"]
 STOPPED_CHOICES: tuple[StoppedChoice, ...] = ("start", "replace", "leave")

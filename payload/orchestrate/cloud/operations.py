@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from payload.errors import CloudError
+from payload.core.errors import CloudError
+from payload.core.files import write_whole
 from payload.orchestrate.cloud.failures import (
     Lock,
     are_dead,
@@ -30,7 +31,6 @@ from payload.orchestrate.cloud.pulumi import Event, Pulumi, Step, Update, name_o
 from payload.orchestrate.cloud.resources import Resource
 from payload.orchestrate.cloud.stack import cluster_folder
 from payload.orchestrate.run.console import confirm
-from payload.results import write_whole
 
 # What an operation does to a resource, while it does and afterwards. Others change nothing.
 _DOING = {

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from payload.cluster_identity import identity_in
 from payload.orchestrate.cloud.firewall import StackState
 from payload.orchestrate.cloud.resources import (
     BUCKET,
@@ -21,6 +20,7 @@ from payload.orchestrate.cloud.resources import (
     is_made_by_program,
     is_zone,
 )
+from payload.stack.cluster_identity import identity_in
 
 NO_IDENTITY = "none"
 """Stands for the identity of what an older version built, or a person by hand."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from urllib.parse import urlencode
 
-from payload.cloud_need import Need
-from payload.errors import CloudAuthError, ExitCode, TileforgeError
+from payload.core.errors import CloudAuthError, ExitCode, TileforgeError
+from payload.core.untrusted import checked
 from payload.orchestrate.cloud.environment import address_of, proxy_of, spares_loopback
 from payload.orchestrate.cloud.google import REQUEST_S, CloudMissingError, Google, request_of
 from payload.orchestrate.cloud.project import (
@@ -22,7 +22,7 @@ from payload.orchestrate.cloud.project import (
     wrong,
 )
 from payload.orchestrate.cloud.refusals import QUOTA_PROJECT_FIX, billing_fix, bucket_fix
-from payload.untrusted import checked
+from payload.stack.cloud_need import Need
 
 _CONNECT_S = 5.0
 _IMAGE = re.compile(r"projects/(?P<project>[a-z0-9:.-]+)/global/images/(?P<name>[a-z0-9-]+)")

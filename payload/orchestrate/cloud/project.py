@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-from payload.accelerators import FP8_CAPABILITY, NVIDIA_DRIVER_BRANCH, SPOT_ALONE, gpus_of
-from payload.cloud_need import KMS_KEY, Need, Scope
-from payload.errors import CloudAuthError, CloudError, ExitCode, TileforgeError
-from payload.inventory import Node
-from payload.nvidia import GpuNeed, NvidiaFacts, gpu_faults
+from payload.core.errors import CloudAuthError, CloudError, ExitCode, TileforgeError
+from payload.core.untrusted import checked, shown
+from payload.machines.accelerators import FP8_CAPABILITY, NVIDIA_DRIVER_BRANCH, SPOT_ALONE, gpus_of
+from payload.machines.inventory import Node
 from payload.orchestrate.cloud.google import REQUEST_S, CloudMissingError, Google, request_of
 from payload.orchestrate.cloud.refusals import policy_fix
-from payload.untrusted import checked, shown
+from payload.orchestrate.nvidia import GpuNeed, NvidiaFacts, gpu_faults
+from payload.stack.cloud_need import KMS_KEY, Need, Scope
 
 Outcome = Literal["ok", "error", "warning", "unknown"]
 

@@ -11,12 +11,20 @@ from pathlib import Path
 from shutil import which
 from typing import Any, BinaryIO, Literal, TypeVar
 
-from payload.cloud_need import Need
-from payload.errors import ConfigError, ExitCode
-from payload.google_login import REFUSED_CREDENTIALS, GoogleLogin
-from payload.hints import command
+from payload.core.errors import ConfigError, ExitCode
+from payload.core.hints import command
+from payload.core.untrusted import (
+    NODE_NAME,
+    build,
+    check_type,
+    checked,
+    parse_json,
+    printable,
+    shown,
+)
 from payload.orchestrate.cloud.environment import past_the_proxy
-from payload.untrusted import NODE_NAME, build, check_type, checked, parse_json, printable, shown
+from payload.stack.cloud_need import Need
+from payload.storage.google_login import REFUSED_CREDENTIALS, GoogleLogin
 
 _MOST_EVENT_BYTES = 2**25
 """Limit of an event, which has a resource's state before and after: user-data is under 256 KiB."""

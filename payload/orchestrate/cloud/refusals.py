@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from payload.errors import CloudAuthError, CloudError, ConfigError, TileforgeError
-from payload.google_login import REFUSED_CREDENTIALS, GoogleLogin
-from payload.hints import command
+from payload.core.errors import CloudAuthError, CloudError, ConfigError, TileforgeError
+from payload.core.hints import command
+from payload.storage.google_login import REFUSED_CREDENTIALS, GoogleLogin
 
 _UP = command("orchestrate", "up")
 _ASK = "Ask the organization's administrators for an exception for this project"

@@ -20,12 +20,12 @@ from rich.console import Console
 
 import payload
 from payload import __version__
-from payload.cloud_need import Need, need_of
-from payload.cloud_prices import disk_price, filestore_price, machine_price, nat_price
-from payload.cluster_identity import new_cluster_identity, settle_cluster_identity
-from payload.errors import INTERRUPTED, BudgetError, ConfigError, ExitCode, TileforgeError
-from payload.hints import command
-from payload.interpreter import code_environment, module_words
+from payload.config.run_config import load_run_config
+from payload.core.errors import INTERRUPTED, BudgetError, ConfigError, ExitCode, TileforgeError
+from payload.core.files import write_whole
+from payload.core.hints import command
+from payload.core.interpreter import code_environment, module_words
+from payload.core.untrusted import parse_json, printable, read_bytes
 from payload.launch.ranks import place_ranks
 from payload.orchestrate.cloud.filestore import filestore_name
 from payload.orchestrate.cloud.google import REQUEST_LOG, Endpoints, Google
@@ -35,10 +35,10 @@ from payload.orchestrate.cloud.resources import Resource
 from payload.orchestrate.cloud.stack import StackOutputs, cluster_folder, read_outputs
 from payload.orchestrate.cloud.sweep import project_of
 from payload.orchestrate.run.console import confirm, text_console
-from payload.results import write_whole
-from payload.run_config import load_run_config
-from payload.start_checks import check_data
-from payload.untrusted import parse_json, printable, read_bytes
+from payload.orchestrate.start_checks import check_data
+from payload.pricing.cloud_prices import disk_price, filestore_price, machine_price, nat_price
+from payload.stack.cloud_need import Need, need_of
+from payload.stack.cluster_identity import new_cluster_identity, settle_cluster_identity
 
 REQUESTS = "requests.jsonl"
 """In a rehearsal's folder: a line for each request to Google."""

@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from payload.cluster_identity import IDENTITY_LABEL
-from payload.errors import ConfigError
-from payload.untrusted import printable
+from payload.core.errors import ConfigError
+from payload.core.untrusted import printable
+from payload.stack.cluster_identity import IDENTITY_LABEL
 
 CLUSTER_LABEL, EXPIRES_LABEL = "tileforge-cluster", "tileforge-expires"
 KEPT_LABEL = "tileforge-kept"

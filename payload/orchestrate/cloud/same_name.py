@@ -7,15 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from payload.cluster_files import cluster_path
-from payload.cluster_identity import (
-    accept_cluster_identity,
-    claimed_cluster_identity,
-    identity_in,
-    known_cluster_identity,
-)
-from payload.errors import CloudError, ConfigError
-from payload.hints import command
+from payload.core.errors import CloudError, ConfigError
+from payload.core.hints import command
 from payload.orchestrate.cloud.filestore import MayDelete
 from payload.orchestrate.cloud.google import Google
 from payload.orchestrate.cloud.listing import list_everything, remove
@@ -27,6 +20,13 @@ from payload.orchestrate.cloud.ownership import (
 )
 from payload.orchestrate.cloud.resources import FILESTORE, Resource, is_made_by_program
 from payload.orchestrate.run.console import confirm_by_name
+from payload.stack.cluster_files import cluster_path
+from payload.stack.cluster_identity import (
+    accept_cluster_identity,
+    claimed_cluster_identity,
+    identity_in,
+    known_cluster_identity,
+)
 
 
 def own_identity(folder: Path, cluster: str, *, told: Sequence[str] = ()) -> str | None:

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import payload
-from payload.cloud_need import CLOUD_NAME, Need
-from payload.cluster_files import cluster_path
-from payload.errors import (
+from payload.core.errors import (
     BootstrapError,
     CloudAuthError,
     ConfigError,
@@ -23,8 +21,18 @@ from payload.errors import (
     RankLostError,
     TileforgeError,
 )
-from payload.hints import command
-from payload.inventory import ClusterInventory, Node
+from payload.core.files import write_whole
+from payload.core.hints import command
+from payload.core.untrusted import (
+    NODE_NAME,
+    build,
+    check_schema,
+    checked,
+    parse_json,
+    read_bytes,
+    shown,
+)
+from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.cloud.google import (
     REQUEST_S,
     CloudMissingError,
@@ -34,8 +42,8 @@ from payload.orchestrate.cloud.google import (
 )
 from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError
 from payload.orchestrate.ssh.streams import all_or_raise, on_every_node
-from payload.results import write_whole
-from payload.untrusted import NODE_NAME, build, check_schema, checked, parse_json, read_bytes, shown
+from payload.stack.cloud_need import CLOUD_NAME, Need
+from payload.stack.cluster_files import cluster_path
 
 DEADLINE_S = 180.0
 _POLL_S = 3.0

@@ -16,16 +16,7 @@ from urllib.parse import quote
 from rich.console import Console
 from rich.table import Table
 
-from payload.cloud_need import CLOUD_NAME
-from payload.cloud_prices import filestore_price
-from payload.cluster_identity import (
-    PATTERN,
-    WANTED,
-    claimed_cluster_identity,
-    identity_in,
-    known_cluster_identity,
-)
-from payload.errors import (
+from payload.core.errors import (
     CloudAuthError,
     CloudError,
     ConfigError,
@@ -34,7 +25,8 @@ from payload.errors import (
     TileforgeError,
     UsageError,
 )
-from payload.hints import command
+from payload.core.hints import command
+from payload.core.untrusted import checked, shown
 from payload.orchestrate.cloud.failures import StackBusyError, explain
 from payload.orchestrate.cloud.filestore import may_delete
 from payload.orchestrate.cloud.firewall import StackState
@@ -65,7 +57,15 @@ from payload.orchestrate.cloud.resources import (
 )
 from payload.orchestrate.cloud.stack import recall, remembered_clusters
 from payload.orchestrate.run.console import confirm, confirm_by_name, text_console
-from payload.untrusted import checked, shown
+from payload.pricing.cloud_prices import filestore_price
+from payload.stack.cloud_need import CLOUD_NAME
+from payload.stack.cluster_identity import (
+    PATTERN,
+    WANTED,
+    claimed_cluster_identity,
+    identity_in,
+    known_cluster_identity,
+)
 
 _SCHEMA_VERSION = 1
 _LOSSES = {BUCKET: "  # deletes the results in it", FILESTORE: "  # deletes the data on it"}

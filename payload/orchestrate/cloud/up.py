@@ -13,10 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from payload.cloud_need import CLOUD_NAME, Spot, need_of, text_list
-from payload.cluster_files import cluster_path
-from payload.cluster_identity import known_cluster_identity, settle_cluster_identity
-from payload.errors import (
+from payload.core.errors import (
     CloudAuthError,
     CloudError,
     ConfigError,
@@ -24,7 +21,9 @@ from payload.errors import (
     TeardownError,
     TileforgeError,
 )
-from payload.hints import command
+from payload.core.files import write_whole
+from payload.core.hints import command
+from payload.core.untrusted import build, check_schema, checked, parse_json, read_bytes
 from payload.orchestrate.cloud.down import AtStake, at_stake
 from payload.orchestrate.cloud.failures import (
     StackBusyError,
@@ -88,8 +87,9 @@ from payload.orchestrate.cloud.sweep import destroy_and_look, project_of
 from payload.orchestrate.run.at_risk import cluster_warning, refuse_spot_without_bucket
 from payload.orchestrate.run.console import confirm, text_console
 from payload.orchestrate.ssh.keys import make_operator_key, operator_key_path
-from payload.results import write_whole
-from payload.untrusted import build, check_schema, checked, parse_json, read_bytes
+from payload.stack.cloud_need import CLOUD_NAME, Spot, need_of, text_list
+from payload.stack.cluster_files import cluster_path
+from payload.stack.cluster_identity import known_cluster_identity, settle_cluster_identity
 
 _UP = ("up", "--yes", "--skip-preview")
 _EXISTS = ("Error 409", "alreadyExists", "already exists")

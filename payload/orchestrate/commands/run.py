@@ -12,11 +12,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from payload.batch_size import as_recorded, left_open
-from payload.checkpoint_files import newest_sound
-from payload.errors import ConfigError, DataError, ExitCode
+from payload.config.run_config import RunConfig, load_run_config, parse_run_config
+from payload.core.errors import ConfigError, DataError, ExitCode
+from payload.core.untrusted import printable
+from payload.estimates.batch_size import as_recorded, left_open
+from payload.formats.checkpoint_files import newest_sound
 from payload.launch.plan import auto_batch_size
-from payload.named_settings import is_on_hub, named_by, reaching, require_named, unnamed
 from payload.orchestrate.planning import InventorySite, PlannedRun
 from payload.orchestrate.run.at_risk import run_warning
 from payload.orchestrate.run.console import text_console
@@ -25,13 +26,12 @@ from payload.orchestrate.run.report import Estimate, estimate, print_plan, strat
 from payload.orchestrate.run.store import Order, all_runs, resumable_run
 from payload.orchestrate.sites.choose import Chosen, Site, find_site, load_cluster
 from payload.orchestrate.sites.local import Local, LocalAccess, require_disk
-from payload.results import RunPaths, new_run_id, require_own_folders
-from payload.run_config import RunConfig, load_run_config, parse_run_config
-from payload.run_repair import config_to_resume, known_summary
-from payload.start_checks import check_data, require_known_sizes, settle_initial
+from payload.orchestrate.start_checks import check_data, require_known_sizes, settle_initial
+from payload.run_record.named_settings import is_on_hub, named_by, reaching, require_named, unnamed
+from payload.run_record.results import RunPaths, new_run_id, require_own_folders
+from payload.run_record.run_repair import config_to_resume, known_summary
+from payload.run_record.write_report import add_samples
 from payload.storage.here import bring_data_here, settle_results
-from payload.untrusted import printable
-from payload.write_report import add_samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

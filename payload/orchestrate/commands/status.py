@@ -12,7 +12,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from payload.errors import (
+from payload.config.store_address import StoreAddress
+from payload.core.errors import (
     ConfigError,
     ExitCode,
     PreflightError,
@@ -20,9 +21,10 @@ from payload.errors import (
     TileforgeError,
     UsageError,
 )
-from payload.hints import command
-from payload.inventory import ClusterInventory
+from payload.core.hints import command
+from payload.core.untrusted import RUN_ID, refuse_links, shown
 from payload.launch.ranks import load_ranks
+from payload.machines.inventory import ClusterInventory
 from payload.monitor.local import (
     GRAFANA_PORT,
     PROMETHEUS_PORT,
@@ -33,7 +35,6 @@ from payload.monitor.local import (
     stay,
 )
 from payload.monitor.tunnel import forwarded
-from payload.named_settings import unnamed
 from payload.orchestrate.commands.run import site_of
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.follow import (
@@ -45,6 +46,12 @@ from payload.orchestrate.run.follow import (
     say_run_end,
 )
 from payload.orchestrate.run.mirror import Mirrored, mirror_file, read_mirrored
+from payload.orchestrate.run.removal import (
+    finish_removals,
+    is_own_run,
+    refuse_to_remove,
+    remove_run,
+)
 from payload.orchestrate.run.report import list_lines, ranks_lines, status_lines
 from payload.orchestrate.run.store import (
     all_runs,
@@ -61,19 +68,17 @@ from payload.orchestrate.sites.choose import (
     run_at_site,
 )
 from payload.orchestrate.sites.local import LocalAccess, LocalRun
-from payload.results import (
+from payload.run_record.named_settings import unnamed
+from payload.run_record.results import (
     LATEST,
     RunPaths,
     StopRequest,
     point_latest_at,
 )
-from payload.run_lock import FORCE_SIGNAL
-from payload.run_removal import finish_removals, is_own_run, refuse_to_remove, remove_run
+from payload.run_record.run_lock import FORCE_SIGNAL
+from payload.run_record.write_report import write_report
 from payload.storage.here import is_address, run_address, stored_at
 from payload.storage.watched import watched_store
-from payload.store_address import StoreAddress
-from payload.untrusted import RUN_ID, refuse_links, shown
-from payload.write_report import write_report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,13 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import payload
-from payload.engines import has_nvidia_device
-from payload.errors import ConfigError, SshAuthError, TileforgeError
-from payload.inventory import RANK_PORTS, SHARED_FOLDER, ClusterInventory, Node
+from payload.config.engines import has_nvidia_device
+from payload.config.run_config import RunConfig
+from payload.config.store_address import StoreAddress, settled_results
+from payload.core.errors import ConfigError, SshAuthError, TileforgeError
+from payload.core.files import write_whole
+from payload.core.untrusted import build
 from payload.launch.launchers.registry import AUTO
-from payload.machine import discover
-from payload.nvidia import QUERY, GpuNeed, torch_here
+from payload.machines.inventory import RANK_PORTS, SHARED_FOLDER, ClusterInventory, Node
+from payload.machines.machine import discover
 from payload.orchestrate.node.look import probe
+from payload.orchestrate.nvidia import QUERY, GpuNeed, torch_here
 from payload.orchestrate.planning import choose_launcher
 from payload.orchestrate.preflight import findings as find
 from payload.orchestrate.preflight.findings import (
@@ -56,11 +60,7 @@ from payload.orchestrate.ssh.streams import (
     os_login_command,
     require_known,
 )
-from payload.results import write_whole
-from payload.run_config import RunConfig
 from payload.storage.here import try_store_here
-from payload.store_address import StoreAddress, settled_results
-from payload.untrusted import build
 
 _TABLE_WIDTH = 180
 _PROBE_S = 15.0

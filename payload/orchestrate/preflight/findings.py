@@ -13,13 +13,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from payload.errors import ExitCode, TileforgeError
-from payload.inventory import RANK_PORTS, Node
+from payload.core.errors import ExitCode, TileforgeError
+from payload.core.untrusted import checked, printable, shown
 from payload.launch.launchers.registry import names
-from payload.nvidia import GpuNeed, NvidiaFacts, gpu_faults
+from payload.machines.inventory import RANK_PORTS, Node
 from payload.orchestrate.node.mesh import BULK_BYTES
+from payload.orchestrate.nvidia import GpuNeed, NvidiaFacts, gpu_faults
 from payload.orchestrate.ssh.streams import MeshAnswer, Pair
-from payload.untrusted import checked, printable, shown
 
 STRANGER = "operator"
 """The name of this machine in trials of ports that are open to others."""

@@ -13,12 +13,14 @@ from typing import TypeVar
 
 from rich.table import Table
 
-from payload.core_speed import flags_have_bf16
-from payload.errors import ExitCode, TileforgeError, most_telling
-from payload.inventory import ClusterInventory, Node
+from payload.config.run_config import RunConfig
+from payload.core.errors import ExitCode, TileforgeError, most_telling
+from payload.estimates.step_time import Network, run_step_time
 from payload.launch.ranks import Placement
+from payload.machines.core_speed import flags_have_bf16
+from payload.machines.inventory import ClusterInventory, Node
 from payload.models.spec import ModelSpec
-from payload.nvidia import for_prediction, gpu_need
+from payload.orchestrate.nvidia import for_prediction, gpu_need
 from payload.orchestrate.preflight.findings import (
     NCCL,
     TRIED,
@@ -42,9 +44,7 @@ from payload.orchestrate.sites.choose import Chosen
 from payload.orchestrate.sites.local import LocalAccess
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import this_code
-from payload.run_config import RunConfig
-from payload.start_checks import initial_spec
-from payload.step_time import Network, run_step_time
+from payload.orchestrate.start_checks import initial_spec
 
 _SLOW_NODE_SHARE = 0.8
 _SLOW_LINK_SHARE = 0.5

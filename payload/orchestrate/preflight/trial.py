@@ -12,16 +12,18 @@ from typing import Any
 
 from rich.console import Console
 
-from payload.errors import ConfigError, PreflightError, TileforgeError
-from payload.inventory import ClusterInventory, Node
+from payload.config.launch_sections import DeviceSection, LaunchSection
+from payload.config.run_config import RunConfig
+from payload.core.errors import ConfigError, PreflightError, TileforgeError
+from payload.core.untrusted import build, shown
 from payload.launch.environment import FOREIGN_PREFIXES, Rendezvous, common_environment
 from payload.launch.files import render_hosts
 from payload.launch.launchers.base import Job, Launcher, Reach
 from payload.launch.launchers.registry import AUTO, candidates
 from payload.launch.ranks import Placement
-from payload.launch_sections import DeviceSection, LaunchSection
-from payload.nvidia import gpu_need
+from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.node.mesh import trial
+from payload.orchestrate.nvidia import gpu_need
 from payload.orchestrate.planning import choose_launcher
 from payload.orchestrate.preflight import findings as find
 from payload.orchestrate.preflight.findings import Finding, NodeFacts
@@ -38,8 +40,6 @@ from payload.orchestrate.ssh.keys import (
     remove_run_key,
 )
 from payload.orchestrate.ssh.streams import NODE_FOLDER, Left, NodeLook, ask, on_every_node
-from payload.run_config import RunConfig
-from payload.untrusted import build, shown
 
 # mpirun starts in a second, torch loads in three on two cores, the matmuls and the exchange have
 # budgets of some seconds each. The ranks end by themselves before.

@@ -9,16 +9,16 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from payload.cluster_files import cluster_path
-from payload.dtype import Dtype
-from payload.errors import ConfigError
-from payload.inventory import Node
+from payload.config.training_sections import DtypeChoice
+from payload.core.dtype import Dtype
+from payload.core.errors import ConfigError
+from payload.core.files import write_whole
+from payload.core.untrusted import NODE_NAME, build, check_schema, checked, parse_json, read_bytes
+from payload.estimates.step_time import sends_per_byte
 from payload.launch.launchers.base import BOOTSTRAP_AGAIN, MISSING_LIBRARY, Launcher
+from payload.machines.inventory import Node
 from payload.orchestrate.preflight.findings import GPU, NCCL, Finding
-from payload.results import write_whole
-from payload.step_time import sends_per_byte
-from payload.training_sections import DtypeChoice
-from payload.untrusted import NODE_NAME, build, check_schema, checked, parse_json, read_bytes
+from payload.stack.cluster_files import cluster_path
 
 MARK = "tileforge-trial "
 """Begins a line of payload/train/fabric.py that is meant for us."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from payload.cloud_need import need_of
-from payload.errors import ConfigError
-from payload.hints import command
-from payload.inventory import Source
-from payload.run_config import RunConfig
+from payload.config.run_config import RunConfig
+from payload.core.errors import ConfigError
+from payload.core.hints import command
+from payload.machines.inventory import Source
+from payload.stack.cloud_need import need_of
 
 COPY_EVERY_S = 1800.0
 """Least time between two copies of a checkpoint: traffic out of Google Cloud is billed."""

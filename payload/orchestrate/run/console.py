@@ -20,12 +20,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from payload.checkpoint_watch import START_PHASES
-from payload.errors import UsageError
-from payload.results import RankProgress
-from payload.time_left import Eta
-from payload.training_sections import TrainSection
-from payload.untrusted import printable
+from payload.config.training_sections import TrainSection
+from payload.core.errors import UsageError
+from payload.core.untrusted import printable
+from payload.orchestrate.run.time_left import Eta
+from payload.run_record.checkpoint_watch import START_PHASES
+from payload.run_record.results import RankProgress
 
 _PIPE_WIDTH = 200
 

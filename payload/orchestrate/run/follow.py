@@ -16,15 +16,17 @@ from typing import Any, BinaryIO
 
 from rich.console import Console
 
-from payload.checkpoint_watch import CheckpointWatch
-from payload.errors import INTERRUPTED, ConfigError, ExitCode, TileforgeError
-from payload.interrupts import Presses
-from payload.metrics_log import StepMetrics
-from payload.named_settings import bounded_wait_s
+from payload.config.training_sections import TrainSection
+from payload.core.errors import INTERRUPTED, ConfigError, ExitCode, TileforgeError
+from payload.core.interrupts import Presses
+from payload.core.untrusted import build, parse_json, printable
 from payload.orchestrate.run.console import LiveLine, text_console
 from payload.orchestrate.run.report import failure_lines, result_lines, straggler_line
 from payload.orchestrate.sites.choose import SiteRun, how_to_attach
-from payload.results import (
+from payload.run_record.checkpoint_watch import CheckpointWatch
+from payload.run_record.metrics_log import StepMetrics
+from payload.run_record.named_settings import bounded_wait_s
+from payload.run_record.results import (
     DEFAULT_GRACE_S,
     RankProgress,
     RunJob,
@@ -37,14 +39,12 @@ from payload.results import (
     read_json,
     to_json,
 )
-from payload.run_hints import run_command
-from payload.run_lock import FORCE_SIGNAL
-from payload.run_repair import known_config, known_state
-from payload.stragglers import StragglerNews, by_rank
-from payload.tracking import hand_over, tracked
-from payload.training_sections import TrainSection
-from payload.untrusted import build, parse_json, printable
-from payload.write_report import write_report
+from payload.run_record.run_hints import run_command
+from payload.run_record.run_lock import FORCE_SIGNAL
+from payload.run_record.run_repair import known_config, known_state
+from payload.run_record.stragglers import StragglerNews, by_rank
+from payload.run_record.tracking import hand_over, tracked
+from payload.run_record.write_report import write_report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,28 +18,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
-from payload.checkpoint_files import FOLDER_NAME
-from payload.errors import AnswerError, ConfigError, UsageError
-from payload.launch.ranks import load_ranks
-from payload.manifest_hashes import HASHES_FILE, ManifestHashes, known_hashes, parse_hashes
-from payload.orchestrate.ssh.streams import Part, Piece, require_known
-from payload.results import (
-    SCHEMA_VERSION as RESULTS_VERSION,
-)
-from payload.results import (
-    RankExit,
-    RankProgress,
-    RunPaths,
-    RunState,
-    Summary,
-    require_file,
-    set_aside,
-    write_whole,
-)
-from payload.run_hints import run_command
-from payload.run_identity import IDENTITY_FILE, RunIdentity, known_identity, parse_identity
-from payload.storage.records import log_room
-from payload.untrusted import (
+from payload.core.errors import AnswerError, ConfigError, UsageError
+from payload.core.files import require_file, set_aside, write_whole
+from payload.core.untrusted import (
     build,
     check_schema,
     checked,
@@ -48,6 +29,27 @@ from payload.untrusted import (
     parse_json,
     read_bytes,
 )
+from payload.formats.checkpoint_files import FOLDER_NAME
+from payload.launch.ranks import load_ranks
+from payload.orchestrate.ssh.streams import Part, Piece, require_known
+from payload.run_record.manifest_hashes import (
+    HASHES_FILE,
+    ManifestHashes,
+    known_hashes,
+    parse_hashes,
+)
+from payload.run_record.results import (
+    SCHEMA_VERSION as RESULTS_VERSION,
+)
+from payload.run_record.results import RankExit, RankProgress, RunPaths, RunState, Summary
+from payload.run_record.run_hints import run_command
+from payload.run_record.run_identity import (
+    IDENTITY_FILE,
+    RunIdentity,
+    known_identity,
+    parse_identity,
+)
+from payload.storage.records import log_room
 
 SCHEMA_VERSION = 1
 _END_BYTES = 256

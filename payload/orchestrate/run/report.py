@@ -11,29 +11,29 @@ from pathlib import Path
 
 from rich.console import Console
 
-from payload.batch_size import USED
-from payload.cloud_prices import bucket_price
-from payload.data_folder import load_meta
-from payload.disk_room import free_bytes, most_checkpoints
-from payload.dtype import Dtype
-from payload.errors import ConfigError, DataError
+from payload.config.run_config import RunConfig, load_run_config
+from payload.core.dtype import Dtype
+from payload.core.errors import ConfigError, DataError
+from payload.core.untrusted import open_regular
+from payload.estimates.batch_size import USED
+from payload.estimates.disk_room import free_bytes, most_checkpoints
+from payload.estimates.quantized_cost import QuantizedCost, quantized_cost
+from payload.formats.data_folder import load_meta
 from payload.launch.arithmetic import Arithmetic
 from payload.launch.environment import rank_environment
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Placement, load_ranks
-from payload.metrics_log import describe_missing
-from payload.nvidia import gpu_need
+from payload.orchestrate.nvidia import gpu_need
 from payload.orchestrate.planning import PlannedRun
 from payload.orchestrate.run.console import duration
 from payload.orchestrate.run.store import RunView
-from payload.quantized_cost import QuantizedCost, quantized_cost
-from payload.results import RunPaths, Summary, last_record, read_json
-from payload.run_config import RunConfig, load_run_config
-from payload.run_hints import run_command
-from payload.run_repair import known_dtype
-from payload.stragglers import SlowRank
-from payload.time_left import evaluations_left
-from payload.untrusted import open_regular
+from payload.orchestrate.run.time_left import evaluations_left
+from payload.pricing.cloud_prices import bucket_price
+from payload.run_record.metrics_log import describe_missing
+from payload.run_record.results import RunPaths, Summary, last_record, read_json
+from payload.run_record.run_hints import run_command
+from payload.run_record.run_repair import known_dtype
+from payload.run_record.stragglers import SlowRank
 
 # A forward pass is a third of the forward and backward pass.
 _EVALUATION_SHARE = 1 / 3

@@ -14,17 +14,20 @@ from typing import Any
 
 from rich.console import Console
 
-from payload.checkpoint_files import MANIFEST_FILE, checkpoint_step, newest_sound, sha256_of
-from payload.errors import ConfigError, ExitCode, PreflightError, TileforgeError, UsageError
-from payload.hints import command
-from payload.inventory import ClusterInventory
+from payload.config.run_config import RunConfig, load_run_config
+from payload.core.errors import ConfigError, ExitCode, PreflightError, TileforgeError, UsageError
+from payload.core.files import write_whole
+from payload.core.hints import command
+from payload.core.untrusted import RUN_ID, can_see
+from payload.formats.checkpoint_files import MANIFEST_FILE, checkpoint_step, newest_sound, sha256_of
 from payload.launch.plan import LaunchPlan, auto_batch_size, operators_data
 from payload.launch.ranks import Rank, load_ranks
-from payload.manifest_hashes import known_hashes, verdict
-from payload.metrics_log import read_metrics
-from payload.named_settings import note_named, reaching
+from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.run.mirror import alone, inside, mirror_file, read_mirrored
-from payload.results import (
+from payload.run_record.manifest_hashes import known_hashes, verdict
+from payload.run_record.metrics_log import read_metrics
+from payload.run_record.named_settings import note_named, reaching
+from payload.run_record.results import (
     LATEST,
     RankExit,
     RankProgress,
@@ -34,12 +37,11 @@ from payload.results import (
     Summary,
     last_record,
     read_json,
-    write_whole,
 )
-from payload.run_config import RunConfig, load_run_config
-from payload.run_identity import known_identity, new_identity, settle_identity
-from payload.run_lock import is_supervised, starting
-from payload.run_repair import known_config, known_state, make_room
+from payload.run_record.run_identity import known_identity, new_identity, settle_identity
+from payload.run_record.run_lock import is_supervised, starting
+from payload.run_record.run_repair import known_config, known_state, make_room
+from payload.run_record.store_state import StoreState
 from payload.storage.checkpoints import fetch_newest, whole_checkpoints
 from payload.storage.here import fetch_whole, is_address, run_address
 from payload.storage.objects import StoreError, StoreReader, StoreRefusedError
@@ -47,8 +49,6 @@ from payload.storage.owner import require_own_store
 from payload.storage.records import fetch_records
 from payload.storage.restore import has_run, last_step
 from payload.storage.watched import watched_store
-from payload.store_state import StoreState
-from payload.untrusted import RUN_ID, can_see
 
 # A supervisor takes its lock this soon after the plan was written.
 _START_S = 15.0

@@ -13,9 +13,8 @@ from pathlib import Path, PurePosixPath
 from signal import Signals
 from typing import Any, TypeVar
 
-from payload.checkpoint_files import FOLDER_NAME, MANIFEST_FILE, checkpoint_step
-from payload.checkpoint_watch import GracePeriod
-from payload.errors import (
+from payload.config.run_config import load_run_config
+from payload.core.errors import (
     AnswerError,
     CheckpointError,
     ConfigError,
@@ -23,12 +22,14 @@ from payload.errors import (
     RankLostError,
     TileforgeError,
 )
-from payload.interpreter import module_words
-from payload.inventory import ClusterInventory, Node
+from payload.core.files import write_whole
+from payload.core.interpreter import module_words
+from payload.core.untrusted import shown
+from payload.formats.checkpoint_files import FOLDER_NAME, MANIFEST_FILE, checkpoint_step
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import load_ranks
-from payload.manifest_hashes import HASHES_FILE, ManifestHashes, parse_hashes
-from payload.named_settings import bounded_wait_s, note_named
+from payload.machines.inventory import ClusterInventory, Node
+from payload.machines.rank_variables import RUN_DIR
 from payload.orchestrate.run.mirror import (
     Wanted,
     alone,
@@ -40,11 +41,16 @@ from payload.orchestrate.ssh.connection import Cluster, Connection
 from payload.orchestrate.ssh.files import fetch_checkpoint, get
 from payload.orchestrate.ssh.keys import remove_dead_keys
 from payload.orchestrate.ssh.streams import FOLDER, Begun, Left, Part, Signalled, ask, on_every_node
-from payload.rank_variables import RUN_DIR
-from payload.results import RunPaths, RunState, StopRequest, read_json, write_whole
-from payload.run_config import load_run_config
-from payload.run_identity import IDENTITY_FILE, RunIdentity, parse_identity, require_same_run
-from payload.untrusted import shown
+from payload.run_record.checkpoint_watch import GracePeriod
+from payload.run_record.manifest_hashes import HASHES_FILE, ManifestHashes, parse_hashes
+from payload.run_record.named_settings import bounded_wait_s, note_named
+from payload.run_record.results import RunPaths, RunState, StopRequest, read_json
+from payload.run_record.run_identity import (
+    IDENTITY_FILE,
+    RunIdentity,
+    parse_identity,
+    require_same_run,
+)
 
 _ACTION_S = 20.0
 _RECORD_BYTES = 2**20

@@ -23,24 +23,24 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from payload.errors import ConfigError, ExitCode, PreflightError, TileforgeError, UsageError
-from payload.interpreter import code_environment, module_words
-from payload.inventory import Access, ClusterInventory, Node
+from payload.config.run_config import load_run_config
+from payload.core.errors import ConfigError, ExitCode, PreflightError, TileforgeError, UsageError
+from payload.core.interpreter import code_environment, module_words
+from payload.core.untrusted import NODE_NAME, build, checked, parse_json, printable
 from payload.launch.environment import launcher_environment
 from payload.launch.launchers.base import Launcher, Reach
 from payload.launch.launchers.srun import LAUNCHER, NODE_COMMAND, each_node_command
 from payload.launch.plan import auto_batch_size
-from payload.machine import Domain, discover, hostname
-from payload.nvidia import NvidiaFacts, smi_fault, with_gpus
+from payload.machines.inventory import Access, ClusterInventory, Node
+from payload.machines.machine import Domain, discover, hostname
 from payload.orchestrate.node import control
+from payload.orchestrate.nvidia import NvidiaFacts, smi_fault, with_gpus
 from payload.orchestrate.planning import plan_run
 from payload.orchestrate.sites.choose import Chosen, nvidia_here
 from payload.orchestrate.sites.local import LOOPBACK, LocalAccess
-from payload.results import DEFAULT_GRACE_S, RunJob, RunPaths, last_record, write_json
-from payload.run_config import load_run_config
-from payload.run_repair import known_dtype, known_summary, make_room
-from payload.start_checks import check_data
-from payload.untrusted import NODE_NAME, build, checked, parse_json, printable
+from payload.orchestrate.start_checks import check_data
+from payload.run_record.results import DEFAULT_GRACE_S, RunJob, RunPaths, last_record, write_json
+from payload.run_record.run_repair import known_dtype, known_summary, make_room
 
 JOB_ID = "SLURM_JOB_ID"
 _ASK_S = 30.0

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from payload.errors import SshUnreachableError, TileforgeError
+from payload.core.errors import SshUnreachableError, TileforgeError
 from payload.orchestrate.run.at_risk import COPY_EVERY_S
 from payload.orchestrate.run.there import RemoteRun
 

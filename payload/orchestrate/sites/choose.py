@@ -15,15 +15,19 @@ from typing import TYPE_CHECKING, ClassVar
 
 from rich.console import Console
 
-from payload.errors import ConfigError, RankLostError
-from payload.inventory import ClusterInventory
+from payload.config.launch_sections import DeviceSection, LaunchSection
+from payload.config.run_config import RunConfig
+from payload.core.errors import ConfigError, RankLostError
+from payload.core.untrusted import build
 from payload.launch.arithmetic import Arithmetic
 from payload.launch.launchers.registry import AUTO, candidates
 from payload.launch.ranks import Placement, count_ranks_per_node, place_ranks
-from payload.launch_sections import DeviceSection, LaunchSection
-from payload.machine import Domain, discover
-from payload.mesh import require_tensor_ranks_on_a_node
-from payload.nvidia import (
+from payload.machines.inventory import ClusterInventory
+from payload.machines.machine import Domain, discover
+from payload.machines.mesh import require_tensor_ranks_on_a_node
+from payload.orchestrate import sites
+from payload.orchestrate.node.look import nvidia
+from payload.orchestrate.nvidia import (
     QUERY,
     GpuNeed,
     NvidiaFacts,
@@ -32,17 +36,13 @@ from payload.nvidia import (
     torch_here,
     with_gpus,
 )
-from payload.orchestrate import sites
-from payload.orchestrate.node.look import nvidia
 from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.mirror import mirror_file, read_mirrored
 from payload.orchestrate.run.store import Order, is_copy, room_for
-from payload.results import RunJob, RunPaths, StopRequest, last_record
-from payload.run_config import RunConfig
-from payload.run_hints import run_command
-from payload.run_lock import FORCE_SIGNAL, is_supervised, starting
-from payload.run_repair import known_config
-from payload.untrusted import build
+from payload.run_record.results import RunJob, RunPaths, StopRequest, last_record
+from payload.run_record.run_hints import run_command
+from payload.run_record.run_lock import FORCE_SIGNAL, is_supervised, starting
+from payload.run_record.run_repair import known_config
 
 if TYPE_CHECKING:
     from payload.orchestrate.cloud.stack import StackOutputs

@@ -10,12 +10,15 @@ from pathlib import Path, PurePosixPath
 
 from rich.console import Console
 
-from payload.checkpoint_files import MANIFEST_FILE, load_manifest
-from payload.core_speed import typical_core_flops_per_s
-from payload.data_folder import META_NAME, load_meta
-from payload.dtype import Dtype
-from payload.errors import ConfigError, PreflightError
-from payload.hf_folder import (
+from payload.config.run_config import RunConfig
+from payload.config.store_address import StoreAddress
+from payload.config.training_sections import DtypeChoice
+from payload.core.dtype import Dtype
+from payload.core.errors import ConfigError, PreflightError
+from payload.core.untrusted import open_regular, shown
+from payload.formats.checkpoint_files import MANIFEST_FILE, load_manifest
+from payload.formats.data_folder import META_NAME, load_meta
+from payload.formats.hf_folder import (
     CONFIG_FILE,
     INDEX_FILE,
     TOKENIZER_FILES,
@@ -23,12 +26,12 @@ from payload.hf_folder import (
     own_file,
     weight_files,
 )
-from payload.inventory import RANK_PORTS, ClusterInventory, Node
 from payload.launch.launchers.base import Launcher, Reach
 from payload.launch.launchers.registry import AUTO
 from payload.launch.plan import rank_program
-from payload.models.source import find_source
-from payload.nvidia import gpu_need
+from payload.machines.core_speed import typical_core_flops_per_s
+from payload.machines.inventory import RANK_PORTS, ClusterInventory, Node
+from payload.orchestrate.nvidia import gpu_need
 from payload.orchestrate.planning import PlannedRun, plan_run
 from payload.orchestrate.preflight.trial_findings import Measured, Record, known_trial
 from payload.orchestrate.run.console import duration
@@ -44,12 +47,9 @@ from payload.orchestrate.ssh.files import (
     this_code,
 )
 from payload.orchestrate.ssh.streams import NODE_FOLDER, NodeLook, all_or_raise, on_every_node
-from payload.results import RunPaths
-from payload.run_config import RunConfig
+from payload.run_record.results import RunPaths
 from payload.storage.here import TRY_STORE_S, check_words, require_stored
-from payload.store_address import StoreAddress
-from payload.training_sections import DtypeChoice
-from payload.untrusted import open_regular, shown
+from payload.weights.source import find_source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from rich.console import Console
 
-from payload.errors import (
+from payload.core.errors import (
     AnswerError,
     ConfigError,
     PreflightError,
@@ -22,7 +22,7 @@ from payload.errors import (
     SshUnreachableError,
     TileforgeError,
 )
-from payload.inventory import ClusterInventory, Node
+from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.run.at_risk import loses_checkpoints
 from payload.orchestrate.run.console import duration, text_console
 from payload.orchestrate.run.follow import Interrupts
@@ -32,10 +32,10 @@ from payload.orchestrate.sites.checkpoint_copies import CheckpointCopies
 from payload.orchestrate.sites.choose import Home, Seen, SiteRun, how_to_attach
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import NODE_FOLDER, Login
-from payload.results import RunPaths, StopRequest
-from payload.run_hints import run_command
-from payload.run_identity import known_identity
-from payload.run_repair import known_config
+from payload.run_record.results import RunPaths, StopRequest
+from payload.run_record.run_hints import run_command
+from payload.run_record.run_identity import known_identity
+from payload.run_record.run_repair import known_config
 
 _POLL_S = 1.0
 _TICK_S = 0.1

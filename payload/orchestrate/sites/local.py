@@ -19,19 +19,22 @@ from shutil import which
 
 from rich.console import Console
 
-from payload.core_speed import has_bf16, typical_core_flops_per_s
-from payload.disk_room import require_room
-from payload.dtype import Dtype
-from payload.engines import require_means_here
-from payload.errors import ExitCode, PreflightError, RankLostError, UsageError
-from payload.interpreter import code_environment, code_path, module_words
-from payload.inventory import RANK_PORTS, Node
+from payload.config.engines import require_means_here
+from payload.config.run_config import RunConfig
+from payload.config.training_sections import DtypeChoice
+from payload.core.dtype import Dtype
+from payload.core.errors import ExitCode, PreflightError, RankLostError, UsageError
+from payload.core.interpreter import code_environment, code_path, module_words
+from payload.estimates.disk_room import require_room
+from payload.estimates.step_time import LOOPBACK_BYTES_PER_S
 from payload.launch.launchers.base import Launcher, Reach
 from payload.launch.launchers.registry import AUTO
 from payload.launch.plan import auto_batch_size, rank_program
-from payload.machine import free_memory_bytes
-from payload.nvidia import require_gpus
+from payload.machines.core_speed import has_bf16, typical_core_flops_per_s
+from payload.machines.inventory import RANK_PORTS, Node
+from payload.machines.machine import free_memory_bytes
 from payload.orchestrate.node import control
+from payload.orchestrate.nvidia import require_gpus
 from payload.orchestrate.planning import InventorySite, PlannedRun, plan_run
 from payload.orchestrate.run.mirror import mirror_file
 from payload.orchestrate.run.report import log_tail
@@ -43,14 +46,18 @@ from payload.orchestrate.sites.choose import (
     SiteRun,
     require_one_machine,
 )
-from payload.results import RunPaths, RunState, StopRequest, Summary, last_record, write_json
-from payload.run_config import RunConfig
-from payload.run_hints import run_command
-from payload.run_lock import is_supervised
-from payload.run_repair import known_dtype, known_state
-from payload.step_time import LOOPBACK_BYTES_PER_S
+from payload.run_record.results import (
+    RunPaths,
+    RunState,
+    StopRequest,
+    Summary,
+    last_record,
+    write_json,
+)
+from payload.run_record.run_hints import run_command
+from payload.run_record.run_lock import is_supervised
+from payload.run_record.run_repair import known_dtype, known_state
 from payload.storage.here import require_new_in_store
-from payload.training_sections import DtypeChoice
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 

@@ -13,8 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from payload.errors import INTERRUPTED, ConfigError, ExitCode, PreflightError
-from payload.interpreter import code_environment, module_words
+from payload.config.run_config import RunConfig
+from payload.core.errors import INTERRUPTED, ConfigError, ExitCode, PreflightError
+from payload.core.files import write_whole
+from payload.core.interpreter import code_environment, module_words
+from payload.core.untrusted import PLAIN_TEXT, shown, shown_name
 from payload.orchestrate.run.mirror import mirror_file
 from payload.orchestrate.run.report import log_tail
 from payload.orchestrate.run.store import Order
@@ -27,20 +30,17 @@ from payload.orchestrate.sites.choose import (
     require_launcher_of_jobs,
 )
 from payload.orchestrate.sites.local import LocalAccess
-from payload.results import (
+from payload.run_record.results import (
     RunJob,
     RunPaths,
     RunState,
     StopRequest,
     last_record,
     write_json,
-    write_whole,
 )
-from payload.run_config import RunConfig
-from payload.run_lock import FORCE_SIGNAL
-from payload.run_repair import known_config
+from payload.run_record.run_lock import FORCE_SIGNAL
+from payload.run_record.run_repair import known_config
 from payload.storage.here import require_new_in_store
-from payload.untrusted import PLAIN_TEXT, shown, shown_name
 
 _ASK_EVERY_S = 3.0
 _SCRIPT = "job.sbatch"

@@ -11,7 +11,9 @@ from pathlib import Path, PurePosixPath
 
 from rich.console import Console
 
-from payload.errors import (
+from payload.config.launch_sections import LimitsSection
+from payload.config.run_config import RunConfig
+from payload.core.errors import (
     ConfigError,
     ConnectionLostError,
     ExitCode,
@@ -20,12 +22,11 @@ from payload.errors import (
     TileforgeError,
     UsageError,
 )
-from payload.inventory import ClusterInventory, Node
+from payload.core.untrusted import can_see, home_path
 from payload.launch.budget import time_limit
 from payload.launch.launchers.registry import candidates
 from payload.launch.ranks import Placement
-from payload.launch_sections import LimitsSection
-from payload.manifest_hashes import HASHES_FILE, ManifestHashes
+from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.planning import InventorySite, PlannedRun, plan_run
 from payload.orchestrate.preflight.checks import check_cluster, lock_sha, operator_key
 from payload.orchestrate.preflight.report import Report, try_if_new, with_known_trial
@@ -74,13 +75,12 @@ from payload.orchestrate.ssh.streams import (
     all_or_raise,
     on_every_node,
 )
-from payload.results import RunPaths
-from payload.run_config import RunConfig
-from payload.run_hints import run_command
-from payload.run_identity import RunIdentity, known_identity
-from payload.run_lock import starting
-from payload.run_repair import known_config, known_dtype
-from payload.untrusted import can_see, home_path
+from payload.run_record.manifest_hashes import HASHES_FILE, ManifestHashes
+from payload.run_record.results import RunPaths
+from payload.run_record.run_hints import run_command
+from payload.run_record.run_identity import RunIdentity, known_identity
+from payload.run_record.run_lock import starting
+from payload.run_record.run_repair import known_config, known_dtype
 
 # A machine of ours lives for 30 days at most; on others a run that has no limit may go on for
 # longer, and needs the key again only to bring a lost rank back.

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, TypeAlias
 
 import paramiko
 
-from payload.errors import (
+from payload.core.errors import (
     AnswerError,
     ConfigError,
     ConnectionLostError,
@@ -34,7 +34,8 @@ from payload.errors import (
     SshUnreachableError,
     TileforgeError,
 )
-from payload.inventory import ClusterInventory, Node
+from payload.core.untrusted import MAX_FILE_BYTES, printable
+from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.ssh.streams import (
     Completed,
     Deadlines,
@@ -44,7 +45,6 @@ from payload.orchestrate.ssh.streams import (
     os_login_command,
     route_to,
 )
-from payload.untrusted import MAX_FILE_BYTES, printable
 
 _KEEPALIVE_S = 15
 # A key that was handed out a moment ago may need one to arrive; a second refusal is meant.

@@ -18,26 +18,27 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import payload
-from payload.checkpoint_files import (
-    MANIFEST_FILE,
-    ManifestEntry,
-    load_foreign_manifest,
-    manifest_problems,
-    sha256_of,
-)
-from payload.errors import (
+from payload.core.errors import (
     AnswerError,
     CheckpointError,
     ConfigError,
     PreflightError,
     TileforgeError,
 )
-from payload.interpreter import module_words
+from payload.core.files import is_odd_file
+from payload.core.interpreter import module_words
+from payload.core.untrusted import MAX_FILE_BYTES, RUN_ID, checked, no_follow, printable, shown
+from payload.formats.checkpoint_files import (
+    MANIFEST_FILE,
+    ManifestEntry,
+    load_foreign_manifest,
+    manifest_problems,
+    sha256_of,
+)
 from payload.orchestrate.run.mirror import inside, make_folder, set_aside_no_folder
 from payload.orchestrate.ssh.connection import Connection, SFTPClient
 from payload.orchestrate.ssh.streams import NODE_FOLDER, Finished, NodeLook, ask, require_known
-from payload.results import RunPaths, is_odd_file
-from payload.untrusted import MAX_FILE_BYTES, RUN_ID, checked, no_follow, printable, shown
+from payload.run_record.results import RunPaths
 
 _CHUNK_BYTES = 256 * 2**10
 _SETTLE_S = 120.0
@@ -401,7 +402,7 @@ def make_room_for(
 
     Returns a sentence for each. Raises PreflightError.
     """
-    program = module_words("payload.run_repair", str(run_dir), python=python)
+    program = module_words("payload.run_record.run_repair", str(run_dir), python=python)
     argv = ["env", f"PYTHONPATH={python_path}", *program]
     said = connection.check_run(argv, timeout_s=_LOOK_S).decode(errors="replace")
     return printable(said).splitlines()

@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from payload.cluster_files import cluster_path
-from payload.errors import AnswerError, ConfigError, PreflightError, TileforgeError
-from payload.hints import command
-from payload.inventory import ClusterInventory, Node
+from payload.core.errors import AnswerError, ConfigError, PreflightError, TileforgeError
+from payload.core.files import write_whole
+from payload.core.hints import command
+from payload.core.untrusted import RUN_ID, build, checked, parse_json
+from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.ssh.connection import Cluster, Connection, shell_text
 from payload.orchestrate.ssh.files import put
 from payload.orchestrate.ssh.streams import (
@@ -34,8 +35,7 @@ from payload.orchestrate.ssh.streams import (
     remote_stdin,
     route_to,
 )
-from payload.results import write_whole
-from payload.untrusted import RUN_ID, build, checked, parse_json
+from payload.stack.cluster_files import cluster_path
 
 # ssh would read these in a file name as something else, and offers no way to write them.
 _UNWRITABLE = frozenset('"\\\n\r$')

@@ -17,10 +17,16 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from payload.errors import AnswerError, ConfigError, NodesError, SshUnreachableError, TileforgeError
-from payload.google_login import GoogleLogin
-from payload.inventory import RANK_PORTS, Access, Node
-from payload.untrusted import RUN_ID, build, checked, parse_json, shown
+from payload.core.errors import (
+    AnswerError,
+    ConfigError,
+    NodesError,
+    SshUnreachableError,
+    TileforgeError,
+)
+from payload.core.untrusted import RUN_ID, build, checked, parse_json, shown
+from payload.machines.inventory import RANK_PORTS, Access, Node
+from payload.storage.google_login import GoogleLogin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

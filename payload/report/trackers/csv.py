@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from payload.core.files import write_whole
 from payload.report.trackers.base import About, Row, Tracker
-from payload.results import write_whole
 
 _FILE = "metrics.csv"
 

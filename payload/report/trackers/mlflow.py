@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from payload.errors import ConfigError
+from payload.core.errors import ConfigError
+from payload.core.files import write_whole
+from payload.core.untrusted import read_bytes
+from payload.core.user_key import is_signed, sign
 from payload.report.trackers.base import About, Row, Tracker
-from payload.results import write_whole
-from payload.untrusted import read_bytes
-from payload.user_key import is_signed, sign
 
 _MOST_AT_ONCE = 1_000
 _MOST_PARAMETERS = 100

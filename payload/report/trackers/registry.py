@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from payload.launch_sections import TRACKERS
+from payload.config.launch_sections import TRACKERS
 from payload.report.trackers.base import Tracker
 
 

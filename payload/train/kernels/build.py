@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from payload.results import fsync_folder
+from payload.core.files import fsync_folder
 from payload.train.code_caches import is_own_file, own_folder
 from payload.train.kernels.unavailable import KernelsUnavailableError
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from payload.dtype import Dtype
+from payload.core.dtype import Dtype
 from payload.models.spec import logits_tokens
 from payload.train.kernels import accumulate, head, update
 from payload.train.kernels.library import Library, load_library

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from payload.config.training_sections import AdapterSection
+from payload.core.errors import CheckpointError
 from payload.data.blocks import IGNORED_TARGET
-from payload.errors import CheckpointError
 from payload.models.adapter import AdaptedSpec
 from payload.models.spec import ModelSpec, RankSetting
 from payload.train.kernels.kernels import Kernels
@@ -22,7 +23,6 @@ from payload.train.models import chunked_loss, split_head
 from payload.train.models.quantized import QuantizedLinear
 from payload.train.models.split import SplitModule, Splits
 from payload.train.models.stage import Stage
-from payload.training_sections import AdapterSection
 
 
 class Cache(Protocol):

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from payload.errors import CheckpointError
+from payload.core.errors import CheckpointError
+from payload.core.untrusted import shown
 from payload.models.classifier import ClassifierSpec
 from payload.train.lazy_tensors import copy_in, without
 from payload.train.models.base import CausalLM
 from payload.train.models.saved import require_tensors
-from payload.untrusted import shown
 
 SCORE = "score.weight"
 _SINGLE_LABEL = "single_label_classification"

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from payload.errors import ConfigError
+from payload.config.training_sections import PrecisionSection
+from payload.core.errors import ConfigError
 from payload.train.models.base import CausalLM
-from payload.training_sections import PrecisionSection
 
 _MULTIPLE = 16
 """Sizes of an 8-bit matmul are multiples of it: https://docs.nvidia.com/cuda/cublas, "FP8"."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from payload.core.errors import CheckpointError
 from payload.data.tokenizers.gpt2 import END_OF_TEXT
-from payload.errors import CheckpointError
 from payload.models.gpt2 import Activation, Gpt2Spec
 from payload.models.spec import ModelSpec
 from payload.train.kernels.layers import add_norm, attention, mlp

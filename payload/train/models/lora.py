@@ -15,14 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from payload.adapter_files import (
-    ADAPTER_CONFIG_FILE,
-    ADAPTER_FILE,
-    AdapterConfig,
-    render_adapter_config,
-)
-from payload.errors import CheckpointError
-from payload.hf_folder import CONFIG_FILE, own_file
+from payload.config.training_sections import AdapterSection
+from payload.core.errors import CheckpointError
+from payload.formats.hf_folder import CONFIG_FILE, own_file
 from payload.models.adapter import AdaptedSpec, is_target, scale, target_names
 from payload.train.kernels.linears import lay_below_each_other
 from payload.train.lazy_tensors import LazyTensors
@@ -35,7 +30,12 @@ from payload.train.models.quantized import (
 )
 from payload.train.models.saved import require_tensors
 from payload.train.tensor_file import write_tensors
-from payload.training_sections import AdapterSection
+from payload.weights.adapter_files import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    AdapterConfig,
+    render_adapter_config,
+)
 
 _PEFT_PREFIX = "base_model.model."
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Protocol, cast
 
 import payload.train.models as package
-from payload.adapter_files import base_quantization, has_adapter, read_adapter_config
-from payload.errors import CheckpointError, ConfigError
-from payload.hf_folder import CONFIG_FILE, read_config
+from payload.config.training_sections import Quantize
+from payload.core.errors import CheckpointError, ConfigError
+from payload.formats.hf_folder import CONFIG_FILE, read_config
 from payload.models.registry import ANY, read_spec
 from payload.models.spec import ModelSpec
 from payload.train.lazy_tensors import LazyTensors, PlannedTensors
@@ -36,7 +36,7 @@ from payload.train.models.lora import (
     read_adapter_tensors,
 )
 from payload.train.weights import base_folder
-from payload.training_sections import Quantize
+from payload.weights.adapter_files import base_quantization, has_adapter, read_adapter_config
 
 
 class Family(Protocol):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from payload.errors import CheckpointError
+from payload.core.errors import CheckpointError
 from payload.models.tensor_headers import FLOAT_DTYPES
 from payload.train.lazy_tensors import copy_in, kind_in, shape_in
 from payload.train.models.quantized import QuantizedLinear

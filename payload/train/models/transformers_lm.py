@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from payload.errors import CheckpointError, ConfigError
+from payload.core.errors import CheckpointError, ConfigError
 from payload.models.other import OtherSpec
 from payload.models.spec import ModelSpec
 from payload.train.lazy_tensors import PlannedTensors

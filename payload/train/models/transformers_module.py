@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import torch
 
-from payload.errors import CheckpointError
+from payload.core.errors import CheckpointError
+from payload.core.untrusted import shown
 from payload.models.spec import ModelSpec
 from payload.train.models.saved import without_code
 from payload.train.models.transformers_probes import first_line, require_causal
-from payload.untrusted import shown
 
 _Module = Any
 """transformers.PreTrainedModel, most of whose methods have no types."""

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from payload.errors import CheckpointError
+from payload.core.errors import CheckpointError
+from payload.core.untrusted import shown
 from payload.train.models.quantized import QuantizedLinear
-from payload.untrusted import shown
 
 _Module = Any
 """transformers.PreTrainedModel, most of whose methods have no types."""

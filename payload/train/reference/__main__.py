@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from payload.errors import ConfigError
-from payload.hints import command
+from payload.core.errors import ConfigError
+from payload.core.hints import command
 
 if TYPE_CHECKING:
     from payload.train.world import World
@@ -60,10 +60,10 @@ def main(argv: Sequence[str] | None, env: Mapping[str, str]) -> int:
 
 
 def _make(arguments: argparse.Namespace, world: World) -> None:
+    from payload.config.launch_sections import DistributedSection
     from payload.data.pairs import open_pairs
     from payload.data.tokenizer_match import require_same_tokens
-    from payload.data_folder import load_meta, require_task
-    from payload.launch_sections import DistributedSection
+    from payload.formats.data_folder import load_meta, require_task
     from payload.train.base_model import identify
     from payload.train.dpo import reference_log_probs
     from payload.train.evaluate import EvalPass

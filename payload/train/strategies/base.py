@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from payload.dtype import Dtype
-from payload.launch_sections import DistributedSection
-from payload.run_config import RunConfig
+from payload.config.launch_sections import DistributedSection
+from payload.config.run_config import RunConfig
+from payload.core.dtype import Dtype
 from payload.train.lazy_tensors import LazyTensors, Part
 from payload.train.models.base import CausalLM
 from payload.train.models.stage import Stage

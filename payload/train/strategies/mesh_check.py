@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from payload.mesh import Mesh
+from payload.machines.mesh import Mesh
 from payload.train.sync_check import (
     RankState,
     digest_each,

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from payload.launch_sections import DistributedSection
-from payload.mesh import Dimension
+from payload.config.launch_sections import DistributedSection
+from payload.machines.mesh import Dimension
 from payload.models.stages import stage_layers
 from payload.train.lazy_tensors import LazyTensors
 from payload.train.models.base import CausalLM, trainable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from payload.launch_sections import DistributedSection
+from payload.config.launch_sections import DistributedSection
 from payload.train.strategies.base import Strategy
 from payload.train.strategies.replicate import Replicate
 from payload.train.world import World

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from payload.launch_sections import DistributedSection
+from payload.config.launch_sections import DistributedSection
 from payload.train.gradients import GradientExchange
 from payload.train.models.base import CausalLM
 from payload.train.strategies.base import Strategy

@@ -25,8 +25,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from payload.launch_sections import DistributedSection
-from payload.mesh import Mesh
+from payload.config.launch_sections import DistributedSection
+from payload.machines.mesh import Mesh
 from payload.train.lazy_tensors import LazyTensors
 from payload.train.models.base import CausalLM, LayerModule, Placement, trainable
 from payload.train.models.split import bounds

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from payload.launch_sections import DistributedSection
-from payload.mesh import Mesh
+from payload.config.launch_sections import DistributedSection
+from payload.estimates.step_time import CopyTimes, ShardTimes
+from payload.machines.mesh import Mesh
 from payload.models.spec import BYTES_PER_WEIGHT, ModelSpec
-from payload.step_time import CopyTimes, ShardTimes
 from payload.train.strategies.groups import group_along
 from payload.train.strategies.shard_comms import Buffers, Gather, SumOfParts, Waiting
 from payload.train.world import World

@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Rows
 
-from payload.deepspeed_config import deepspeed_config
-from payload.dtype import Dtype
-from payload.launch_sections import DistributedSection
-from payload.run_config import RunConfig
+from payload.config.deepspeed_config import deepspeed_config
+from payload.config.launch_sections import DistributedSection
+from payload.config.run_config import RunConfig
+from payload.core.dtype import Dtype
 from payload.train.lazy_tensors import LazyTensors
 from payload.train.models.base import CausalLM, trainable
 from payload.train.models.split import bounds

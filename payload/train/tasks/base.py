@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from payload.core.dtype import Dtype
+from payload.core.errors import CheckpointError
 from payload.data.blocks import Indices
-from payload.data_folder import DataMeta
-from payload.dtype import Dtype
-from payload.errors import CheckpointError
-from payload.metrics_log import EvalMetrics, StepMetrics
+from payload.formats.data_folder import DataMeta
+from payload.run_record.metrics_log import EvalMetrics, StepMetrics
 from payload.train.checkpoint import BaseModel
 from payload.train.evaluate import EvalPass
 from payload.train.models.base import CausalLM

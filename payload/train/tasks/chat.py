@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from payload.config.run_config import RunConfig
 from payload.data.blocks import Indices
 from payload.data.packed_blocks import PackedBlocks, open_packed
-from payload.data_folder import load_meta
-from payload.metrics_log import EvalMetrics
-from payload.run_config import RunConfig
+from payload.formats.data_folder import load_meta
+from payload.run_record.metrics_log import EvalMetrics
 from payload.train.evaluate import EvalPass, evaluate
 from payload.train.models.base import CausalLM
 from payload.train.tasks.base import Batch, Samples, Task

@@ -14,11 +14,13 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from payload.classification import MOST_LABELS_LOGGED, ClassMetrics, accuracy, macro_f1
+from payload.config.run_config import RunConfig
+from payload.core.dtype import Dtype
+from payload.core.errors import CheckpointError, ConfigError
 from payload.data.blocks import Indices
 from payload.data.labelled import LabelledTexts, open_labelled
 from payload.data.special_tokens import special_tokens, tokenizer_config
-from payload.data_folder import (
+from payload.formats.data_folder import (
     TRAIN_NAME,
     VAL_NAME,
     ClassifyRecord,
@@ -26,10 +28,8 @@ from payload.data_folder import (
     load_meta,
     require_task,
 )
-from payload.dtype import Dtype
-from payload.errors import CheckpointError, ConfigError
-from payload.hf_folder import CONFIG_FILE, read_config
-from payload.run_config import RunConfig
+from payload.formats.hf_folder import CONFIG_FILE, read_config
+from payload.run_record.classification import MOST_LABELS_LOGGED, ClassMetrics, accuracy, macro_f1
 from payload.train.evaluate import EvalPass
 from payload.train.models.base import CausalLM
 from payload.train.models.classifier import Classifier, saved_labels, saved_pad_token

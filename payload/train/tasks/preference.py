@@ -10,6 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from payload.config.run_config import RunConfig
+from payload.core.dtype import Dtype
+from payload.core.errors import CheckpointError, DataError
 from payload.data.blocks import Indices
 from payload.data.pairs import Pairs, open_pairs
 from payload.data.reference import (
@@ -21,12 +24,9 @@ from payload.data.reference import (
     read_values,
     write_reference,
 )
-from payload.data_folder import DataMeta, load_meta
-from payload.dtype import Dtype
-from payload.errors import CheckpointError, DataError
-from payload.metrics_log import StepMetrics
-from payload.preference import PreferenceMetrics, PreferenceStep
-from payload.run_config import RunConfig
+from payload.formats.data_folder import DataMeta, load_meta
+from payload.run_record.metrics_log import StepMetrics
+from payload.run_record.preference import PreferenceMetrics, PreferenceStep
 from payload.train.checkpoint import BaseModel
 from payload.train.dpo import DpoLoss, evaluate_pairs, reference_log_probs
 from payload.train.evaluate import EvalPass

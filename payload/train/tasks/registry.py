@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from payload.run_config import RunConfig
+from payload.config.run_config import RunConfig
 from payload.train.tasks import chat, classify, preference, text
 from payload.train.tasks.base import Task
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from payload.config.run_config import RunConfig
 from payload.data.blocks import Indices, TokenBlocks, TokenData
-from payload.metrics_log import EvalMetrics
-from payload.run_config import RunConfig
+from payload.run_record.metrics_log import EvalMetrics
 from payload.train.evaluate import EvalPass, evaluate
 from payload.train.models.base import CausalLM
 from payload.train.tasks.base import Batch, Samples, Task

@@ -60,7 +60,7 @@ ranks_per_node = 1
 
 SAMPLES = """\
 from pathlib import Path
-from payload.run_samples import Sample, write_samples
+from payload.run_record.run_samples import Sample, write_samples
 
 made = [Sample(prompt="the a of", before=" red", after=" blue")]
 write_samples(Path("runs/lora/samples.json"), made)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from payload.config.run_config import parse_run_config
 from payload.launch.exports.base import Engine, ExportJob
 from payload.launch.exports.registry import export_job
-from payload.run_config import parse_run_config
 from tests.launch.inventories import make_inventory
 from tests.support.launching import TINY_RUN
 

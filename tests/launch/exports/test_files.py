@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from payload.errors import ExitCode, UsageError
+from payload.config.run_config import parse_run_config
+from payload.core.errors import ExitCode, UsageError
 from payload.launch.exports import kubernetes
 from payload.launch.exports.base import Engine
 from payload.launch.exports.registry import ENGINES
 from payload.launch.exports.yaml_text import Value, render
 from payload.orchestrate.__main__ import main
-from payload.run_config import parse_run_config
 from tests.launch.exports.engines import parse
 from tests.launch.exports.jobs import job_for
 from tests.launch.exports.kubelet import expand

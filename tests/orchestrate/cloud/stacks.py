@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from payload.inventory import Access
+from payload.machines.inventory import Access
 from payload.orchestrate.cloud import down
 from payload.orchestrate.cloud.down import Head
 from payload.orchestrate.run.mirror import Mirrored, write_mirrored
 from payload.orchestrate.ssh.keys import make_operator_key, operator_key_path
-from payload.results import RunPaths
+from payload.run_record.results import RunPaths
 from tests.launch.inventories import make_inventory
 from tests.orchestrate.cloud.conftest import KEY, Site
 from tests.support.run_folders import make_run

@@ -14,16 +14,16 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from payload.errors import CloudAuthError, ConfigError, ExitCode
-from payload.google_login import GoogleLogin
+from payload.config.store_address import parse_store_address
+from payload.core.errors import CloudAuthError, ConfigError, ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud.failures import explain
 from payload.orchestrate.cloud.google import Endpoints, Google
 from payload.orchestrate.cloud.pulumi import refusal
 from payload.orchestrate.ssh.streams import ProxyProcess
 from payload.storage.bucket import BucketStore
+from payload.storage.google_login import GoogleLogin
 from payload.storage.objects import StoreRefusedError
-from payload.store_address import parse_store_address
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.fake_pulumi import step
 from tests.orchestrate.cloud.stacks import Capture, own_key, words

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud.stack import remember_plan
 from payload.orchestrate.ssh.files import RunThere

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Answers, Capture, destroys, head_says, words

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from payload.cloud_need import need_of
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud.pulumi import Pulumi, settings
+from payload.stack.cloud_need import need_of
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, Fault
 from tests.support.nvidia_smi import L4, make_nvidia_smi

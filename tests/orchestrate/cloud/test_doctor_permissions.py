@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from payload.cloud_need import need_of
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
 from payload.orchestrate.cloud.encryption_key import check_key
+from payload.stack.cloud_need import need_of
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.standin import NUMBER, PROJECT, ZONE
 from tests.orchestrate.cloud.test_doctor import configure, doctor

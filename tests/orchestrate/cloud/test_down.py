@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ExitCode
-from payload.inventory import ClusterInventory
+from payload.core.errors import ExitCode
+from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.ssh.files import RunThere
 from payload.orchestrate.ssh.keys import make_operator_key

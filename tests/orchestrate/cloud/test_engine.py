@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from infra.labels import mark
-from payload.errors import INTERRUPTED, ExitCode
+from payload.core.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud import failures
 from payload.orchestrate.cloud.operations import Operations, Progress

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
 from payload.orchestrate.cloud.failures import explain, find_stock_out, stock_out_of
 from payload.orchestrate.cloud.pulumi import Diagnostic, Event, Step, Update
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud.filestore import may_delete
 from payload.orchestrate.cloud.resources import FILESTORE as FILESTORE_KIND

@@ -11,7 +11,7 @@ import time
 import pytest
 import requests
 
-from payload.errors import CloudAuthError, CloudError, ConfigError
+from payload.core.errors import CloudAuthError, CloudError, ConfigError
 from payload.orchestrate.cloud.google import VARIABLE, Endpoints
 from payload.orchestrate.cloud.listing import list_everything
 from tests.orchestrate.cloud.conftest import Site

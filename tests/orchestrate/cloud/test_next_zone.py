@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from payload.errors import INTERRUPTED, ExitCode
+from payload.core.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud import down
 from payload.orchestrate.cloud.down import Head

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from infra.labels import mark
-from payload.cluster_identity import known_cluster_identity, settle_cluster_identity
-from payload.errors import ConfigError, ExitCode
-from payload.inventory import ClusterInventory
+from payload.core.errors import ConfigError, ExitCode
+from payload.core.files import write_whole
+from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud.firewall import StackState
 from payload.orchestrate.cloud.machine_status import start_head
@@ -26,7 +26,7 @@ from payload.orchestrate.cloud.stack import (
     remember_plan,
 )
 from payload.orchestrate.run.console import text_console
-from payload.results import write_whole
+from payload.stack.cluster_identity import known_cluster_identity, settle_cluster_identity
 from tests.orchestrate.cloud.conftest import Site, inventory_output
 from tests.orchestrate.cloud.fake_pulumi import step
 from tests.orchestrate.cloud.stacks import Answers, Capture, head_says, own_key, stay, words

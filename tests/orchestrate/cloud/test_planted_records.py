@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 from infra.labels import program_identity
-from payload.cluster_identity import (
-    claimed_cluster_identity,
-    known_cluster_identity,
-    settle_cluster_identity,
-)
-from payload.errors import ConfigError, ExitCode
+from payload.core.errors import ConfigError, ExitCode
+from payload.core.files import write_whole
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud.same_name import own_identity
 from payload.orchestrate.cloud.sweep import project_of
 from payload.orchestrate.ssh.keys import make_operator_key
-from payload.results import write_whole
+from payload.stack.cluster_identity import (
+    claimed_cluster_identity,
+    known_cluster_identity,
+    settle_cluster_identity,
+)
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Answers, Capture, own_key
 from tests.orchestrate.cloud.standin import PROJECT, REGION

@@ -14,11 +14,11 @@ import pytest
 from infra.config import ClusterConfig
 from infra.cost import cluster_cost, describe, price_of_cluster
 from infra.machines import machine_types
-from payload.cloud_need import Need
-from payload.cloud_prices import CATALOG_FILE, CATALOG_LASTS_S, disk_price, read_catalog
-from payload.errors import BudgetError
+from payload.core.errors import BudgetError
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud.doctor import check_price
+from payload.pricing.cloud_prices import CATALOG_FILE, CATALOG_LASTS_S, disk_price, read_catalog
+from payload.stack.cloud_need import Need
 from tests.infra.stacks import ROOT
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Capture
@@ -175,7 +175,7 @@ def test_an_old_catalog_is_read_again_and_lasts_a_week(project: Site, capsys: Ca
 
 def rows() -> list[dict[str, str]]:
     """Every machine type in every region of the packaged table."""
-    text = (ROOT / "payload/prices/machines.csv").read_text(encoding="utf-8")
+    text = (ROOT / "payload/pricing/prices/machines.csv").read_text(encoding="utf-8")
     return list(csv.DictReader(text.splitlines()))
 
 

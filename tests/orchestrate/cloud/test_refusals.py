@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud.failures import explain
 from tests.orchestrate.cloud.conftest import Site

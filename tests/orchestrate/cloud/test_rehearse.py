@@ -16,10 +16,10 @@ from typing import Any, BinaryIO
 import pytest
 
 from infra.config_checks import _CLUSTER
-from payload.cluster_identity import known_cluster_identity
-from payload.errors import INTERRUPTED, ExitCode
+from payload.config.training_sections import DataSection
+from payload.core.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
-from payload.training_sections import DataSection
+from payload.stack.cluster_identity import known_cluster_identity
 from tests.orchestrate.cloud.conftest import Site, inventory_output
 from tests.orchestrate.cloud.stacks import Answers, Capture, destroys, words
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE

@@ -11,7 +11,7 @@ import re
 import pytest
 import yaml
 
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Answers, Capture, destroys, own_key

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cloud_smoke import Orchestrator, main
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
 from payload.orchestrate import __main__ as orchestrate
 from payload.orchestrate.sites.choose import load_cluster
 from tests.orchestrate.cloud.conftest import KEY, Site

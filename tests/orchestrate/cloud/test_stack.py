@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import BootstrapError, ConfigError, ExitCode, NodesError, RankLostError
-from payload.inventory import ClusterInventory
+from payload.core.errors import BootstrapError, ConfigError, ExitCode, NodesError, RankLostError
+from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError
 from payload.orchestrate.cloud.stack import pin_host_keys, read_outputs, recall

@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from payload.errors import ExitCode, HostKeyError, SshUnreachableError
-from payload.inventory import Access, ClusterInventory, Node
+from payload.core.errors import ExitCode, HostKeyError, SshUnreachableError
+from payload.machines.inventory import Access, ClusterInventory, Node
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud import down
 from payload.orchestrate.cloud.down import Head
@@ -27,7 +27,7 @@ from payload.orchestrate.run.console import text_console
 from payload.orchestrate.run.mirror import read_mirrored, write_mirrored
 from payload.orchestrate.sites.cluster_run import remote_run
 from payload.orchestrate.ssh.keys import make_operator_key
-from payload.results import RunPaths
+from payload.run_record.results import RunPaths
 from tests.orchestrate.cloud.conftest import Site, inventory_output
 from tests.orchestrate.cloud.stacks import (
     Answers,

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from infra.labels import mark
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud.pulumi import Pulumi
 from payload.orchestrate.cloud.stack import read_outputs, remember

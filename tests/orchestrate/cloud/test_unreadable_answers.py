@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Capture, destroys, head_says, own_key

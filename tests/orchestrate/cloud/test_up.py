@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from infra.labels import mark
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud import down
 from payload.orchestrate.cloud.down import Head

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud.firewall import StackState
 from payload.orchestrate.cloud.kept import remove_machines, use_kept_bucket

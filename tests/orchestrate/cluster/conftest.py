@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
 from tests.orchestrate.cluster.operating import Operator
 from tests.orchestrate.cluster.separate import SeparateNodes
 from tests.support.left_out import leave_out

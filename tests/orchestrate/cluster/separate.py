@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import payload
-from payload.inventory import ClusterInventory, Node
+from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.node.look import numa_domains, physical_cores
 from payload.orchestrate.sites.cluster import VENV
 from tests.orchestrate.sshd import LOGS, SSHD, make_cluster, make_key

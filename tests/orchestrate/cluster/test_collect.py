@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
 from tests.orchestrate.cluster.conftest import STEPS, Trained
 from tests.orchestrate.operator import finish
 from tests.support.waiting import wait_until

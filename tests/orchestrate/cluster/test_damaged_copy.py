@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from payload.checkpoint_files import manifest_problems
-from payload.errors import ExitCode
-from payload.results import RunPaths
+from payload.core.errors import ExitCode
+from payload.formats.checkpoint_files import manifest_problems
+from payload.run_record.results import RunPaths
 from tests.orchestrate.cluster.conftest import STEPS, Trained
 from tests.orchestrate.cluster.operating import Operator
 from tests.orchestrate.damage import WAYS, damage_file

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import ExitCode
-from payload.metrics_log import read_metrics
-from payload.results import RunPaths, RunState
+from payload.core.errors import ExitCode
+from payload.run_record.metrics_log import read_metrics
+from payload.run_record.results import RunPaths, RunState
 from tests.orchestrate.cluster.operating import (
     TIMEOUT_S,
     Operator,

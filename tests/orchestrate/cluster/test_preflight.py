@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from payload.errors import ExitCode
+from payload.core.errors import ExitCode
 from payload.orchestrate.preflight.findings import PROBED, TRIED
 from payload.orchestrate.preflight.trial_findings import record_path
 from payload.orchestrate.sites.cluster import VENV

@@ -21,17 +21,17 @@ from typing import Any
 
 import pytest
 
-from payload.errors import INTERRUPTED, ExitCode, PreflightError
-from payload.interrupts import PRESS_S
+from payload.core.errors import INTERRUPTED, ExitCode, PreflightError
+from payload.core.interrupts import PRESS_S
 from payload.launch.plan import LaunchPlan
-from payload.manifest_hashes import known_hashes, note_hash
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud.google import VARIABLE
 from payload.orchestrate.run.mirror import read_mirrored
 from payload.orchestrate.sites import ssh as ssh_site
 from payload.orchestrate.ssh import files, keys
 from payload.orchestrate.ssh.connection import Connection
-from payload.results import RunPaths
+from payload.run_record.manifest_hashes import known_hashes, note_hash
+from payload.run_record.results import RunPaths
 from tests.orchestrate.cloud.fake_pulumi import FakePulumi
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, CloudStandIn
 from tests.orchestrate.cluster.conftest import STEPS, Trained

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from payload.errors import INTERRUPTED, ExitCode
-from payload.results import RunPaths
-from payload.run_identity import known_identity
+from payload.core.errors import INTERRUPTED, ExitCode
+from payload.run_record.results import RunPaths
+from payload.run_record.run_identity import known_identity
 from tests.orchestrate.cluster.operating import TIMEOUT_S, Operator, wait_for_nobody
 from tests.orchestrate.cluster.separate import SeparateNodes
 from tests.orchestrate.sshd import make_key

@@ -8,13 +8,13 @@ import os
 import pytest
 from rich.console import Console
 
-from payload.errors import ExitCode
-from payload.inventory import ClusterInventory
+from payload.config.run_config import load_run_config
+from payload.core.errors import ExitCode
+from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.sites.cluster import ask_nodes, bring_weights, local_weights
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import this_code
 from payload.orchestrate.ssh.streams import Login
-from payload.run_config import load_run_config
 from tests.orchestrate.cluster.conftest import STEPS, Trained
 from tests.orchestrate.conftest import PATIENT
 from tests.support.launching import losses

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.architecture_cases import CASES, random_tokens
+from payload.config.training_sections import AdapterSection
 from payload.models.registry import spec_of
 from payload.train.kernels.kernels import Kernels
 from payload.train.kernels.library import Library
 from payload.train.models.base import CausalLM, trainable
 from payload.train.models.lora import LoraLinear, add_adapter, merge_adapter, shrink_base
 from payload.train.models.registry import build
-from payload.training_sections import AdapterSection
 from tests.train.test_kernels import bf16, error
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.architecture_cases import CASES, random_tokens
-from payload.errors import ConfigError
+from payload.config.run_config import parse_run_config
+from payload.config.training_sections import AdapterSection
+from payload.core.errors import ConfigError
 from payload.models.gpt2 import PRESETS
 from payload.models.registry import spec_of
 from payload.models.spec import RankSetting
-from payload.run_config import parse_run_config
 from payload.train.kernels.kernels import Kernels
 from payload.train.kernels.library import Library
 from payload.train.models.base import CausalLM
@@ -26,7 +27,6 @@ from payload.train.models.classifier import Classifier
 from payload.train.models.lora import add_adapter
 from payload.train.models.registry import build
 from payload.train.models.transformers_lm import TransformersLM
-from payload.training_sections import AdapterSection
 from tests.support.launching import losses
 from tests.train.alone import train_alone
 from tests.train.test_kernels import bf16

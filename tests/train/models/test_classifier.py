@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from benchmarks.architecture_cases import CASES
-from payload.data_folder import ClassifyRecord
-from payload.errors import CheckpointError
+from payload.config.training_sections import AdapterSection
+from payload.core.errors import CheckpointError
+from payload.formats.data_folder import ClassifyRecord
 from payload.models.registry import spec_of
 from payload.train.models.base import trainable
 from payload.train.models.classifier import Classifier, last_tokens
@@ -22,7 +23,6 @@ from payload.train.models.lora import add_adapter, save_adapter
 from payload.train.models.registry import build, load
 from payload.train.tasks.classify import start_note
 from payload.train.weights import save_hf
-from payload.training_sections import AdapterSection
 from tests.support.slow_imports import peft
 
 LABELS = ("bad", "fair", "good")

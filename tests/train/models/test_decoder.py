@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.architecture_cases import CASES, make_folder, random_tokens
-from payload.errors import CheckpointError
+from payload.core.errors import CheckpointError
 from payload.models.decoder import DecoderSpec
 from payload.models.registry import spec_of
 from payload.train.models.decoder import Decoder

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.architecture_cases import CASES, random_tokens
+from payload.config.training_sections import OptimizerSection
 from payload.data.blocks import IGNORED_TARGET
 from payload.models.decoder import DecoderSpec
 from payload.models.registry import spec_of
@@ -25,7 +26,6 @@ from payload.train.models import decoder as decoder_file
 from payload.train.models.decoder import Decoder
 from payload.train.models.decoder_fast import run_layers
 from payload.train.optimizer import build_optimizers
-from payload.training_sections import OptimizerSection
 from tests.train.test_kernels import bf16, error
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.architecture_cases import CASES
+from payload.config.training_sections import AdapterSection
+from payload.core.errors import ConfigError
 from payload.data.blocks import IGNORED_TARGET
-from payload.errors import ConfigError
 from payload.models.registry import spec_of
 from payload.train.kernels.kernels import Kernels
 from payload.train.kernels.library import Library
@@ -19,7 +20,6 @@ from payload.train.models.base import CausalLM
 from payload.train.models.lora import add_adapter
 from payload.train.models.registry import build
 from payload.train.models.transformers_lm import TransformersLM
-from payload.training_sections import AdapterSection
 from tests.train.test_kernels import bf16
 from tests.train.test_model import SMALL, make_model
 

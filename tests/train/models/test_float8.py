@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from payload.errors import ConfigError, ExitCode
-from payload.results import RunPaths
-from payload.run_config import parse_run_config
+from payload.config.run_config import parse_run_config
+from payload.config.training_sections import PrecisionSection
+from payload.core.errors import ConfigError, ExitCode
+from payload.run_record.results import RunPaths
 from payload.train.models.float8 import convert_linears
-from payload.training_sections import PrecisionSection
 from tests.support.launching import losses
 from tests.support.slow_imports import float8_linear
 from tests.train.alone import ALONE, train_alone

@@ -13,19 +13,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
 
-from payload.adapter_files import read_adapter_config
-from payload.checkpoint_files import manifest_problems
-from payload.errors import CheckpointError, ConfigError
+from payload.config.run_config import parse_run_config
+from payload.config.training_sections import AdapterSection
+from payload.core.errors import CheckpointError, ConfigError
 from payload.export.merged import merged_weights
+from payload.formats.checkpoint_files import manifest_problems
 from payload.models.gpt2 import PRESETS
 from payload.models.spec import RankSetting
-from payload.run_config import parse_run_config
 from payload.train.base_model import identify
 from payload.train.models.base import trainable
 from payload.train.models.lora import add_adapter, load_adapter, merge_adapter, save_adapter
 from payload.train.models.registry import load
 from payload.train.weights import save_hf
-from payload.training_sections import AdapterSection
+from payload.weights.adapter_files import read_adapter_config
 from tests.support.launching import losses, summary
 from tests.support.slow_imports import peft
 from tests.train.alone import train_alone

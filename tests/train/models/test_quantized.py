@@ -22,23 +22,23 @@ from transformers import (
     Qwen2Config,
 )
 
-from payload.dtype import Dtype
-from payload.errors import CheckpointError, ConfigError
+from payload.config.model_fit import require_fit
+from payload.config.run_config import parse_run_config
+from payload.config.training_sections import AdapterSection, OptimizerSection
+from payload.core.dtype import Dtype
+from payload.core.errors import CheckpointError, ConfigError
 from payload.export.__main__ import main as export
 from payload.models.adapter import AdaptedSpec
 from payload.models.classifier import ClassifierSpec
-from payload.models.fit import require_fit
 from payload.models.hub_sizes import CONFIGS
 from payload.models.nf4 import nf4_bytes
 from payload.models.registry import spec_of
 from payload.models.spec import PROCESS_BYTES, RankSetting
-from payload.run_config import parse_run_config
 from payload.train.engine import engage
 from payload.train.models.lora import add_adapter, save_adapter, widen_base
 from payload.train.models.quantized import QuantizedLinear, dequantize, require_quantizer
 from payload.train.models.registry import load
 from payload.train.optimizer import build_optimizers
-from payload.training_sections import AdapterSection, OptimizerSection
 from tests.support.launching import losses, mpirun, run, summary, train_program
 from tests.support.slow_imports import bitsandbytes, peft
 from tests.train.alone import ALONE, train_alone

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks.architecture_cases import CASES, make_folder, random_tokens
-from payload.errors import CheckpointError
+from payload.core.errors import CheckpointError
 from payload.models.registry import spec_of
 from payload.train.models.lora import quantize_base
 from payload.train.models.quantized import QuantizedLinear

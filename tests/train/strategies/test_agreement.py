@@ -7,10 +7,10 @@ import importlib.util
 import pytest
 import torch
 
-from payload.engines import require_means_here
-from payload.errors import ConfigError, RanksDifferError, TrainingError
-from payload.launch_sections import DistributedSection
-from payload.run_config import RunConfig, parse_run_config
+from payload.config.engines import require_means_here
+from payload.config.launch_sections import DistributedSection
+from payload.config.run_config import RunConfig, parse_run_config
+from payload.core.errors import ConfigError, RanksDifferError, TrainingError
 from payload.train.engine import require_strategy
 from payload.train.strategies.shard_snapshot import rows_of
 from payload.train.sync_check import RankState, require_one_model

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.loading import load_on_ranks, write_model, write_state
-from payload.errors import CheckpointError
+from payload.core.errors import CheckpointError
 from payload.train.checkpoint import optimizer_tensors
 from payload.train.lazy_tensors import LazyTensors, Part, files_identity
 from payload.train.models.split import Split, bounds

@@ -1,0 +1,55 @@
+"""CONTRACT: what DeepSpeed is told when a run trains with `distributed.strategy = "zero3"`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from payload.config.run_config import RunConfig
+from payload.core.dtype import Dtype
+
+_REDUCED_ELEMENTS = 5_000_000
+"""Gradients that are summed together; one that is larger goes alone."""
+_UPDATED_ELEMENTS = 50_000_000
+"""Elements that are updated together: DeepSpeed copies their gradients for it."""
+
+
+def deepspeed_config(config: RunConfig, *, dtype: Dtype) -> dict[str, Any]:
+    """Return the settings for `deepspeed.initialize`.
+
+    Weights are fp32 and so is all that travels; with bf16 the matmuls alone are autocast, as in the
+    other strategies. Nothing whole is kept for later (`max_live_parameters`, `max_reuse_distance`,
+    `param_persistence_threshold`). The trainer weighs the passes of a step itself, so DeepSpeed
+    knows of one.
+    """
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": config.batch.sequences(),
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.optimizer.grad_clip,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": 3,
+            "contiguous_gradients": False,
+            "overlap_comm": False,
+            "reduce_bucket_size": _REDUCED_ELEMENTS,
+            "reduce_scatter": True,
+            "stage3_max_live_parameters": 0,
+            "stage3_max_reuse_distance": 0,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_prefetch_bucket_size": 0,
+            "sub_group_size": _UPDATED_ELEMENTS,
+        },
+    }
+    if dtype == "bf16":
+        # No module is `safe` for DeepSpeed to send its weights and gradients as bf16.
+        found["torch_autocast"] = {
+            "enabled": True,
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": [],
+        }
+    return found
+
+
+def render_deepspeed(config: RunConfig, *, dtype: Dtype) -> str:
+    """Return the text of the run's deepspeed.json."""
+    return json.dumps(deepspeed_config(config, dtype=dtype), indent=2) + "\n"

@@ -1,0 +1,118 @@
+"""CONTRACT: what engines and backends need beyond the usual installation, and how to get it."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+from payload.config.launch_sections import DistributedSection
+from payload.config.run_config import RunConfig
+from payload.config.training_sections import EngineSection, PrecisionSection
+from payload.core.errors import ConfigError
+
+IPEX_MODULE = "intel_extension_for_pytorch"
+IPEX_INSTALL = (
+    "pip install torch==2.8.0 intel-extension-for-pytorch==2.8.0, in an environment of its own"
+)
+CCL_MODULE = "oneccl_bindings_for_pytorch"
+QUANTIZER_MODULE = "bitsandbytes"
+_QUANTIZER_INSTALL = "pip install 'bitsandbytes>=0.50,<0.51'"
+
+FP8_MODULE = "torchao"
+_FP8_INSTALL = "pip install torchao==0.18.0"
+
+DEEPSPEED_MODULE = "deepspeed"
+# It comes as source alone, whose set-up looks at torch: that is to be the torch that is there.
+_DEEPSPEED_INSTALL = "pip install --no-build-isolation deepspeed==0.19.8"
+
+_CCL_INSTALL = (
+    "pip install torch==2.8.0 oneccl_bind_pt==2.8.0 --extra-index-url "
+    "https://pytorch-extension.intel.com/release-whl/stable/cpu/us/"
+)
+_COMPILERS = ("g++", "clang++", "c++")
+
+
+def require_known_backend(settings: DistributedSection) -> None:
+    """Raise ConfigError for nccl where the system has no NVIDIA device."""
+    if settings.backend == "nccl" and not has_nvidia_device():
+        raise ConfigError(
+            "distributed.backend = 'nccl': it moves GPU tensors only, and this machine has no CUDA "
+            "device. Use gloo."
+        )
+
+
+def has_nvidia_device() -> bool:
+    """Say whether the system shows an NVIDIA GPU with its driver; torch may still not see it."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def require_compiler(settings: EngineSection) -> None:
+    """Raise ConfigError where engine.compile lacks its compiler."""
+    if settings.compile and not any(shutil.which(name) for name in _COMPILERS):
+        raise ConfigError(
+            "engine.compile = true needs a C++ compiler, and this machine has none. Install one "
+            "with: apt-get install g++ (or use engine.compile = false)."
+        )
+
+
+def require_means_here(config: RunConfig) -> None:
+    """Raise ConfigError, with what to do, for a package or device that this machine lacks."""
+    if config.device.kind == "cuda" and not has_nvidia_device():
+        raise ConfigError(
+            "device.kind = 'cuda': this machine has no CUDA device. Install its driver, or use "
+            "device.kind = 'cpu'."
+        )
+    engine, distributed, quantize = config.engine, config.distributed, config.model.quantize
+    require_known_backend(distributed)
+    require_compiler(engine)
+    if engine.kind == "ipex" and importlib.util.find_spec(IPEX_MODULE) is None:
+        raise ipex_missing("not installed")
+    if distributed.backend == "ccl" and importlib.util.find_spec(CCL_MODULE) is None:
+        raise ccl_missing("not installed")
+    if distributed.strategy == "zero3" and importlib.util.find_spec(DEEPSPEED_MODULE) is None:
+        raise deepspeed_missing("not installed")
+    if quantize == "nf4" and importlib.util.find_spec(QUANTIZER_MODULE) is None:
+        raise bitsandbytes_missing("not installed")
+    require_fp8_package(config.precision)
+
+
+def require_fp8_package(settings: PrecisionSection) -> None:
+    """Raise ConfigError, with what installs it, where precision.fp8 lacks its package."""
+    if settings.fp8 != "off" and importlib.util.find_spec(FP8_MODULE) is None:
+        raise ConfigError(
+            f"precision.fp8 = {settings.fp8!r} needs torchao (not installed). Install it with: "
+            f"{_FP8_INSTALL} (or use precision.fp8 = 'off')."
+        )
+
+
+def ipex_missing(reason: object) -> ConfigError:
+    """Return the error for engine.kind = 'ipex' without its package."""
+    return ConfigError(
+        f"engine.kind = 'ipex' needs intel-extension-for-pytorch ({reason}). Install it with: "
+        f"{IPEX_INSTALL} (or use engine.kind = 'native')."
+    )
+
+
+def ccl_missing(reason: object) -> ConfigError:
+    """Return the error for distributed.backend = 'ccl' without its package."""
+    return ConfigError(
+        f"distributed.backend = 'ccl' needs oneccl_bind_pt ({reason}). Install it with: "
+        f"{_CCL_INSTALL} (or use gloo)."
+    )
+
+
+def bitsandbytes_missing(reason: object) -> ConfigError:
+    """Return the error for model.quantize = 'nf4' without its package."""
+    return ConfigError(
+        f"model.quantize = 'nf4' needs bitsandbytes ({reason}). Install it with: "
+        f"{_QUANTIZER_INSTALL} (or use model.quantize = 'none')."
+    )
+
+
+def deepspeed_missing(reason: object) -> ConfigError:
+    """Return the error for distributed.strategy = 'zero3' without its package."""
+    return ConfigError(
+        f"distributed.strategy = 'zero3' needs deepspeed ({reason}). Install it with: "
+        f"{_DEEPSPEED_INSTALL} (or use strategy = 'shard')."
+    )

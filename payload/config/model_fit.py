@@ -1,0 +1,110 @@
+"""Says whether weights are whole, and whether they suit a run's settings and its data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from payload.config.run_config import RunConfig
+from payload.config.training_sections import ModelSection
+from payload.core.errors import CheckpointError, ConfigError
+from payload.formats.hf_folder import CONFIG_FILE
+from payload.models.spec import ModelSpec
+from payload.models.tensor_headers import tensor_headers
+
+SIZES = ("n_layer", "n_head", "n_embd")
+
+
+def require_fit(
+    spec: ModelSpec, config: RunConfig, *, vocab_size: int | None, tokenizer: str | None = None
+) -> None:
+    """Refuse weights that the run cannot start from. Raises CheckpointError.
+
+    `vocab_size` is of the data's tokenizer, whose name is `tokenizer`; None where there is no data
+    yet. The model may have more rows than that: a vocabulary is often padded.
+    """
+    init, wanted = config.model.init, config.data.sequence_length
+    reason = spec.why_not_quantized()
+    if config.model.quantize != "none" and reason is not None:
+        raise CheckpointError(
+            f"model.quantize = {config.model.quantize!r}: model_type = {spec.model_type!r} cannot "
+            f"be quantised: {reason}. Use model.quantize = 'none'."
+        )
+    if wanted > spec.context():
+        raise CheckpointError(
+            f"data.sequence_length = {wanted} is above the {spec.context()} positions of "
+            f"model.init = {init!r}. Use at most {spec.context()}."
+        )
+    if vocab_size is not None and spec.vocab_size < vocab_size:
+        which = "" if tokenizer is None else f" ({tokenizer})"
+        raise CheckpointError(
+            f"model.init = {init!r}: its vocabulary has {spec.vocab_size} tokens, that of the data "
+            f"has {vocab_size}{which}. Prepare the data with the model's tokenizer."
+        )
+    sizes = spec.settings()
+    for name in SIZES:
+        asked, found = getattr(config.model, name), sizes[name]
+        if asked is not None and asked != found:
+            raise CheckpointError(
+                f"model.{name} = {asked}, but the weights of model.init have {found}. Leave "
+                f'model.{name} out, or use model.init = "scratch".'
+            )
+
+
+def require_split(spec: ModelSpec, config: RunConfig) -> None:
+    """Raise ConfigError for a model that the run's ranks cannot share out as it is configured."""
+    tensor, stages = config.distributed.tensor_parallel, config.distributed.pipeline_parallel
+    for name, size, reason in (
+        ("tensor_parallel", tensor, spec.why_not_tensor(tensor)),
+        ("pipeline_parallel", stages, spec.why_not_stages(stages)),
+    ):
+        if size > 1 and reason is not None:
+            raise ConfigError(
+                f"distributed.{name} = {size} does not fit the model: {reason}. Use another "
+                f"{name}, or 1."
+            )
+
+
+def require_weights(spec: ModelSpec, folder: Path) -> None:
+    """Refuse a folder whose files do not have the weights that its config.json describes.
+
+    Only the files' headers are read. Raises CheckpointError.
+    """
+    headers = tensor_headers(folder)
+    for name, shape in spec.tensor_shapes():
+        # Some of the first model's files are of the module without its head.
+        header = headers.get(name) or headers.get(name.removeprefix("transformer."))
+        if header is None:
+            raise CheckpointError(
+                f"{folder}: it has no tensor {name}, which its {CONFIG_FILE} asks for. Name the "
+                "folder of a whole model."
+            )
+        if header.shape != shape:
+            raise CheckpointError(
+                f"{folder}: {name} is {list(header.shape)}, its {CONFIG_FILE} says {list(shape)}. "
+                "Name the folder of a whole model."
+            )
+        if not header.is_weight():
+            raise CheckpointError(
+                f"{folder}: {name} is {header.dtype}: quantised weights cannot be trained. Name "
+                "the model in bf16 or fp32."
+            )
+
+
+def unused_settings(spec: ModelSpec, config: RunConfig) -> str | None:
+    """Return a note on [model] settings that the weights' own sizes replace, or None.
+
+    Those with their default's value need not have been asked for, so they are not named.
+    """
+    default, model, found = ModelSection(), config.model, spec.settings()
+    configured = model.spec(sequence_length=1, vocab_size=1).settings()
+    has_bias = found.get("bias")
+    unused = []
+    if model.preset != default.preset and any(found[name] != configured[name] for name in SIZES):
+        unused.append(f'model.preset = "{model.preset}"')
+    if model.bias not in (default.bias, has_bias):
+        unused.append(f"model.bias = {str(model.bias).lower()}")
+    if not unused:
+        return None
+    sizes = f"{spec.num_layers()} layers, {spec.num_heads()} heads and width {spec.width()}"
+    biases = "" if has_bias is None else f", with{'' if has_bias else 'out'} biases"
+    return f"note: not used: {' and '.join(unused)}; the weights of model.init have {sizes}{biases}"

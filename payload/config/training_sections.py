@@ -1,0 +1,302 @@
+"""CONTRACT IN: the sections of run.toml that say what is trained, and how."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from payload.config.settings import AUTO, setting
+from payload.config.store_address import is_bucket_address, parse_store_address
+from payload.core.errors import ConfigError
+from payload.core.tasks import TaskKind
+from payload.core.untrusted import shown
+from payload.models.registry import from_scratch
+from payload.models.spec import ModelSpec
+
+Preset = Literal["tiny", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
+DtypeChoice = Literal["auto", "bf16", "fp32"]
+Quantize = Literal["none", "nf4"]
+OptimizerName = Literal["adamw", "muon"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSection:
+    """[run]"""
+
+    name: str = "run"
+    """Start of the run id."""
+    seed: int = setting(1337, low=0, high=2**32 - 1)
+    """Weights, dropout and data order follow from it."""
+
+    def problems(self) -> list[str]:
+        """Say why a run's id cannot begin with `name`."""
+        if self.name.strip() and "/" not in self.name and self.name.isprintable():
+            return []
+        return [f"run.name = {shown(self.name)}: use a name without slashes or control characters."]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSection:
+    """[data]"""
+
+    dir: str = "data/openwebtext"
+    """Folder with train.bin, val.bin and meta.json, written by `python -m payload.data prepare`; or
+    `gs://BUCKET/PREFIX` of such a folder, which is brought to a cache once."""
+    sequence_length: int = setting(1024, low=1, high=2**20)
+    """Tokens per sequence."""
+
+    def folder(self) -> Path:
+        """Return the data folder; of one in a bucket, the copy of it in this user's cache."""
+        if not is_bucket_address(self.dir):
+            return Path(self.dir)
+        address = parse_store_address(self.dir, setting="data.dir")
+        # Of one folder a level: an address below another's must not lie in its copy.
+        mark = hashlib.sha256(str(address).encode()).hexdigest()[:16]
+        name = f"{address.last() or address.bucket}-{mark}"
+        return Path.home() / ".cache" / "tileforge" / "data" / name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection:
+    """[model]"""
+
+    preset: Preset = "gpt2"
+    """Sizes of a model from scratch; weights of `init` have their own."""
+    init: str = "scratch"
+    """`scratch`, a Hugging Face name or folder, a GGUF file, a run or one of its checkpoints."""
+    quantize: Quantize = "none"
+    """`nf4`: the layers' linears in 4 bits below an adapter; needs the extra `quant`."""
+    dropout: float = setting(0.0, low=0.0, high=0.99)
+    bias: bool = True
+    """Biases of a model from scratch."""
+    n_layer: int | None = setting(None, low=1, high=1000)
+    """Layers; none = the preset's. Likewise the next two."""
+    n_head: int | None = setting(None, low=1, high=1000)
+    n_embd: int | None = setting(None, low=1, high=2**16)
+
+    def spec(self, *, sequence_length: int, vocab_size: int | None) -> ModelSpec:
+        """Return the preset's model from scratch, with this section's own sizes in their place.
+
+        A vocabulary of None is the preset's own.
+        """
+        return from_scratch(
+            self.preset,
+            n_layer=self.n_layer,
+            n_head=self.n_head,
+            n_embd=self.n_embd,
+            bias=self.bias,
+            sequence_length=sequence_length,
+            vocab_size=vocab_size,
+        )
+
+    def problems(self) -> list[str]:
+        """Say why the heads cannot share out the model's width."""
+        spec = self.spec(sequence_length=1, vocab_size=1)
+        if not spec.width() % spec.num_heads():
+            return []
+        return [
+            f"model.n_embd = {spec.width()} is not a multiple of model.n_head = {spec.num_heads()}."
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSection:
+    """[task]; data.dir was prepared for it with `prepare --task`"""
+
+    kind: TaskKind = "text"
+    """`text`: the next token of plain text. `chat`: the assistant's tokens of conversations.
+    `classify`: a label for each text. `preference`: the better one of two answers (DPO)."""
+    beta: float = setting(0.1, above=0.0, high=1e3)
+    """preference: how strongly the model is held to the reference; 0.1 is DPO's and TRL's."""
+    class_weights: str = "none"
+    """classify: `none`; `balanced`, so that every label weighs the same in the loss; or a number
+    for each label, in their order: `1,2.5`."""
+
+    def sequences_per_sample(self) -> int:
+        """Return the sequences that a sample of a batch has: a preference pair has two."""
+        return 2 if self.kind == "preference" else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSection:
+    """[adapter]; the weights of model.init stay as they are, and a small adapter is trained"""
+
+    kind: Literal["none", "lora"] = "none"
+    """`lora`: two low-rank matrices beside each target linear; checkpoints are PEFT's."""
+    rank: int = setting(16, low=1, high=4096)
+    alpha: float = setting(32.0, above=0.0)
+    """The adapter's output is multiplied by alpha / rank."""
+    dropout: float = setting(0.0, low=0.0, high=0.99)
+    """Dropout of the adapter's input."""
+    target: str = "all-linear"
+    """`all-linear`, or names of linears with commas between: `q_proj,v_proj`."""
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead, which keeps the scale for high ranks."""
+    dora: bool = False
+    """DoRA: train the length of each output's weights as well. The kernels do not run it."""
+
+    def is_on(self) -> bool:
+        """Say whether an adapter is trained instead of the model."""
+        return self.kind != "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSection:
+    """[batch], in sequences"""
+
+    global_batch_size: int = setting(32, low=1, high=10**9)
+    """Sequences per step over all ranks."""
+    micro_batch_size: int | Literal["auto"] = setting(4, low=1, high=10**6)
+    """Sequences per rank per forward and backward pass; lower it when memory runs out. `auto`: the
+    most that fit the estimate, chosen when the ranks are placed; run.toml then has the number."""
+
+    def sequences(self) -> int:
+        """Return `micro_batch_size` as a number, after planning or rank 0 has settled it."""
+        assert self.micro_batch_size != AUTO, "settle_batch() comes first"
+        return self.micro_batch_size
+
+    def per_pass(self, world_size: int) -> int:
+        """Return the sequences of one pass of all ranks; before `auto` is settled, a whole step."""
+        if self.micro_batch_size == AUTO:
+            return max(1, self.global_batch_size // world_size) * world_size
+        return self.micro_batch_size * world_size
+
+    def require_even(self, world_size: int) -> None:
+        """Raise ConfigError when the ranks cannot share the batch in whole passes."""
+        if self.micro_batch_size == AUTO:
+            self._require_multiple(world_size, f"world_size = {world_size}")
+        else:
+            self.grad_accum_steps(world_size)
+
+    def grad_accum_steps(self, world_size: int) -> int:
+        """Passes per step on each rank. Raises ConfigError when it is no whole number."""
+        size = self.sequences()
+        per_pass = size * world_size
+        self._require_multiple(
+            per_pass, f"micro_batch_size x world_size = {size} x {world_size} = {per_pass}"
+        )
+        return self.global_batch_size // per_pass
+
+    def _require_multiple(self, number: int, words: str) -> None:
+        if self.global_batch_size % number:
+            below = self.global_batch_size // number * number
+            fitting = [size for size in (below, below + number) if size]
+            raise ConfigError(
+                f"batch.global_batch_size = {self.global_batch_size} is not a multiple of "
+                f"{words}. Use {' or '.join(map(str, fitting))}."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSection:
+    """[optimizer]"""
+
+    name: OptimizerName = "adamw"
+    """`muon`: Muon for hidden matrices, scaled to AdamW's step size, and AdamW for the rest."""
+    lr: float = setting(3e-5, above=0.0)
+    """Highest learning rate. 3e-5 is nanoGPT's for fine-tuning GPT-2."""
+    min_lr: float = setting(3e-6, low=0.0)
+    """Learning rate at the end of the decay."""
+    weight_decay: float = setting(0.1, low=0.0)
+    """For matrices and embeddings only."""
+    beta1: float = setting(0.9, low=0.0, high=0.9999)
+    beta2: float = setting(0.95, low=0.0, high=0.99999)
+    grad_clip: float = setting(1.0, low=0.0)
+    """Highest gradient norm; 0 = no clipping."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleSection:
+    """[schedule]"""
+
+    kind: Literal["cosine", "constant", "wsd"] = "cosine"
+    """`wsd`: warm up, stay, decay linearly over the last `decay_steps`."""
+    warmup_steps: int = setting(0, low=0)
+    decay_steps: int | None = setting(None, low=1)
+    """cosine: the step at which min_lr is reached, none = the last. wsd: length of the decay at
+    the end, none = a fifth of the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSection:
+    """[train]; a step is one optimizer update"""
+
+    steps: int = setting(100, low=1)
+    log_every: int = setting(10, low=1)
+    """Steps between printed lines; metrics.jsonl has every step."""
+    eval_every: int = setting(100, low=0)
+    """0 = only at the start and the end."""
+    eval_tokens: int | None = setting(None, low=1)
+    """Validation tokens per evaluation; none = all."""
+    checkpoint_every: int = setting(100, low=0)
+    """0 = only at the end."""
+    keep_checkpoints: int = setting(2, low=1)
+    """Number of newest checkpoints to keep; the one with the lowest val_loss is kept, too."""
+    sync_check_every: int = setting(100, low=0)
+    """Steps between comparisons of all ranks' weights and optimizer state; 0 = only at checkpoints
+    and the end."""
+    profile_step: int | None = setting(None, low=1)
+    """Step that the torch profiler records on one rank; `run --profile STEP` sets it."""
+    profile_rank: int = setting(0, low=0)
+    """The rank that records."""
+
+    def require_profiled(self, world_size: int) -> None:
+        """Raise ConfigError when none of the ranks would record the step that is to be profiled.
+
+        A checkpoint's own settings are not held to this: the run that it goes on may change them.
+        """
+        if self.profile_step is None:
+            return
+        if self.profile_step > self.steps:
+            raise ConfigError(
+                f"train.profile_step = {self.profile_step} is above train.steps = {self.steps}: "
+                "nothing would be recorded. Choose an earlier step."
+            )
+        if self.profile_rank >= world_size:
+            raise ConfigError(
+                f"train.profile_rank = {self.profile_rank}: the ranks are 0 to {world_size - 1}, "
+                "so nothing would be recorded. Name one of them."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionSection:
+    """[precision]"""
+
+    dtype: DtypeChoice = "auto"
+    """auto: bf16 where the calibration finds it faster, else fp32. The run reports its choice."""
+    fp8: Literal["off", "on", "emulated"] = "off"
+    """on: the layers' linears multiply in 8-bit floats, all else in bf16. It needs the extra `fp8`
+    and a GPU of compute capability 8.9 or higher. emulated: the same rounding on any device, slower
+    than bf16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSection:
+    """[engine]"""
+
+    kind: Literal["native", "ipex"] = "native"
+    """`ipex` needs the extra `intel`."""
+    compile: bool = False
+    """Pass the model through torch.compile; needs a C++ compiler on every node."""
+    kernels: Literal["auto", "off"] = "auto"
+    """auto: the project's own kernels where they can be built, but not with `compile` or `ipex`.
+    `off`: stock torch alone."""
+    deterministic: bool = False
+    """On CUDA: deterministic algorithms alone, so that a resume is bitwise; slower. On CPUs it is
+    bitwise anyway."""
+
+    def wants_kernels(self) -> bool:
+        """Return whether `kernels` applies to this engine."""
+        return self.kernels == "auto" and self.kind == "native" and not self.compile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySection:
+    """[memory]"""
+
+    activation_checkpointing: Literal["off", "auto", "on"] = "auto"
+    """`on`: keep a layer's input alone and compute the layer again in the backward pass, which
+    takes a third more time. auto: where the estimate of a rank's memory is above what is free."""

@@ -1,0 +1,1 @@
+"""The formulas before a run: time of a step, micro-batch, disk space."""

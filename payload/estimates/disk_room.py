@@ -1,0 +1,57 @@
+"""The disk space that a run's checkpoints need."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from payload.core.errors import ConfigError
+from payload.formats.checkpoint_files import checkpoint_folders, partial_checkpoints
+
+_BLOCK_BYTES = 512  # st_blocks', whatever the file system's are.
+
+
+def require_room(run: Path, *, checkpoint_bytes: int, keep: int, uploads: bool) -> None:
+    """Raise ConfigError when the checkpoints that a run keeps, and one more, do not fit its disk.
+
+    `run` is the run's folder. It keeps the newest `keep` and the best; `uploads` where it has a
+    store. On a resume some of them are there, and what an interrupted write left is removed first.
+    """
+    most = most_checkpoints(keep=keep, uploads=uploads)
+    to_come = most - min(most - 1, len(checkpoint_folders(run / "checkpoints")))
+    needed = to_come * checkpoint_bytes
+    free = free_bytes(run) + _bytes_of(partial_checkpoints(run / "checkpoints"))
+    if free < needed:
+        uploaded = ", the one on its way to the store" if uploads else ""
+        advice = "Free space or lower train.keep_checkpoints" if to_come > 1 else "Free space"
+        raise ConfigError(
+            f"{run}: {free / 1e9:.1f} GB free, but {to_come} more of {most} checkpoints "
+            f"(train.keep_checkpoints = {keep}, the best one{uploaded}, and "
+            f"the one being written) need {needed / 1e9:.1f} GB. {advice}."
+        )
+
+
+def most_checkpoints(*, keep: int, uploads: bool) -> int:
+    """Return how many checkpoints of a run its disk has at once, at most.
+
+    The uploader keeps one open, whose space a removal does not give back.
+    """
+    return keep + 2 + uploads
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free space on the disk that `folder` is on, or will be."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _bytes_of(folders: Iterable[Path]) -> int:
+    """Return what the files in these folders take of the disk."""
+    blocks = 0
+    for path in (path for folder in folders for path in folder.rglob("*")):
+        with suppress(OSError):
+            blocks += path.lstat().st_blocks
+    return blocks * _BLOCK_BYTES

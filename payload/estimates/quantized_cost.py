@@ -1,0 +1,140 @@
+"""CONTRACT: the memory that a base of 4 bits saves below LoRA, and the time that it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from payload.config.run_config import RunConfig
+from payload.config.training_sections import Quantize
+from payload.core.dtype import Dtype
+from payload.models.spec import ModelSpec
+
+TYPICAL_DEQUANTIZED_PER_S: dict[Dtype, float] = {"bf16": 0.75e9, "fp32": 2.0e9}
+"""Weights that an AVX-512 core dequantises in a second, where no run has measured it. Measured for
+bf16 on an EPYC; for fp32 on a Xeon without instructions for bf16, where bf16 has 4.1e9."""
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedCost:
+    """One run with its base in 4 bits, and with a whole one."""
+
+    whole_dtype: Dtype
+    """Dtype of the whole base and its matmuls: the run's, or bf16 where only that fits, unless
+    4 bits fit and take less time."""
+    whole_bytes: int
+    """Estimate of a rank's peak memory with one sequence a pass."""
+    nf4_dtype: Dtype
+    """Dtype of the matmuls beside 4 bits: the run's, or bf16 where only that fits."""
+    nf4_bytes: int
+    whole_step_s: float
+    """Predicted computing of a step, with the kernels where they run."""
+    nf4_step_s: float
+    """Predicted computing of a step beside 4 bits: no kernels, and dequantising in every pass."""
+    dequantize_s: float
+    """Part of that for dequantising."""
+    is_measured: bool
+    """A run's calibration has measured the dequantising on this machine."""
+    room_bytes: float | None
+    """Memory that a rank may fill; None where that is not known."""
+    auto_dtype: Dtype
+    """Dtype that the run's `precision.dtype`, `auto` or not, means."""
+
+    def recommended(self) -> Quantize:
+        """Return the whole base where memory allows it, else 4 bits."""
+        is_short = self.room_bytes is not None and self.whole_bytes > self.room_bytes
+        return "nf4" if is_short else "none"
+
+    def _with_dtype(self, dtype: Dtype) -> str:
+        """Return what sets a dtype that is not the run's already."""
+        return "" if dtype == self.auto_dtype else f' with precision.dtype = "{dtype}"'
+
+    def sentence(self) -> str:
+        """Say what 4 bits save and cost, and which of the two is recommended."""
+        saved, ratio = self.whole_bytes - self.nf4_bytes, self.nf4_step_s / self.whole_step_s
+        how = "measured" if self.is_measured else "typical, not measured"
+        name = self.whole_dtype
+        wanted = f'model.quantize = "none"{self._with_dtype(name)}'
+        advice = (
+            f"{name} does not fit: use nf4{self._with_dtype(self.nf4_dtype)}"
+            if self.recommended() == "nf4"
+            else f"{name} fits: {wanted} is recommended"
+            if self.room_bytes is not None
+            else f"{name} is recommended where it fits"
+        )
+        less = f"saves {saved / _GIB:.1f} GiB" if saved > 0 else "saves nothing"
+        return (
+            f"{less} a rank at one sequence a pass ({self.nf4_bytes / _GIB:.1f} GiB in place of "
+            f"{self.whole_bytes / _GIB:.1f}), takes {ratio:.1f} times as long "
+            f"({self.dequantize_s:.2g} s a step of dequantising, {how}); {advice}"
+        )
+
+
+def quantized_cost(
+    config: RunConfig,
+    base: ModelSpec,
+    *,
+    world_size: int,
+    dtype: Dtype,
+    core_flops_per_s: Mapping[Dtype, float],
+    dequantized_per_s: float | None,
+    cores: int,
+    room_bytes: float | None,
+) -> QuantizedCost | None:
+    """Return the comparison for a run with an adapter; None where its base cannot be of 4 bits.
+
+    `base` is the model below the adapter, `dtype` is what the run computes in.
+    `core_flops_per_s` is the GEMM peak of each of the nodes' `cores`, `dequantized_per_s` is a
+    rank's. Memory is compared at one sequence a pass: whether the model can be trained at all.
+    """
+    if not config.adapter.is_on() or config.distributed.shards(world_size) > 1:
+        return None
+    if base.why_not_quantized() is not None or not base.linears():
+        return None
+    plain = replace(
+        config,
+        batch=replace(config.batch, micro_batch_size=1),
+        model=replace(config.model, quantize="none"),
+    )
+    dtypes: tuple[Dtype, ...] = ("bf16",) if dtype == "bf16" else (dtype, "bf16")
+    whole = [plain.computing_in(each) for each in dtypes]
+    in_nf4 = [replace(each, model=replace(plain.model, quantize="nf4")) for each in whole]
+
+    def needed(run: RunConfig) -> int:
+        return run.memory_bytes(run.adapted(base), dtype=run.dtype(), world_size=world_size)
+
+    def computing_s(run: RunConfig) -> float:
+        spec, core = run.adapted(base), core_flops_per_s[run.dtype()]
+        mfu = run.typical_mfu(spec, core_flops_per_s=core)
+        flops = config.tokens_per_step() * spec.flops_per_token()
+        return flops / (cores * core * mfu) * run.recomputation()
+
+    def fits(run: RunConfig) -> bool:
+        return room_bytes is None or needed(run) <= room_bytes
+
+    # In the run's dtype, unless bf16 alone fits.
+    nf4 = next(filter(fits, in_nf4), in_nf4[0])
+    linears = sum(each.inputs * each.outputs for each in base.linears())
+    # In the forward and in the backward pass, and in the second forward pass of checkpointing.
+    times = 3 if config.memory.activation_checkpointing == "on" else 2
+    rate = dequantized_per_s or TYPICAL_DEQUANTIZED_PER_S[nf4.dtype()] * cores / world_size
+    dequantize_s = config.batch.grad_accum_steps(world_size) * times * linears / rate
+    nf4_step_s = computing_s(nf4) + dequantize_s
+    chosen = next(filter(fits, whole), whole[0])
+    # The peaks are those of cores; on a GPU the memory alone decides.
+    if fits(nf4) and config.device.kind != "cuda" and computing_s(chosen) > nf4_step_s:
+        chosen = whole[0]
+    return QuantizedCost(
+        whole_dtype=chosen.dtype(),
+        whole_bytes=needed(chosen),
+        nf4_dtype=nf4.dtype(),
+        nf4_bytes=needed(nf4),
+        whole_step_s=computing_s(chosen),
+        nf4_step_s=nf4_step_s,
+        dequantize_s=dequantize_s,
+        is_measured=dequantized_per_s is not None,
+        room_bytes=room_bytes,
+        auto_dtype=dtype,
+    )

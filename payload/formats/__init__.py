@@ -1,0 +1,1 @@
+"""CONTRACT: folders that several packages read: checkpoints, data, tokenizers, Hugging Face's."""

@@ -1,0 +1,277 @@
+"""CONTRACT: which checkpoints a run has, and which of them are sound. Standard library only."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from payload.core.dtype import Dtype
+from payload.core.errors import CheckpointError, ConfigError
+from payload.core.untrusted import (
+    build,
+    check_schema,
+    checked,
+    inside_folder,
+    open_regular,
+    parse_json,
+    read_bytes,
+    shown,
+)
+from payload.formats.hf_folder import own_file, read_config, weight_files
+
+SCHEMA_VERSION = 1
+MANIFEST_FILE = "manifest.json"
+TRAINER_FILE = "trainer.json"
+OPTIMIZER_FILE = "optimizer.safetensors"
+MODEL_FILES = ("model.safetensors", "config.json")
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
+"""Files of an adapter's checkpoint, in place of `MODEL_FILES`."""
+NEEDED_FILES = (OPTIMIZER_FILE, TRAINER_FILE)
+"""The other files that a resume needs; the tokenizer's are for other programs."""
+CHECKPOINTS_NAME = "checkpoints"
+"""A run's folder of checkpoints."""
+BEST_NAME = "best"
+"""A link beside the checkpoints, to the one with the lowest validation loss."""
+
+PARTIAL_SUFFIX = ".partial"
+"""Suffix of a checkpoint's folder while it is written or removed."""
+
+FOLDER_NAME = re.compile(r"step_(\d{8,18})")
+"""A checkpoint's folder, by the number of its step."""
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
+_DATA_FILE = re.compile(r"\w[\w.-]{0,120}\.(?:json|safetensors|txt|model|jinja)", re.ASCII)
+SHA256 = re.compile(r"[0-9a-f]{64}")
+_NOT_ARITHMETIC = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
+"""Keys of config.json that change no result: weights are computed with in the run's own dtype."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestEntry:
+    """One file of a checkpoint, as it was written."""
+
+    bytes: int = checked(low=0)
+    sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """manifest.json: every other file of a checkpoint."""
+
+    files: Mapping[str, ManifestEntry]
+    schema_version: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TrainerConfig:
+    """The part of trainer.json that says what was trained."""
+
+    config_toml: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TrainerDtype:
+    """The part of trainer.json that says in what it was trained."""
+
+    dtype: Dtype
+
+
+def checkpoint_step(folder: PurePath) -> int:
+    """Return the number of steps that a checkpoint's folder has behind it."""
+    return int(folder.name.partition("_")[2])
+
+
+def checkpoint_folders(checkpoints: Path) -> list[Path]:
+    """List the folders named as checkpoints, oldest first, whatever they hold.
+
+    Symlinks are left out: whoever made the run's folder could lead to another run's checkpoints.
+    """
+    return [path for path in _named_folders(checkpoints) if not path.is_symlink()]
+
+
+def _named_folders(checkpoints: Path) -> list[Path]:
+    """List what is named as a checkpoint; nothing where the folder leads out of the run's."""
+    try:
+        require_own(checkpoints)
+    except CheckpointError:
+        return []
+    if not checkpoints.is_dir():
+        return []
+    named = [path for path in checkpoints.iterdir() if FOLDER_NAME.fullmatch(path.name)]
+    return sorted(named, key=checkpoint_step)
+
+
+def require_own(path: Path) -> None:
+    """Raise CheckpointError where a run's checkpoint, or folder of them, is a link out of the run.
+
+    `best` leads to a checkpoint beside it. A link elsewhere is one that a person has named.
+    """
+    if path.name == CHECKPOINTS_NAME:
+        home = path.parent
+    elif path.parent.name == CHECKPOINTS_NAME:
+        home = path.parent.parent
+    else:
+        return
+    try:
+        inside_folder(path, home=home)
+        if path.is_symlink() and path.resolve().parent != path.parent.resolve():
+            raise OSError(errno.ELOOP, "a link that leads to no checkpoint beside it", str(path))
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}. Name another checkpoint.") from None
+
+
+def newest_sound(
+    checkpoints: Path, *, passed_over: Callable[[Path, str], None] = lambda _folder, _problem: None
+) -> Path | None:
+    """Return the newest folder whose files are those of its manifest, or None.
+
+    Reads every file of it. `passed_over` is told of each damaged one and what is wrong with it.
+    """
+    for folder in reversed(_named_folders(checkpoints)):
+        problems = ["it is a link."] if folder.is_symlink() else manifest_problems(folder)
+        if not problems:
+            return folder
+        passed_over(folder, problems[0])
+    return None
+
+
+def best_checkpoints(checkpoints: Path, val_losses: Mapping[int, float]) -> list[Path]:
+    """Return the folders that may have the lowest validation loss; the first is named the best.
+
+    `val_losses` is by step. A checkpoint whose step was not evaluated is no candidate, but for the
+    one that `best` leads to: its loss was lost, so nobody can tell whether another's is lower.
+    """
+    losses = {step: loss for step, loss in val_losses.items() if math.isfinite(loss)}
+    folders = checkpoint_folders(checkpoints)
+    rated = [path for path in folders if checkpoint_step(path) in losses]
+    # min takes the first of equals.
+    lowest = min(reversed(rated), key=lambda path: losses[checkpoint_step(path)], default=None)
+    linked = None
+    with suppress(OSError):
+        linked = checkpoints / (checkpoints / BEST_NAME).readlink().name
+    unrated = [path for path in folders if path == linked and path not in rated]
+    return unrated if lowest is None else [*unrated, lowest]
+
+
+def partial_checkpoints(checkpoints: Path) -> list[Path]:
+    """List what interrupted writes left, or the one under way."""
+    return list(checkpoints.glob(f"step_*{PARTIAL_SUFFIX}"))
+
+
+def load_manifest(folder: Path) -> Manifest:
+    """Read a checkpoint's manifest. Raises CheckpointError, also when it lists no file."""
+    path, fix = folder / MANIFEST_FILE, "Use another checkpoint."
+    try:
+        raw = parse_json(read_bytes(path), where=str(path), error=CheckpointError, fix=fix)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}). {fix}") from None
+    check_schema(raw, SCHEMA_VERSION, where=str(path), error=CheckpointError, fix=fix)
+    manifest = build(Manifest, raw, where=str(path), error=CheckpointError, fix=fix)
+    if not manifest.files:
+        raise CheckpointError(f"{path}: lists no file. {fix}")
+    odd = [name for name in manifest.files if not _FILE_NAME.fullmatch(name)]
+    if odd:
+        raise CheckpointError(f"{path}: {odd[0][:60]!r} is no file name. {fix}")
+    return manifest
+
+
+def load_foreign_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint that a node or a store has.
+
+    Raises CheckpointError as `load_manifest` does, and for files that checkpoints do not consist
+    of: loading one of those may run it, and Python runs some that only lie in a folder.
+    """
+    manifest = load_manifest(folder)
+    odd = [name for name in manifest.files if not _DATA_FILE.fullmatch(name)]
+    if odd or MANIFEST_FILE in manifest.files:
+        found = shown(odd[0] if odd else MANIFEST_FILE)
+        raise CheckpointError(f"its manifest names {found}, which is no file of a checkpoint.")
+    return manifest
+
+
+def manifest_problems(folder: Path) -> list[str]:
+    """List what differs from the manifest, one sentence each; empty for a sound checkpoint."""
+    try:
+        manifest = load_manifest(folder)
+    except CheckpointError as error:
+        return [str(error)]
+    is_adapter = any(name in manifest.files for name in ADAPTER_FILES)
+    needed = (*(ADAPTER_FILES if is_adapter else MODEL_FILES), *NEEDED_FILES)
+    missing = [name for name in needed if name not in manifest.files]
+    if missing:
+        return [f"{MANIFEST_FILE}: does not list {missing[0]}."]
+    found = (_file_problem(folder / name, entry) for name, entry in manifest.files.items())
+    return [problem for problem in found if problem is not None]
+
+
+def checkpoint_config(folder: Path) -> str | None:
+    """Return the run.toml that a checkpoint was trained by, or None where it does not say."""
+    path = folder / TRAINER_FILE
+    try:
+        raw = parse_json(read_bytes(path), where=str(path))
+        return build(_TrainerConfig, raw, where=str(path)).config_toml or None
+    except (OSError, ConfigError):
+        return None
+
+
+def checkpoint_dtype(folder: Path) -> Dtype | None:
+    """Return the dtype that a checkpoint was trained in, or None where it does not say."""
+    path = folder / TRAINER_FILE
+    try:
+        raw = parse_json(read_bytes(path), where=str(path))
+        return build(_TrainerDtype, raw, where=str(path)).dtype
+    except (OSError, ConfigError):
+        return None
+
+
+def sha256_of(path: Path) -> str:
+    """Return the hash of a file's content. Raises OSError, also for what is no regular file."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def weights_sha256(folder: Path) -> str:
+    """Return the hash over a model folder's files with weights: what an adapter's base is known by.
+
+    Raises CheckpointError for a damaged index, for files that cannot be read and for links that
+    lead out of the folder.
+    """
+    digest = hashlib.sha256()
+    for name in weight_files(folder):
+        try:
+            digest.update(sha256_of(own_file(folder, name)).encode())
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder / name}: {error.strerror}. Put the weights back in that place."
+            ) from None
+    return digest.hexdigest()
+
+
+def config_sha256(folder: Path) -> str:
+    """Return the hash of what a model folder's config.json says of the arithmetic.
+
+    Raises CheckpointError.
+    """
+    config = read_config(folder)
+    kept = {key: config[key] for key in config.keys() - _NOT_ARITHMETIC}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def _file_problem(path: Path, entry: ManifestEntry) -> str | None:
+    try:
+        if not path.is_file():
+            return f"{path.name}: missing."
+        size = path.stat().st_size
+        if size != entry.bytes:
+            return f"{path.name}: {size} bytes, the manifest says {entry.bytes}."
+        if sha256_of(path) != entry.sha256:
+            return f"{path.name}: its sha256 is not the manifest's."
+    except OSError as error:
+        return f"{path.name}: cannot be read ({error.strerror})."
+    return None

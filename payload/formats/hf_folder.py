@@ -1,0 +1,116 @@
+"""CONTRACT: a model's folder in the Hugging Face layout: its files, and its config.json.
+
+Such a folder comes from the hub, from another trainer or from a checkpoint: it is read as what
+others wrote. What the config means is for payload.models.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from payload.core.errors import CheckpointError, TileforgeError
+from payload.core.untrusted import inside_folder, parse_json, read_bytes, shown
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+"""Every file that a tokenizer may consist of; a folder has some of them."""
+
+FIX = "Name a folder in the Hugging Face layout."
+_REPAIR = "Repair the folder, or name another one."
+_WEIGHTS_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
+
+
+def own_file(folder: Path, name: str, *, error: type[TileforgeError] = CheckpointError) -> Path:
+    """Return the path of a file of a model's folder; there need not be one.
+
+    Raises `error` for a link that leads out of the folder: what is behind it would be copied into
+    what is made of the model, or sent to a node.
+    """
+    path = folder / name
+    try:
+        return inside_folder(path, home=folder)
+    except OSError as problem:
+        raise error(f"{path}: {problem.strerror}.") from None
+
+
+def read_config(folder: Path) -> dict[str, object]:
+    """Read config.json of `folder`, an object. Raises CheckpointError when absent or damaged."""
+    path = own_file(folder, CONFIG_FILE)
+    raw = _read_json(path)
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: {shown(raw)} is no JSON object. {FIX}")
+    return raw
+
+
+def weight_files(folder: Path) -> tuple[str, ...]:
+    """Return the names of the files with the weights, each inside `folder`.
+
+    A folder with one whole file beside an index has the weights of the file, as in transformers.
+    Raises CheckpointError for a damaged index.
+    """
+    if not has_shards(folder):
+        return (WEIGHTS_FILE,)
+    return tuple(sorted(set(weight_map(folder).values())))
+
+
+def has_shards(folder: Path) -> bool:
+    """Say whether the weights in `folder` are those that its index names."""
+    return (folder / INDEX_FILE).exists() and not (folder / WEIGHTS_FILE).exists()
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """Return the file that the folder's index names for each tensor.
+
+    Raises CheckpointError for a damaged index, or one that leads out of the folder.
+    """
+    index = own_file(folder, INDEX_FILE)
+    raw = _read_json(index)
+    names = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise CheckpointError(f"{index}: weight_map is missing. {FIX}")
+    for name in names.values():
+        if not isinstance(name, str) or not _WEIGHTS_NAME.fullmatch(name):
+            raise CheckpointError(
+                f"{index}: {shown(name)} does not name a safetensors file of its folder. {FIX}"
+            )
+    return names
+
+
+def read_tokenizer_files(folder: Path, *, error: type[TileforgeError]) -> dict[str, bytes]:
+    """Return the tokenizer's files in `folder` by name, for a copy.
+
+    Raises `error` for one that cannot be read, or that is a link out of the folder, and for a .json
+    that is not JSON: only what a tokenizer consists of is copied.
+    """
+    files = {}
+    for name in TOKENIZER_FILES:
+        path = folder / name
+        try:
+            files[name] = read_bytes(inside_folder(path))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as problem:
+            raise error(f"{path}: {problem.strerror or problem}. {_REPAIR}") from None
+        if path.suffix == ".json":
+            parse_json(files[name], where=str(path), fix=_REPAIR, error=error, huge_integers=True)
+    return files
+
+
+def _read_json(path: Path) -> object:
+    try:
+        content = read_bytes(inside_folder(path))
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}. {FIX}") from None
+    return parse_json(content, where=str(path), fix=FIX, error=CheckpointError)

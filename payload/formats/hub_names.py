@@ -1,0 +1,64 @@
+"""CONTRACT: names on the Hugging Face hub: NAME, OWNER/NAME or either with @REVISION.
+
+A folder here may have the form of such a name. Whoever made the current folder, as of a project
+that was cloned, could give one the name of a model or a dataset, to be taken in its place.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from payload.core.errors import TileforgeError
+from payload.core.untrusted import can_see, home_path, shown
+
+# https://github.com/huggingface/huggingface_hub/blob/main/src/huggingface_hub/utils/_validators.py
+_NAME = r"[A-Za-z0-9_][\w.-]{0,95}(?:/[A-Za-z0-9_][\w.-]{0,95})?"
+_SPEC = re.compile(rf"(?P<name>{_NAME})(?:@(?P<revision>[\w][\w./-]{{0,254}}))?", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_OWN_FOLDERS = ("runs", "data")
+"""Folders that this program makes: `runs/first` is a run, and no model of an owner `runs`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A model on the hub; without a revision it is the newest one."""
+
+    name: str
+    revision: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> HubName | None:
+        """Return the name in `text`, or None where it can be none."""
+        found = _SPEC.fullmatch(text)
+        if found is None or ".." in text or "--" in found["name"]:
+            return None
+        return cls(found["name"], found["revision"])
+
+    def __str__(self) -> str:
+        return self.name if self.revision is None else f"{self.name}@{self.revision}"
+
+    def commit(self) -> str | None:
+        """Return the revision where it is a commit, which is the same files for ever."""
+        return self.revision if _COMMIT.fullmatch(self.revision or "") else None
+
+
+def pinned_name(text: str) -> HubName | None:
+    """Return the name in `text` where it has a commit: it is the hub's whatever lies here."""
+    found = HubName.parse(text)
+    return found if found is not None and found.commit() else None
+
+
+def require_one_meaning(text: str, *, what: str, remote: str, error: type[TileforgeError]) -> None:
+    """Raise `error` where `text` is the name of a folder here, and could be one on the hub.
+
+    `what` begins the message, and `remote` says how the hub's own is asked for.
+    """
+    place = home_path(text)
+    is_name = HubName.parse(text) is not None and PurePosixPath(text).parts[0] not in _OWN_FOLDERS
+    if is_name and can_see(place) and place.is_dir():
+        raise error(
+            f"{what}: {shown(text)} is a folder here, and may be a name on the Hugging Face hub. "
+            f"For the folder write ./{text}; for the hub's, {remote}."
+        )

@@ -1,0 +1,1 @@
+"""CONTRACT: machines, their cores and GPUs, and the ranks on them."""

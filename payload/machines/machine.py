@@ -1,0 +1,150 @@
+"""CONTRACT: what a machine has, as far as a process on it may use it: cores, domains, memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from payload.machines.inventory import Access, ClusterInventory, Node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Domain:
+    """One NUMA domain of a node, with the physical cores that may be used."""
+
+    id: int
+    """The operating system's number of it."""
+    cores: tuple[int, ...]
+    """One logical CPU for each physical core."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """This machine, as far as this process may use it."""
+
+    name: str
+    domains: tuple[Domain, ...]
+    memory_bytes: int
+
+    def num_cores(self) -> int:
+        """Return the number of physical cores that may be used."""
+        return sum(len(domain.cores) for domain in self.domains)
+
+    def inventory(self) -> ClusterInventory:
+        """Return the cluster of this one node."""
+        node = Node(
+            name=self.name,
+            address="127.0.0.1",
+            physical_cores=self.num_cores(),
+            numa_domains=len(self.domains),
+            memory_gib=round(self.memory_bytes / 2**30, 1),
+        )
+        return ClusterInventory(
+            cluster="local",
+            source="local",
+            ssh_user="",
+            access=Access(kind="local"),
+            bucket=None,
+            nodes=(node,),
+        )
+
+
+def hostname() -> str:
+    """Return this machine's name, without its domain."""
+    return socket.gethostname().partition(".")[0] or platform.node() or "localhost"
+
+
+def discover(*, sys_root: Path = Path("/sys")) -> Machine:
+    """Return what this machine has."""
+    if not hasattr(os, "sched_getaffinity"):
+        cores = tuple(range(os.cpu_count() or 1))
+        domains: tuple[Domain, ...] = (Domain(id=0, cores=cores),)
+    else:
+        domains = read_domains(
+            sys_root, allowed=os.sched_getaffinity(0), quota=cpu_quota(sys_root / "fs/cgroup")
+        )
+    memory_bytes = memory_limit(sys_root / "fs/cgroup")
+    return Machine(name=hostname(), domains=domains, memory_bytes=memory_bytes)
+
+
+def read_domains(
+    sys_root: Path, *, allowed: Collection[int], quota: float | None = None
+) -> tuple[Domain, ...]:
+    """Return the NUMA domains with one logical CPU for each physical core in `allowed`.
+
+    `quota` is the number of CPUs that a container may use at a time; more cores than that are not
+    planned for. A domain without usable cores is left out.
+    """
+    cpus = sys_root / "devices/system/cpu"
+    cores = sorted({min(_siblings(cpus, cpu, allowed)) for cpu in allowed})
+    if quota is not None:
+        cores = cores[: max(1, int(quota))]
+    found = []
+    for folder in sorted((sys_root / "devices/system/node").glob("node[0-9]*")):
+        members = set(parse_cpu_list((folder / "cpulist").read_text(encoding="ascii")))
+        mine = tuple(core for core in cores if core in members)
+        if mine:
+            found.append(Domain(id=int(folder.name.removeprefix("node")), cores=mine))
+    found.sort(key=lambda domain: domain.id)
+    return tuple(found) or (Domain(id=0, cores=tuple(cores)),)
+
+
+def parse_cpu_list(text: str) -> list[int]:
+    """Return the numbers in the kernel's `0-3,8,10-11`."""
+    numbers: list[int] = []
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            numbers += range(int(first), int(last or first) + 1)
+    return numbers
+
+
+def cpu_quota(cgroup: Path) -> float | None:
+    """Return the CPUs of time that a container's cgroup allows, or None without a limit."""
+    try:
+        quota, period = (cgroup / "cpu.max").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        try:
+            quota = (cgroup / "cpu/cpu.cfs_quota_us").read_text(encoding="ascii").strip()
+            period = (cgroup / "cpu/cpu.cfs_period_us").read_text(encoding="ascii").strip()
+        except OSError:
+            return None
+    return None if quota in ("max", "-1") else int(quota) / int(period)
+
+
+def memory_limit(cgroup: Path) -> int:
+    """Return the bytes of memory: the machine's, or the container's where that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            total = min(total, int((cgroup / name).read_text(encoding="ascii")))
+        except (OSError, ValueError):
+            # Absent, or `max`.
+            continue
+    return total
+
+
+def free_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Return the bytes that programs can have without swapping; None where that is not known."""
+    try:
+        lines = meminfo.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else None
+
+
+def _siblings(cpus: Path, cpu: int, allowed: Collection[int]) -> list[int]:
+    """Return the logical CPUs of one physical core that may be used; at least `cpu` itself."""
+    topology = cpus / f"cpu{cpu}" / "topology"
+    for name in ("core_cpus_list", "thread_siblings_list"):
+        try:
+            text = (topology / name).read_text(encoding="ascii")
+        except OSError:
+            continue
+        return [other for other in parse_cpu_list(text) if other in allowed] or [cpu]
+    return [cpu]

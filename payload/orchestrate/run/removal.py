@@ -1,0 +1,135 @@
+"""CONTRACT: removal of a run's folder, but never of one that goes on or that another run needs.
+
+Callers say what they know of a copy, as this asks no cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from payload.config.run_config import load_run_config
+from payload.core.errors import ConfigError, UsageError
+from payload.core.untrusted import RUN_ID, home_path, parse_json, read_bytes
+from payload.formats.checkpoint_files import newest_sound
+from payload.run_record.results import RankProgress, RunPaths, RunState, read_json
+from payload.run_record.run_lock import RunLock, is_supervised, starting
+from payload.run_record.run_repair import has_own_record
+
+_HOLDER_PREFIX = ".removing-"
+_HOLDER_RECORD = "removal.json"
+"""In a folder that this program made for a run that it removes; another's folder has none."""
+# Ranks whose supervisor died may still be saving; they send a heartbeat more often than this.
+_ALIVE_S = 60.0
+
+
+def is_own_run(paths: RunPaths) -> bool:
+    """Tell whether nobody but this program can have made the folder.
+
+    `hosts`, `inventory.json` or `state.json` may be another program's, and then so is all the rest.
+    """
+    has_config = paths.config.is_file()
+    marks = (paths.lock, paths.root / "mirror.json")
+    return has_own_record(paths) or (has_config and any(mark.is_file() for mark in marks))
+
+
+def refuse_to_remove(
+    paths: RunPaths, all_of_them: Sequence[RunPaths], *, is_alive: bool, may_lose: bool
+) -> None:
+    """Raise UsageError for a run that is going on, is needed by another, or may be lost with it.
+
+    So too for a folder that is no run. `is_alive`: it was when its cluster was last asked.
+    `may_lose`: what the cluster has of it was not all collected.
+    """
+    if paths.root.is_symlink():
+        raise UsageError(f"run {paths.run_id} is a link. Remove the link itself: rm {paths.root}")
+    if not is_own_run(paths) and newest_sound(paths.checkpoints) is None:
+        raise UsageError(
+            f"{paths.root} is no run, or nothing in it says so any more. If you mean it, remove it "
+            f"yourself: rm -r {paths.root}"
+        )
+    if is_alive or is_supervised(paths):
+        raise UsageError(f"run {paths.run_id} is running. Stop it first.")
+    if _may_be_saving(paths):
+        raise UsageError(f"run {paths.run_id}: its ranks may still be saving. Wait a minute.")
+    for other in all_of_them:
+        if is_supervised(other) and _starts_from(other, paths):
+            raise UsageError(f"run {paths.run_id}: run {other.run_id} starts from it and goes on.")
+    if may_lose:
+        raise UsageError(
+            f"run {paths.run_id} was not collected: its newest checkpoint may be on the cluster "
+            "only. Collect it, or remove the copy with --force."
+        )
+
+
+def _may_be_saving(paths: RunPaths) -> bool:
+    try:
+        state = read_json(RunState, paths.state)
+        beat = read_json(RankProgress, paths.rank_progress(0))
+    except ConfigError:
+        return False
+    if state is None:
+        return time.time() - paths.root.stat().st_mtime < _ALIVE_S
+    ended = state.exit_class is not None
+    return not ended and beat is not None and time.time() - beat.time_unix < _ALIVE_S
+
+
+def _starts_from(other: RunPaths, paths: RunPaths) -> bool:
+    try:
+        init = load_run_config(other.config).model.init
+    except ConfigError:
+        return False
+    return home_path(init).resolve().is_relative_to(paths.root.resolve())
+
+
+def remove_run(paths: RunPaths) -> None:
+    """Take the run out of sight at once, then remove it; an interrupted removal goes on later."""
+    try:
+        # Held so that nobody resumes it meanwhile.
+        with starting(paths), RunLock(paths):
+            holder = Path(tempfile.mkdtemp(prefix=_HOLDER_PREFIX, dir=paths.root.parent))
+            record = {"format_version": 1, "run_id": paths.run_id}
+            (holder / _HOLDER_RECORD).write_text(json.dumps(record), encoding="utf-8")
+            paths.root.rename(holder / paths.run_id)
+            with suppress(FileNotFoundError):  # another command has finished it
+                _finish(holder)
+    except OSError as error:
+        raise ConfigError(f"{paths.root}: cannot be removed ({error.strerror}).") from None
+
+
+def finish_removals(runs_dir: Path) -> None:
+    """Remove what interrupted removals have left."""
+    for holder in runs_dir.glob(f"{_HOLDER_PREFIX}*"):
+        with suppress(OSError, ConfigError):
+            _finish(holder)
+
+
+def _finish(holder: Path) -> None:
+    """Remove the run in a holder, then the holder, if this program made it.
+
+    Raises OSError, and ConfigError for a record that no removal wrote.
+    """
+    if holder.is_symlink():
+        return
+    record = holder / _HOLDER_RECORD
+    raw = parse_json(read_bytes(record), where=str(record))
+    run_id = raw.get("run_id") if isinstance(raw, dict) else None
+    if not isinstance(run_id, str) or not RUN_ID.fullmatch(run_id):
+        raise ConfigError(f"{record}: no run is named.")
+    shutil.rmtree(holder / run_id, onerror=_unless_gone)
+    record.unlink(missing_ok=True)
+    with suppress(OSError):
+        holder.rmdir()
+
+
+def _unless_gone(
+    _function: object, _path: object, found: tuple[object, BaseException, object]
+) -> None:
+    """Ignore a file that another command has removed meanwhile."""
+    if not isinstance(found[1], FileNotFoundError):
+        raise found[1]

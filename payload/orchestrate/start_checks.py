@@ -1,0 +1,181 @@
+"""CONTRACT: checks of a run's data, initial model and GPUs, before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from payload.config.launch_sections import DeviceSection
+from payload.config.model_fit import require_fit, require_weights
+from payload.config.run_config import RunConfig
+from payload.config.training_sections import PrecisionSection
+from payload.core.errors import CheckpointError, ConfigError, DataError
+from payload.core.tasks import TaskKind
+from payload.core.untrusted import home_path
+from payload.formats.checkpoint_files import MANIFEST_FILE
+from payload.formats.data_folder import TRAIN_NAME, load_meta, require_prepared_length, require_task
+from payload.formats.hub_names import HubName
+from payload.formats.tokenizer_identity import (
+    TOKENIZER_FILE,
+    require_same_tokenizer,
+    vocabulary_file,
+)
+from payload.machines.accelerators import FP8_CAPABILITY
+from payload.machines.inventory import Node
+from payload.models.spec import ModelSpec
+from payload.weights.adapter_files import has_adapter
+from payload.weights.hub import require_weights_on_hub
+from payload.weights.source import SCRATCH, find_source, pinned, spec_on_hub
+
+# nanoGPT's rate for GPT-2 from scratch, 6e-4, made GPT-2's own weights worse.
+_MOST_FINE_TUNING_RATE = 3e-4
+
+
+def check_data(folder: Path, *, sequence_length: int, task: TaskKind = "text") -> int:
+    """Return the vocabulary size of a data folder that is whole by its sizes.
+
+    Raises DataError that says how to make the folder, and ConfigError for one that was prepared
+    for another task or length.
+    """
+    meta = load_meta(folder)
+    require_task(folder, meta, task=task)
+    require_prepared_length(folder, meta, sequence_length=sequence_length)
+    # A block of text holds one token more than the sequence: the last one's target.
+    if meta.task == "text" and meta.train_tokens <= sequence_length:
+        raise DataError(
+            f"{folder / TRAIN_NAME} has {meta.train_tokens:,} tokens, too few for one sequence "
+            f"of data.sequence_length = {sequence_length}. Lower it, or prepare more text."
+        )
+    return meta.vocab_size
+
+
+def initial_spec(config: RunConfig, *, vocab_size: int | None) -> tuple[ModelSpec, str | None]:
+    """Return the model's numbers before it is loaded, and a note where they are a guess or not all.
+
+    `vocab_size` is the data's, for a model from scratch; None is the preset's own.
+    """
+    sequence_length, init = config.data.sequence_length, config.model.init
+    configured = config.model.spec(sequence_length=sequence_length, vocab_size=vocab_size)
+    if init == SCRATCH:
+        return configured, None
+    weights = None
+    with suppress(CheckpointError):
+        source = find_source(init, setting="model.init", verify=False)
+        weights = source.spec()
+        name = HubName.parse(init) if source.kind == "hub" else None
+        if weights is None and name is not None and name.commit():
+            # `settle_initial` has asked for it already, so the cache has it.
+            weights = spec_on_hub(name, setting="model.init")
+    if weights is not None:
+        return weights.with_sequence_length(sequence_length), weights.note()
+    return configured, (
+        f"the sizes of model.init = {init!r} are not known here; the arithmetic is that of "
+        f"model.preset = {config.model.preset!r}"
+    )
+
+
+def settle_initial(
+    config: RunConfig, *, vocab_size: int | None, say: Callable[[str], None], download: bool
+) -> RunConfig:
+    """Return the config with model.init as one folder: a run's newest sound checkpoint, say.
+
+    What can be known of the weights before the start is checked: that they are there and whole,
+    and fit data and settings. With `download`, the hub is asked for the commit that a name stands
+    for now, which the run then keeps, and for its config.json. `say` is told of damaged
+    checkpoints. Raises ConfigError.
+    """
+    source = find_source(
+        config.model.init,
+        setting="model.init",
+        passed_over=lambda folder, problem: say(
+            f"note: checkpoint {folder} is passed over: {problem}"
+        ),
+    )
+    init, known = source.name, source.spec()
+    if source.folder is not None:
+        init = str(source.folder.resolve())
+    elif source.file is not None:
+        init = str(source.file.resolve())
+    elif source.kind == "hub" and download:
+        init = pinned(source.name, setting="model.init")
+        known = _spec_on_hub(init)
+    if source.folder is not None and vocab_size is not None and _has_tokenizer(source.folder):
+        data = config.data.folder()
+        require_same_tokenizer(
+            load_meta(data), data=data, folder=source.folder, init=source.name, error=ConfigError
+        )
+    if known is not None:
+        require_fit(known, config, vocab_size=vocab_size)
+        if source.folder is not None:
+            _require_sound(source.folder, known)
+    return replace(config, model=replace(config.model, init=init))
+
+
+def require_known_sizes(config: RunConfig) -> None:
+    """Raise CheckpointError where a model is here and its sizes are not known.
+
+    A plan would count another model's.
+    """
+    if config.model.init != SCRATCH and home_path(config.model.init).exists():
+        find_source(config.model.init, setting="model.init", verify=False).spec()
+
+
+def _spec_on_hub(init: str) -> ModelSpec:
+    """Return the numbers of a model whose name has its commit; its weights can be loaded."""
+    name = HubName.parse(init)
+    assert name is not None, "pinned() returns a name on the hub"
+    require_weights_on_hub(name, setting="model.init")
+    return spec_on_hub(name, setting="model.init")
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return (folder / TOKENIZER_FILE).exists() or vocabulary_file(folder) is not None
+
+
+def _require_sound(folder: Path, spec: ModelSpec) -> None:
+    """Compare the weights of a folder that others made; a checkpoint's manifest was compared."""
+    if has_adapter(folder) or (folder / MANIFEST_FILE).exists():
+        return
+    require_weights(spec, folder)
+
+
+def rate_warning(config: RunConfig) -> str | None:
+    """Return a warning where trained weights would be trained at a rate for new ones, or None.
+
+    An adapter's weights are new whatever its base is, and take such a rate.
+    """
+    rate, init = config.optimizer.lr, config.model.init
+    if init == SCRATCH or config.adapter.is_on() or rate <= _MOST_FINE_TUNING_RATE:
+        return None
+    return (
+        f"optimizer.lr = {rate:g} is a rate for training from scratch, and model.init = {init!r} "
+        "has weights that are trained already; fine-tuning wants about 3e-5"
+    )
+
+
+def rank_memory(device: DeviceSection, nodes: Sequence[Node], *, ranks: int) -> int | None:
+    """Return the bytes that the ranks of a node share on its GPUs, by the node with the least.
+
+    Each of the `ranks` of a node has a GPU. None where they compute on CPUs, or where a node's GPU
+    memory is not known.
+    """
+    sizes = [node.gpu_memory_gib for node in nodes if node.gpus and node.gpu_memory_gib]
+    if device.kind == "cpu" or not nodes or len(sizes) < len(nodes):
+        return None
+    return int(min(sizes) * 2**30) * ranks
+
+
+def require_fp8_on(precision: PrecisionSection, nodes: Sequence[Node]) -> None:
+    """Raise ConfigError for `precision.fp8 = "on"` and a node whose GPUs are known to lack it."""
+    if precision.fp8 != "on":
+        return
+    for node in nodes:
+        found = node.gpu_capability
+        if found and tuple(map(int, found.split("."))) < FP8_CAPABILITY:
+            raise ConfigError(
+                f"precision.fp8 = 'on': the GPUs of {node.name} have compute capability {found}, "
+                f"and 8-bit matmuls need {'.'.join(map(str, FP8_CAPABILITY))}. Set it to "
+                "'emulated' for the same rounding, or to 'off'."
+            )

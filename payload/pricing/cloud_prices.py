@@ -1,0 +1,209 @@
+"""Google's list prices. What is not listed is not known, and never guessed.
+
+From Google's billing catalog where the operator's login has read it within a week (a Catalog), else
+from the packaged tables.
+
+prices/*.csv: facts of pricing.yml of Cyclenerd/google-cloud-pricing-cost-calculator (Apache-2.0)
+ at commit fd66b26, generated from Google's billing catalog on READ_ON.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from functools import cache
+from pathlib import Path
+
+from payload.core.errors import ConfigError
+from payload.core.untrusted import build, check_schema, checked, parse_json, read_bytes
+
+READ_ON = "2026-07-30"
+"""When the tables were made from Google's catalog."""
+SPOT_CHANGES_AFTER_DAYS = 31
+"""Google changes spot prices up to once a month."""
+HOURS_A_MONTH = 730.0
+CATALOG_FILE = "prices.json"
+"""In a project's folder .cluster."""
+CATALOG_LASTS_S = 7 * 86_400.0
+_CATALOG_VERSION = 1
+
+_FOLDER = Path(__file__).resolve().parent / "prices"
+# Google bills hyperdisk-balanced by GiB less than hyperdisk-extreme, whose price the table has; the
+# 3,000 IOPS and 140 MiB/s that the cluster program asks for are free.
+_BOUNDED_BY = {"hyperdisk-balanced": "hyperdisk-extreme"}
+# https://cloud.google.com/nat/pricing; the same in all regions.
+_NAT_PER_NODE, _NAT_MOST = 0.0014, 0.044
+# The zonal tier, a month of a GiB: Google gives this region's price alone, $256.00 for 1 TiB.
+# https://cloud.google.com/filestore/docs/service-tiers
+_FILESTORE_GIB_MONTH = {"us-central1": 0.25}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Machine:
+    on_demand: float | None
+    spot: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskPrice:
+    """Dollars an hour of one disk."""
+
+    usd: float
+    is_bound: bool
+    """It costs at most this: its own price is not in the table, that of a dearer one is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Catalog:
+    """Prices of Google's billing catalog, read with the operator's login."""
+
+    read_unix: float = checked(low=0, high=1e11)
+    rates: Mapping[str, float] = checked(low=0, high=1e4)
+    """Dollars by `rate_key`: an hour of a vCPU or of a GiB of memory, a month of a GiB of disk."""
+
+    def machine(self, name: str, *, region: str, spot: bool) -> float | None:
+        """Return dollars an hour of a machine, or None when a part is not in it."""
+        shape = _shapes().get(name)
+        if shape is None:
+            return None
+        family, (vcpus, memory_gib) = name.partition("-")[0], shape
+        core = self.rates.get(rate_key(f"{family} core", region=region, spot=spot))
+        ram = self.rates.get(rate_key(f"{family} ram", region=region, spot=spot))
+        return None if core is None or ram is None else round(core * vcpus + ram * memory_gib, 9)
+
+
+def rate_key(what: str, *, region: str, spot: bool = False) -> str:
+    """Return the key of a rate: `c3 core us-central1 spot`, `pd-balanced europe-west4`."""
+    return f"{what} {region}{' spot' if spot else ''}"
+
+
+def read_catalog(folder: Path, *, now_unix: float) -> Catalog | None:
+    """Return what was kept in `folder`; None where there is nothing sound that is young enough."""
+    path = folder / CATALOG_FILE
+    try:
+        raw = parse_json(read_bytes(path), where=str(path))
+        check_schema(raw, _CATALOG_VERSION, where=str(path))
+        catalog = build(Catalog, raw, where=str(path))
+    except (OSError, ConfigError):
+        return None
+    return catalog if 0 <= now_unix - catalog.read_unix <= CATALOG_LASTS_S else None
+
+
+def catalog_text(catalog: Catalog) -> str:
+    """Return the text of CATALOG_FILE."""
+    document = {"schema_version": _CATALOG_VERSION, "read_unix": catalog.read_unix}
+    return json.dumps(document | {"rates": dict(catalog.rates)})
+
+
+def source(catalog: Catalog | None, now_unix: float) -> str:
+    """Return where prices come from, and how old they are."""
+    if catalog is None:
+        return f"list prices of {READ_ON}, {age_days(now_unix)} days old, packaged"
+    hours = (now_unix - catalog.read_unix) / 3600
+    return f"Google's billing catalog, read {hours:.0f} h ago with your login"
+
+
+def machine_price(
+    name: str, *, region: str, spot: bool, catalog: Catalog | None = None
+) -> float | None:
+    """Return dollars an hour of one machine without its disk, or None when it is not known."""
+    found = catalog.machine(name, region=region, spot=spot) if catalog is not None else None
+    if found is not None:
+        return found
+    row = _machines().get((name, region))
+    if row is None:
+        return None
+    return row.spot if spot else row.on_demand
+
+
+def disk_price(
+    disk_type: str, *, gib: int, region: str, catalog: Catalog | None = None
+) -> DiskPrice | None:
+    """Return the price of one disk, or None when it is not known."""
+    rate = catalog.rates.get(rate_key(disk_type, region=region)) if catalog is not None else None
+    if rate is not None:
+        return DiskPrice(usd=gib * rate / HOURS_A_MONTH, is_bound=False)
+    named = _BOUNDED_BY.get(disk_type, disk_type)
+    per_month = _others().get((named, region))
+    if per_month is None:
+        return None
+    return DiskPrice(usd=gib * per_month / HOURS_A_MONTH, is_bound=named != disk_type)
+
+
+def nat_price(*, nodes: int, region: str) -> float | None:
+    """Return dollars an hour of Cloud NAT and its address, without traffic; None: not known."""
+    address = external_address_price(region=region)
+    return None if address is None else min(nodes * _NAT_PER_NODE, _NAT_MOST) + address
+
+
+def filestore_price(*, gib: int, region: str) -> float | None:
+    """Return dollars an hour of a zonal Filestore instance, or None when it is not known."""
+    per_month = _FILESTORE_GIB_MONTH.get(region)
+    return None if per_month is None else gib * per_month / HOURS_A_MONTH
+
+
+def bucket_price(*, region: str) -> float | None:
+    """Return dollars a month of a GiB in a bucket of class Standard; None: not known."""
+    return _others().get(("bucket standard", region))
+
+
+def external_address_price(*, region: str) -> float | None:
+    """Return dollars an hour of an external address in use, or None when it is not known."""
+    return _others().get(("external address vm", region))
+
+
+def listed_machines() -> Iterator[tuple[str, str]]:
+    """Yield the machine type and region of every row."""
+    yield from _machines()
+
+
+def age_days(now_unix: float) -> int:
+    """Return how old the tables are."""
+    return (datetime.fromtimestamp(now_unix, UTC).date() - date.fromisoformat(READ_ON)).days
+
+
+def spot_warning(now_unix: float) -> str | None:
+    """Return a warning where the spot prices are older than a month, or None."""
+    days = age_days(now_unix)
+    if days <= SPOT_CHANGES_AFTER_DAYS:
+        return None
+    return (
+        f"spot prices are those of {READ_ON}, {days} days ago, and change every month: see "
+        "https://cloud.google.com/spot-vms/pricing"
+    )
+
+
+@cache
+def _machines() -> dict[tuple[str, str], _Machine]:
+    return {
+        (row["machine_type"], row["region"]): _Machine(
+            on_demand=_usd(row["usd_hour"]), spot=_usd(row["usd_hour_spot"])
+        )
+        for row in _rows("machines.csv")
+    }
+
+
+@cache
+def _shapes() -> dict[str, tuple[int, float]]:
+    """Return vCPUs and GiB of memory of each machine type."""
+    return {
+        row["machine_type"]: (int(row["vcpus"]), float(row["memory_gib"]))
+        for row in _rows("machines.csv")
+    }
+
+
+@cache
+def _others() -> dict[tuple[str, str], float]:
+    return {(row["what"], row["region"]): float(row["usd"]) for row in _rows("other.csv")}
+
+
+def _rows(name: str) -> list[dict[str, str]]:
+    with (_FOLDER / name).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _usd(text: str) -> float | None:
+    return float(text) if text else None

@@ -1,0 +1,274 @@
+"""CONTRACT OUT: metrics.jsonl, one object a step and one an evaluation.
+
+A row that is damaged is no row: readers leave it out, and the trainer sets the damaged file aside
+when it resumes the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import typing
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from payload.core.untrusted import checked, open_regular
+
+_MAX_LINE_BYTES = 2**20  # A row with the times of 10,000 ranks has half of it.
+_MAX_BYTES = 2**30
+_MAX_ROWS = 3_000_000
+"""A larger file is damaged."""
+_HELD_BYTES = 2**28  # A step without the ranks' times has 350 bytes, as a dict 1,600.
+_HELD_ROWS = 1_000_000
+_MOST_NAMES = 64
+_BYTES_PER_LIST = 64
+_MOST_SHORT_LISTS = 16
+"""A confusion matrix of as many labels has lists of that length."""
+_MOST_READ_BYTES = 2**24
+_MAX_INTEGER = 2**63
+
+TimedPart = Literal["data", "forward", "backward", "wait", "checkpoint"]
+TIMED_PARTS: tuple[TimedPart, ...] = typing.get_args(TimedPart)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimes:
+    """Mean seconds of a step in each part, an entry a rank."""
+
+    steps: int = checked(low=1)
+    """The mean is over so many steps, the row's own the last of them."""
+    data: tuple[float, ...]
+    """Reading and arranging samples."""
+    forward: tuple[float, ...]
+    """Computing alone, as `backward`."""
+    backward: tuple[float, ...]
+    wait: tuple[float, ...]
+    """Waiting for other ranks: for gradients, weights, or whether one is to stop."""
+    checkpoint: tuple[float, ...]
+    """Taking a checkpoint's snapshot, or waiting until the last one is written."""
+
+    def work(self) -> tuple[float, ...]:
+        """Return what each rank did by itself in a step."""
+        parts = zip(self.data, self.forward, self.backward, strict=True)
+        return tuple(map(sum, parts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One step: a line of metrics.jsonl."""
+
+    step: int = checked(low=0)
+    tokens: int = checked(low=1)
+    """Trained on so far, this step included."""
+    loss: float
+    lr: float
+    grad_norm: float
+    step_time_s: float = checked(low=0, high=1e9)
+    tokens_per_s: float
+    """Tokens per second of the whole job."""
+    mfu: float | None
+    """Model FLOP/s over the peak measured on these nodes; None when that cannot be a peak."""
+    data_time_s: float
+    sync_time_s: float
+    """Time that the step waited for gradients after its own backward pass was done."""
+    rss_bytes: int
+    time_unix: float = field(default_factory=time.time)
+    """When the step was done, by rank 0's clock."""
+    ranks: RankTimes | None = None
+    """Waiting time of every rank; with many ranks not in every row."""
+
+    def describe(self) -> str:
+        """Return the task's own part of a step's line, or nothing."""
+        return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalMetrics:
+    """One evaluation: a line of metrics.jsonl."""
+
+    step: int = checked(low=0)
+    val_loss: float
+    val_tokens: int
+    time_unix: float = field(default_factory=time.time)
+    """When the evaluation was done, by rank 0's clock."""
+
+    def describe(self) -> str:
+        """Return the result in words."""
+        return f"validation loss {self.val_loss:.4f} over {self.val_tokens:,} tokens"
+
+
+def to_json_line(row: StepMetrics | EvalMetrics) -> str:
+    """Return one line of metrics.jsonl, newline included. Raises ValueError for NaN, infinity."""
+    values = {name: value for name, value in asdict(row).items() if name != "ranks" or value}
+    return json.dumps(values, allow_nan=False) + "\n"
+
+
+def rank_times(row: Mapping[str, Any]) -> RankTimes | None:
+    """Return the ranks' times in a row; None where it has none that can be used."""
+    raw = row.get("ranks")
+    if not isinstance(raw, Mapping):
+        return None
+    parts = [raw.get(part) for part in TIMED_PARTS]
+    lengths = {len(part) if isinstance(part, list | tuple) else 0 for part in parts}
+    if len(lengths) != 1 or 0 in lengths or type(steps := raw.get("steps")) is not int or steps < 1:
+        return None
+    times = [tuple(part) for part in parts if part is not None]
+    if not all(type(each) in (float, int) and 0 <= each <= 1e9 for part in times for each in part):
+        return None
+    return RankTimes(steps=steps, **dict(zip(TIMED_PARTS, times, strict=True)))
+
+
+def read_metrics(path: Path) -> list[Mapping[str, Any]]:
+    """Return the sound rows of a metrics.jsonl; none where there is no such file.
+
+    Of one that is too long for the memory they are the newest: a million, from the last 256 MiB.
+    """
+    return list(deque(stream_metrics(path, newest=True), maxlen=_HELD_ROWS))
+
+
+def stream_metrics(path: Path, *, newest: bool = False) -> Iterator[Mapping[str, Any]]:
+    """Yield the sound rows of a metrics.jsonl one by one, `newest` of the last 256 MiB alone."""
+    with suppress(OSError):
+        yield from (row for _, row in read_lines(path, newest=newest) if row is not None)
+
+
+def read_val_losses(path: Path) -> dict[int, float]:
+    """Return the validation losses of a metrics.jsonl by step."""
+    return {row["step"]: row["val_loss"] for row in stream_metrics(path) if "val_loss" in row}
+
+
+def read_lines(
+    path: Path, *, newest: bool = False
+) -> Iterator[tuple[bytes, Mapping[str, Any] | None]]:
+    """Yield each complete line with its row, which is None for a damaged one.
+
+    A last line still being written is left out. With `newest` the lines are those of the last
+    256 MiB. Raises OSError.
+    """
+    with open_regular(path) as file:
+        left, rows = _MAX_BYTES, _MAX_ROWS
+        before = os.fstat(file.fileno()).st_size - _HELD_BYTES
+        if newest and before > 0:
+            file.seek(before - 1)
+            file.readline(_MAX_LINE_BYTES)  # to the end of a line
+            left = rows = _HELD_BYTES
+        while left > 0 and rows > 0 and (line := file.readline(_MAX_LINE_BYTES)):
+            left, rows = left - len(line), rows - 1
+            if line.endswith(b"\n"):
+                yield line, parse_row(line)
+            elif len(line) == _MAX_LINE_BYTES:
+                yield line, None
+        if left <= 0 or rows <= 0:
+            yield b"", None
+
+
+def parse_row(line: bytes) -> Mapping[str, Any] | None:
+    """Return the row that a line holds, or None if it is not a valid metrics row."""
+    # Before it is parsed: a line of empty lists takes twenty times its length in memory.
+    lists = line.count(b"[") + line.count(b"{")
+    if lists > _MOST_SHORT_LISTS + len(line) // _BYTES_PER_LIST or line.count(b":") > _MOST_NAMES:
+        return None
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict):
+        return None
+    forms = _forms_of(EvalMetrics) if "val_loss" in row else _forms_of(StepMetrics)
+    return row if all(form.fits(row.get(form.name, MISSING)) for form in forms) else None
+
+
+class MetricsTail:
+    """Reads the new rows of a metrics.jsonl as it grows.
+
+    A resumed run replaces the file by one that ends with its checkpoint: that one is read from its
+    start.
+    """
+
+    def __init__(self, path: Path, *, from_end: bool = False) -> None:
+        """`from_end`: leave out what is there already."""
+        self._path = path
+        self._inode, self._offset = _identity(path) if from_end else (0, 0)
+
+    def new_rows(self) -> list[Mapping[str, Any]]:
+        """Return the sound rows since the last call, of at most 16 MiB; the rest comes next."""
+        try:
+            with open_regular(self._path) as file:
+                found = os.fstat(file.fileno())
+                if found.st_ino != self._inode or found.st_size < self._offset:
+                    self._inode, self._offset = found.st_ino, 0
+                file.seek(self._offset)
+                content = file.read(_MOST_READ_BYTES)
+        except OSError:
+            return []
+        whole, end, _ = content.rpartition(b"\n")
+        self._offset += len(whole) + len(end)
+        return [row for line in whole.splitlines() if (row := parse_row(line)) is not None]
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_ino, found.st_size
+
+
+def missing_steps(steps: Iterable[int], *, trained: int) -> tuple[tuple[int, int], ...]:
+    """Return the first and last of each range of steps up to `trained` that `steps` lacks."""
+    there = sorted({step for step in steps if step <= trained})
+    ends = zip([0, *there], [*there, trained + 1], strict=True)
+    return tuple((before + 1, after - 1) for before, after in ends if after - before > 1)
+
+
+def describe_missing(missing: Iterable[tuple[int, int]]) -> str:
+    """Return the ranges in words, as in `3, 12 to 20`."""
+    return ", ".join(
+        f"{first}" if first == last else f"{first} to {last}" for first, last in missing
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Form:
+    """The values that a field of a row may hold."""
+
+    name: str
+    kinds: tuple[type, ...]
+    low: float
+    high: float
+
+    def fits(self, value: Any) -> bool:
+        if type(value) not in self.kinds:
+            return False
+        return value is None or self.low <= value <= self.high
+
+
+@cache
+def _forms_of(kind: type) -> tuple[_Form, ...]:
+    """Return the form of each field that a row must have; rows of old have no time."""
+    hints = typing.get_type_hints(kind)
+    kinds: dict[Any, tuple[type, ...]] = {int: (int,), float: (float, int)}
+    largest = sys.float_info.max  # No comparison holds for a NaN.
+    return tuple(
+        _Form(
+            name=each.name,
+            kinds=kinds.get(hints[each.name], (float, int, type(None))),
+            low=_limit(each.metadata.get("low"), -largest),
+            high=_limit(
+                each.metadata.get("high"), _MAX_INTEGER if hints[each.name] is int else largest
+            ),
+        )
+        for each in fields(kind)
+        if each.default_factory is MISSING and each.default is MISSING
+    )
+
+
+def _limit(given: float | None, otherwise: float) -> float:
+    return otherwise if given is None else given

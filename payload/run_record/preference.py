@@ -1,0 +1,48 @@
+"""CONTRACT: what metrics.jsonl says of training on preference pairs.
+
+An answer's reward is beta times the log-probability that the model gives it above the reference's.
+A pair's margin is the reward of its better answer less that of the worse one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from payload.core.untrusted import checked
+from payload.run_record.metrics_log import EvalMetrics, StepMetrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceStep(StepMetrics):
+    """One step on preference pairs: a line of metrics.jsonl."""
+
+    reward_accuracy: float = checked(low=0, high=1)
+    """Share of the step's pairs with a margin above 0."""
+    reward_margin: float
+    """Mean margin of the step's pairs."""
+
+    def describe(self) -> str:
+        """Return the task's own part of a step's line, or nothing."""
+        return f"  margin {self.reward_margin:.3f}  accuracy {self.reward_accuracy:.1%}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceMetrics(EvalMetrics):
+    """One evaluation on preference pairs: a line of metrics.jsonl."""
+
+    val_pairs: int
+    val_accuracy: float
+    """Share of the pairs with a margin above 0."""
+    val_margin: float
+    """Mean margin."""
+    val_chosen_reward: float
+    """Mean reward of the better answers."""
+    val_rejected_reward: float
+
+    def describe(self) -> str:
+        """Return the result in words."""
+        return (
+            f"validation loss {self.val_loss:.4f}, accuracy {self.val_accuracy:.2%}, margin "
+            f"{self.val_margin:.4f} (rewards {self.val_chosen_reward:+.4f} and "
+            f"{self.val_rejected_reward:+.4f}) over {self.val_pairs:,} pairs"
+        )

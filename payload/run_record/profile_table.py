@@ -1,0 +1,71 @@
+"""CONTRACT: profile/operators.json, where a profiled step's time went, by operator."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from payload.core.errors import ConfigError
+from payload.core.files import write_whole
+from payload.core.untrusted import build, check_schema, checked, parse_json, read_bytes
+
+PROFILE_TABLE = "operators.json"
+SCHEMA_VERSION = 1
+_SHOWN = 15
+_NAME_CHARS = 44
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """One operator, or one kernel of the project's own, under its autograd function's name."""
+
+    name: str
+    calls: int = checked(low=0)
+    self_s: float = checked(low=0)
+    """Without what it called."""
+    total_s: float = checked(low=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileTable:
+    """operators.json"""
+
+    step: int = checked(low=0)
+    rank: int = checked(low=0)
+    whole_s: float = checked(low=0)
+    """Time of all operators together, of which there may be more than are listed."""
+    trace: str
+    """Name of the trace beside it, for https://ui.perfetto.dev or chrome://tracing."""
+    operators: tuple[Operator, ...] = checked(max_items=1_000)
+    """The longest first."""
+    schema_version: int = SCHEMA_VERSION
+
+
+def write_table(path: Path, table: ProfileTable) -> None:
+    """Write operators.json. Raises OSError."""
+    write_whole(path, json.dumps(asdict(table), indent=2) + "\n")
+
+
+def read_table(path: Path) -> ProfileTable | None:
+    """Return the table; None where there is none that can be read."""
+    try:
+        raw = parse_json(read_bytes(path), where=str(path))
+        check_schema(raw, SCHEMA_VERSION, where=str(path))
+        return build(ProfileTable, raw, where=str(path))
+    except (OSError, ConfigError):
+        return None
+
+
+def table_lines(table: ProfileTable) -> Iterator[str]:
+    """Yield the longest operators as lines of a terminal."""
+    yield f"profile   step {table.step} on rank {table.rank}: {table.whole_s:.3g} s in operators"
+    yield f"{'operator':<{_NAME_CHARS}} {'calls':>7} {'self':>9} {'share':>7} {'total':>9}"
+    for each in table.operators[:_SHOWN]:
+        share = each.self_s / table.whole_s if table.whole_s else 0.0
+        name = each.name if len(each.name) <= _NAME_CHARS else f"{each.name[: _NAME_CHARS - 3]}..."
+        yield (
+            f"{name:<{_NAME_CHARS}} {each.calls:>7,} {each.self_s:>8.4f}s {share:>7.1%} "
+            f"{each.total_s:>8.4f}s"
+        )

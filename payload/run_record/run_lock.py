@@ -1,0 +1,101 @@
+"""Who keeps a run alive: a lock on the run folder, which the kernel drops when its holder dies."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+from payload.core.errors import UsageError
+from payload.core.files import require_file, set_aside
+from payload.core.untrusted import no_follow
+from payload.run_record.results import RunPaths
+from payload.run_record.run_hints import run_command
+
+FORCE_SIGNAL = signal.SIGUSR1
+"""Makes a supervisor end its run at once; SIGTERM, however often, lets the ranks save first."""
+
+# A reader holds the lock for an instant to see whether it is free.
+_RETRY_S = 2.0
+
+
+class RunLock:
+    """Held by one supervisor for as long as it lives. Raises UsageError when another one does."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+        self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        if self._paths.lock.is_symlink():
+            set_aside(self._paths.lock)
+        self._descriptor = no_follow(str(self._paths.lock), os.O_RDWR | os.O_CREAT)
+        deadline = time.monotonic() + _RETRY_S
+        while not _try_lock(self._descriptor, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                os.close(self._descriptor)
+                raise UsageError(
+                    f"run {self._paths.run_id} is being supervised already. Follow it with: "
+                    + run_command("logs -f", self._paths)
+                )
+            time.sleep(0.05)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        os.close(self._descriptor)
+
+
+@contextmanager
+def starting(paths: RunPaths) -> Iterator[None]:
+    """Within it no other command of this machine starts or removes the run.
+
+    It lasts until the supervisor has its own lock, or longer. Raises UsageError when another
+    command is within it, or has removed the run meanwhile, and OSError.
+    """
+    lock = paths.root / ".start.lock"
+    require_file(lock)
+    with open(lock, "ab", opener=no_follow) as held:
+        deadline = time.monotonic() + _RETRY_S
+        while not _try_lock(held.fileno(), fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"run {paths.run_id} is just being started, ended or removed by another "
+                    "command. Look at it with: " + run_command("status", paths)
+                )
+            time.sleep(0.05)
+        if not lock.exists():
+            raise UsageError(f"run {paths.run_id} has just been removed.")
+        yield
+
+
+def is_supervised(paths: RunPaths) -> bool:
+    """Return whether a living supervisor holds the run's lock; false from its death on."""
+    try:
+        descriptor = no_follow(str(paths.lock), os.O_RDONLY | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP):
+            return False  # nobody holds a lock through a link
+        raise
+    try:
+        return not _try_lock(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

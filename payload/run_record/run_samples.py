@@ -1,0 +1,52 @@
+"""CONTRACT: samples.json, what a model wrote for the same prompts before and after a run.
+
+`payload.finetune` has it written at the end of a run that it started (payload/finetune/samples.py),
+and so may any script that samples, with `write_samples`. A report shows it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from payload.core.errors import ConfigError
+from payload.core.files import write_whole
+from payload.core.untrusted import build, check_schema, checked, parse_json, read_bytes
+
+SAMPLES_NAME = "samples.json"
+SCHEMA_VERSION = 1
+_MOST = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One prompt and what the model made of it."""
+
+    prompt: str
+    before: str | None = None
+    """By the weights that the run began with; None for a model from scratch."""
+    after: str | None = None
+    """By the run's last checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Samples:
+    samples: tuple[Sample, ...] = checked(max_items=_MOST)
+    schema_version: int = SCHEMA_VERSION
+
+
+def write_samples(path: Path, samples: Sequence[Sample]) -> None:
+    """Write samples.json, whole or not at all. Raises OSError."""
+    write_whole(path, json.dumps(asdict(_Samples(samples=tuple(samples))), indent=2) + "\n")
+
+
+def read_samples(path: Path) -> Sequence[Sample]:
+    """Return the samples; none where the file is absent or damaged."""
+    try:
+        raw = parse_json(read_bytes(path), where=str(path))
+        check_schema(raw, SCHEMA_VERSION, where=str(path))
+        return build(_Samples, raw, where=str(path)).samples
+    except (OSError, ConfigError):
+        return ()

@@ -1,0 +1,75 @@
+"""A whole run's figures from metrics.jsonl: for rank 0 at its end, or the supervisor after it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from payload.core.errors import ConfigError
+from payload.formats.checkpoint_files import best_checkpoints, checkpoint_step
+from payload.machines.inventory import ClusterInventory
+from payload.run_record.metrics_log import missing_steps, read_val_losses, stream_metrics
+from payload.run_record.results import RunPaths, Summary
+from payload.run_record.stragglers import find_stragglers
+
+# The first steps build kernels and warm caches; the median leaves out up to this many.
+_WARM_UP_STEPS = 3
+
+
+def with_metrics(summary: Summary, paths: RunPaths) -> Summary:
+    """Return the summary with what metrics.jsonl says, and the steps whose rows are lost."""
+    newest = paths.newest_checkpoint()
+    saved_step = checkpoint_step(newest) if newest else 0
+    return with_rows(summary, list(stream_metrics(paths.metrics)), saved_step=saved_step)
+
+
+def with_rows(summary: Summary, rows: Sequence[Mapping[str, Any]], *, saved_step: int) -> Summary:
+    """Return the summary with steps, tokens, losses, and the medians over the steps after warm-up.
+
+    `saved_step` is the newest checkpoint's: that far the run was trained, whatever rows there are.
+    """
+    steps = [row for row in rows if "loss" in row]
+    trained = max(saved_step, steps[-1]["step"] if steps else 0)
+    missing = missing_steps((row["step"] for row in steps), trained=trained)
+    summary = replace(summary, steps=trained, missing_metrics=missing)
+    val_losses = [row["val_loss"] for row in rows if "val_loss" in row]
+    if val_losses:
+        summary = replace(summary, best_val_loss=min(val_losses), final_val_loss=val_losses[-1])
+    if not steps:
+        return summary
+    steady = steps[min(_WARM_UP_STEPS, len(steps) - 1) :]
+    mfus = [row["mfu"] for row in steady if row["mfu"] is not None]
+    return replace(
+        summary,
+        tokens=steps[-1]["tokens"],
+        first_loss=steps[0]["loss"],
+        final_loss=steps[-1]["loss"],
+        tokens_per_s=statistics.median(row["tokens_per_s"] for row in steady),
+        mfu=statistics.median(mfus) if mfus else None,
+        stragglers=find_stragglers(steps),
+    )
+
+
+def with_best(summary: Summary, paths: RunPaths) -> Summary:
+    """Return the summary with the name of the best checkpoint."""
+    best = best_checkpoints(paths.checkpoints, read_val_losses(paths.metrics))
+    return replace(summary, best_checkpoint=best[0].name if best else None)
+
+
+def with_time(summary: Summary, paths: RunPaths, *, wall_s: float) -> Summary:
+    """The summary with its time, and what that costs where the inventory has prices."""
+    hourly_usd = None
+    with suppress(ConfigError):
+        hourly_usd = ClusterInventory.load(paths.inventory).hourly_usd()
+    cost_usd = None if hourly_usd is None else hourly_usd * wall_s / 3600
+    return with_cost(replace(summary, wall_s=wall_s), cost_usd)
+
+
+def with_cost(summary: Summary, cost_usd: float | None) -> Summary:
+    """The summary with what the run cost."""
+    known = cost_usd is not None and summary.tokens > 0
+    per_million = cost_usd / summary.tokens * 1e6 if known and cost_usd is not None else None
+    return replace(summary, cost_usd=cost_usd, usd_per_million_tokens=per_million)

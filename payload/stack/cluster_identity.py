@@ -1,0 +1,169 @@
+"""CONTRACT: a cluster's identity, by which it is told from another one of the same name.
+
+16 hexadecimal digits, random. They are in `.cluster/NAME/identity.json` of the folder that builds
+the cluster, and in a label (or the description) of everything that is built for it. Two people may
+take the same name in one project; nobody removes or adopts what has another identity. The file may
+come with a folder that was cloned: it counts only with a proof by this user's key.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from payload.core.errors import ConfigError
+from payload.core.files import write_whole
+from payload.core.untrusted import build, check_schema, checked, parse_json, read_bytes
+from payload.core.user_key import PROOF, PROOF_WANTED, is_signed, sign
+from payload.stack.cluster_files import cluster_path
+
+IDENTITY_LABEL = "tileforge-identity"
+PATTERN = re.compile(r"[0-9a-f]{16}")
+WANTED = "16 hexadecimal digits"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterIdentity:
+    """identity.json."""
+
+    identity: str = checked(pattern=PATTERN, wanted=WANTED)
+    stack: str | None = checked(None, max_chars=200)
+    """Pulumi's stack that the cluster is built by, without organization and project."""
+    proof: str = checked("", pattern=PROOF, wanted=PROOF_WANTED)
+    """By this user's key, of the folder, the cluster's name and the identity."""
+    schema_version: int = SCHEMA_VERSION
+
+    def to_json(self) -> str:
+        """Return the file's text."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def new_cluster_identity() -> str:
+    """Return 64 random bits as hexadecimal digits."""
+    return secrets.token_hex(8)
+
+
+def known_cluster_identity(folder: Path, cluster: str) -> str | None:
+    """Return the identity of the cluster that this user builds from `folder`; None without proof.
+
+    Raises ConfigError where the file is damaged.
+    """
+    found = _read(_path(folder, cluster))
+    if found is None or not is_signed(found.proof, *_parts(folder, cluster, found.identity)):
+        return None
+    return found.identity
+
+
+def claimed_cluster_identity(folder: Path, cluster: str) -> str | None:
+    """Return the identity that the folder's file says, whoever wrote it; None without a file.
+
+    Raises ConfigError where the file is damaged.
+    """
+    found = _read(_path(folder, cluster))
+    return None if found is None else found.identity
+
+
+def accept_cluster_identity(folder: Path, cluster: str) -> None:
+    """Give what the folder's file says a proof: its user has said that the cluster is theirs."""
+    path = _path(folder, cluster)
+    found = _read(path)
+    if found is not None:
+        _keep(path, _proven(found, folder, cluster))
+
+
+def settle_cluster_identity(
+    folder: Path,
+    cluster: str,
+    *,
+    stack: str | None = None,
+    told: Sequence[str] = (),
+    writes: bool = True,
+) -> str:
+    """Return the identity of the cluster that is built from `folder`, made where it is missing.
+
+    `told` are those in the stack's own state, and go before. `stack` is the one that builds. What
+    the folder's file alone says is returned, too, and gets no proof by that.
+    Without `writes`, as in a preview, nothing is kept.
+    Raises ConfigError where another stack of this folder builds a cluster of that name.
+    """
+    path = _path(folder, cluster)
+    found = _read(path)
+    if found is not None and None not in (stack, found.stack) and stack != found.stack:
+        raise ConfigError(
+            f"cluster = {cluster!r}: stack {found.stack} builds a cluster of this name from this "
+            "folder. Take another name: pulumi config set cluster NAME; or, once nothing of that "
+            f"one is left, remove {path}"
+        )
+    if told and (found is None or found.identity not in told):
+        found = ClusterIdentity(identity=told[0], stack=stack)
+        if writes:
+            _keep(path, _proven(found, folder, cluster))
+    elif found is None:
+        fresh = ClusterIdentity(identity=new_cluster_identity(), stack=stack)
+        # Two commands may begin at once: the first one's stands.
+        is_ours = not writes or _keep_if_absent(path, _proven(fresh, folder, cluster))
+        found = fresh if is_ours else _read(path) or fresh
+    elif writes and stack is not None and found.stack is None:
+        found = replace(found, stack=stack)
+        _keep(path, found)
+    if writes and found.identity in told and known_cluster_identity(folder, cluster) is None:
+        accept_cluster_identity(folder, cluster)
+    return found.identity
+
+
+def identity_in(labels: Mapping[str, str]) -> str | None:
+    """Return the identity that labels name; None for none, or for what is no identity."""
+    text = labels.get(IDENTITY_LABEL, "")
+    return text if PATTERN.fullmatch(text) else None
+
+
+def _path(folder: Path, cluster: str) -> Path:
+    return cluster_path(folder, cluster, "identity.json")
+
+
+def _parts(folder: Path, cluster: str, identity: str) -> tuple[str, ...]:
+    """Return what a proof is of. With the folder in it, no copy in another one has the proof."""
+    return "cluster", os.path.realpath(folder), cluster, identity
+
+
+def _proven(found: ClusterIdentity, folder: Path, cluster: str) -> ClusterIdentity:
+    return replace(found, proof=sign(*_parts(folder, cluster, found.identity)))
+
+
+def _read(path: Path) -> ClusterIdentity | None:
+    try:
+        content = read_bytes(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}.") from None
+    fix = "It names what was built from this folder: bring it back from a copy."
+    raw = parse_json(content, where=str(path), fix=fix)
+    check_schema(raw, SCHEMA_VERSION, where=str(path), fix=fix)
+    return build(ClusterIdentity, raw, where=str(path), fix=fix)
+
+
+def _keep(path: Path, identity: ClusterIdentity) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_whole(path, identity.to_json())
+
+
+def _keep_if_absent(path: Path, identity: ClusterIdentity) -> bool:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    staged = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    write_whole(staged, identity.to_json())
+    try:
+        os.link(staged, path)
+    except FileExistsError:
+        return False
+    finally:
+        with suppress(FileNotFoundError):
+            staged.unlink()
+    return True

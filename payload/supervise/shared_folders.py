@@ -1,0 +1,183 @@
+"""Watch network folders that a run reads, and say when one does not answer.
+
+`python -m payload.supervise.shared_folders FOLDER` prints a line after each look. A look at a mount
+whose server is gone may never return, so each folder has a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from payload.config.run_config import RunConfig
+from payload.core.interpreter import code_environment, module_words
+from payload.core.untrusted import printable
+from payload.machines.inventory import SHARED_FOLDER
+
+SILENT_S = 10.0
+"""A folder that has not answered for so long is named."""
+_EVERY_S = 2.0
+_RESTART_S = 30.0
+_END_S = 0.2
+_MOST_CHARS = 200
+_NETWORK = re.compile(r"nfs4?|cifs|smb3|ceph|lustre|beegfs|gpfs|9p|afs|glusterfs|fuse\..+")
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+
+
+def folders_of(config: RunConfig, *, work_dir: str) -> list[str]:
+    """Return the folders that a run may read from a server: the cluster's, data, first weights.
+
+    `work_dir` is the ranks' working folder, where a relative `data.dir` begins. A relative
+    `model.init` may be a name on the hub and is left out.
+    """
+    data, init = str(Path(work_dir) / config.data.folder()), config.model.init
+    return [SHARED_FOLDER, data, *([init] if init.startswith("/") else [])]
+
+
+def network_mounts(paths: Iterable[str], *, mounts: Path = Path("/proc/self/mounts")) -> list[str]:
+    """Return the mount points of network file systems that hold one of `paths`.
+
+    The kernel's table tells, not the folders: to look at one may hang.
+    """
+    try:
+        lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    rows = [line.split(" ") for line in lines]
+    kinds = {_ESCAPED.sub(lambda m: chr(int(m[1], 8)), row[1]): row[2] for row in rows}
+    found = set()
+    for path in paths:
+        here = Path(os.path.normpath(path))
+        point = next((str(each) for each in (here, *here.parents) if str(each) in kinds), None)
+        if point is not None and _NETWORK.fullmatch(kinds[point]):
+            found.add(point)
+    return sorted(found)
+
+
+class FolderWatch:
+    """Processes that look at the network folders among `paths`; none where there are none."""
+
+    def __init__(self, paths: Iterable[str], *, env: Mapping[str, str]) -> None:
+        """Start them with this environment."""
+        self._looks = [_Look(folder, env) for folder in network_mounts(paths)]
+
+    def troubles(self) -> dict[str, str]:
+        """Return each folder that does not answer, or answers with an error, and what it does."""
+        found = {look.folder: look.trouble() for look in self._looks}
+        return {folder: words for folder, words in found.items() if words}
+
+    def processes(self) -> list[int]:
+        """Return the ids of the processes that look."""
+        return [look.pid for look in self._looks if look.pid is not None]
+
+    def close(self) -> None:
+        """End the processes; one that hangs in the kernel stays until its mount answers."""
+        for look in self._looks:
+            look.close()
+
+
+class _Look:
+    """One folder's process and its last answer."""
+
+    def __init__(self, folder: str, env: Mapping[str, str]) -> None:
+        self.folder = folder
+        self._env = code_environment(env)
+        self._answered_s = time.monotonic()
+        self._error = ""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._start()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def trouble(self) -> str:
+        """Return what is wrong with the folder now, or nothing."""
+        self._hear()
+        silent_s = time.monotonic() - self._answered_s
+        if silent_s >= SILENT_S:
+            return f"has not answered for {silent_s:.0f} s"
+        return f"answers with an error: {self._error}" if self._error else ""
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
+        if process.stdout is not None:
+            process.stdout.close()
+
+    def _start(self) -> None:
+        self._started_s = time.monotonic()
+        # A machine without memory for it must not end the run: then nothing is known.
+        with suppress(OSError):
+            self._process = subprocess.Popen(
+                module_words("payload.supervise.shared_folders", self.folder),
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            assert self._process.stdout is not None
+            os.set_blocking(self._process.stdout.fileno(), False)
+
+    def _hear(self) -> None:
+        process = self._process
+        if process is not None:
+            assert process.stdout is not None
+            with suppress(BlockingIOError):
+                said = os.read(process.stdout.fileno(), 65536)
+                if said:
+                    self._answered_s = time.monotonic()
+                    last = said.decode(errors="replace").rstrip("\n").rpartition("\n")[2]
+                    self._error = short(last)
+            if process.poll() is None:
+                return
+        # No process, or somebody ended it, says nothing of the folder.
+        self._answered_s, self._error = time.monotonic(), ""
+        if self._answered_s - self._started_s >= _RESTART_S:
+            self.close()
+            self._start()
+
+
+def short(text: str) -> str:
+    """Return another program's words in one line, of a length that fits a note."""
+    return " ".join(printable(text).split())[:_MOST_CHARS]
+
+
+def describe(node: str, troubles: Mapping[str, str]) -> str:
+    """Return the troubles of a node's folders in words."""
+    return ", ".join(
+        f"the shared folder {folder} on {node} {words}" for folder, words in troubles.items()
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Look until the reader is gone."""
+    (folder,) = argv
+    while True:
+        answer = ""
+        try:
+            # A file's attributes may come from NFS's cache; this always asks the server.
+            os.statvfs(folder)
+        except OSError as error:
+            answer = error.strerror or str(error)
+        try:
+            sys.stdout.write(f"{answer}\n")
+            sys.stdout.flush()
+        except OSError:
+            return 0
+        time.sleep(_EVERY_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

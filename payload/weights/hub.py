@@ -1,0 +1,314 @@
+"""Models by their name on the Hugging Face hub.
+
+The one module that asks the hub for models. A name is resolved to a commit once; whoever gets the
+resolved name afterwards gets the same files, on every node and at every resume.
+"""
+
+from __future__ import annotations
+
+import difflib
+import socket
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from payload.core.errors import CheckpointError
+from payload.core.untrusted import one_line, shown
+from payload.formats.hf_folder import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    TOKENIZER_FILES,
+    WEIGHTS_FILE,
+    weight_files,
+)
+from payload.formats.hub_names import HubName
+from payload.models.tensor_headers import FLOAT_DTYPES, PICKLE_FILES
+
+_CONNECT_TIMEOUT_S = 3.0
+_ANSWER_TIMEOUT_S = 30.0
+
+
+def resolve(wanted: HubName, *, setting: str) -> HubName:
+    """Return the name with the commit that its revision stands for now.
+
+    Offline it is the commit of the newest download. `setting` names the setting in messages.
+    Raises CheckpointError.
+    """
+    if wanted.commit() is not None:
+        return wanted
+    commit = _Hub(wanted, setting).config_folder().name
+    return replace(wanted, revision=commit)
+
+
+def fetch_config(wanted: HubName, *, setting: str) -> Path:
+    """Return a folder with the model's config.json, without its weights.
+
+    Raises CheckpointError.
+    """
+    return _Hub(wanted, setting).config_folder()
+
+
+def require_weights_on_hub(wanted: HubName, *, setting: str) -> None:
+    """Refuse a model whose weights cannot be loaded, without a download of them.
+
+    Raises CheckpointError.
+    """
+    _Hub(wanted, setting).require_weights()
+
+
+def weight_shapes(wanted: HubName, *, setting: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's weights by name, from the headers of its safetensors files.
+
+    Raises CheckpointError.
+    """
+    return _Hub(wanted, setting).weight_shapes()
+
+
+def fetch(
+    wanted: HubName,
+    *,
+    setting: str,
+    weights: bool = True,
+    say: Callable[[str], None] = lambda _line: None,
+) -> Path:
+    """Download a model's config and tokenizer, and its weights in safetensors; return the folder.
+
+    What the cache has is not asked for again. A terminal shows a progress bar; `say` gets one line
+    before a download of weights begins. Raises CheckpointError.
+    """
+    return _Hub(wanted, setting).folder(weights=weights, say=say)
+
+
+class _Hub:
+    """One model on the hub, and what to say when it cannot be had."""
+
+    def __init__(self, wanted: HubName, setting: str) -> None:
+        self.wanted = wanted
+        self.setting = setting
+        try:
+            # It takes half a second to import, and is not installed everywhere that plans are made.
+            import huggingface_hub
+            import huggingface_hub.constants
+        except ImportError as error:
+            raise self._refusal(
+                f"needs the package huggingface_hub ({error})", "Install it, or name a folder."
+            ) from None
+        self._hub = huggingface_hub
+
+    def config_folder(self) -> Path:
+        """Return a folder with config.json; it is named by its commit."""
+        if self.wanted.commit() is not None and (known := self._cached_config()) is not None:
+            return known
+        try:
+            self._require_network()
+            return Path(
+                self._hub.hf_hub_download(
+                    self.wanted.name, CONFIG_FILE, revision=self.wanted.revision
+                )
+            ).parent
+        except (OSError, ValueError) as error:
+            known = self._cached_config() if self._is_unreachable(error) else None
+            if known is None:
+                raise self._explained(error) from None
+            return known
+
+    def folder(self, *, weights: bool, say: Callable[[str], None]) -> Path:
+        """Return a folder with the model's files."""
+        folder = self.config_folder()
+        if self._is_whole(folder, weights=weights):
+            return folder
+        commit = folder.name
+        try:
+            names = self._names(commit)
+            wanted = [name for name in names if "/" not in name and name.endswith(".json")]
+            wanted += [name for name in TOKENIZER_FILES if name in names]
+            if weights:
+                self._refuse_without_weights(names)
+                shards = self._weights(names, commit)
+                say(f"downloading {self.wanted}: {', '.join(shards[:2])}{_more(len(shards) - 2)}")
+                wanted += shards
+            with self._progress():
+                self._hub.snapshot_download(
+                    self.wanted.name, revision=commit, allow_patterns=wanted
+                )
+        except (OSError, ValueError) as error:
+            raise self._explained(error) from None
+        return folder
+
+    def require_weights(self) -> None:
+        """Refuse a model without safetensors."""
+        folder = self.config_folder()
+        if self._is_whole(folder, weights=True):
+            return
+        try:
+            self._refuse_without_weights(self._names(folder.name))
+        except (OSError, ValueError) as error:
+            raise self._explained(error) from None
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Ask for the first bytes of each file."""
+        from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+
+        try:
+            self._require_network()
+            with self._progress():
+                found = self._hub.HfApi().get_safetensors_metadata(
+                    self.wanted.name, revision=self.wanted.revision, timeout=_ANSWER_TIMEOUT_S
+                )
+        except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
+            raise self._refusal(one_line(error).rstrip("."), "Name another model.") from None
+        except (OSError, ValueError) as error:
+            raise self._explained(error) from None
+        shapes: dict[str, tuple[int, ...]] = {}
+        for file in found.files_metadata.values():
+            for name, tensor in file.tensors.items():
+                if not all(type(size) is int and 0 <= size < 2**48 for size in tensor.shape):
+                    raise self._refusal(
+                        f"{shown(name)} has the shape {shown(tensor.shape)}", "Name another model."
+                    )
+                if tensor.dtype in FLOAT_DTYPES:
+                    shapes[name] = tuple(tensor.shape)
+        return shapes
+
+    def _names(self, commit: str) -> list[str]:
+        """Return the names of the commit's files."""
+        self._require_network()
+        info = self._hub.HfApi().model_info(
+            self.wanted.name, revision=commit, timeout=_ANSWER_TIMEOUT_S
+        )
+        return [each.rfilename for each in info.siblings or ()]
+
+    @contextmanager
+    def _progress(self) -> Iterator[None]:
+        """Show the client's progress bar on a terminal alone: a log would keep every line."""
+        if sys.stderr.isatty():
+            yield
+            return
+        bars: Any = self._hub.utils
+        bars.disable_progress_bars()
+        try:
+            yield
+        finally:
+            bars.enable_progress_bars()
+
+    def _cached_config(self) -> Path | None:
+        try:
+            return Path(
+                self._hub.hf_hub_download(
+                    self.wanted.name,
+                    CONFIG_FILE,
+                    revision=self.wanted.revision,
+                    local_files_only=True,
+                )
+            ).parent
+        except (OSError, ValueError):
+            return None
+
+    def _is_whole(self, folder: Path, *, weights: bool) -> bool:
+        """Say whether an earlier download left all files of a folder."""
+        try:
+            needed = weight_files(folder) if weights else ()
+            self._hub.snapshot_download(
+                self.wanted.name,
+                revision=folder.name,
+                local_files_only=True,
+                allow_patterns=["*.json", *TOKENIZER_FILES, *needed],
+                ignore_patterns=["*/*"],
+            )
+        except (CheckpointError, OSError, ValueError):
+            return False
+        # Where the client does not know the commit's files, it takes any of them for all.
+        if weights:
+            return all((folder / name).is_file() for name in needed)
+        return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+    def _require_network(self) -> None:
+        """Raise OSError where the hub cannot be reached: its client would retry for 24 s."""
+        from urllib.request import getproxies  # with http and ssl: a tenth of a command's start
+
+        if getproxies() or self._hub.constants.HF_HUB_OFFLINE:
+            return
+        url = urlsplit(self._hub.constants.ENDPOINT)
+        port = url.port or (80 if url.scheme == "http" else 443)
+        socket.create_connection((url.hostname or "", port), timeout=_CONNECT_TIMEOUT_S).close()
+
+    def _weights(self, names: Iterable[str], commit: str) -> list[str]:
+        if WEIGHTS_FILE in names:
+            return [WEIGHTS_FILE]
+        index = self._hub.hf_hub_download(self.wanted.name, INDEX_FILE, revision=commit)
+        return list(weight_files(Path(index).parent))
+
+    def _refuse_without_weights(self, names: list[str]) -> None:
+        if WEIGHTS_FILE in names or INDEX_FILE in names:
+            return
+        if any(name in PICKLE_FILES or name.endswith(".bin") for name in names):
+            raise self._refusal(
+                "it has its weights as a pickle alone, which can run code when it is loaded",
+                "Use a model with safetensors, or convert it where you trust it.",
+            )
+        if any(name.endswith(".gguf") for name in names):
+            raise self._refusal(
+                "it has GGUF files alone", "Download one of them into a folder, and name that."
+            )
+        raise self._refusal(f"it has no {WEIGHTS_FILE}", "Name a model with safetensors.")
+
+    def _is_unreachable(self, error: Exception) -> bool:
+        """Tell a hub that does not answer from one that refuses."""
+        from huggingface_hub.errors import HfHubHTTPError
+
+        if isinstance(error, HfHubHTTPError):
+            return error.response.status_code >= 500
+        return isinstance(error, OSError)
+
+    def _explained(self, error: Exception) -> CheckpointError:
+        """Return the error that says what is wrong, why, and what to do."""
+        from huggingface_hub import errors
+
+        name, host = self.wanted.name, self._hub.constants.ENDPOINT
+        if isinstance(error, errors.GatedRepoError):
+            return self._refusal(
+                "it is gated: its owner gives it to accounts that accepted its terms",
+                f"Accept them at {host}/{name}, then log in (hf auth login, or HF_TOKEN).",
+            )
+        if isinstance(error, errors.RevisionNotFoundError):
+            return self._refusal(
+                f"it has no revision {shown(self.wanted.revision)}",
+                "Name a branch, a tag or a commit of it.",
+            )
+        if isinstance(error, errors.RepositoryNotFoundError):
+            return self._refusal(
+                "no such folder, and the Hugging Face hub has no such model, or a private one",
+                f"{self._meant(name)}Check the name, or log in (hf auth login).",
+            )
+        if isinstance(error, errors.RemoteEntryNotFoundError):
+            return self._refusal(
+                f"the hub has no {CONFIG_FILE} of it", "Name a model in the Hugging Face layout."
+            )
+        if self._hub.constants.HF_HUB_OFFLINE:
+            return self._refusal(
+                "HF_HUB_OFFLINE is set, and the cache does not have it "
+                f"({self._hub.constants.HF_HUB_CACHE})",
+                "Download it once with a network (hf download), or name a folder.",
+            )
+        return self._refusal(
+            f"no such folder, and the Hugging Face hub did not give it "
+            f"({type(error).__name__}: {one_line(error).rstrip('.')})",
+            f"{self._meant(name)}Check the name or the network, or name a folder.",
+        )
+
+    def _meant(self, name: str) -> str:
+        from payload.models.registry import presets
+
+        close = difflib.get_close_matches(name, presets(), n=1)
+        return f"Did you mean {close[0]!r}? " if close and close[0] != name else ""
+
+    def _refusal(self, problem: str, fix: str) -> CheckpointError:
+        return CheckpointError(f"{self.setting} = {shown(str(self.wanted))}: {problem}. {fix}")
+
+
+def _more(count: int) -> str:
+    return f" and {count} more" if count > 0 else ""
