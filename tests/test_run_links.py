@@ -26,7 +26,7 @@ from payload.run_record.run_lock import is_supervised
 from payload.run_record.run_repair import make_room
 from payload.storage.__main__ import main as storage
 from payload.storage.checkpoints import fetch_checkpoint
-from payload.storage.objects import open_store
+from payload.storage.opening import open_store
 from payload.storage.records import Records
 from payload.weights.source import find_source
 from tests.orchestrate.test_keys import make_cluster

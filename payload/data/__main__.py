@@ -22,11 +22,7 @@ from payload.core.tasks import TASK_KINDS
 from payload.core.untrusted import printable
 from payload.data.documents import MIB
 from payload.data.meta import add_range_hashes, verify_files
-from payload.data.sources import (
-    DEFAULT_SPLIT,
-    DEFAULT_TEXT_COLUMN,
-    SOURCE_KINDS,
-)
+from payload.data.sources.request import DEFAULT_SPLIT, DEFAULT_TEXT_COLUMN, SOURCE_KINDS
 from payload.data.tasks import all_tasks, task_of
 from payload.data.tasks.arguments import positive_int
 from payload.data.tasks.base import Task

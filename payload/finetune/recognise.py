@@ -13,7 +13,7 @@ from payload.core.untrusted import home_path, shown
 from payload.data.conversations import BadConversationError, Messages, conversation_of
 from payload.data.preferences import preference_of
 from payload.data.rows import open_rows
-from payload.data.sources import DEFAULT_TEXT_COLUMN, SourceKind, SourceRequest
+from payload.data.sources.request import DEFAULT_TEXT_COLUMN, SourceKind, SourceRequest
 from payload.formats.hub_names import HubName, require_one_meaning
 
 _SAMPLE = 2000

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from payload.core.dtype import Dtype
+from payload.models.stages import outer_weights, stage_layers, stage_weights
 
 _MOST_LOGITS_TOKENS = 2048
 _MOST_LOGITS = 160 * 10**6
@@ -188,8 +189,6 @@ class ModelSpec(ABC):
         part of the state of these.
         """
         # Loaded where it is used: it is about specs.
-        from payload.models.stages import outer_weights, stage_layers, stage_weights
-
         whole = replace(setting, tensor=1, stages=1, alone=False)
         empty = estimate(replace(whole, micro_batch_size=0))
         logits = self._logits_bytes(setting)

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from payload.models.spec import ModelSpec
+from typing import Protocol
 
 
-def stage_layers(spec: ModelSpec, stages: int) -> tuple[range, ...]:
+class Layered(Protocol):
+    """The numbers of a model that its layers are shared out by; see ModelSpec."""
+
+    def num_layers(self) -> int: ...
+    def num_params(self) -> int: ...
+    def width(self) -> int: ...
+    def head_rows(self) -> int: ...
+    def embedding_size(self) -> int: ...
+    def outer_elements(self) -> int: ...
+    def flops_per_token(self) -> int: ...
+
+
+def stage_layers(spec: Layered, stages: int) -> tuple[range, ...]:
     """Return the layers of each stage, in order; each has one at least.
 
     The head's matmuls are on the last stage. The token embedding is looked up and costs nothing.
@@ -30,7 +42,7 @@ def stage_layers(spec: ModelSpec, stages: int) -> tuple[range, ...]:
     return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
 
 
-def slowest_share(spec: ModelSpec, stages: int) -> float:
+def slowest_share(spec: Layered, stages: int) -> float:
     """Return the share of the model's arithmetic that the slowest stage has."""
     head = 6 * spec.head_rows() * spec.width()
     of_layer = (spec.flops_per_token() - head) / spec.num_layers()
@@ -39,7 +51,7 @@ def slowest_share(spec: ModelSpec, stages: int) -> float:
     return max(costs) / sum(costs)
 
 
-def largest_stage(spec: ModelSpec, stages: int) -> float:
+def largest_stage(spec: Layered, stages: int) -> float:
     """Return the share of all weights that the largest stage holds.
 
     The last stage has the head; where that is the token embedding, the first one has it as well.
@@ -47,7 +59,7 @@ def largest_stage(spec: ModelSpec, stages: int) -> float:
     return max(stage_weights(spec, stages)) / spec.num_params()
 
 
-def stage_weights(spec: ModelSpec, stages: int) -> list[float]:
+def stage_weights(spec: Layered, stages: int) -> list[float]:
     """Return the number of weights of each stage."""
     if stages == 1:
         return [float(spec.num_params())]
@@ -56,7 +68,7 @@ def stage_weights(spec: ModelSpec, stages: int) -> list[float]:
     return [len(each) * of_layer + more for each, more in zip(layers, outer, strict=True)]
 
 
-def outer_weights(spec: ModelSpec, stages: int) -> list[float]:
+def outer_weights(spec: Layered, stages: int) -> list[float]:
     """Return the number of each stage's weights that belong to no layer."""
     if stages == 1:
         return [float(spec.outer_elements())]

@@ -1,1 +1,1 @@
-"""What Google's machines cost an hour, from its catalog or the packaged tables."""
+"""The hourly prices of Google's machines, from its catalog or the packaged tables."""

@@ -18,7 +18,7 @@ from payload.core.untrusted import printable, shown_name
 from payload.run_record.named_settings import named_by, reaching, require_named
 from payload.run_record.results import RunPaths, require_own_folders
 from payload.storage.checkpoints import whole_checkpoints
-from payload.storage.objects import check_store, open_store
+from payload.storage.opening import check_store, open_store
 from payload.storage.restore import has_run, require_absent, restore
 from payload.storage.uploader import Uploader
 from payload.storage.watched import serve, watched_store

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
-import secrets
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
@@ -16,9 +13,6 @@ ABSENT = 0
 """The generation of an object that does not exist."""
 SMALL_BYTES = 64 * 2**20
 """Most that `read` takes into memory: the largest JSON file that the project reads."""
-
-
-_CHECK_S = 15.0
 
 
 class StoreError(TileforgeError):
@@ -102,34 +96,3 @@ class ObjectStore(StoreReader, Protocol):
 
     def tidy(self) -> None:
         """Remove what writes that were killed left, and what is being written now."""
-
-
-def open_store(
-    address: StoreAddress, *, timeout_s: float = 60.0, retry_s: float = 60.0
-) -> ObjectStore:
-    """Return the store at an address; nothing is asked of it yet.
-
-    `timeout_s` ends one request that gets no answer, `retry_s` the attempts at one request.
-    Raises StoreRefusedError where the client is not installed.
-    """
-    if address.bucket is None:
-        from payload.storage.folder import FolderStore
-
-        return FolderStore(address)
-    from payload.storage.bucket import BucketStore
-
-    return BucketStore(address, timeout_s=timeout_s, retry_s=retry_s)
-
-
-def check_store(address: StoreAddress, *, timeout_s: float = _CHECK_S) -> None:
-    """Write, read and remove a small object. Raises StoreRefusedError and StoreError."""
-    store = open_store(address, timeout_s=timeout_s, retry_s=timeout_s)
-    name, content = f"tileforge-check-{secrets.token_hex(4)}", secrets.token_bytes(64)
-    # A first attempt whose answer was lost has written it; nobody else knows the name.
-    with suppress(ConflictError):
-        store.put(name, io.BytesIO(content), size=len(content), generation=ABSENT)
-    try:
-        if store.read(name)[0] != content:
-            raise StoreError(f"{address}: what was written came back as something else")
-    finally:
-        store.remove(name)

@@ -16,7 +16,8 @@ from payload.run_record.results import RunPaths, last_record
 from payload.run_record.run_identity import RunIdentity, known_identity
 from payload.run_record.store_state import StoreState
 from payload.storage.checkpoints import fetch_checkpoint, fetch_newest, whole_checkpoints
-from payload.storage.objects import StoreError, StoreReader, open_store
+from payload.storage.objects import StoreError, StoreReader
+from payload.storage.opening import open_store
 from payload.storage.owner import OWNER, require_own_store, stored_identity
 from payload.storage.records import fetch_records
 

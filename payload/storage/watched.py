@@ -30,8 +30,8 @@ from payload.storage.objects import (
     StoreReader,
     StoreRefusedError,
     TooLargeError,
-    open_store,
 )
+from payload.storage.opening import open_store
 
 _NOTE_S = 10.0
 _FOLDER_S = 60.0

@@ -13,7 +13,8 @@ import pytest
 
 from payload.core.errors import DataError
 from payload.data.documents import Batch
-from payload.data.sources import SourceRequest, build_source
+from payload.data.sources.registry import build_source
+from payload.data.sources.request import SourceRequest
 from tests.data.running import stdlib_texts
 
 LINE_BYTES = 1000

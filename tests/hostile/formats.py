@@ -18,7 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from payload.config.run_config import load_run_config
-from payload.data.sources import SourceKind, SourceRequest, build_source
+from payload.data.sources.registry import build_source
+from payload.data.sources.request import SourceKind, SourceRequest
 from payload.formats.checkpoint_files import manifest_problems
 from payload.formats.data_folder import load_meta
 from payload.launch.plan import LaunchPlan

@@ -31,7 +31,7 @@ from payload.run_record.named_settings import (
 )
 from payload.run_record.results import RunPaths
 from payload.run_record.run_repair import config_to_resume
-from payload.storage.objects import open_store
+from payload.storage.opening import open_store
 from payload.storage.records import fetch_records
 from payload.train.__main__ import _is_launched as is_launched
 from payload.train.__main__ import _load_config as settings_of

@@ -23,13 +23,8 @@ from payload.run_record.results import RunPaths
 from payload.run_record.run_lock import RunLock
 from payload.storage.checkpoints import Upload
 from payload.storage.folder import FolderStore
-from payload.storage.objects import (
-    ObjectStore,
-    StoredObject,
-    StoreReader,
-    TooLargeError,
-    open_store,
-)
+from payload.storage.objects import ObjectStore, StoredObject, StoreReader, TooLargeError
+from payload.storage.opening import open_store
 from payload.storage.restore import fetch_run, restore
 from tests.storage.folders import content_of, write_checkpoint
 from tests.support.identities import MINE, write_identity

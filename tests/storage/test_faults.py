@@ -18,14 +18,8 @@ from payload.run_record.results import RunPaths, last_record
 from payload.run_record.store_state import StoreState
 from payload.storage.bucket import BucketStore
 from payload.storage.checkpoints import Upload, fetch_newest, whole_checkpoints
-from payload.storage.objects import (
-    ABSENT,
-    ConflictError,
-    ObjectStore,
-    StoreError,
-    check_store,
-    open_store,
-)
+from payload.storage.objects import ABSENT, ConflictError, ObjectStore, StoreError
+from payload.storage.opening import check_store, open_store
 from payload.storage.uploader import Uploader
 from tests.storage.folders import content_of, write_checkpoint
 from tests.storage.server import BUCKET, KINDS, Faults, FaultyProxy

@@ -20,7 +20,8 @@ from payload.orchestrate.run.store import Order, collect_from_store, resumable_r
 from payload.run_record.results import RunPaths, write_json
 from payload.run_record.run_identity import RunIdentity, known_identity
 from payload.run_record.store_state import StoreState
-from payload.storage.objects import ObjectStore, open_store
+from payload.storage.objects import ObjectStore
+from payload.storage.opening import open_store
 from payload.storage.owner import OWNER, Owner, stored_identity
 from payload.storage.restore import restore
 from tests.storage.folders import content_of, write_checkpoint

@@ -13,7 +13,8 @@ from payload.orchestrate.run.store import collect_from_store
 from payload.run_record.manifest_hashes import HASHES_FILE, MOST_HASHES, known_hashes, note_hash
 from payload.run_record.results import RunPaths
 from payload.storage.checkpoints import Upload, fetch_newest, whole_checkpoints
-from payload.storage.objects import ObjectStore, StoredObject, StoreError, open_store
+from payload.storage.objects import ObjectStore, StoredObject, StoreError
+from payload.storage.opening import open_store
 from payload.storage.restore import restore
 from tests.storage.folders import content_of, write_checkpoint
 from tests.storage.uploading import upload_all

@@ -28,9 +28,8 @@ from payload.storage.objects import (
     StoreError,
     StoreRefusedError,
     TooLargeError,
-    check_store,
-    open_store,
 )
+from payload.storage.opening import check_store, open_store
 from payload.storage.owner import LostOwnershipError, claim, new_token, require_owner
 from payload.storage.watched import watched_store
 from tests.storage.folders import content_of, write_checkpoint

@@ -18,7 +18,8 @@ from payload.run_record.results import RunPaths
 from payload.storage import folder
 from payload.storage.checkpoints import Upload
 from payload.storage.here import bring_data_here, try_store_here
-from payload.storage.objects import ObjectStore, StoreError, open_store
+from payload.storage.objects import ObjectStore, StoreError
+from payload.storage.opening import open_store
 from payload.storage.restore import restore
 from payload.storage.watched import watched_store
 from tests.storage.folders import content_of, write_checkpoint

@@ -18,7 +18,8 @@ from payload.run_record.results import RunPaths, last_record, write_json
 from payload.run_record.store_state import StoreState
 from payload.storage import records
 from payload.storage.checkpoints import Upload, fetch_newest, whole_checkpoints
-from payload.storage.objects import ConflictError, ObjectStore, StoreError, open_store
+from payload.storage.objects import ConflictError, ObjectStore, StoreError
+from payload.storage.opening import open_store
 from payload.storage.owner import claim, new_token
 from payload.storage.records import Records
 from payload.storage.uploader import Uploader

@@ -20,7 +20,8 @@ from payload.launch.plan import LaunchPlan
 from payload.run_record.results import RunPaths, RunState, write_json
 from payload.run_record.store_state import StoreState
 from payload.storage.checkpoints import Upload
-from payload.storage.objects import ObjectStore, open_store
+from payload.storage.objects import ObjectStore
+from payload.storage.opening import open_store
 from payload.storage.records import Records
 from payload.supervise import uploading as module
 from payload.supervise.uploading import Uploading

@@ -24,6 +24,23 @@ def import_graph(folder: Path, *, root: Path) -> dict[str, set[str]]:
     return graph
 
 
+def folder_graph(graph: dict[str, set[str]], *, depth: int) -> dict[str, set[str]]:
+    """Return the graph between folders at most `depth` names below the root.
+
+    A file belongs to the folder that it lies in, so a folder with files and folders is one of them.
+    """
+    packages = {module.rpartition(".")[0] for module in graph}
+
+    def folder_of(module: str) -> str:
+        parts = (module if module in packages else module.rpartition(".")[0]).split(".")
+        return ".".join(parts[:depth])
+
+    found: dict[str, set[str]] = {folder_of(module): set() for module in graph}
+    for module, imported in graph.items():
+        found[folder_of(module)] |= {folder_of(each) for each in imported} - {folder_of(module)}
+    return found
+
+
 def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
     """Return the groups of modules that import each other, directly or through others."""
     reached = {name: _reachable(graph, name) for name in graph}

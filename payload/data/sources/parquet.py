@@ -25,8 +25,8 @@ from payload.data.documents import (
     Survey,
     read_pieces,
 )
-from payload.data.sources import SourceRequest
 from payload.data.sources.files import ColumnFiles, missing_shards
+from payload.data.sources.request import SourceRequest
 from payload.data.worker_process import end_worker, how_it_ended
 
 if TYPE_CHECKING:

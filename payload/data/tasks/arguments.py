@@ -6,12 +6,17 @@ import argparse
 from typing import TYPE_CHECKING
 
 from payload.data.documents import MIB
-from payload.data.sources import SourceRequest
+from payload.data.sources.request import SourceRequest
 
 if TYPE_CHECKING:
     from payload.data.plan import PrepareSettings
     from payload.data.tokenizer_check import TokenizerCheck
     from payload.data.tokenizers.base import TextTokenizer
+
+
+PACKINGS = ("best-fit", "none")
+SEQUENCE_LENGTH = 1024
+DEFAULT_LABEL_COLUMN = "label"
 
 
 def source_request(args: argparse.Namespace) -> SourceRequest:

@@ -7,16 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from payload.core.tasks import TaskKind
-from payload.data.tasks.arguments import positive_int
+from payload.data.tasks.arguments import PACKINGS, SEQUENCE_LENGTH, positive_int
 from payload.data.tasks.base import AddFlag, Task
 from payload.formats.data_folder import DataMeta
 
 if TYPE_CHECKING:
     from payload.data.plan import Estimate
     from payload.data.prepare import Outcome
-
-PACKINGS = ("best-fit", "none")
-SEQUENCE_LENGTH = 1024
 
 
 class ChatTask(Task):

@@ -30,8 +30,13 @@ from payload.data.packed_blocks import FIRST, PADDING, TRAINED, Marks
 from payload.data.packing import best_fit
 from payload.data.plan import PrepareSettings
 from payload.data.rows import Row, Rows, in_batches, open_rows
-from payload.data.tasks.arguments import prepare_settings, source_request, tokenizer_check
-from payload.data.tasks.chat import PACKINGS, SEQUENCE_LENGTH
+from payload.data.tasks.arguments import (
+    PACKINGS,
+    SEQUENCE_LENGTH,
+    prepare_settings,
+    source_request,
+    tokenizer_check,
+)
 from payload.data.tasks.folder import Made
 from payload.data.tokenizer_check import TokenizerCheck
 from payload.data.tokenizers import load_hf_tokenizer

@@ -6,14 +6,13 @@ import argparse
 from typing import TYPE_CHECKING, ClassVar
 
 from payload.core.tasks import TaskKind
+from payload.data.tasks.arguments import DEFAULT_LABEL_COLUMN
 from payload.data.tasks.base import AddFlag, Task
 from payload.formats.data_folder import DataMeta
 
 if TYPE_CHECKING:
     from payload.data.plan import Estimate
     from payload.data.prepare import Outcome
-
-DEFAULT_LABEL_COLUMN = "label"
 
 
 class ClassifyTask(Task):

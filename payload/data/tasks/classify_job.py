@@ -15,10 +15,14 @@ import numpy.typing as npt
 
 from payload.core.errors import DataError, UsageError
 from payload.core.untrusted import shown
-from payload.data.sources import DEFAULT_TEXT_COLUMN
+from payload.data.sources.request import DEFAULT_TEXT_COLUMN
 from payload.data.special_tokens import named_tokens, tokenizer_config
-from payload.data.tasks.arguments import prepare_settings, source_request, tokenizer_check
-from payload.data.tasks.classify import DEFAULT_LABEL_COLUMN
+from payload.data.tasks.arguments import (
+    DEFAULT_LABEL_COLUMN,
+    prepare_settings,
+    source_request,
+    tokenizer_check,
+)
 from payload.formats.data_folder import (
     EXAMPLES_NAMES,
     MOST_NAME_TOKENS,

@@ -18,8 +18,12 @@ from payload.data.packed_blocks import TRAINED
 from payload.data.plan import PrepareSettings
 from payload.data.preferences import ANSWERS, COLUMNS, preference_of
 from payload.data.rows import Row, Rows, in_batches, open_rows
-from payload.data.tasks.arguments import prepare_settings, source_request, tokenizer_check
-from payload.data.tasks.chat import SEQUENCE_LENGTH
+from payload.data.tasks.arguments import (
+    SEQUENCE_LENGTH,
+    prepare_settings,
+    source_request,
+    tokenizer_check,
+)
 from payload.data.tasks.chat_job import (
     Groups,
     load_tokenizer_and_template,

@@ -1,0 +1,39 @@
+"""Makes the source that was asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from payload.core.errors import UsageError
+from payload.data.documents import Source
+from payload.data.sources.request import SourceRequest, check_flags
+
+
+def build_source(request: SourceRequest) -> Source:
+    """The source, not yet looked at. Raises UsageError for flags that do not go together."""
+    check_flags(request)
+    if request.kind == "csv":
+        raise UsageError(
+            "--source csv has rows of several columns, and --task text reads documents. Write the "
+            "text as --source jsonl, or choose another --task."
+        )
+    if request.kind == "stdlib":
+        from payload.data.sources.files import stdlib_source
+
+        return stdlib_source(skip_bad=request.skip_bad)
+    if request.kind in ("openwebtext", "hf"):
+        from payload.data.sources.hub import HubSource
+
+        return HubSource(request)
+    paths = [Path(given) for given in request.inputs]
+    if request.kind == "text":
+        from payload.data.sources.files import TextSource
+
+        return TextSource(paths, glob=request.glob, skip_bad=request.skip_bad)
+    if request.kind == "jsonl":
+        from payload.data.sources.jsonl import JsonlSource
+
+        return JsonlSource(paths, request)
+    from payload.data.sources.parquet import ParquetSource
+
+    return ParquetSource(paths, request)

@@ -1,0 +1,41 @@
+"""Opens the store at an address, a bucket or a folder, and tries whether it can be used."""
+
+from __future__ import annotations
+
+import io
+import secrets
+from contextlib import suppress
+
+from payload.config.store_address import StoreAddress
+from payload.storage.bucket import BucketStore
+from payload.storage.folder import FolderStore
+from payload.storage.objects import ABSENT, ConflictError, ObjectStore, StoreError
+
+_CHECK_S = 15.0
+
+
+def open_store(
+    address: StoreAddress, *, timeout_s: float = 60.0, retry_s: float = 60.0
+) -> ObjectStore:
+    """Return the store at an address; nothing is asked of it yet.
+
+    `timeout_s` ends one request that gets no answer, `retry_s` the attempts at one request.
+    Raises StoreRefusedError where the client is not installed.
+    """
+    if address.bucket is None:
+        return FolderStore(address)
+    return BucketStore(address, timeout_s=timeout_s, retry_s=retry_s)
+
+
+def check_store(address: StoreAddress, *, timeout_s: float = _CHECK_S) -> None:
+    """Write, read and remove a small object. Raises StoreRefusedError and StoreError."""
+    store = open_store(address, timeout_s=timeout_s, retry_s=timeout_s)
+    name, content = f"tileforge-check-{secrets.token_hex(4)}", secrets.token_bytes(64)
+    # A first attempt whose answer was lost has written it; nobody else knows the name.
+    with suppress(ConflictError):
+        store.put(name, io.BytesIO(content), size=len(content), generation=ABSENT)
+    try:
+        if store.read(name)[0] != content:
+            raise StoreError(f"{address}: what was written came back as something else")
+    finally:
+        store.remove(name)
