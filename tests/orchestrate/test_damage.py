@@ -16,11 +16,13 @@ from payload.errors import ExitCode, UsageError
 from payload.inventory import ClusterInventory
 from payload.launch.plan import LaunchPlan
 from payload.metrics_log import read_metrics
+from payload.named_settings import note_named, reaching
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.run.mirror import Mirrored, write_mirrored
 from payload.orchestrate.sites.local import LocalAccess
 from payload.rank_variables import RUN_DIR
 from payload.results import RunPaths, Summary, read_json
+from payload.run_config import load_run_config
 from payload.supervise.processes import processes_of
 from tests.orchestrate.damage import WAYS, damage_file
 from tests.orchestrate.sshd import USER, make_cluster, make_key
@@ -90,9 +92,11 @@ class Runs:
         return main(["run", *where, *words], os.environ)
 
     def copy(self, folder: Path) -> RunPaths:
-        """Return a copy of the run, alone in a runs folder."""
+        """Return a copy of the run, alone in a runs folder, as if it had been run there."""
         shutil.copytree(self.runs_dir / "one", folder / "runs" / "one", symlinks=True)
-        return RunPaths(folder / "runs" / "one")
+        paths = RunPaths(folder / "runs" / "one")
+        note_named(paths, reaching(load_run_config(paths.config)))
+        return paths
 
 
 @pytest.fixture(scope="module")
