@@ -438,9 +438,10 @@ def test_an_adapter_names_no_model_of_this_machine(
     (tmp_path / "gpt2").symlink_to(base)
     monkeypatch.chdir(tmp_path)
     path = folder / "adapter_config.json"
-    settings = json.loads(path.read_text()) | {"base_model_name_or_path": "gpt2"}
-    path.write_text(json.dumps(settings))
-    assert merge(folder, out) == ExitCode.CONFIG
+    for name in ("gpt2", "./gpt2"):
+        settings = json.loads(path.read_text()) | {"base_model_name_or_path": name}
+        path.write_text(json.dumps(settings))
+        assert merge(folder, out) == ExitCode.CONFIG
     assert not out.exists()
     trainer = folder / "trainer.json"
     trainer.write_text(json.dumps({"base": {"sha256": "0" * 64}}))

@@ -18,6 +18,7 @@ from tests.orchestrate.cloud.fake_pulumi import FakePulumi
 from tests.orchestrate.cloud.standin import CloudStandIn
 from tests.orchestrate.cloud.test_failures import DETAILS
 from tests.orchestrate.cloud.test_prices import CATALOG
+from tests.orchestrate.sshd import make_key
 from tests.support.formats import assert_format, assert_keys, keys_of
 from tests.support.golden_files import GOLDEN
 from tests.support.identities import CLUSTER
@@ -40,6 +41,8 @@ class Stack:
         self.cloud = cloud
         self.pulumi = FakePulumi(recorded.root / "tools")
         self._commands = commands
+        # Its private half was not recorded, and without it no machine gets the public one.
+        make_key(self.own("id_ed25519"))
         self.outputs = read_json(self.folder / "stack.outputs.json")
         self.known = read_json(self.folder / ".cluster" / "dev" / "host_keys.json")["inventory"]
         self.pulumi.outputs(**self.outputs)

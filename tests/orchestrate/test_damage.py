@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from payload.config.run_config import load_run_config
 from payload.core.errors import ExitCode, UsageError
 from payload.formats.checkpoint_files import manifest_problems
 from payload.launch.plan import LaunchPlan
@@ -20,6 +21,7 @@ from payload.orchestrate.__main__ import main
 from payload.orchestrate.run.mirror import Mirrored, write_mirrored
 from payload.orchestrate.sites.local import LocalAccess
 from payload.run_record.metrics_log import read_metrics
+from payload.run_record.named_settings import note_named, reaching
 from payload.run_record.results import RunPaths, Summary, read_json
 from payload.supervise.processes import processes_of
 from tests.orchestrate.damage import WAYS, damage_file
@@ -90,9 +92,11 @@ class Runs:
         return main(["run", *where, *words], os.environ)
 
     def copy(self, folder: Path) -> RunPaths:
-        """Return a copy of the run, alone in a runs folder."""
+        """Return a copy of the run, alone in a runs folder, as if it had been run there."""
         shutil.copytree(self.runs_dir / "one", folder / "runs" / "one", symlinks=True)
-        return RunPaths(folder / "runs" / "one")
+        paths = RunPaths(folder / "runs" / "one")
+        note_named(paths, reaching(load_run_config(paths.config)))
+        return paths
 
 
 @pytest.fixture(scope="module")

@@ -133,7 +133,7 @@ class FaultyProxy:
         self.refuse = False
         """While true, every request is answered with 403."""
         self.compares = True
-        """Whether an upload is held to its checksum, as Google's own servers do."""
+        """True while an upload is held to its checksum, as Google's own servers do."""
         self.chance: Callable[[str, str], float] | None = None
         """A chance for one request in place of `faults.share`; requests may come at once."""
         self._random = random.Random(faults.seed)
