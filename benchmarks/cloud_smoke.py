@@ -32,7 +32,7 @@ from payload.orchestrate.cloud.listing import remove
 from payload.orchestrate.cloud.pulumi import Pulumi, settings
 from payload.orchestrate.cloud.resources import Resource
 from payload.orchestrate.cloud.stack import StackOutputs, read_outputs
-from payload.orchestrate.start_checks import check_data
+from payload.orchestrate.runs.start_checks import check_data
 from payload.stack.cloud_need import need_of
 
 _WAIT = ("--wait", "20")  # minutes for machines to boot

@@ -86,7 +86,7 @@ def test_the_lower_packages_import_without_any_installed_package() -> None:
             "payload/orchestrate/commands/run.py",
             "def f():\n    from google.cloud import compute_v1\n",
         ),
-        ("payload/orchestrate/cloud/sweep.py", "import google.auth"),
+        ("payload/orchestrate/commands/sweep.py", "import google.auth"),
         ("payload/orchestrate/sites/ssh.py", "import huggingface_hub"),
         ("infra/nodes.py", "import google.cloud.storage"),
         ("payload/orchestrate/ssh/connection.py", "from torch import nn"),

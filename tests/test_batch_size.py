@@ -13,8 +13,8 @@ from payload.core.errors import ConfigError
 from payload.estimates.batch_size import USED, as_recorded, left_open, settle_batch
 from payload.launch.plan import LaunchPlan
 from payload.models.spec import ModelSpec
-from payload.orchestrate.planning import PlannedRun, plan_run
-from payload.orchestrate.sites.choose import load_cluster
+from payload.orchestrate.inventories.chosen import load_cluster
+from payload.orchestrate.runs.planning import PlannedRun, plan_run
 from payload.run_record.results import RunPaths
 from tests.supervise.planned import REPO, StandInAccess, plan_stand_in
 

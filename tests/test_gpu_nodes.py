@@ -14,11 +14,11 @@ from payload.config.training_sections import DtypeChoice, PrecisionSection
 from payload.core.errors import ConfigError
 from payload.machines.inventory import Node
 from payload.machines.machine import discover
-from payload.orchestrate.planning import plan_run
-from payload.orchestrate.run.report import Estimate, estimate
-from payload.orchestrate.sites.choose import Chosen
-from payload.orchestrate.sites.local import LocalAccess
-from payload.orchestrate.start_checks import rank_memory, require_fp8_on
+from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.follow.report import Estimate, estimate
+from payload.orchestrate.inventories.chosen import Chosen
+from payload.orchestrate.runs.planning import plan_run
+from payload.orchestrate.runs.start_checks import rank_memory, require_fp8_on
 from payload.run_record.results import RunPaths
 
 L4 = Node(

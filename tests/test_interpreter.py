@@ -17,7 +17,7 @@ from payload.launch.environment import Rendezvous, common_environment, launcher_
 from payload.launch.launchers.base import Job, Reach
 from payload.launch.launchers.registry import find
 from payload.launch.plan import rank_words
-from payload.orchestrate.sites.local import LocalAccess
+from payload.orchestrate.access.local import LocalAccess
 from payload.storage.here import try_store_here
 from payload.storage.watched import watched_store
 from payload.supervise.shared_folders import _Look

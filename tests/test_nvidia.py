@@ -20,13 +20,13 @@ from payload.machines.accelerators import NVIDIA_DRIVER_BRANCH, least_driver_bra
 from payload.machines.inventory import Node
 from payload.machines.machine import discover
 from payload.orchestrate.__main__ import main
+from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.hardware.nvidia import QUERY, Fault, GpuNeed, NvidiaFacts, gpu_faults
+from payload.orchestrate.inventories.chosen import Chosen, load_cluster
 from payload.orchestrate.node import look
 from payload.orchestrate.node.look import nvidia
-from payload.orchestrate.nvidia import QUERY, Fault, GpuNeed, NvidiaFacts, gpu_faults
 from payload.orchestrate.preflight import checks
 from payload.orchestrate.preflight.trial import try_this_machine
-from payload.orchestrate.sites.choose import Chosen, load_cluster
-from payload.orchestrate.sites.local import LocalAccess
 from tests.support.nvidia_smi import A100, L4, make_nvidia_smi, make_torch
 from tests.test_architecture import ROOT
 

@@ -26,7 +26,7 @@ from payload.estimates.step_time import (
 from payload.machines.core_speed import GPU_MFU
 from payload.machines.inventory import Node
 from payload.models.gpt2 import PRESETS, Gpt2Spec
-from payload.orchestrate.nvidia import for_prediction
+from payload.orchestrate.hardware.nvidia import for_prediction
 from payload.train.buckets import Bucket, make_buckets
 from payload.train.models.gpt2 import GPT
 

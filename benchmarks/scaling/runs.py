@@ -29,7 +29,7 @@ from payload.launch.launchers.base import Reach
 from payload.launch.launchers.registry import find
 from payload.launch.ranks import Rank
 from payload.models.gpt2 import PRESETS
-from payload.orchestrate.sites.local import LocalAccess
+from payload.orchestrate.access.local import LocalAccess
 from payload.run_record.results import RunPaths
 
 _TIMEOUT_S = 900

@@ -404,7 +404,7 @@ def run_step_time(
     """Return the time of a step of the run `config`, whose passes take `compute_s` on these ranks.
 
     The update is none of it; each rank makes it with `threads`. With device.kind = "auto" they are
-    CPUs: a plan for GPUs says "cuda" (`payload.orchestrate.nvidia.for_prediction`).
+    CPUs: a plan for GPUs says "cuda" (`payload.orchestrate.hardware.nvidia.for_prediction`).
     """
     on_gpu = config.device.kind == "cuda"
     if config.distributed.shards(network.ranks) > 1 or config.distributed.splits_model():

@@ -18,7 +18,7 @@ from payload.data.__main__ import main
 from payload.data.packed_blocks import PackedBlocks, open_packed
 from payload.data.pairs import Pairs, open_pairs
 from payload.formats.data_folder import load_meta
-from payload.orchestrate.start_checks import check_data
+from payload.orchestrate.runs.start_checks import check_data
 from tests.support.chat_data import (
     MARKED_TEMPLATE,
     PLAIN_TEMPLATE,

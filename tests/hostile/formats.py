@@ -25,9 +25,9 @@ from payload.formats.data_folder import load_meta
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import load_ranks
 from payload.machines.inventory import Access, ClusterInventory, Node
-from payload.orchestrate.preflight.trial_findings import Measured, NodeSpeed, Record, read_record
-from payload.orchestrate.run.mirror import Mirrored, read_mirrored, write_mirrored
-from payload.orchestrate.start_checks import check_data
+from payload.orchestrate.findings.trial import Measured, NodeSpeed, Record, read_record
+from payload.orchestrate.runs.mirror import Mirrored, read_mirrored, write_mirrored
+from payload.orchestrate.runs.start_checks import check_data
 from payload.run_record.metrics_log import read_metrics
 from payload.run_record.results import (
     RankExit,

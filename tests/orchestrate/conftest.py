@@ -13,7 +13,7 @@ from shutil import which
 import pytest
 
 from payload.machines.inventory import ClusterInventory
-from payload.orchestrate.run.there import RemoteRun
+from payload.orchestrate.runs.there import RemoteRun
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import Deadlines, Login
 from payload.run_record.results import RunPaths

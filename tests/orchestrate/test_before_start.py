@@ -17,8 +17,8 @@ from payload.formats.checkpoint_files import sha256_of
 from payload.launch.arithmetic import work_out
 from payload.models.gpt2 import Gpt2Spec
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.sites.local import LocalAccess
-from payload.orchestrate.start_checks import settle_initial
+from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.runs.start_checks import settle_initial
 from payload.run_record.results import RunPaths
 from tests.orchestrate.test_commands import ENDLESS, Workplace
 from tests.supervise.planned import (

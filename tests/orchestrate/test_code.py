@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from infra import cloud_init
+from payload.orchestrate.access.cluster import VENV
 from payload.orchestrate.node.look import act, running
-from payload.orchestrate.sites.cluster import VENV
 from payload.orchestrate.ssh.files import archive, this_code
 from payload.orchestrate.ssh.streams import NODE_FOLDER
 

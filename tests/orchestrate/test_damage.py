@@ -18,8 +18,8 @@ from payload.launch.plan import LaunchPlan
 from payload.machines.inventory import ClusterInventory
 from payload.machines.rank_variables import RUN_DIR
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.run.mirror import Mirrored, write_mirrored
-from payload.orchestrate.sites.local import LocalAccess
+from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.runs.mirror import Mirrored, write_mirrored
 from payload.run_record.metrics_log import read_metrics
 from payload.run_record.named_settings import note_named, reaching
 from payload.run_record.results import RunPaths, Summary, read_json

@@ -10,8 +10,8 @@ import pytest
 
 from payload.core.errors import ExitCode, HostKeyError, PreflightError, SshUnreachableError
 from payload.machines.inventory import Node
-from payload.orchestrate.preflight import findings as find
-from payload.orchestrate.preflight.findings import Finding, NodeFacts, SharedFolder, clock_offset_s
+from payload.orchestrate.findings import nodes as find
+from payload.orchestrate.findings.nodes import Finding, NodeFacts, SharedFolder, clock_offset_s
 from payload.orchestrate.ssh.streams import MeshAnswer, Pair
 
 READY = {"schema_version": 1, "step": "done", "ok": True, "reason": None}

@@ -19,10 +19,11 @@ from rich.console import Console
 
 from payload.config.training_sections import TrainSection
 from payload.core.files import write_whole
-from payload.orchestrate.run import follow
-from payload.orchestrate.run.console import LiveLine
-from payload.orchestrate.run.follow import Interrupts, Tail, Tails, show, show_steps
-from payload.orchestrate.sites.local import LocalAccess, LocalRun
+from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.follow import follow
+from payload.orchestrate.follow.follow import Interrupts, Tail, Tails, show, show_steps
+from payload.orchestrate.sites.local import LocalRun
+from payload.orchestrate.terminal.console import LiveLine
 from payload.run_record.metrics_log import StepMetrics, to_json_line
 from payload.run_record.results import RunPaths
 

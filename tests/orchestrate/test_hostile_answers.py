@@ -12,10 +12,10 @@ import pytest
 
 from payload.core.errors import AnswerError, ConfigError
 from payload.core.untrusted import RUN_ID, printable
-from payload.orchestrate.preflight.findings import NodeFacts
-from payload.orchestrate.preflight.trial_findings import MARK, Outcome, Result
-from payload.orchestrate.run.mirror import merge, wanted_of
-from payload.orchestrate.run.there import planned_run_dir
+from payload.orchestrate.findings.nodes import NodeFacts
+from payload.orchestrate.findings.trial import MARK, Outcome, Result
+from payload.orchestrate.runs.mirror import merge, wanted_of
+from payload.orchestrate.runs.there import planned_run_dir
 from payload.orchestrate.ssh.files import RunsThere
 from payload.orchestrate.ssh.keys import _Claimed as Claimed
 from payload.orchestrate.ssh.keys import _Made as KeyMade

@@ -11,8 +11,8 @@ import pytest
 
 from payload.core.errors import ConfigError, PreflightError
 from payload.core.untrusted import printable
-from payload.orchestrate.run.mirror import note_seen
-from payload.orchestrate.run.there import RemoteRun
+from payload.orchestrate.runs.mirror import note_seen
+from payload.orchestrate.runs.there import RemoteRun
 from payload.run_record.results import RunPaths
 from tests.orchestrate.hostile import STRINGS, files_below
 from tests.orchestrate.run_copies import progress_text

@@ -11,10 +11,10 @@ import pytest
 from payload.core.errors import AnswerError, ConfigError, TileforgeError
 from payload.core.untrusted import printable
 from payload.machines.inventory import ClusterInventory
+from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.commands.status import AttachOptions, attach
-from payload.orchestrate.run.mirror import note_seen
-from payload.orchestrate.run.there import RemoteRun
-from payload.orchestrate.sites.local import LocalAccess
+from payload.orchestrate.runs.mirror import note_seen
+from payload.orchestrate.runs.there import RemoteRun
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import RunThere, look, runs_on, this_code
 from payload.orchestrate.ssh.keys import install_run_key

@@ -13,8 +13,8 @@ import pytest
 from payload.core.errors import ConfigError
 from payload.machines.inventory import Access, ClusterInventory, Node
 from payload.orchestrate.cloud.stack import cluster_folder
+from payload.orchestrate.findings.trial import record_path
 from payload.orchestrate.preflight.checks import operator_key
-from payload.orchestrate.preflight.trial_findings import record_path
 from payload.orchestrate.ssh.keys import (
     make_operator_key,
     operator_key_path,

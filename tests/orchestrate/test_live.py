@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import pytest
 
 from payload.config.training_sections import TrainSection
-from payload.orchestrate.run import time_left
-from payload.orchestrate.run.console import View, duration
-from payload.orchestrate.run.time_left import Eta, evaluations_left, saves_left
+from payload.orchestrate.terminal import time_left
+from payload.orchestrate.terminal.console import View, duration
+from payload.orchestrate.terminal.time_left import Eta, evaluations_left, saves_left
 from payload.run_record.results import RankProgress
 
 ROW = {"step": 11, "tokens": 10**7, "loss": 4.56789, "tokens_per_s": 12345.6, "mfu": 0.312}

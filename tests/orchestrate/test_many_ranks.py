@@ -17,13 +17,13 @@ from rich.console import Console
 
 from payload.config.training_sections import TrainSection
 from payload.launch.ranks import Rank, render_ranks
-from payload.orchestrate.run.console import LiveLine
-from payload.orchestrate.run.follow import Tail, show_progress, show_state, show_steps
-from payload.orchestrate.run.report import ranks_lines, status_lines
-from payload.orchestrate.run.store import view_run
-from payload.orchestrate.run.there import RemoteRun
+from payload.orchestrate.follow.follow import Tail, show_progress, show_state, show_steps
+from payload.orchestrate.follow.report import ranks_lines, status_lines
+from payload.orchestrate.runs.store import view_run
+from payload.orchestrate.runs.there import RemoteRun
 from payload.orchestrate.ssh.connection import Cluster, Connection
 from payload.orchestrate.ssh.streams import Completed, Login
+from payload.orchestrate.terminal.console import LiveLine
 from payload.run_record.metrics_log import StepMetrics, to_json_line
 from payload.run_record.results import RunPaths
 from tests.orchestrate.conftest import PATIENT, StartSshd

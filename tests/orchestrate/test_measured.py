@@ -18,6 +18,17 @@ from payload.estimates.step_time import UPDATE_S_PER_WEIGHT
 from payload.machines.core_speed import typical_mfu
 from payload.machines.inventory import Access, ClusterInventory
 from payload.models.gpt2 import PRESETS
+from payload.orchestrate.access.dry_run import dry_run_access
+from payload.orchestrate.findings.trial import (
+    Measured,
+    NodeSpeed,
+    Record,
+    Result,
+    known_trial,
+    nodes_sha,
+    record_path,
+)
+from payload.orchestrate.inventories.chosen import Chosen
 from payload.orchestrate.preflight.report import (
     FRESH_S,
     Report,
@@ -31,17 +42,6 @@ from payload.orchestrate.preflight.report import (
     with_known_trial,
     with_trial,
 )
-from payload.orchestrate.preflight.trial_findings import (
-    Measured,
-    NodeSpeed,
-    Record,
-    Result,
-    known_trial,
-    nodes_sha,
-    record_path,
-)
-from payload.orchestrate.sites.choose import Chosen
-from payload.orchestrate.sites.cluster import dry_run_access
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import this_code
 from payload.orchestrate.ssh.streams import Login

@@ -13,7 +13,7 @@ from payload.core.errors import AnswerError, ConfigError
 from payload.core.files import write_whole
 from payload.machines.inventory import Access
 from payload.orchestrate.node.control import read, send
-from payload.orchestrate.run.mirror import (
+from payload.orchestrate.runs.mirror import (
     Mirrored,
     merge,
     note_seen,

@@ -19,7 +19,7 @@ from payload.machines.inventory import Access
 from payload.machines.rank_variables import RUN_DIR
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.commands import status
-from payload.orchestrate.run.mirror import Mirrored, write_mirrored
+from payload.orchestrate.runs.mirror import Mirrored, write_mirrored
 from payload.orchestrate.sites.local import Local
 from payload.orchestrate.sites.ssh import Ssh
 from payload.run_record.named_settings import (

@@ -20,10 +20,10 @@ from payload.config.run_config import RunConfig
 from payload.core.errors import BootstrapError, ExitCode, RankLostError, TileforgeError
 from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.nvidia import gpu_need
+from payload.orchestrate.findings.nodes import PROBED, reaches
+from payload.orchestrate.hardware.nvidia import gpu_need
 from payload.orchestrate.preflight import report as report_module
 from payload.orchestrate.preflight.checks import check_cluster
-from payload.orchestrate.preflight.findings import PROBED, reaches
 from payload.orchestrate.preflight.report import BootWait, Report
 from payload.orchestrate.ssh import connection as ssh
 from payload.orchestrate.ssh.connection import Cluster

@@ -13,14 +13,14 @@ import pytest
 
 from payload.config.training_sections import TrainSection
 from payload.core.errors import SshUnreachableError
-from payload.orchestrate.run.console import LiveLine, text_console
-from payload.orchestrate.run.follow import ask_to_stop
-from payload.orchestrate.run.mirror import read_mirrored
-from payload.orchestrate.run.there import RemoteRun
+from payload.orchestrate.follow.follow import ask_to_stop
+from payload.orchestrate.runs.mirror import read_mirrored
+from payload.orchestrate.runs.there import RemoteRun
 from payload.orchestrate.sites import cluster_run
 from payload.orchestrate.sites.cluster_run import ClusterRun, Watch, patiently
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import Login
+from payload.orchestrate.terminal.console import LiveLine, text_console
 from payload.run_record.results import RunPaths, StopRequest, read_json
 from tests.orchestrate.conftest import PATIENT, StartSshd
 from tests.orchestrate.run_copies import write_ranks

@@ -13,9 +13,9 @@ import pytest
 
 from payload.core.errors import RankLostError
 from payload.machines.inventory import Node
-from payload.orchestrate.run import there
-from payload.orchestrate.run.mirror import note_collected, read_mirrored
-from payload.orchestrate.run.there import RemoteRun, hashes_there
+from payload.orchestrate.runs import there
+from payload.orchestrate.runs.mirror import note_collected, read_mirrored
+from payload.orchestrate.runs.there import RemoteRun, hashes_there
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import Left, Login
 from payload.run_record.manifest_hashes import ManifestHashes, known_hashes, note_hash

@@ -15,13 +15,14 @@ from payload.core.errors import ConfigError, ExitCode, UsageError
 from payload.machines.inventory import Access, ClusterInventory
 from payload.machines.machine import discover
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.planning import plan_order
-from payload.orchestrate.run.console import text_console
-from payload.orchestrate.run.mirror import mirror_file, note_seen
-from payload.orchestrate.run.store import Order
-from payload.orchestrate.sites.choose import Chosen
-from payload.orchestrate.sites.local import Local, LocalAccess
+from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.inventories.chosen import Chosen
+from payload.orchestrate.runs.mirror import mirror_file, note_seen
+from payload.orchestrate.runs.planning import plan_order
+from payload.orchestrate.runs.store import Order
+from payload.orchestrate.sites.local import Local
 from payload.orchestrate.sites.ssh import Ssh
+from payload.orchestrate.terminal.console import text_console
 from payload.run_record.results import RunPaths
 from payload.run_record.run_lock import RunLock, starting
 from tests.launch.inventories import make_inventory
@@ -58,11 +59,11 @@ def hold(paths: RunPaths, *, name: str | None) -> None:
         if name is None:
             access = LocalAccess(os.environ)
             here = Chosen(inventory=make_inventory(), why="test", domains={})
-            Local(here, access).hold_to_resume(paths, os.environ, held, talk)
+            Local(here, access).hold_to_resume(paths, lambda: None, held, talk)
         else:
             chosen = Chosen(inventory=cluster(name), why="test", domains={})
             site = Ssh(chosen, env=os.environ, talk=talk)
-            site.hold_to_resume(paths, os.environ, held, talk)
+            site.hold_to_resume(paths, lambda: None, held, talk)
 
 
 def test_a_run_that_goes_on_here_is_not_resumed_on_a_cluster(tmp_path: Path) -> None:

@@ -21,10 +21,11 @@ from payload.formats.data_folder import load_meta
 from payload.launch.arithmetic import work_out
 from payload.launch.ranks import place_ranks
 from payload.models.gpt2 import PRESETS
-from payload.orchestrate.run import follow
-from payload.orchestrate.run.store import all_runs, create_run, find_run, view_run
-from payload.orchestrate.sites.choose import load_cluster, memory_warning, require_one_machine
-from payload.orchestrate.start_checks import check_data
+from payload.orchestrate.follow import follow
+from payload.orchestrate.inventories.chosen import load_cluster
+from payload.orchestrate.inventories.placeable import memory_warning, require_one_machine
+from payload.orchestrate.runs.start_checks import check_data
+from payload.orchestrate.runs.store import all_runs, create_run, find_run, view_run
 from payload.run_record.named_settings import note_named
 from payload.run_record.results import (
     RankProgress,

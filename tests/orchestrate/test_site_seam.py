@@ -17,15 +17,17 @@ from payload.launch.budget import JobTime
 from payload.launch.launchers.base import KilledRank
 from payload.launch.launchers.registry import find
 from payload.machines.inventory import Access
-from payload.orchestrate.planning import plan_run
+from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.inventories.chosen import load_cluster
+from payload.orchestrate.inventories.placeable import require_launcher
+from payload.orchestrate.runs.planning import plan_run
 from payload.orchestrate.sites.allocation import (
     NodeSight,
     SlurmAccess,
     allocation,
     time_left_s,
 )
-from payload.orchestrate.sites.choose import find_site, load_cluster, require_launcher, site_names
-from payload.orchestrate.sites.local import LocalAccess
+from payload.orchestrate.sites.registry import find_site, site_names
 from payload.orchestrate.sites.slurm import render_script
 from payload.run_record.results import RunPaths
 from tests.launch.inventories import make_inventory

@@ -16,7 +16,7 @@ from payload.core.errors import ConfigError, ExitCode, PreflightError, UsageErro
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.sites import allocation
 from payload.orchestrate.sites.allocation import SlurmAccess, ask
-from payload.orchestrate.sites.choose import find_site
+from payload.orchestrate.sites.registry import find_site
 from payload.orchestrate.sites.slurm import SlurmRun
 from payload.run_record.named_settings import note_named, reaching
 from payload.run_record.results import RunJob, RunPaths, RunStatus, StopRequest, write_json

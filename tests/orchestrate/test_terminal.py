@@ -14,7 +14,7 @@ import pytest
 
 from payload.core.errors import INTERRUPTED
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.run import console
+from payload.orchestrate.terminal import console
 from tests.orchestrate.test_commands import Workplace
 from tests.supervise.planned import (
     DEADLINE_S,

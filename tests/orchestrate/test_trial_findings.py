@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from payload.launch.launchers.registry import find
-from payload.orchestrate.preflight.findings import Finding
-from payload.orchestrate.preflight.trial_findings import MARK, Outcome, failures
+from payload.orchestrate.findings.nodes import Finding
+from payload.orchestrate.findings.trial import MARK, Outcome, failures
 from payload.train import fabric
 from tests.orchestrate.test_findings import make_node
 

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from signal import Signals
 
-from payload.orchestrate.planning import plan_order
-from payload.orchestrate.run.store import Order
-from payload.orchestrate.sites.choose import Home, NamedSite, Seen, SiteRun, load_cluster
-from payload.orchestrate.sites.local import LocalAccess
+from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.inventories.chosen import load_cluster
+from payload.orchestrate.runs.planning import plan_order
+from payload.orchestrate.runs.site import Home, NamedSite, Seen, SiteRun
+from payload.orchestrate.runs.store import Order
 from payload.run_record.results import RunJob, RunPaths, StopRequest, write_json
 from payload.run_record.run_lock import is_supervised
 

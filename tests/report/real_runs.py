@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from payload.orchestrate.sites.choose import load_cluster
+from payload.orchestrate.inventories.chosen import load_cluster
 from payload.run_record.results import RunPaths
 from tests.supervise.planned import REPO, wait_for_steps
 from tests.support.data_folders import make_data_folder

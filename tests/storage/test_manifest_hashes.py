@@ -9,7 +9,7 @@ import pytest
 
 from payload.config.store_address import parse_store_address
 from payload.formats.checkpoint_files import MANIFEST_FILE, sha256_of
-from payload.orchestrate.run.store import collect_from_store
+from payload.orchestrate.runs.store import collect_from_store
 from payload.run_record.manifest_hashes import HASHES_FILE, MOST_HASHES, known_hashes, note_hash
 from payload.run_record.results import RunPaths
 from payload.storage.checkpoints import Upload, fetch_newest, whole_checkpoints

@@ -13,7 +13,7 @@ import pytest
 from payload.config.run_config import parse_run_config
 from payload.config.store_address import StoreAddress, parse_store_address
 from payload.core.errors import ExitCode, PreflightError
-from payload.orchestrate.run.store import collect_from_store
+from payload.orchestrate.runs.store import collect_from_store
 from payload.run_record.results import RunPaths
 from payload.storage import folder
 from payload.storage.checkpoints import Upload

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from payload.config.run_config import parse_run_config
-from payload.orchestrate.planning import plan_run
-from payload.orchestrate.sites.choose import load_cluster
-from payload.orchestrate.sites.local import LocalAccess
+from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.inventories.chosen import load_cluster
+from payload.orchestrate.runs.planning import plan_run
 from payload.run_record.results import (
     RankProgress,
     RunPaths,

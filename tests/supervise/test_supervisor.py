@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from payload.core.errors import ExitCode
-from payload.orchestrate.sites.local import LocalAccess
+from payload.orchestrate.access.local import LocalAccess
 from payload.run_record.results import (
     RankExit,
     RankProgress,

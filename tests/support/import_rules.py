@@ -118,7 +118,7 @@ REGISTRIES = frozenset(
     )
 ) | {
     PurePosixPath("payload/cli/completion.py"),
-    PurePosixPath("payload/orchestrate/sites/choose.py"),
+    PurePosixPath("payload/orchestrate/sites/registry.py"),
 }
 """They import the files of their package by names that they find there, or parsers by a table."""
 EXPORTER_MODULE = PurePosixPath("payload/monitor/exporter.py")

@@ -14,7 +14,7 @@ from payload.orchestrate.cloud.listing import filestores
 from payload.orchestrate.cloud.ownership import Ownership
 from payload.orchestrate.cloud.pulumi import Pulumi, Step, Update, name_of, type_of
 from payload.orchestrate.cloud.resources import last_word
-from payload.orchestrate.run.console import confirm_by_name
+from payload.orchestrate.terminal.console import confirm_by_name
 from payload.pricing.cloud_prices import filestore_price
 
 _TYPE = "gcp:filestore/instance:Instance"

@@ -37,7 +37,7 @@ from payload.orchestrate.cloud.project import Check, ask_compute, unknown
 from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError, type_of
 from payload.orchestrate.cloud.resources import EXPIRES_LABEL
 from payload.orchestrate.cloud.stack import ENDING, STOPPED, external_address
-from payload.orchestrate.run.console import confirm
+from payload.orchestrate.terminal.console import confirm
 from payload.run_record.results import RunPaths
 
 StoppedChoice = Literal["start", "replace", "leave"]

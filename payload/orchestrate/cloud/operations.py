@@ -30,7 +30,7 @@ from payload.orchestrate.cloud.ownership import ownership_of, removable
 from payload.orchestrate.cloud.pulumi import Event, Pulumi, Step, Update, name_of, type_of
 from payload.orchestrate.cloud.resources import Resource
 from payload.orchestrate.cloud.stack import cluster_folder
-from payload.orchestrate.run.console import confirm
+from payload.orchestrate.terminal.console import confirm
 
 # What an operation does to a resource, while it does and afterwards. Others change nothing.
 _DOING = {

@@ -14,7 +14,7 @@ from payload.machines.accelerators import FP8_CAPABILITY, NVIDIA_DRIVER_BRANCH, 
 from payload.machines.inventory import Node
 from payload.orchestrate.cloud.google import REQUEST_S, CloudMissingError, Google, request_of
 from payload.orchestrate.cloud.refusals import policy_fix
-from payload.orchestrate.nvidia import GpuNeed, NvidiaFacts, gpu_faults
+from payload.orchestrate.hardware.nvidia import GpuNeed, NvidiaFacts, gpu_faults
 from payload.stack.cloud_need import KMS_KEY, Need, Scope
 
 Outcome = Literal["ok", "error", "warning", "unknown"]

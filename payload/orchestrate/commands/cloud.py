@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import payload
-from payload.orchestrate.sites.local import LocalAccess
+from payload.orchestrate.access.local import LocalAccess
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -80,7 +80,7 @@ def _add_up(commands: Commands) -> None:
 
 
 def _up(arguments: argparse.Namespace, access: LocalAccess) -> int:
-    from payload.orchestrate.cloud.up import UpOptions, up
+    from payload.orchestrate.commands.up import UpOptions, up
 
     return up(typed(UpOptions, arguments), access.environment())
 
@@ -110,7 +110,7 @@ def _add_doctor(commands: Commands) -> None:
 
 
 def _doctor(arguments: argparse.Namespace, access: LocalAccess) -> int:
-    from payload.orchestrate.cloud.doctor import DoctorOptions, doctor
+    from payload.orchestrate.commands.doctor import DoctorOptions, doctor
 
     return doctor(typed(DoctorOptions, arguments), access.environment())
 
@@ -152,7 +152,7 @@ def _add_sweep(commands: Commands) -> None:
 
 
 def _sweep(arguments: argparse.Namespace, access: LocalAccess) -> int:
-    from payload.orchestrate.cloud.sweep import SweepOptions, sweep
+    from payload.orchestrate.commands.sweep import SweepOptions, sweep
 
     return sweep(typed(SweepOptions, arguments), access.environment())
 
@@ -188,7 +188,7 @@ def _add_down(commands: Commands) -> None:
 
 
 def _down(arguments: argparse.Namespace, access: LocalAccess) -> int:
-    from payload.orchestrate.cloud.down import DownOptions, down
+    from payload.orchestrate.commands.down import DownOptions, down
 
     return down(typed(DownOptions, arguments), access.environment())
 
@@ -222,7 +222,7 @@ def _add_rehearse(commands: Commands) -> None:
 
 
 def _rehearse(arguments: argparse.Namespace, access: LocalAccess) -> int:
-    from payload.orchestrate.cloud.rehearse import RehearseOptions, rehearse
+    from payload.orchestrate.commands.rehearse import RehearseOptions, rehearse
 
     return rehearse(typed(RehearseOptions, arguments), access.environment())
 

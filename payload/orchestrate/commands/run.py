@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -18,15 +19,18 @@ from payload.core.untrusted import printable
 from payload.estimates.batch_size import as_recorded, left_open
 from payload.formats.checkpoint_files import newest_sound
 from payload.launch.plan import auto_batch_size
-from payload.orchestrate.planning import InventorySite, PlannedRun
-from payload.orchestrate.run.at_risk import run_warning
-from payload.orchestrate.run.console import text_console
-from payload.orchestrate.run.follow import EndOptions, Tails, follow
-from payload.orchestrate.run.report import Estimate, estimate, print_plan, strategy_table
-from payload.orchestrate.run.store import Order, all_runs, resumable_run
-from payload.orchestrate.sites.choose import Chosen, Site, find_site, load_cluster
-from payload.orchestrate.sites.local import Local, LocalAccess, require_disk
-from payload.orchestrate.start_checks import check_data, require_known_sizes, settle_initial
+from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.follow.follow import EndOptions, Tails, follow
+from payload.orchestrate.follow.report import Estimate, estimate, print_plan, strategy_table
+from payload.orchestrate.inventories.chosen import Chosen, load_cluster
+from payload.orchestrate.runs.at_risk import run_warning
+from payload.orchestrate.runs.planning import PlannedRun
+from payload.orchestrate.runs.site import InventorySite, Site
+from payload.orchestrate.runs.start_checks import check_data, require_known_sizes, settle_initial
+from payload.orchestrate.runs.store import Order, all_runs, resumable_run
+from payload.orchestrate.sites.local import Local, require_disk
+from payload.orchestrate.sites.registry import find_site, run_at_site
+from payload.orchestrate.terminal.console import text_console
 from payload.run_record.named_settings import is_on_hub, named_by, reaching, require_named, unnamed
 from payload.run_record.results import RunPaths, new_run_id, require_own_folders
 from payload.run_record.run_repair import config_to_resume, known_summary
@@ -250,7 +254,7 @@ def _order(
         options = replace(options, overrides=overrides)
         if any(each.startswith("storage.results=") for each in overrides):
             named |= {"storage.results"}
-        site.hold_to_resume(resumed, env, held, talk)
+        site.hold_to_resume(resumed, partial(run_at_site, resumed, env), held, talk)
     config, auto_size = options.load(resumed=resumed, say=talk.print), None
     reads_init = resumed is None or options.samples or _reads_init(resumed, config, site)
     if resumed is not None and options.config is None:

@@ -35,9 +35,9 @@ from payload.monitor.local import (
     stay,
 )
 from payload.monitor.tunnel import forwarded
+from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.commands.run import site_of
-from payload.orchestrate.run.console import text_console
-from payload.orchestrate.run.follow import (
+from payload.orchestrate.follow.follow import (
     EndOptions,
     StopWait,
     Tail,
@@ -45,29 +45,26 @@ from payload.orchestrate.run.follow import (
     follow_log,
     say_run_end,
 )
-from payload.orchestrate.run.mirror import Mirrored, mirror_file, read_mirrored
-from payload.orchestrate.run.removal import (
+from payload.orchestrate.follow.report import list_lines, ranks_lines, status_lines
+from payload.orchestrate.inventories.chosen import load_cluster
+from payload.orchestrate.runs.mirror import Mirrored, mirror_file, read_mirrored
+from payload.orchestrate.runs.removal import (
     finish_removals,
     is_own_run,
     refuse_to_remove,
     remove_run,
 )
-from payload.orchestrate.run.report import list_lines, ranks_lines, status_lines
-from payload.orchestrate.run.store import (
+from payload.orchestrate.runs.site import SiteRun, how_to_attach, looks_alive
+from payload.orchestrate.runs.store import (
     all_runs,
     collect_from_store,
     find_run,
     is_copy,
     view_run,
 )
-from payload.orchestrate.sites.choose import (
-    SiteRun,
-    how_to_attach,
-    load_cluster,
-    looks_alive,
-    run_at_site,
-)
-from payload.orchestrate.sites.local import LocalAccess, LocalRun
+from payload.orchestrate.sites.local import LocalRun
+from payload.orchestrate.sites.registry import run_at_site
+from payload.orchestrate.terminal.console import text_console
 from payload.run_record.named_settings import unnamed
 from payload.run_record.results import (
     LATEST,

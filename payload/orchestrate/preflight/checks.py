@@ -24,11 +24,11 @@ from payload.core.untrusted import build
 from payload.launch.launchers.registry import AUTO
 from payload.machines.inventory import RANK_PORTS, SHARED_FOLDER, ClusterInventory, Node
 from payload.machines.machine import discover
-from payload.orchestrate.node.look import probe
-from payload.orchestrate.nvidia import QUERY, GpuNeed, torch_here
-from payload.orchestrate.planning import choose_launcher
-from payload.orchestrate.preflight import findings as find
-from payload.orchestrate.preflight.findings import (
+from payload.orchestrate.access.cluster import VENV
+from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.access.supply import try_store
+from payload.orchestrate.findings import nodes as find
+from payload.orchestrate.findings.nodes import (
     LOGS,
     STATE_FILE,
     STORE,
@@ -38,11 +38,12 @@ from payload.orchestrate.preflight.findings import (
     clock_offset_s,
     reaches,
 )
+from payload.orchestrate.hardware.nvidia import QUERY, GpuNeed, torch_here
+from payload.orchestrate.inventories.chosen import load_cluster
+from payload.orchestrate.inventories.placeable import require_placeable
+from payload.orchestrate.node.look import probe
 from payload.orchestrate.preflight.report import BootWait, Report, try_here, try_there
-from payload.orchestrate.run.console import text_console
-from payload.orchestrate.sites.choose import load_cluster, require_placeable
-from payload.orchestrate.sites.cluster import VENV, try_store
-from payload.orchestrate.sites.local import LocalAccess
+from payload.orchestrate.runs.planning import choose_launcher
 from payload.orchestrate.ssh.connection import Cluster, Connection
 from payload.orchestrate.ssh.files import look, this_code
 from payload.orchestrate.ssh.keys import (
@@ -60,6 +61,7 @@ from payload.orchestrate.ssh.streams import (
     os_login_command,
     require_known,
 )
+from payload.orchestrate.terminal.console import text_console
 from payload.storage.here import try_store_here
 
 _TABLE_WIDTH = 180

@@ -20,8 +20,8 @@ from payload.launch.ranks import Placement
 from payload.machines.core_speed import flags_have_bf16
 from payload.machines.inventory import ClusterInventory, Node
 from payload.models.spec import ModelSpec
-from payload.orchestrate.nvidia import for_prediction, gpu_need
-from payload.orchestrate.preflight.findings import (
+from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.findings.nodes import (
     NCCL,
     TRIED,
     Finding,
@@ -30,8 +30,7 @@ from payload.orchestrate.preflight.findings import (
     has_failed,
     one_line,
 )
-from payload.orchestrate.preflight.trial import Trial, try_cluster, try_this_machine
-from payload.orchestrate.preflight.trial_findings import (
+from payload.orchestrate.findings.trial import (
     BF16_MIN_GAIN,
     Measured,
     Record,
@@ -39,12 +38,13 @@ from payload.orchestrate.preflight.trial_findings import (
     nodes_sha,
     record_path,
 )
-from payload.orchestrate.run.console import text_console
-from payload.orchestrate.sites.choose import Chosen
-from payload.orchestrate.sites.local import LocalAccess
+from payload.orchestrate.hardware.nvidia import for_prediction, gpu_need
+from payload.orchestrate.inventories.chosen import Chosen
+from payload.orchestrate.preflight.trial import Trial, try_cluster, try_this_machine
+from payload.orchestrate.runs.start_checks import initial_spec
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import this_code
-from payload.orchestrate.start_checks import initial_spec
+from payload.orchestrate.terminal.console import text_console
 
 _SLOW_NODE_SHARE = 0.8
 _SLOW_LINK_SHARE = 0.5

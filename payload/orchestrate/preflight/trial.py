@@ -22,15 +22,16 @@ from payload.launch.launchers.base import Job, Launcher, Reach
 from payload.launch.launchers.registry import AUTO, candidates
 from payload.launch.ranks import Placement
 from payload.machines.inventory import ClusterInventory, Node
+from payload.orchestrate.access.cluster import VENV, programs_of, venv_executable
+from payload.orchestrate.access.local import LOOPBACK, LocalAccess
+from payload.orchestrate.access.supply import bring_code
+from payload.orchestrate.findings import nodes as find
+from payload.orchestrate.findings.nodes import Finding, NodeFacts
+from payload.orchestrate.findings.trial import Measured, Outcome, failures
+from payload.orchestrate.hardware.nvidia import gpu_need
+from payload.orchestrate.inventories.chosen import Chosen
 from payload.orchestrate.node.mesh import trial
-from payload.orchestrate.nvidia import gpu_need
-from payload.orchestrate.planning import choose_launcher
-from payload.orchestrate.preflight import findings as find
-from payload.orchestrate.preflight.findings import Finding, NodeFacts
-from payload.orchestrate.preflight.trial_findings import Measured, Outcome, failures
-from payload.orchestrate.sites.choose import Chosen
-from payload.orchestrate.sites.cluster import VENV, bring_code, programs_of, venv_executable
-from payload.orchestrate.sites.local import LOOPBACK, LocalAccess
+from payload.orchestrate.runs.planning import choose_launcher
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import Code, look, this_code
 from payload.orchestrate.ssh.keys import (

@@ -33,12 +33,12 @@ from payload.launch.launchers.srun import LAUNCHER, NODE_COMMAND, each_node_comm
 from payload.launch.plan import auto_batch_size
 from payload.machines.inventory import Access, ClusterInventory, Node
 from payload.machines.machine import Domain, discover, hostname
+from payload.orchestrate.access.local import LOOPBACK, LocalAccess
+from payload.orchestrate.hardware.nvidia import NvidiaFacts, smi_fault, with_gpus
+from payload.orchestrate.inventories.chosen import Chosen, nvidia_here
 from payload.orchestrate.node import control
-from payload.orchestrate.nvidia import NvidiaFacts, smi_fault, with_gpus
-from payload.orchestrate.planning import plan_run
-from payload.orchestrate.sites.choose import Chosen, nvidia_here
-from payload.orchestrate.sites.local import LOOPBACK, LocalAccess
-from payload.orchestrate.start_checks import check_data
+from payload.orchestrate.runs.planning import plan_run
+from payload.orchestrate.runs.start_checks import check_data
 from payload.run_record.results import DEFAULT_GRACE_S, RunJob, RunPaths, last_record, write_json
 from payload.run_record.run_repair import known_dtype, known_summary, make_room
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from payload.core.errors import SshUnreachableError, TileforgeError
-from payload.orchestrate.run.at_risk import COPY_EVERY_S
-from payload.orchestrate.run.there import RemoteRun
+from payload.orchestrate.runs.at_risk import COPY_EVERY_S
+from payload.orchestrate.runs.there import RemoteRun
 
 _LOOK_S = 60.0
 """Time between two looks for a checkpoint where the last look found no new one."""

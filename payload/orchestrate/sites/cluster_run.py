@@ -23,15 +23,15 @@ from payload.core.errors import (
     TileforgeError,
 )
 from payload.machines.inventory import ClusterInventory, Node
-from payload.orchestrate.run.at_risk import loses_checkpoints
-from payload.orchestrate.run.console import duration, text_console
-from payload.orchestrate.run.follow import Interrupts
-from payload.orchestrate.run.mirror import Mirrored, note_collected, read_mirrored
-from payload.orchestrate.run.there import Look, RemoteRun, planned_run_dir, require_own_there
+from payload.orchestrate.follow.follow import Interrupts
+from payload.orchestrate.runs.at_risk import loses_checkpoints
+from payload.orchestrate.runs.mirror import Mirrored, note_collected, read_mirrored
+from payload.orchestrate.runs.site import Home, Seen, SiteRun, how_to_attach
+from payload.orchestrate.runs.there import Look, RemoteRun, planned_run_dir, require_own_there
 from payload.orchestrate.sites.checkpoint_copies import CheckpointCopies
-from payload.orchestrate.sites.choose import Home, Seen, SiteRun, how_to_attach
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import NODE_FOLDER, Login
+from payload.orchestrate.terminal.console import duration, text_console
 from payload.run_record.results import RunPaths, StopRequest
 from payload.run_record.run_hints import run_command
 from payload.run_record.run_identity import known_identity

@@ -18,18 +18,13 @@ from payload.core.errors import INTERRUPTED, ConfigError, ExitCode, PreflightErr
 from payload.core.files import write_whole
 from payload.core.interpreter import code_environment, module_words
 from payload.core.untrusted import PLAIN_TEXT, shown, shown_name
-from payload.orchestrate.run.mirror import mirror_file
-from payload.orchestrate.run.report import log_tail
-from payload.orchestrate.run.store import Order
+from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.follow.report import log_tail
+from payload.orchestrate.inventories.placeable import require_launcher_of_jobs
+from payload.orchestrate.runs.mirror import mirror_file
+from payload.orchestrate.runs.site import Home, NamedSite, Seen, SiteRun
+from payload.orchestrate.runs.store import Order
 from payload.orchestrate.sites.allocation import SlurmError, ask, fields, require_program
-from payload.orchestrate.sites.choose import (
-    Home,
-    NamedSite,
-    Seen,
-    SiteRun,
-    require_launcher_of_jobs,
-)
-from payload.orchestrate.sites.local import LocalAccess
 from payload.run_record.results import (
     RunJob,
     RunPaths,

@@ -27,34 +27,33 @@ from payload.launch.budget import time_limit
 from payload.launch.launchers.registry import candidates
 from payload.launch.ranks import Placement
 from payload.machines.inventory import ClusterInventory, Node
-from payload.orchestrate.planning import InventorySite, PlannedRun, plan_run
-from payload.orchestrate.preflight.checks import check_cluster, lock_sha, operator_key
-from payload.orchestrate.preflight.report import Report, try_if_new, with_known_trial
-from payload.orchestrate.run.mirror import take_hashes
-from payload.orchestrate.run.store import Order, is_copy, require_new, room_for
-from payload.orchestrate.run.there import RemoteRun, hashes_there, require_own_there
-from payload.orchestrate.sites.choose import (
-    Chosen,
-    SiteRun,
-    how_to_attach,
-    refuse_under_way,
-    refuse_where_copied_alive,
-    require_placeable,
-)
-from payload.orchestrate.sites.cluster import (
-    VENV,
-    Answers,
-    ClusterAccess,
+from payload.orchestrate.access.cluster import VENV, Answers, ClusterAccess, programs_of
+from payload.orchestrate.access.dry_run import plan_dry_run
+from payload.orchestrate.access.supply import (
     Weights,
     ask_nodes,
     bring_code,
     bring_data,
     bring_weights,
     local_weights,
-    plan_dry_run,
-    programs_of,
     try_store,
 )
+from payload.orchestrate.inventories.chosen import Chosen
+from payload.orchestrate.inventories.placeable import require_placeable
+from payload.orchestrate.preflight.checks import check_cluster, lock_sha, operator_key
+from payload.orchestrate.preflight.report import Report, try_if_new, with_known_trial
+from payload.orchestrate.runs.mirror import take_hashes
+from payload.orchestrate.runs.planning import PlannedRun, plan_run
+from payload.orchestrate.runs.site import (
+    InventorySite,
+    SiteRun,
+    UnderWay,
+    how_to_attach,
+    refuse_under_way,
+    refuse_where_copied_alive,
+)
+from payload.orchestrate.runs.store import Order, is_copy, require_new, room_for
+from payload.orchestrate.runs.there import RemoteRun, hashes_there, require_own_there
 from payload.orchestrate.sites.cluster_run import ClusterRun, adopted, is_copy_of
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import Code, archive, look, make_room_for, this_code, unpack
@@ -129,11 +128,11 @@ class Ssh(InventorySite):
         time_limit(config.limits, self._inventory.nodes)
 
     def hold_to_resume(
-        self, paths: RunPaths, env: Mapping[str, str], held: ExitStack, talk: Console
+        self, paths: RunPaths, under_way: UnderWay, held: ExitStack, talk: Console
     ) -> None:
         """Raise ConfigError for another cluster's run; the head keeps others from starting it."""
         with room_for(paths), starting(paths):  # the head knows nothing of a start here
-            refuse_under_way(paths, env)
+            refuse_under_way(paths, under_way)
         _refuse_another_place(paths, self._inventory, talk=talk)
 
     def plan(self, paths: RunPaths, config: RunConfig, *, vocab_size: int | None) -> PlannedRun:

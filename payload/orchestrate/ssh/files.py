@@ -35,9 +35,9 @@ from payload.formats.checkpoint_files import (
     manifest_problems,
     sha256_of,
 )
-from payload.orchestrate.run.mirror import inside, make_folder, set_aside_no_folder
 from payload.orchestrate.ssh.connection import Connection, SFTPClient
 from payload.orchestrate.ssh.streams import NODE_FOLDER, Finished, NodeLook, ask, require_known
+from payload.run_record.copies import inside, make_folder, set_aside_no_folder
 from payload.run_record.results import RunPaths
 
 _CHUNK_BYTES = 256 * 2**10

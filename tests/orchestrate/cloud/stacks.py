@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from payload.machines.inventory import Access
-from payload.orchestrate.cloud import down
-from payload.orchestrate.cloud.down import Head
-from payload.orchestrate.run.mirror import Mirrored, write_mirrored
+from payload.orchestrate.commands import down
+from payload.orchestrate.commands.down import Head
+from payload.orchestrate.runs.mirror import Mirrored, write_mirrored
 from payload.orchestrate.ssh.keys import make_operator_key, operator_key_path
 from payload.run_record.results import RunPaths
 from tests.launch.inventories import make_inventory

@@ -17,7 +17,7 @@ from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud import failures
 from payload.orchestrate.cloud.operations import Operations, Progress
 from payload.orchestrate.cloud.pulumi import Pulumi, parse_event
-from payload.orchestrate.run.console import text_console
+from payload.orchestrate.terminal.console import text_console
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.fake_pulumi import ENGINE
 from tests.orchestrate.cloud.stacks import Capture, head_says, own_key, words

@@ -11,8 +11,8 @@ from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud.filestore import may_delete
 from payload.orchestrate.cloud.resources import FILESTORE as FILESTORE_KIND
 from payload.orchestrate.cloud.resources import Resource
-from payload.orchestrate.cloud.same_name import take_over
-from payload.orchestrate.run.console import text_console
+from payload.orchestrate.commands.same_name import take_over
+from payload.orchestrate.terminal.console import text_console
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Answers, Capture, destroys, head_says, own_key, words
 from tests.orchestrate.cloud.standin import ZONE, Fault

@@ -19,7 +19,6 @@ import pytest
 from payload.core.errors import TileforgeError
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.cloud import stack
-from payload.orchestrate.cloud.doctor import fresh_catalog
 from payload.orchestrate.cloud.encryption_key import check_key
 from payload.orchestrate.cloud.failures import explain
 from payload.orchestrate.cloud.firewall import stack_state
@@ -44,6 +43,7 @@ from payload.orchestrate.cloud.project import (
 from payload.orchestrate.cloud.pulumi import Pulumi, Update, cluster_name, settings
 from payload.orchestrate.cloud.resources import KINDS, Resource, by_cluster
 from payload.orchestrate.cloud.stack import read_outputs, recall, remember
+from payload.orchestrate.commands.doctor import fresh_catalog
 from payload.stack.cloud_need import Need, need_of
 from tests.orchestrate.cloud.conftest import KEY, Site
 from tests.orchestrate.cloud.standin import NUMBER, PROJECT, REGION, ZONE, Fault

@@ -9,8 +9,8 @@ import pytest
 
 from payload.core.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.cloud import down
-from payload.orchestrate.cloud.down import Head
+from payload.orchestrate.commands import down
+from payload.orchestrate.commands.down import Head
 from payload.orchestrate.ssh.keys import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Answers, Capture, copy_of_run, own_key, words

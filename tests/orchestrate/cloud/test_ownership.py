@@ -25,7 +25,7 @@ from payload.orchestrate.cloud.stack import (
     recall_outputs,
     remember_plan,
 )
-from payload.orchestrate.run.console import text_console
+from payload.orchestrate.terminal.console import text_console
 from payload.stack.cluster_identity import known_cluster_identity, settle_cluster_identity
 from tests.orchestrate.cloud.conftest import Site, inventory_output
 from tests.orchestrate.cloud.fake_pulumi import step
@@ -154,7 +154,7 @@ def test_a_cluster_is_taken_over_by_its_identity_and_its_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     at_terminal(monkeypatch, typed)
-    monkeypatch.setattr("payload.orchestrate.cloud.up._conclude", lambda *_, **__: ExitCode.OK)
+    monkeypatch.setattr("payload.orchestrate.commands.up._conclude", lambda *_, **__: ExitCode.OK)
     assert main(["up", "--take-over", identity], shared.env) == code, capsys.readouterr().err
     is_taken = identity == ANOTHER_CLUSTER and typed.endswith("mine\n")
     assert untouched(shared) is not is_taken

@@ -16,7 +16,7 @@ from infra.cost import cluster_cost, describe, price_of_cluster
 from infra.machines import machine_types
 from payload.core.errors import BudgetError
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.cloud.doctor import check_price
+from payload.orchestrate.commands.doctor import check_price
 from payload.pricing.cloud_prices import CATALOG_FILE, CATALOG_LASTS_S, disk_price, read_catalog
 from payload.stack.cloud_need import Need
 from tests.infra.stacks import ROOT

@@ -48,7 +48,9 @@ def rehearsal(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
     site.env["PYTHONPATH"] = str(ROOT)
     # No name: the rehearsal's cluster has its stack's.
     site.configure(project=PROJECT, zones=[ZONE], nodeCount="2")
-    monkeypatch.setattr("payload.orchestrate.cloud.rehearse.new_cluster_identity", lambda: CLUSTER)
+    monkeypatch.setattr(
+        "payload.orchestrate.commands.rehearse.new_cluster_identity", lambda: CLUSTER
+    )
     site.pulumi.on("stack", "--show-name", out=NAME)
     for command in (("stack", "init"), ("stack", "rm"), ("config", "set"), ("version",)):
         site.pulumi.on(*command, out="v3.260.0\n" if command == ("version",) else "")
@@ -119,7 +121,7 @@ def test_each_rehearsal_has_a_name_of_its_own_and_one_that_was_killed_is_named(
 ) -> None:
     monkeypatch.undo()
     monkeypatch.chdir(rehearsal.folder)
-    monkeypatch.setattr("payload.orchestrate.cloud.rehearse._go", kill)
+    monkeypatch.setattr("payload.orchestrate.commands.rehearse._go", kill)
     rehearsal.pulumi.on("stack", "ls", out="[]")
     for _ in range(2):
         with pytest.raises(KilledError):
@@ -166,7 +168,7 @@ def test_what_google_refused_is_on_the_page_and_everything_is_taken_down(
     if not apart:
         # Google's client is imported once, not in each step.
         here = SimpleNamespace(**{**vars(subprocess), "Popen": StepHere})
-        monkeypatch.setattr("payload.orchestrate.cloud.rehearse.subprocess", here)
+        monkeypatch.setattr("payload.orchestrate.commands.rehearse.subprocess", here)
     rehearsal.pulumi.replay("preview-new", status=0)
     rehearsal.pulumi.replay("up-quota", status=1)
     settings = ("--set", "machineType=c3-highmem-8", "--budget-usd", "3")

@@ -13,12 +13,12 @@ from payload.config.run_config import RunConfig, parse_run_config
 from payload.core.errors import ExitCode
 from payload.machines.inventory import Access, Source
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.run.at_risk import cluster_warning, loses_checkpoints, run_warning
-from payload.orchestrate.run.console import text_console
-from payload.orchestrate.run.there import RemoteRun
+from payload.orchestrate.runs.at_risk import cluster_warning, loses_checkpoints, run_warning
+from payload.orchestrate.runs.there import RemoteRun
 from payload.orchestrate.sites.checkpoint_copies import CheckpointCopies
 from payload.orchestrate.sites.cluster_run import ClusterRun
 from payload.orchestrate.ssh.keys import make_operator_key
+from payload.orchestrate.terminal.console import text_console
 from tests.launch.inventories import make_inventory
 from tests.orchestrate.cloud.conftest import KEY, Site
 from tests.orchestrate.cloud.stacks import Capture, words

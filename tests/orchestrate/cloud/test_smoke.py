@@ -11,7 +11,7 @@ import pytest
 from benchmarks.cloud_smoke import Orchestrator, main
 from payload.core.errors import ExitCode
 from payload.orchestrate import __main__ as orchestrate
-from payload.orchestrate.sites.choose import load_cluster
+from payload.orchestrate.inventories.chosen import load_cluster
 from tests.orchestrate.cloud.conftest import KEY, Site
 from tests.orchestrate.cloud.stacks import head_says, words
 from tests.orchestrate.cloud.standin import PROJECT, ZONE

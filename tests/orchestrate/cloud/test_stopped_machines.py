@@ -13,8 +13,6 @@ import pytest
 from payload.core.errors import ExitCode, HostKeyError, SshUnreachableError
 from payload.machines.inventory import Access, ClusterInventory, Node
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.cloud import down
-from payload.orchestrate.cloud.down import Head
 from payload.orchestrate.cloud.google import Google
 from payload.orchestrate.cloud.machine_status import (
     StoppedMachine,
@@ -23,10 +21,12 @@ from payload.orchestrate.cloud.machine_status import (
     stopped_machines,
 )
 from payload.orchestrate.cloud.stack import StackOutputs
-from payload.orchestrate.run.console import text_console
-from payload.orchestrate.run.mirror import read_mirrored, write_mirrored
+from payload.orchestrate.commands import down
+from payload.orchestrate.commands.down import Head
+from payload.orchestrate.runs.mirror import read_mirrored, write_mirrored
 from payload.orchestrate.sites.cluster_run import remote_run
 from payload.orchestrate.ssh.keys import make_operator_key
+from payload.orchestrate.terminal.console import text_console
 from payload.run_record.results import RunPaths
 from tests.orchestrate.cloud.conftest import Site, inventory_output
 from tests.orchestrate.cloud.stacks import (

@@ -13,8 +13,8 @@ import pytest
 from infra.labels import mark
 from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.cloud import down
-from payload.orchestrate.cloud.down import Head
+from payload.orchestrate.commands import down
+from payload.orchestrate.commands.down import Head
 from payload.orchestrate.ssh.keys import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.fake_pulumi import step

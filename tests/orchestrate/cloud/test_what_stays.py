@@ -14,7 +14,7 @@ from payload.orchestrate.cloud.firewall import StackState
 from payload.orchestrate.cloud.kept import remove_machines, use_kept_bucket
 from payload.orchestrate.cloud.pulumi import Pulumi
 from payload.orchestrate.cloud.stack import Remembered
-from payload.orchestrate.run.console import text_console
+from payload.orchestrate.terminal.console import text_console
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.fake_pulumi import step
 from tests.orchestrate.cloud.stacks import Answers, Capture, destroys, head_says, own_key, words

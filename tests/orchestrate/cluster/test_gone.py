@@ -15,11 +15,11 @@ import pytest
 
 from payload.core.errors import ExitCode, NodesError
 from payload.machines.rank_variables import RUN_DIR
-from payload.orchestrate.run import there
-from payload.orchestrate.run.console import text_console
-from payload.orchestrate.run.mirror import Mirrored, write_mirrored
-from payload.orchestrate.run.there import RemoteRun, planned_run_dir
+from payload.orchestrate.runs import there
+from payload.orchestrate.runs.mirror import Mirrored, write_mirrored
+from payload.orchestrate.runs.there import RemoteRun, planned_run_dir
 from payload.orchestrate.sites.cluster_run import bring_home, remote_run
+from payload.orchestrate.terminal.console import text_console
 from payload.run_record.results import RunPaths
 from tests.orchestrate.cluster.conftest import STEPS, Trained
 from tests.orchestrate.cluster.test_run import as_stack

@@ -56,7 +56,7 @@ from payload.orchestrate.cloud.resources import (
     is_made_by_program,
 )
 from payload.orchestrate.cloud.stack import recall, remembered_clusters
-from payload.orchestrate.run.console import confirm, confirm_by_name, text_console
+from payload.orchestrate.terminal.console import confirm, confirm_by_name, text_console
 from payload.pricing.cloud_prices import filestore_price
 from payload.stack.cloud_need import CLOUD_NAME
 from payload.stack.cluster_identity import (

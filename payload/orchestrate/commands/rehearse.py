@@ -33,9 +33,9 @@ from payload.orchestrate.cloud.listing import remove
 from payload.orchestrate.cloud.pulumi import Pulumi
 from payload.orchestrate.cloud.resources import Resource
 from payload.orchestrate.cloud.stack import StackOutputs, cluster_folder, read_outputs
-from payload.orchestrate.cloud.sweep import project_of
-from payload.orchestrate.run.console import confirm, text_console
-from payload.orchestrate.start_checks import check_data
+from payload.orchestrate.commands.sweep import project_of
+from payload.orchestrate.runs.start_checks import check_data
+from payload.orchestrate.terminal.console import confirm, text_console
 from payload.pricing.cloud_prices import disk_price, filestore_price, machine_price, nat_price
 from payload.stack.cloud_need import Need, need_of
 from payload.stack.cluster_identity import new_cluster_identity, settle_cluster_identity

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import fcntl
 import json
-import os
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -18,8 +17,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
-from payload.core.errors import AnswerError, ConfigError, UsageError
-from payload.core.files import require_file, set_aside, write_whole
+from payload.core.errors import AnswerError, ConfigError
+from payload.core.files import require_file, write_whole
 from payload.core.untrusted import (
     build,
     check_schema,
@@ -32,6 +31,7 @@ from payload.core.untrusted import (
 from payload.formats.checkpoint_files import FOLDER_NAME
 from payload.launch.ranks import load_ranks
 from payload.orchestrate.ssh.streams import Part, Piece, require_known
+from payload.run_record.copies import inside, unwritable
 from payload.run_record.manifest_hashes import (
     HASHES_FILE,
     ManifestHashes,
@@ -150,7 +150,7 @@ def alone(paths: RunPaths, what: str) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
     except OSError as error:
-        raise _unwritable(error, paths.root) from None
+        raise unwritable(error, paths.root) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +238,7 @@ def merge(paths: RunPaths, answer: Part, wanted: Wanted) -> list[str]:
                 file.truncate(offset)
                 file.write(content)
     except OSError as error:
-        raise _unwritable(error, paths.root) from None
+        raise unwritable(error, paths.root) from None
     if wanted.is_head and room <= 0:
         damaged.append(
             f"{paths.logs}: no more of the logs comes here: they have 4 GiB, or half of the free "
@@ -286,57 +286,6 @@ def _holds(path: Path, text: str) -> bool:
         return read_bytes(path) == text.encode()
     except OSError:
         return False
-
-
-def inside(paths: RunPaths, name: str) -> Path:
-    """Return a file's place in the run folder, and make the folders on the way.
-
-    What lies in such a folder's place is set aside. Raises ConfigError when a part of the way is a
-    symlink, which could lead out of the folder, or cannot be made, and UsageError when the run's
-    folder is gone.
-    """
-    path = paths.root
-    _refuse_link(path)
-    if not path.is_dir():
-        raise UsageError(
-            f"{path}, the copy of the run, was removed. Make it again: attach to the run with "
-            "--inventory."
-        )
-    for part in PurePosixPath(name).parts:
-        make_folder(path)
-        path = path / part
-        _refuse_link(path)
-    return path
-
-
-def make_folder(path: Path) -> None:
-    """Make a folder of the copy where there is none, whatever lies there. Raises ConfigError."""
-    try:
-        set_aside_no_folder(path)
-        path.mkdir(exist_ok=True)
-    except OSError as error:
-        raise _unwritable(error, path) from None
-
-
-def set_aside_no_folder(path: Path) -> None:
-    """Set aside what lies in a folder's place and is none. Raises OSError."""
-    if os.path.lexists(path) and not path.is_dir():
-        set_aside(path)
-
-
-def _unwritable(error: OSError, path: Path) -> ConfigError:
-    return ConfigError(
-        f"{error.filename or path}: the run's copy cannot be written ({error.strerror}). Free disk "
-        "space, or move away what is in its place."
-    )
-
-
-def _refuse_link(path: Path) -> None:
-    if path.is_symlink():
-        raise ConfigError(
-            f"{path} is a symlink: a run's copy is neither read nor written through one. Move it "
-            "away."
-        )
 
 
 def _content(wanted: Wanted, name: str, piece: Piece) -> tuple[int, bytes]:

@@ -23,7 +23,7 @@ from rich.text import Text
 from payload.config.training_sections import TrainSection
 from payload.core.errors import UsageError
 from payload.core.untrusted import printable
-from payload.orchestrate.run.time_left import Eta
+from payload.orchestrate.terminal.time_left import Eta
 from payload.run_record.checkpoint_watch import START_PHASES
 from payload.run_record.results import RankProgress
 

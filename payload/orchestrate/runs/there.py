@@ -30,7 +30,7 @@ from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import load_ranks
 from payload.machines.inventory import ClusterInventory, Node
 from payload.machines.rank_variables import RUN_DIR
-from payload.orchestrate.run.mirror import (
+from payload.orchestrate.runs.mirror import (
     Wanted,
     alone,
     merge,

@@ -23,11 +23,11 @@ from payload.launch.arithmetic import Arithmetic
 from payload.launch.environment import rank_environment
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Placement, load_ranks
-from payload.orchestrate.nvidia import gpu_need
-from payload.orchestrate.planning import PlannedRun
-from payload.orchestrate.run.console import duration
-from payload.orchestrate.run.store import RunView
-from payload.orchestrate.run.time_left import evaluations_left
+from payload.orchestrate.hardware.nvidia import gpu_need
+from payload.orchestrate.runs.planning import PlannedRun
+from payload.orchestrate.runs.store import RunView
+from payload.orchestrate.terminal.console import duration
+from payload.orchestrate.terminal.time_left import evaluations_left
 from payload.pricing.cloud_prices import bucket_price
 from payload.run_record.metrics_log import describe_missing
 from payload.run_record.results import RunPaths, Summary, last_record, read_json

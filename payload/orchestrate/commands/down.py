@@ -20,6 +20,7 @@ from payload.core.hints import command
 from payload.core.untrusted import read_bytes
 from payload.formats.checkpoint_files import checkpoint_step
 from payload.machines.inventory import ClusterInventory, Node
+from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.cloud.filestore import may_delete, own_filestores
 from payload.orchestrate.cloud.firewall import StackState, stack_state
 from payload.orchestrate.cloud.google import Endpoints, Google
@@ -27,7 +28,6 @@ from payload.orchestrate.cloud.machine_status import start_head
 from payload.orchestrate.cloud.operations import Operations
 from payload.orchestrate.cloud.ownership import ownership_of
 from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError, cluster_name, settings
-from payload.orchestrate.cloud.same_name import own_identity, require_own_state
 from payload.orchestrate.cloud.stack import (
     CACHE_FILE,
     MachineGoneError,
@@ -39,7 +39,9 @@ from payload.orchestrate.cloud.stack import (
     recall_outputs,
     remember,
 )
-from payload.orchestrate.cloud.sweep import (
+from payload.orchestrate.commands.same_name import own_identity, require_own_state
+from payload.orchestrate.commands.status import RunChoice, collect
+from payload.orchestrate.commands.sweep import (
     Bucket,
     conclude,
     delete_bucket,
@@ -48,12 +50,10 @@ from payload.orchestrate.cloud.sweep import (
     look,
     project_of,
 )
-from payload.orchestrate.commands.status import RunChoice, collect
-from payload.orchestrate.run.console import confirm, confirm_by_name, text_console
-from payload.orchestrate.run.mirror import Mirrored, read_mirrored
-from payload.orchestrate.run.store import all_runs
-from payload.orchestrate.sites.local import LocalAccess
+from payload.orchestrate.runs.mirror import Mirrored, read_mirrored
+from payload.orchestrate.runs.store import all_runs
 from payload.orchestrate.ssh.keys import operator_key_path, require_private
+from payload.orchestrate.terminal.console import confirm, confirm_by_name, text_console
 from payload.run_record.results import RunPaths, Summary, read_json
 from payload.stack.cluster_identity import claimed_cluster_identity
 

@@ -17,7 +17,7 @@ from payload.core.untrusted import NODE_NAME, build, check_schema, checked, pars
 from payload.estimates.step_time import sends_per_byte
 from payload.launch.launchers.base import BOOTSTRAP_AGAIN, MISSING_LIBRARY, Launcher
 from payload.machines.inventory import Node
-from payload.orchestrate.preflight.findings import GPU, NCCL, Finding
+from payload.orchestrate.findings.nodes import GPU, NCCL, Finding
 from payload.stack.cluster_files import cluster_path
 
 MARK = "tileforge-trial "

@@ -20,9 +20,9 @@ from payload.config.training_sections import TrainSection
 from payload.core.errors import INTERRUPTED, ConfigError, ExitCode, TileforgeError
 from payload.core.interrupts import Presses
 from payload.core.untrusted import build, parse_json, printable
-from payload.orchestrate.run.console import LiveLine, text_console
-from payload.orchestrate.run.report import failure_lines, result_lines, straggler_line
-from payload.orchestrate.sites.choose import SiteRun, how_to_attach
+from payload.orchestrate.follow.report import failure_lines, result_lines, straggler_line
+from payload.orchestrate.runs.site import SiteRun, how_to_attach
+from payload.orchestrate.terminal.console import LiveLine, text_console
 from payload.run_record.checkpoint_watch import CheckpointWatch
 from payload.run_record.metrics_log import StepMetrics
 from payload.run_record.named_settings import bounded_wait_s

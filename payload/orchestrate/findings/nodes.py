@@ -17,8 +17,8 @@ from payload.core.errors import ExitCode, TileforgeError
 from payload.core.untrusted import checked, printable, shown
 from payload.launch.launchers.registry import names
 from payload.machines.inventory import RANK_PORTS, Node
+from payload.orchestrate.hardware.nvidia import GpuNeed, NvidiaFacts, gpu_faults
 from payload.orchestrate.node.mesh import BULK_BYTES
-from payload.orchestrate.nvidia import GpuNeed, NvidiaFacts, gpu_faults
 from payload.orchestrate.ssh.streams import MeshAnswer, Pair
 
 STRANGER = "operator"

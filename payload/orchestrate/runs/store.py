@@ -23,7 +23,8 @@ from payload.formats.checkpoint_files import MANIFEST_FILE, checkpoint_step, new
 from payload.launch.plan import LaunchPlan, auto_batch_size, operators_data
 from payload.launch.ranks import Rank, load_ranks
 from payload.machines.inventory import ClusterInventory
-from payload.orchestrate.run.mirror import alone, inside, mirror_file, read_mirrored
+from payload.orchestrate.runs.mirror import alone, mirror_file, read_mirrored
+from payload.run_record.copies import inside
 from payload.run_record.manifest_hashes import known_hashes, verdict
 from payload.run_record.metrics_log import read_metrics
 from payload.run_record.named_settings import note_named, reaching

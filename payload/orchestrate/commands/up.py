@@ -24,7 +24,6 @@ from payload.core.errors import (
 from payload.core.files import write_whole
 from payload.core.hints import command
 from payload.core.untrusted import build, check_schema, checked, parse_json, read_bytes
-from payload.orchestrate.cloud.down import AtStake, at_stake
 from payload.orchestrate.cloud.failures import (
     StackBusyError,
     StockOut,
@@ -81,12 +80,13 @@ from payload.orchestrate.cloud.pulumi import (
     type_of,
 )
 from payload.orchestrate.cloud.resources import FILESTORE, Resource
-from payload.orchestrate.cloud.same_name import of_this_name, own_identity, take_over
 from payload.orchestrate.cloud.stack import outputs_if_any, read_outputs, remember, remember_plan
-from payload.orchestrate.cloud.sweep import destroy_and_look, project_of
-from payload.orchestrate.run.at_risk import cluster_warning, refuse_spot_without_bucket
-from payload.orchestrate.run.console import confirm, text_console
+from payload.orchestrate.commands.down import AtStake, at_stake
+from payload.orchestrate.commands.same_name import of_this_name, own_identity, take_over
+from payload.orchestrate.commands.sweep import destroy_and_look, project_of
+from payload.orchestrate.runs.at_risk import cluster_warning, refuse_spot_without_bucket
 from payload.orchestrate.ssh.keys import make_operator_key, operator_key_path
+from payload.orchestrate.terminal.console import confirm, text_console
 from payload.stack.cloud_need import CLOUD_NAME, Spot, need_of, text_list
 from payload.stack.cluster_files import cluster_path
 from payload.stack.cluster_identity import known_cluster_identity, settle_cluster_identity

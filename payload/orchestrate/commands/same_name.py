@@ -19,7 +19,7 @@ from payload.orchestrate.cloud.ownership import (
     removable,
 )
 from payload.orchestrate.cloud.resources import FILESTORE, Resource, is_made_by_program
-from payload.orchestrate.run.console import confirm_by_name
+from payload.orchestrate.terminal.console import confirm_by_name
 from payload.stack.cluster_files import cluster_path
 from payload.stack.cluster_identity import (
     accept_cluster_identity,

@@ -40,9 +40,9 @@ from payload.orchestrate.cloud.project import (
     unknown,
 )
 from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError, cluster_name, settings
-from payload.orchestrate.cloud.sweep import project_of
-from payload.orchestrate.run.console import text_console
-from payload.orchestrate.sites.choose import nvidia_here
+from payload.orchestrate.commands.sweep import project_of
+from payload.orchestrate.inventories.chosen import nvidia_here
+from payload.orchestrate.terminal.console import text_console
 from payload.pricing.cloud_prices import (
     CATALOG_FILE,
     Catalog,

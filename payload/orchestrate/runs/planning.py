@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -37,16 +36,17 @@ from payload.launch.ranks import Placement, render_ranks
 from payload.machines.inventory import ClusterInventory, Node
 from payload.machines.mesh import require_tensor_ranks_on_a_node
 from payload.models.spec import ModelSpec
-from payload.orchestrate.nvidia import GPU_GUESS, for_prediction
-from payload.orchestrate.run.store import Order
-from payload.orchestrate.sites.choose import Chosen, Site, SiteRun, memory_warning, require_launcher
-from payload.orchestrate.start_checks import (
+from payload.orchestrate.hardware.nvidia import GPU_GUESS, for_prediction
+from payload.orchestrate.inventories.chosen import Chosen
+from payload.orchestrate.inventories.placeable import memory_warning, require_launcher
+from payload.orchestrate.runs.start_checks import (
     check_data,
     initial_spec,
     rank_memory,
     rate_warning,
     require_fp8_on,
 )
+from payload.orchestrate.runs.store import Order
 from payload.run_record.results import RunPaths, new_run_id
 from payload.run_record.run_repair import known_dtype
 from payload.run_record.tracking import missing_notes
@@ -99,21 +99,6 @@ class Access(Protocol):
 
     def free_memory_bytes(self) -> int | None:
         """Return the memory of the node with the least, or None when it is not known."""
-
-
-class InventorySite(Site):
-    """A site that an inventory is of, so that a run can be planned before it is started."""
-
-    @abstractmethod
-    def plan(self, paths: RunPaths, config: RunConfig, *, vocab_size: int | None) -> PlannedRun:
-        """Return the plan of a run that is not started. Raises ConfigError and PreflightError."""
-
-    @abstractmethod
-    def find_run(self, run_id: str | None, *, runs_dir: Path, verb: str) -> SiteRun:
-        """Return a run that is there, whoever started it; without an id, the one under way.
-
-        `verb` is the command, for messages. Raises UsageError.
-        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Programs, speed and memory of the machines that a run is planned for."""

@@ -1,0 +1,222 @@
+"""Programs, speed and memory of this machine, and how its supervisor is started and told."""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import platform
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from shutil import which
+
+from payload.config.training_sections import DtypeChoice
+from payload.core.dtype import Dtype
+from payload.core.errors import PreflightError, UsageError
+from payload.core.interpreter import code_environment, code_path, module_words
+from payload.estimates.step_time import LOOPBACK_BYTES_PER_S
+from payload.launch.launchers.base import Launcher, Reach
+from payload.launch.launchers.registry import AUTO
+from payload.launch.plan import rank_program
+from payload.machines.core_speed import has_bf16, typical_core_flops_per_s
+from payload.machines.inventory import RANK_PORTS, Node
+from payload.machines.machine import free_memory_bytes
+from payload.orchestrate.node import control
+from payload.run_record.results import (
+    RunPaths,
+    StopRequest,
+)
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_TCMALLOC = ("tcmalloc", "tcmalloc_minimal")
+_KILL_S = 10.0
+
+
+class LocalAccess:
+    """This machine as a cluster of one node."""
+
+    python = sys.executable
+    link_bytes_per_s = LOOPBACK_BYTES_PER_S
+    launcher = AUTO
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._env = env
+
+    def environment(self) -> dict[str, str]:
+        """Return the operator's own environment, for programs that run on this machine."""
+        return dict(self._env)
+
+    def code_environment(self) -> dict[str, str]:
+        """Return the same with this code on Python's path, for modules of it."""
+        return code_environment(self._env)
+
+    def interfaces(self, nodes: Sequence[Node]) -> Mapping[str, str]:
+        """Return loopback for every node."""
+        return {node.name: LOOPBACK for node in nodes}
+
+    def peak_flops_per_s(self, choice: DtypeChoice) -> float | None:
+        """Return None: the trainer measures it at its start."""
+        return None
+
+    def dtype(self, choice: DtypeChoice) -> Dtype:
+        """Return fp32 for `auto` where this CPU has no instructions for bf16: it is faster."""
+        if choice != "auto":
+            return choice
+        return "fp32" if has_bf16() is False else "bf16"
+
+    def core_flops_per_s(self, dtype: Dtype) -> float:
+        """Return the peak of a typical core, with bf16 emulated where this CPU lacks it."""
+        return typical_core_flops_per_s(dtype, emulates_bf16=has_bf16() is False)
+
+    def free_memory_bytes(self) -> int | None:
+        """Return the memory that is free without swapping, or None where that is not known."""
+        return free_memory_bytes()
+
+    def program(self, paths: RunPaths) -> tuple[str, ...]:
+        """Return the command line of each rank."""
+        return rank_program(python=self.python, run_dir=paths.root)
+
+    def executable(self, launcher: Launcher) -> str:
+        """Return the launcher's path. Raises PreflightError that says why there is none."""
+        unfit = launcher.unfit(sys.platform, platform.machine())
+        if unfit is not None:
+            raise PreflightError(f"{unfit}.")
+        if launcher.program is None:
+            return self.python
+        beside = Path(sys.executable).parent / launcher.program
+        on_path = which(launcher.program, path=self._path())
+        found = str(beside) if os.access(beside, os.X_OK) else on_path
+        if found is None:
+            raise PreflightError(
+                f"no {launcher.program} beside {sys.executable} nor on PATH. Install it: "
+                f"{launcher.install}"
+            )
+        # A script may call its helper, which lies beside it, by its bare name.
+        path = f"{Path(found).parent}{os.pathsep}{self._path()}"
+        # It may read settings from its current folder, which is not the user's own here.
+        version = subprocess.run(
+            [Path(found).absolute(), "--version"],
+            cwd="/",
+            capture_output=True,
+            text=True,
+            check=False,
+            env={"PATH": path},
+        )
+        if launcher.version not in version.stdout:
+            first = (version.stdout or version.stderr).strip().partition("\n")[0]
+            raise PreflightError(
+                f"{found} prints {first or 'no version'!r}, which is not {launcher.version}. "
+                f"Install it: {launcher.install}"
+            )
+        return found
+
+    def reach(self) -> Reach:
+        """Return loopback, without ssh."""
+        return Reach(interface=LOOPBACK)
+
+    def python_path(self) -> str | None:
+        """Return the PYTHONPATH of this code's processes, or None when it is installed."""
+        return code_path(self._env)
+
+    def tcmalloc(self) -> str:
+        """Return tcmalloc's path. Raises PreflightError with the line that installs it."""
+        for name in _TCMALLOC:
+            found = ctypes.util.find_library(name)
+            if found:
+                return found
+        raise PreflightError(
+            "launch.malloc = 'tcmalloc', but this machine has no libtcmalloc. Install it: sudo "
+            "apt-get install libtcmalloc-minimal4 (or use launch.malloc = 'tuned')."
+        )
+
+    def reserve_port(self) -> socket.socket:
+        """Return a socket that keeps a free port for the ranks until a supervisor holds it.
+
+        Two runs that start at once get different ports.
+        """
+        for port in random.sample(RANK_PORTS, k=100):
+            holder = _try_port(port)
+            if holder is not None:
+                return holder
+        raise PreflightError(
+            f"none of 100 ports between {RANK_PORTS.start} and {RANK_PORTS.stop} is free. Stop "
+            "what holds them."
+        )
+
+    def supervisor_words(self) -> list[str]:
+        """Return options of the supervisor that come from where it runs."""
+        return []
+
+    def start_supervisor(
+        self, paths: RunPaths, *, detached: bool, grace_s: float
+    ) -> subprocess.Popen[bytes]:
+        """Start the run's supervisor in a session of its own.
+
+        Unless detached, it stops the run when this process dies.
+        """
+        owner = [] if detached else ["--owner-pid", str(os.getpid())]
+        words = ["--run-dir", str(paths.root), *owner, *self.supervisor_words()]
+        paths.logs.mkdir(parents=True, exist_ok=True)
+        with paths.supervisor_log.open("ab") as log, control.held_back(control.STOP_SIGNALS):
+            return subprocess.Popen(
+                module_words("payload.supervise", *words, "--grace", str(grace_s)),
+                env=self.code_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def signal_supervisor(
+        self,
+        paths: RunPaths,
+        numbers: Sequence[signal.Signals],
+        *,
+        request: StopRequest,
+    ) -> bool:
+        """Send signals to the run's supervisor, with what it finds then; tell whether it lives.
+
+        Raises UsageError when it is another user's.
+        """
+        try:
+            answer = control.send(paths.root, [int(number) for number in numbers], asdict(request))
+        except PermissionError:
+            raise UsageError(
+                f"run {paths.run_id} belongs to another user. Stop it as that user."
+            ) from None
+        return bool(answer["alive"])
+
+    def end_at_once(self, paths: RunPaths) -> None:
+        """Kill the run's supervisor, which does not answer, and every process of the run."""
+        control.send(paths.root, [int(signal.SIGKILL)])
+        ends = time.monotonic() + _KILL_S
+        while control.left(paths.root, kill=True)["pids"] and time.monotonic() < ends:
+            time.sleep(0.1)
+
+    def _path(self) -> str:
+        return self._env.get("PATH", os.defpath)
+
+
+def _try_port(port: int) -> socket.socket | None:
+    """Return a socket bound to `port` if nobody else is, or None."""
+    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        holder.bind(("0.0.0.0", port))
+    except OSError:
+        holder.close()
+        return None
+    # Only now, so that this bind shared with nobody; from here on the supervisor and rank 0 may
+    # bind as well, see payload.supervise.supervisor.hold_port.
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return holder
+
+
+def port_of(holder: socket.socket) -> int:
+    """Return the port that a socket is bound to."""
+    return int(holder.getsockname()[1])

@@ -1,0 +1,246 @@
+"""Code, data, weights and a store, brought to the nodes that lack them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from rich.console import Console
+
+from payload.config.store_address import StoreAddress
+from payload.core.errors import ConfigError, PreflightError
+from payload.core.untrusted import open_regular, shown
+from payload.formats.checkpoint_files import MANIFEST_FILE, load_manifest
+from payload.formats.data_folder import META_NAME, load_meta
+from payload.formats.hf_folder import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    TOKENIZER_FILES,
+    has_shards,
+    own_file,
+    weight_files,
+)
+from payload.machines.inventory import ClusterInventory, Node
+from payload.orchestrate.access.cluster import VENV, Answers
+from payload.orchestrate.ssh.connection import Cluster, Connection
+from payload.orchestrate.ssh.files import (
+    Code,
+    build_kernels,
+    look,
+    send_code,
+    send_files,
+)
+from payload.orchestrate.ssh.streams import NODE_FOLDER, NodeLook, all_or_raise, on_every_node
+from payload.storage.here import TRY_STORE_S, check_words, require_stored
+from payload.weights.source import find_source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """A folder in the Hugging Face layout on this machine, or one with a GGUF file."""
+
+    folder: Path
+    files: Mapping[str, str]
+    """sha256 by name, of what a model is loaded from; config.json or the GGUF file is the last."""
+
+    @property
+    def digest(self) -> str:
+        """Names the weights: equal for equal files."""
+        return hashlib.sha256(json.dumps(self.files, sort_keys=True).encode()).hexdigest()[:16]
+
+    def size_bytes(self) -> int:
+        """Return the size of all files together."""
+        return sum((self.folder / name).stat().st_size for name in self.files)
+
+
+def local_weights(init: str) -> Weights | None:
+    """Return the weights of `model.init` here; None for `scratch` and for names on a hub.
+
+    A run's folder stands for its newest checkpoint. Raises ConfigError when something lacks, or is
+    not what a checkpoint's manifest says.
+    """
+    # Not verified here: every file that is sent is compared with the manifest below.
+    source = find_source(init, setting="model.init", verify=False)
+    if (file := source.file) is not None:
+        return Weights(folder=file.parent, files={file.name: _sha256(file, init=init)})
+    folder = source.folder
+    if folder is None:
+        return None
+    promised = _promised(folder)
+    files = {}
+    for name in (*_files(folder), CONFIG_FILE):
+        files[name] = _sha256(own_file(folder, name), init=init)
+        if promised is not None and files[name] != promised.get(name):
+            raise ConfigError(
+                f"model.init = {init!r}: {folder / name} is not what the checkpoint's manifest "
+                "says. It is damaged; name another checkpoint."
+            )
+    return Weights(folder=folder, files=files)
+
+
+def _files(folder: Path) -> list[str]:
+    """Return the names of the weights' and the tokenizer's files."""
+    index = [INDEX_FILE] if has_shards(folder) else []
+    tokenizer = (name for name in TOKENIZER_FILES if (folder / name).is_file())
+    return [*weight_files(folder), *index, *tokenizer]
+
+
+def _promised(folder: Path) -> dict[str, str] | None:
+    """Return the hashes in a checkpoint's manifest, by file; None for a folder that has none."""
+    if not (folder / MANIFEST_FILE).exists():
+        return None
+    return {name: entry.sha256 for name, entry in load_manifest(folder).files.items()}
+
+
+def _sha256(path: Path, *, init: str) -> str:
+    try:
+        with open_regular(path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ConfigError(
+            f"model.init = {init!r}: {path}: {error.strerror}. Name a folder in the Hugging Face "
+            "layout, with safetensors, or a checkpoint."
+        ) from None
+
+
+def bring_code(
+    inventory: ClusterInventory, cluster: Cluster, answers: Answers, *, code: Code, talk: Console
+) -> None:
+    """Bring the code to nodes that lack it and compile it there; a failed build is a note."""
+    lacking = {name: a.missing for name, a in answers.items() if a.missing is not None}
+    nodes = [node for node in inventory.nodes if node.name in lacking]
+    if not nodes:
+        return
+    counts = ", ".join(f"{name} {len(missing)}" for name, missing in lacking.items())
+    talk.print(f"payload {code.digest}: sending changed files ({counts})")
+
+    def send(node: Node) -> str | None:
+        connection, home = cluster.connect(node), _home(answers, node)
+        send_code(connection, code, lacking[node.name], home=home)
+        return build_kernels(connection, code, home=home, venv=VENV)
+
+    reasons = all_or_raise(on_every_node(nodes, send), what="sending the payload")
+    built = ", ".join(name for name, reason in reasons.items() if reason is None)
+    if built:
+        talk.print(f"kernels: built on {built}")
+    for name, reason in reasons.items():
+        if reason is not None:
+            talk.print(f"note: {name} trains without kernels: {reason}")
+
+
+def try_store(
+    address: StoreAddress,
+    head: Connection,
+    answer: NodeLook,
+    *,
+    code: Code,
+    new_run: str | None = None,
+) -> None:
+    """Raise ConfigError or PreflightError where the head, which has the code, cannot write there.
+
+    The same holds for `new_run`, a run's id, that the store has already.
+    """
+    root = PurePosixPath(answer.home, NODE_FOLDER, f"payload-{code.digest}")
+    program = check_words(address, new_run=new_run, python=str(VENV / "bin" / "python"))
+    done = head.run(["env", f"PYTHONPATH={root}", *program], timeout_s=TRY_STORE_S)
+    require_stored(done.status, done.stderr, where=f"{head.node.name}: ")
+
+
+def bring_data(
+    inventory: ClusterInventory,
+    cluster: Cluster,
+    answers: Answers,
+    *,
+    source: Path,
+    talk: Console,
+) -> PurePosixPath:
+    """Bring the data to the nodes that lack it, each from here; return where it is."""
+    whole = _whole_data(source)
+    target = _home(answers, inventory.head) / NODE_FOLDER / PurePosixPath(whole).parent
+    known = load_meta(source).all_files()
+    files = {**{name: entry.sha256 for name, entry in known.items()}, META_NAME: None}
+    nodes = [node for node in inventory.nodes if whole not in answers[node.name].has]
+    if nodes:
+        size = sum(path.stat().st_size for path in source.iterdir()) / 1e6
+        names = ", ".join(node.name for node in nodes)
+        talk.print(f"data {source}: sending {size:,.0f} MB to each of {names}")
+    all_or_raise(
+        on_every_node(nodes, lambda node: send_files(cluster.connect(node), source, target, files)),
+        what="sending the data",
+    )
+    return target
+
+
+def bring_weights(
+    inventory: ClusterInventory,
+    cluster: Cluster,
+    answers: Answers,
+    *,
+    weights: Weights,
+    talk: Console,
+) -> PurePosixPath:
+    """Bring the weights to the head, if it lacks them; return where. Rank 0 alone reads them."""
+    head = inventory.head
+    whole = _whole_weights(weights)
+    target = _home(answers, head) / NODE_FOLDER / PurePosixPath(whole).parent
+    if whole not in answers[head.name].has:
+        size = weights.size_bytes() / 1e6
+        talk.print(f"weights {weights.folder}: sending {size:,.0f} MB to {head.name}")
+        send_files(cluster.connect(head), weights.folder, target, weights.files)
+    return target
+
+
+def _whole_data(source: Path) -> str:
+    """Return the file that a node with this data has under ~/tileforge: equal for equal data."""
+    digest = hashlib.sha256((source / META_NAME).read_bytes()).hexdigest()[:16]
+    return f"data/{digest}/{META_NAME}"
+
+
+def _whole_weights(weights: Weights) -> str:
+    return f"weights/{weights.digest}/{list(weights.files)[-1]}"
+
+
+def _home(answers: Answers, node: Node) -> PurePosixPath:
+    return PurePosixPath(answers[node.name].home)
+
+
+def ask_nodes(
+    inventory: ClusterInventory,
+    cluster: Cluster,
+    *,
+    code: Code,
+    programs: Sequence[str],
+    data: Path,
+    weights: Weights | None,
+) -> Answers:
+    """Return what every node has and lacks. Raises PreflightError where a run cannot be.
+
+    `programs` are those that the run needs in the nodes' environment.
+    """
+    wholes = [_whole_data(data), *([_whole_weights(weights)] if weights else [])]
+    answers = all_or_raise(
+        on_every_node(
+            inventory.nodes,
+            lambda node: look(
+                cluster.connect(node), code, venv=VENV, programs=programs, wholes=wholes
+            ),
+        ),
+        what="looking at the nodes",
+    )
+    homes = {name: answer.home for name, answer in answers.items()}
+    if len(set(homes.values())) > 1:
+        listed = ", ".join(f"{name} {home}" for name, home in homes.items())
+        raise PreflightError(
+            f"the login's home is not the same on every node ({listed}); every rank starts "
+            "with the same paths. Give the user the same home everywhere."
+        )
+    for name, answer in answers.items():
+        if answer.lacking:
+            raise PreflightError(
+                f"{name}: it has no {shown(', '.join(answer.lacking))}. Run its bootstrap again "
+                "(bootstrap/node-setup.sh)."
+            )
+    return answers

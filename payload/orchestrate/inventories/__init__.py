@@ -1,0 +1,1 @@
+"""Which machines a command is about, and whether a run can be placed on them."""

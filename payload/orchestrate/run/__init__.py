@@ -1,1 +1,0 @@
-"""Runs: their folders and copies, following them, and printing."""

@@ -1,0 +1,42 @@
+"""The sites that `--site` names, and the one that has a run."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+
+from payload.core.errors import ConfigError
+from payload.orchestrate import sites
+from payload.orchestrate.runs.site import NamedSite, SiteRun
+from payload.run_record.results import RunJob, RunPaths, last_record
+
+_NOT_SITES = (
+    "allocation",
+    "checkpoint_copies",
+    "cluster_run",
+    "local",
+    "registry",
+    "ssh",
+)
+"""This machine and clusters over SSH are what an inventory says, not `--site`."""
+
+
+def site_names() -> list[str]:
+    """Return what `--site` takes, in alphabetical order."""
+    found = (module.name for module in pkgutil.iter_modules(sites.__path__))
+    return sorted(name for name in found if name not in _NOT_SITES)
+
+
+def find_site(name: str) -> NamedSite:
+    """Return the site of that name. Raises ConfigError that lists those that there are."""
+    if name not in site_names():
+        raise ConfigError(f"site {name!r}: there is no such site. Use {', '.join(site_names())}.")
+    site: NamedSite = importlib.import_module(f"{sites.__name__}.{name}").SITE
+    return site
+
+
+def run_at_site(paths: RunPaths, env: Mapping[str, str]) -> SiteRun | None:
+    """Return the run by the record in its folder; None where no site has it."""
+    job = last_record(RunJob, paths.job)
+    return None if job is None else find_site(job.site).run_of(paths, job, env)
