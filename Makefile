@@ -21,8 +21,8 @@ CONFIG ?= payload/configs/quickstart.toml
 ARGS ?=
 # Tests that run side by side: one more than cores, as many wait for machines or processes.
 WORKERS ?= 3
-# The same for the tests of make test-all besides: a test of several machines takes whole cores.
-LONG_WORKERS ?= 2
+# The same for the tests of make test-all besides, which wait for machines for half of their time.
+LONG_WORKERS ?= 3
 UPGRADE ?=
 # A run's id, for the dashboard; none = the newest.
 RUN ?=

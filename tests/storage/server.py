@@ -263,7 +263,7 @@ def _handler(proxy: FaultyProxy) -> type[BaseHTTPRequestHandler]:
             # The client ends each part with a line break that is no part of it.
             parts = [part[:-2] for part in body.split(b"--" + boundary.encode())[1:-1]]
             told, content = (part.partition(b"\r\n\r\n")[2] for part in parts)
-            checksum = base64.b64encode(google_crc32c.Checksum(content).digest()).decode()
+            checksum = base64.b64encode(google_crc32c.value(content).to_bytes(4, "big")).decode()
             try:
                 return bool(json.loads(told).get("crc32c", checksum) != checksum)
             except ValueError:  # the change is in what is told about the content

@@ -10,11 +10,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import PurePosixPath
 
-LOWER = ("core", "machines", "formats", "models", "config", "run_record", "pricing", "stack")
-LOWER += ("estimates", "weights")
+LOWER = (
+    *("core", "machines", "formats", "models", "config", "run_record", "pricing", "stack"),
+    *("estimates", "weights"),
+)
 """Packages without side effects, by tier: each may import those before it."""
-UPPER = ("launch", "orchestrate", "supervise", "data", "train", "generate", "evaluate", "export")
-UPPER += ("cli", "finetune", "report", "storage", "monitor")
+UPPER = (
+    *("launch", "orchestrate", "supervise", "data", "train", "generate", "evaluate", "export"),
+    *("cli", "finetune", "report", "storage", "monitor"),
+)
 PACKAGES = frozenset({*LOWER, *UPPER})
 ROOT = "root"
 """`payload/__init__.py`, which has the version alone."""
