@@ -30,14 +30,14 @@ from benchmarks.tables import Table
 from payload.config.training_sections import EngineSection, OptimizerSection, TrainSection
 from payload.launch.environment import malloc_environment
 from payload.models.gpt2 import PRESETS
-from payload.train.checkpoint import TrainerState
+from payload.train.checkpoints.checkpoint import TrainerState
+from payload.train.checkpoints.saving import Saving
+from payload.train.checkpoints.snapshot import Snapshot
 from payload.train.engine import engage
 from payload.train.models.gpt2 import GPT
-from payload.train.optimizer import build_optimizers
-from payload.train.saving import Saving
-from payload.train.snapshot import Snapshot
-from payload.train.sync_check import rank_state
-from payload.train.world import World
+from payload.train.optimizers.optimizer import build_optimizers
+from payload.train.ranks.world import World
+from payload.train.strategies.sync_check import rank_state
 
 GOAL = 0.05
 """Time lost to a checkpoint, over the time of the steps between two of them."""

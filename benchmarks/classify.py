@@ -37,7 +37,7 @@ import numpy as np
 from benchmarks.machine import describe_machine
 from benchmarks.package_texts import FORMS, PackageText, Parts, divide, packages, write_csv
 from benchmarks.tables import Table
-from payload.train.checkpoint import load_trainer_state
+from payload.train.checkpoints.checkpoint import load_trainer_state
 from payload.train.models.classifier import Classifier
 from payload.train.models.registry import load
 

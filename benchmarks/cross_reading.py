@@ -208,9 +208,9 @@ def _train_all(root: Path, tasks: Sequence[Mapping[str, Any]]) -> None:
     from payload.config.launch_sections import DistributedSection
     from payload.config.run_config import load_run_config
     from payload.train.parts import Observer, Parts
+    from payload.train.ranks.world import World
     from payload.train.session import train
     from payload.train.start_clock import StartClock
-    from payload.train.world import World
 
     class Held(Observer):
         """Keeps what this rank held when the checkpoint of step 5 was made, or was read."""
@@ -265,7 +265,7 @@ def _held(parts: Any) -> dict[str, Any]:
 
 def _differing(parts: Any, held: Mapping[str, Any], checkpoint: Path) -> list[str]:
     """Return the names of what is not, bitwise, this rank's part of a checkpoint's tensors."""
-    from payload.train.checkpoint import optimizer_tensors
+    from payload.train.checkpoints.checkpoint import optimizer_tensors
     from payload.train.models.registry import load
 
     weights = load(checkpoint).named_parameters()

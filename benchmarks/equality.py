@@ -184,11 +184,11 @@ def _train_all(root: Path, jobs: Sequence[tuple[str, str, str]]) -> None:
     """Train the jobs on this rank."""
     from payload.config.launch_sections import DistributedSection
     from payload.config.run_config import load_run_config
-    from payload.train.optimizer import build_optimizers
+    from payload.train.optimizers.optimizer import build_optimizers
+    from payload.train.ranks.world import World
     from payload.train.session import train
     from payload.train.start_clock import StartClock
     from payload.train.strategies import base, zero3
-    from payload.train.world import World
 
     world = World.from_env(os.environ)
     world.join(DistributedSection(timeout_s=300))
@@ -210,9 +210,9 @@ def _sgd(model: Any, settings: Any, engine: Any = None, *, parts: Any = None) ->
     """Return SGD in the place of the run's optimizer: its updates keep the gradients' scale."""
     import torch
 
-    from payload.train.eager import eager
     from payload.train.models.base import trainable
-    from payload.train.optimizer import Optimizers
+    from payload.train.optimizers.eager import eager
+    from payload.train.optimizers.optimizer import Optimizers
 
     del engine
     trained = [each for _, each in (trainable(model) if parts is None else parts.items())]

@@ -30,14 +30,14 @@ from accelerate import Accelerator
 from benchmarks.machine import describe_machine
 from benchmarks.tables import Table
 from payload.config.training_sections import EngineSection, OptimizerSection
-from payload.data.blocks import BlockOrder, TokenData
+from payload.data.reading.blocks import BlockOrder, TokenData
 from payload.launch.environment import malloc_environment
 from payload.models.gpt2 import PRESETS
 from payload.train.engine import engage
-from payload.train.evaluate import EvalPass, evaluate
 from payload.train.models.gpt2 import GPT
-from payload.train.optimizer import build_optimizers
-from payload.train.world import World
+from payload.train.optimizers.optimizer import build_optimizers
+from payload.train.ranks.world import World
+from payload.train.tasks.evaluate import EvalPass, evaluate
 
 SPEED_BOUND = 2.5
 """Tokens a second of an evaluation, over those of training."""

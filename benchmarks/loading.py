@@ -48,7 +48,7 @@ def write_model(folder: Path, *, params: float, kind: str = "llama") -> int:
 
     from payload.models.registry import spec_of
     from payload.train.models.registry import build
-    from payload.train.tensor_file import write_tensors
+    from payload.train.tensors.tensor_file import write_tensors
 
     layer = 4 * _WIDTH**2 + 3 * 4 * _WIDTH**2
     layers = max(1, round((params - _VOCAB * _WIDTH) / layer))
@@ -102,8 +102,8 @@ def load_as_a_rank(folder: Path, *, whole: bool, mesh: str) -> dict[str, Any]:
     from payload.models.registry import read_spec
     from payload.train.models.registry import build, load
     from payload.train.optimizer_state import restore_optimizer
+    from payload.train.ranks.world import World
     from payload.train.strategies.registry import choose_strategy
-    from payload.train.world import World
 
     overrides = [f"{key}={value}" for key, value in mesh_settings(mesh).items()]
     config = parse_run_config("", overrides=overrides, where="the benchmark")

@@ -51,9 +51,9 @@ from payload.run_record.results import RunPaths, RunState, write_json
 from payload.train.engine import engage
 from payload.train.metrics import Heartbeat, MetricsFile, rss_bytes
 from payload.train.models.gpt2 import GPT
-from payload.train.optimizer import build_optimizers
+from payload.train.optimizers.optimizer import build_optimizers
+from payload.train.ranks.world import World
 from payload.train.step_clock import StepClock
-from payload.train.world import World
 
 GOAL = 0.005
 """Share of the step's time."""

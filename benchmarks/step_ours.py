@@ -22,8 +22,8 @@ from payload.train.engine import engage
 from payload.train.models.base import CausalLM
 from payload.train.models.lora import add_adapter, shrink_base, widen_base
 from payload.train.models.registry import build, load
-from payload.train.optimizer import build_optimizers
-from payload.train.world import World
+from payload.train.optimizers.optimizer import build_optimizers
+from payload.train.ranks.world import World
 
 _PRODUCTS = 50
 

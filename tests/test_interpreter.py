@@ -14,7 +14,7 @@ import pytest
 from payload.config.store_address import StoreAddress, parse_store_address
 from payload.core.interpreter import SAFE_PATH, code_environment, code_path, module_words
 from payload.launch.environment import Rendezvous, common_environment, launcher_environment
-from payload.launch.launchers.base import Job, Reach
+from payload.launch.launcher import Job, Reach
 from payload.launch.launchers.registry import find
 from payload.launch.plan import rank_words
 from payload.orchestrate.access.local import LocalAccess

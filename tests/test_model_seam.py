@@ -18,11 +18,11 @@ from payload.estimates.step_time import buckets
 from payload.formats.hf_folder import WEIGHTS_FILE
 from payload.models.registry import read_spec, spec_of
 from payload.run_record.results import RunPaths
-from payload.train.buckets import make_buckets
 from payload.train.models.base import CausalLM, trainable
 from payload.train.models.registry import build, load
-from payload.train.optimizer import build_optimizers
-from payload.train.weights import save_hf
+from payload.train.models.weights import save_hf
+from payload.train.optimizers.optimizer import build_optimizers
+from payload.train.strategies.buckets import make_buckets
 from tests.support.launching import losses
 from tests.train.alone import train_alone
 

@@ -27,8 +27,8 @@ from payload.machines.core_speed import GPU_MFU
 from payload.machines.inventory import Node
 from payload.models.gpt2 import PRESETS, Gpt2Spec
 from payload.orchestrate.hardware.nvidia import for_prediction
-from payload.train.buckets import Bucket, make_buckets
 from payload.train.models.gpt2 import GPT
+from payload.train.strategies.buckets import Bucket, make_buckets
 
 GPT2 = PRESETS["gpt2"]
 # One layer of width 2 and no bias: 48 matrix numbers, three norms of 2, 10 + 4 embeddings of 2.

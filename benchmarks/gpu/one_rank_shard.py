@@ -18,8 +18,8 @@ from payload.core.errors import ExitCode
 from payload.train import session
 from payload.train.__main__ import leave
 from payload.train.__main__ import main as train
+from payload.train.ranks.world import World
 from payload.train.strategies.shard import Shard
-from payload.train.world import World
 
 
 def make_shard(settings: DistributedSection, world: World) -> Shard:

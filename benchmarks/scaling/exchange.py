@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from payload.config.launch_sections import DistributedSection
-from payload.train.world import World
+from payload.train.ranks.world import World
 
 _SMALL_NUMBERS = 1024
 _SMALL_ROUNDS = 50

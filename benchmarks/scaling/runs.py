@@ -25,7 +25,7 @@ from payload.launch.environment import (
     launcher_environment,
     rank_environment,
 )
-from payload.launch.launchers.base import Reach
+from payload.launch.launcher import Reach
 from payload.launch.launchers.registry import find
 from payload.launch.ranks import Rank
 from payload.models.gpt2 import PRESETS

@@ -20,12 +20,12 @@ from payload.core.interrupts import interrupt_once
 from payload.core.remake import no_range_hashes
 from payload.core.tasks import TASK_KINDS
 from payload.core.untrusted import printable
-from payload.data.documents import MIB
-from payload.data.meta import add_range_hashes, verify_files
+from payload.data.sources.documents import MIB
 from payload.data.sources.request import DEFAULT_SPLIT, DEFAULT_TEXT_COLUMN, SOURCE_KINDS
 from payload.data.tasks import all_tasks, task_of
 from payload.data.tasks.arguments import positive_int
 from payload.data.tasks.base import Task
+from payload.data.writing.meta import add_range_hashes, verify_files
 from payload.formats.data_folder import DataMeta, load_meta
 
 TOKENIZER = "gpt2"

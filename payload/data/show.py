@@ -10,10 +10,17 @@ import numpy as np
 
 from payload.core.errors import ConfigError, DataError
 from payload.core.untrusted import is_failure, one_line, printable
-from payload.data.blocks import IGNORED_TARGET
-from payload.data.packed_blocks import FIRST, PADDING, TRAINED, PackedBlocks, Split, open_packed
-from payload.data.pairs import open_pairs
-from payload.data.preferences import ANSWERS
+from payload.data.reading.blocks import IGNORED_TARGET
+from payload.data.reading.packed_blocks import (
+    FIRST,
+    PADDING,
+    TRAINED,
+    PackedBlocks,
+    Split,
+    open_packed,
+)
+from payload.data.reading.pairs import open_pairs
+from payload.data.rows.preferences import ANSWERS
 from payload.formats.data_folder import ChatRecord, DataMeta
 from payload.formats.tokenizer_identity import TOKENIZER_FILE
 

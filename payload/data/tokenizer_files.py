@@ -14,8 +14,7 @@ from typing import Any
 
 from payload.core.errors import CheckpointError, DataError
 from payload.core.remake import how_to_make_again
-from payload.data.chat_template import TEMPLATE_FILE, templates_of
-from payload.data.special_tokens import special_tokens, tokenizer_config
+from payload.data.templates.chat_template import TEMPLATE_FILE, templates_of
 from payload.data.tokenizer_match import (
     carried_file,
     is_same_tokenizer,
@@ -29,6 +28,7 @@ from payload.data.tokenizers.gpt2 import (
     VOCAB_SIZE,
 )
 from payload.data.tokenizers.hf_fast import PRINTED_BYTES, byte_symbols
+from payload.data.tokenizers.special_tokens import special_tokens, tokenizer_config
 from payload.formats.data_folder import DataMeta
 from payload.formats.hf_folder import read_tokenizer_files
 

@@ -24,11 +24,11 @@ from payload.core.interrupts import interrupt_once
 from payload.core.untrusted import printable
 
 if TYPE_CHECKING:
-    from payload.data.blocks import Blocks
+    from payload.data.reading.blocks import Blocks
     from payload.run_record.metrics_log import EvalMetrics
     from payload.train.models.base import CausalLM
     from payload.train.models.classifier import Classifier
-    from payload.train.world import World
+    from payload.train.ranks.world import World
 
 _SEQUENCE_LENGTH = 1024
 _PASS_TOKENS = 4096
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None, env: Mapping[str, str]) -> int:
     """Run the command; return its exit code."""
     arguments = parser().parse_args(argv)
     # torch takes seconds to import; --help should not cost them.
-    from payload.train.rank_command import carry_out
+    from payload.train.ranks.rank_command import carry_out
 
     return carry_out(lambda world: _evaluate(arguments, world), env)
 
@@ -96,7 +96,7 @@ def _evaluate(arguments: argparse.Namespace, world: World) -> None:
     from payload.formats.data_folder import load_meta
     from payload.train.models.classifier import Classifier
     from payload.train.models.registry import load
-    from payload.train.weights import model_folder, tokenizer_folder
+    from payload.train.models.weights import model_folder, tokenizer_folder
 
     folder = model_folder(arguments.checkpoint, setting="--checkpoint")
     require_same_tokens(
@@ -153,7 +153,7 @@ def _evaluate_classifier(
     from payload.config.launch_sections import DistributedSection
     from payload.evaluate.classify import as_json, as_text, measure, open_texts
     from payload.formats.data_folder import VAL_NAME, load_meta
-    from payload.train.rank_command import autocast, progress
+    from payload.train.ranks.rank_command import autocast, progress
 
     meta = load_meta(arguments.data)
     texts = open_texts(arguments.data, meta, model, sequence_length=arguments.sequence_length)
@@ -187,7 +187,7 @@ def _evaluate_pairs(
     from payload.config.launch_sections import DistributedSection
     from payload.evaluate.preference import as_json, as_text, beta_of, measure, open_both
     from payload.formats.data_folder import VAL_NAME, load_meta
-    from payload.train.rank_command import autocast, progress
+    from payload.train.ranks.rank_command import autocast, progress
 
     meta, beta = load_meta(arguments.data), beta_of(weights)
     pairs, values, reference = open_both(arguments.data, meta, model, dtype=arguments.dtype)
@@ -219,8 +219,8 @@ def _evaluate_pairs(
 
 def _open(folder: Path, model: CausalLM, *, sequence_length: int) -> tuple[Blocks, str]:
     """Return the validation blocks, and val.bin's sha256. Raises DataError, ConfigError."""
-    from payload.data.blocks import open_tokens
-    from payload.data.packed_blocks import open_packed
+    from payload.data.reading.blocks import open_tokens
+    from payload.data.reading.packed_blocks import open_packed
     from payload.formats.data_folder import VAL_NAME, load_meta
 
     meta = load_meta(folder)
@@ -279,8 +279,8 @@ def _require_equal_ranks(model: CausalLM, val_sha256: str, world: World) -> None
 def _measure(
     model: CausalLM, blocks: Blocks, world: World, *, tokens: int, dtype: str
 ) -> EvalMetrics:
-    from payload.train.evaluate import EvalPass, evaluate
-    from payload.train.rank_command import autocast, progress
+    from payload.train.ranks.rank_command import autocast, progress
+    from payload.train.tasks.evaluate import EvalPass, evaluate
 
     how = EvalPass(
         world=world,

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from payload.core.errors import ConfigError, DataError
-from payload.data.labelled import LabelledTexts, open_labelled
+from payload.data.reading.labelled import LabelledTexts, open_labelled
 from payload.formats.data_folder import VAL_NAME, DataMeta
 from payload.run_record.classification import ClassMetrics, f1_scores
-from payload.train.evaluate import EvalPass
 from payload.train.models.classifier import Classifier
+from payload.train.ranks.world import World
 from payload.train.tasks.classify import evaluate_texts
-from payload.train.world import World
+from payload.train.tasks.evaluate import EvalPass
 
 _BATCH_TEXTS = 32
 """Texts of a batch; the same for any number of ranks, so that the result is."""

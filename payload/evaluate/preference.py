@@ -14,15 +14,15 @@ from payload.config.run_config import parse_run_config
 from payload.config.training_sections import TaskSection
 from payload.core.dtype import Dtype
 from payload.core.errors import ConfigError, DataError
-from payload.data.pairs import Pairs, open_pairs
+from payload.data.reading.pairs import Pairs, open_pairs
 from payload.formats.checkpoint_files import checkpoint_config
 from payload.formats.data_folder import DataMeta
 from payload.run_record.preference import PreferenceMetrics
-from payload.train.dpo import evaluate_pairs
-from payload.train.evaluate import EvalPass
 from payload.train.models.base import CausalLM
+from payload.train.ranks.world import World
+from payload.train.tasks.dpo import evaluate_pairs
+from payload.train.tasks.evaluate import EvalPass
 from payload.train.tasks.preference import stored_reference
-from payload.train.world import World
 
 _BATCH_PAIRS = 8
 """Pairs of a batch; the same for any number of ranks, so that the result is."""

@@ -19,7 +19,7 @@ from payload.export.merged import dequantized_weights, merged_weights
 from payload.export.tensors import WeightFiles, weights_of
 from payload.export.vocabulary import read_vocabulary
 from payload.formats.hf_folder import read_config
-from payload.train.weights import (
+from payload.train.models.weights import (
     base_folder,
     config_folder,
     model_folder,

@@ -12,8 +12,8 @@ from payload.export.tensors import HeldWeights, WeightFiles
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from payload.train.lazy_tensors import PlannedTensors
     from payload.train.models.base import CausalLM
+    from payload.train.tensors.lazy_tensors import PlannedTensors
 
 
 def merged_weights(base: Path, adapter: Path) -> WeightFiles:

@@ -13,7 +13,7 @@ from payload.core.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from payload.train.lazy_tensors import PlannedTensors
+    from payload.train.tensors.lazy_tensors import PlannedTensors
 
 
 class WeightFiles:

@@ -10,9 +10,9 @@ from typing import Any
 from payload.core.errors import DataError
 from payload.core.tasks import TASK_KINDS, TaskKind
 from payload.core.untrusted import home_path, shown
-from payload.data.conversations import BadConversationError, Messages, conversation_of
-from payload.data.preferences import preference_of
-from payload.data.rows import open_rows
+from payload.data.rows.conversations import BadConversationError, Messages, conversation_of
+from payload.data.rows.preferences import preference_of
+from payload.data.rows.rows import open_rows
 from payload.data.sources.request import DEFAULT_TEXT_COLUMN, SourceKind, SourceRequest
 from payload.formats.hub_names import HubName, require_one_meaning
 
@@ -225,7 +225,7 @@ def _text_lengths(found: Recognised, *, tokenizer: str) -> tuple[int, ...]:
 
 
 def _conversation_lengths(found: Recognised, *, tokenizer: str) -> tuple[int, ...]:
-    from payload.data.chat_template import read_chat_template
+    from payload.data.templates.chat_template import read_chat_template
     from payload.data.tokenizers import load_hf_tokenizer
 
     loaded, folder = load_hf_tokenizer(tokenizer)

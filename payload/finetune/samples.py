@@ -24,7 +24,7 @@ from payload.core.errors import ConfigError, DataError, ExitCode, TileforgeError
 from payload.core.files import write_whole
 from payload.core.interpreter import code_environment, module_words
 from payload.core.untrusted import is_failure, one_line, printable
-from payload.data.packed_blocks import Split
+from payload.data.reading.packed_blocks import Split
 from payload.data.show import read_samples
 from payload.formats.data_folder import VAL_NAME, DataMeta, load_meta
 from payload.formats.tokenizer_identity import TOKENIZER_FILE

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from payload.core.errors import ExitCode, TileforgeError, UsageError
 from payload.core.interrupts import interrupt_once
 from payload.core.untrusted import printable
-from payload.data.chat_template import read_chat_template
+from payload.data.templates.chat_template import read_chat_template
 from payload.generate.arguments import parser
 from payload.generate.chat import Conversation, talk
 from payload.generate.classify import (
@@ -30,7 +30,7 @@ from payload.generate.prompts import batches, encode, read_prompts
 from payload.generate.sampling import Sampler, SamplingOptions
 from payload.train.models.base import CausalLM
 from payload.train.models.registry import load
-from payload.train.weights import model_folder, tokenizer_folder
+from payload.train.models.weights import model_folder, tokenizer_folder
 
 _DEFAULTS = SamplingOptions()
 _ANSWER_TOKENS = 1024

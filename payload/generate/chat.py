@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from payload.core.errors import ConfigError
-from payload.data.chat_template import ChatTemplate
+from payload.data.templates.chat_template import ChatTemplate
 from payload.generate.codec import Codec
 from payload.generate.sampling import Reader, Sampler, SamplingOptions
 from payload.generate.text import StopText, TextStream

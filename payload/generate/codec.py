@@ -20,7 +20,7 @@ from payload.formats.tokenizer_identity import (
     has_vocabulary,
     vocabulary_file,
 )
-from payload.train.weights import config_folder, tokenizer_folder
+from payload.train.models.weights import config_folder, tokenizer_folder
 
 _GENERATION_CONFIG = "generation_config.json"
 _TOKENIZER_FILE = "tokenizer.json"

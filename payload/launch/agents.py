@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from payload.core.untrusted import build, parse_json
-from payload.launch.launchers.base import Job, LostNode, Report
+from payload.launch.launcher import Job, LostNode, Report
 
 NODE_RANK, IS_HEAD, ADDRESS, SCRATCH = "{node_rank}", "{is_head}", "{address}", "{scratch}"
 """In an agent's own words: the node's place in the hosts file, 1 for the first node and 0 for

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from payload.core.errors import ExitCode
-from payload.launch.launchers.base import Launcher, Report
+from payload.launch.launcher import Launcher, Report
 from payload.launch.ranks import Rank
 from payload.run_record.results import RankExit, RunStatus
 

@@ -29,7 +29,7 @@ from payload.train.start_clock import StartClock
 
 if TYPE_CHECKING:
     from payload.train.parts import Observer
-    from payload.train.world import World
+    from payload.train.ranks.world import World
 
 log = logging.getLogger("payload.train")
 
@@ -52,9 +52,9 @@ def main(
     clock = StartClock()
     _set_up_logging(env)
     # torch takes seconds to import; a wrong config should not cost them.
+    from payload.train.ranks.world import World
     from payload.train.session import train
     from payload.train.setup import pin_initial
-    from payload.train.world import World
 
     world = last_words.world = World.from_env(env).on(
         config.device, deterministic=config.engine.deterministic
@@ -160,7 +160,7 @@ class LastWords:
         first_line = str(error).splitlines()[0] if str(error) else ""
         text = f"{type(error).__name__}: {first_line}"
         if self.world is not None:
-            from payload.train.world import as_rank_lost
+            from payload.train.ranks.world import as_rank_lost
 
             lost = as_rank_lost(error, world=self.world)
             if lost is not None:

@@ -10,8 +10,8 @@ from payload.config.run_config import RunConfig
 from payload.estimates.step_time import Network, gradient_bytes, run_step_time, sends_per_byte
 from payload.models.spec import ModelSpec
 from payload.train.calibration import Calibration
+from payload.train.ranks.world import World
 from payload.train.tasks.base import Task
-from payload.train.world import World
 
 
 def describe(

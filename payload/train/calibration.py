@@ -17,8 +17,8 @@ from payload.config.training_sections import DtypeChoice
 from payload.core.dtype import Dtype
 from payload.estimates.step_time import ShardTimes
 from payload.train.models.quantized import QuantizedLinear
+from payload.train.ranks.world import World
 from payload.train.strategies.shard_times import Sharded, measure_shards
-from payload.train.world import World
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from payload.machines.rank_variables import NODE_RANK, TORCH, identify
 
 if TYPE_CHECKING:
-    from payload.train.world import DeviceKind, World
+    from payload.train.ranks.world import DeviceKind, World
 
 MARK = "tileforge-trial "
 _ROUNDS = 5
@@ -95,7 +95,7 @@ def _measure(
 ) -> None:
     from payload.config.launch_sections import DeviceSection, DistributedSection
     from payload.train.calibration import gemm_rounds_flops_per_s
-    from payload.train.world import World
+    from payload.train.ranks.world import World
 
     world = World.from_env(env).on(DeviceSection(kind=device))
     world.join(DistributedSection(timeout_s=60.0))

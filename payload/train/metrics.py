@@ -29,7 +29,7 @@ from payload.run_record.metrics_log import (
     to_json_line,
 )
 from payload.run_record.results import RankExit, RankProgress, RunPaths
-from payload.train.world import World
+from payload.train.ranks.world import World
 
 _PROGRESS_INTERVAL_S = 0.5
 _STATM = Path("/proc/self/statm")

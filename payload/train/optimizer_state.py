@@ -17,10 +17,10 @@ from torch import Tensor
 
 from payload.core.untrusted import checked
 from payload.formats.checkpoint_files import OPTIMIZER_FILE
-from payload.train.checkpoint import optimizer_tensors
-from payload.train.lazy_tensors import LazyTensors, seen_by_all
-from payload.train.optimizer import Optimizers
+from payload.train.checkpoints.checkpoint import optimizer_tensors
+from payload.train.optimizers.optimizer import Optimizers
 from payload.train.strategies.base import Strategy
+from payload.train.tensors.lazy_tensors import LazyTensors, seen_by_all
 
 log = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from accelerate import Accelerator
 from payload.config.run_config import RunConfig
 from payload.run_record.results import RunPaths
 from payload.train.calibration import Calibration
-from payload.train.checkpoint import BaseModel
+from payload.train.checkpoints.checkpoint import BaseModel
 from payload.train.metrics import Heartbeat, MetricsFile
 from payload.train.models.base import CausalLM
-from payload.train.optimizer import Optimizers
+from payload.train.optimizers.optimizer import Optimizers
+from payload.train.ranks.world import World
 from payload.train.strategies.base import Strategy
 from payload.train.tasks.base import Task
-from payload.train.world import World
 
 
 class Observer:

@@ -36,6 +36,7 @@ from payload.train.models.float8 import convert_linears
 from payload.train.models.lora import shrink_base, widen_base
 from payload.train.optimizer_state import restore_optimizer
 from payload.train.parts import Observer, Parts
+from payload.train.ranks.world import World
 from payload.train.setup import (
     Start,
     earlier_config,
@@ -49,7 +50,6 @@ from payload.train.summary import SummaryFile
 from payload.train.tasks.base import Task
 from payload.train.tasks.registry import open_task
 from payload.train.trainer import Outcome, Trainer
-from payload.train.world import World
 
 log = logging.getLogger(__name__)
 

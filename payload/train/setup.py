@@ -33,15 +33,14 @@ from payload.models.registry import read_spec, spec_of
 from payload.models.spec import ModelSpec
 from payload.run_record.results import RunPaths, require_own_folders
 from payload.run_record.run_identity import checkpoint_identity, known_identity
-from payload.train.base_model import identify
-from payload.train.checkpoint import (
+from payload.train.checkpoints.base_model import identify
+from payload.train.checkpoints.checkpoint import (
     BaseModel,
     TrainerState,
     load_trainer_state,
     newest_checkpoint,
     remove_partial_checkpoints,
 )
-from payload.train.lazy_tensors import LazyTensors, seen_by_all
 from payload.train.models.base import CausalLM
 from payload.train.models.lora import (
     add_adapter,
@@ -50,9 +49,10 @@ from payload.train.models.lora import (
     read_adapter_tensors,
 )
 from payload.train.models.registry import build, load, require_enough
+from payload.train.models.weights import config_folder, model_folder
+from payload.train.ranks.world import World
 from payload.train.tasks.base import Task
-from payload.train.weights import config_folder, model_folder
-from payload.train.world import World
+from payload.train.tensors.lazy_tensors import LazyTensors, seen_by_all
 from payload.weights.adapter_files import has_adapter
 from payload.weights.source import pinned
 

@@ -14,7 +14,7 @@ from payload.run_record.full_disk import write_record
 from payload.run_record.results import RunPaths, RunState, RunStatus, Summary, last_record
 from payload.run_record.run_statistics import with_best, with_metrics, with_time
 from payload.train.metrics import versions
-from payload.train.world import World, as_rank_lost
+from payload.train.ranks.world import World, as_rank_lost
 
 
 class SummaryFile:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from payload.core.errors import DataError, ExitCode
-from payload.data import template_process
 from payload.data.__main__ import main
-from payload.data.chat_template import ChatTemplate, load_chat_template
+from payload.data.templates import template_process
+from payload.data.templates.chat_template import ChatTemplate, load_chat_template
 from tests.support.chat_data import make_tokenizer, prepare_words, write_rows
 
 pytestmark = pytest.mark.processes

@@ -16,7 +16,7 @@ import pytest
 
 from payload.core.errors import DataError, UsageError
 from payload.data.__main__ import main
-from payload.data.labelled import LabelledTexts, open_labelled
+from payload.data.reading.labelled import LabelledTexts, open_labelled
 from payload.data.tasks.classify_job import label_map, label_of, stratified
 from payload.data.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
 from payload.formats.data_folder import MOST_NAME_TOKENS, load_meta

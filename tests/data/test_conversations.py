@@ -15,8 +15,8 @@ import pytest
 from payload.core.errors import ConfigError, DataError, ExitCode
 from payload.core.tasks import TaskKind
 from payload.data.__main__ import main
-from payload.data.packed_blocks import PackedBlocks, open_packed
-from payload.data.pairs import Pairs, open_pairs
+from payload.data.reading.packed_blocks import PackedBlocks, open_packed
+from payload.data.reading.pairs import Pairs, open_pairs
 from payload.formats.data_folder import load_meta
 from payload.orchestrate.runs.start_checks import check_data
 from tests.support.chat_data import (

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from payload.data import documents
-from payload.data.documents import cut_at, read_pieces
+from payload.data.sources import documents
+from payload.data.sources.documents import cut_at, read_pieces
 from payload.data.tokenizers.gpt2 import gpt2_encoding
 
 SPACES = [" ", "  ", "\n", "\n\n ", "\t", "\u00a0", "\u3000 ", " \u2028", "\r\n"]

@@ -13,20 +13,20 @@ import numpy.typing as npt
 import pytest
 import tiktoken
 
-from payload.data import encode
-from payload.data.encode import (
-    NASTY,
-    EncoderMismatchError,
-    GigatokenEncoder,
-    ReferenceEncoder,
-    choose_encoder,
-)
 from payload.data.tokenizers.gpt2 import (
     _PATTERN,
     Gpt2Fast,
     gpt2_encoding,
     gpt2_tokenizer,
     is_unsettled,
+)
+from payload.data.writing import encode
+from payload.data.writing.encode import (
+    NASTY,
+    EncoderMismatchError,
+    GigatokenEncoder,
+    ReferenceEncoder,
+    choose_encoder,
 )
 from tests.data.running import stdlib_texts
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from payload.core.errors import CheckpointError, DataError
-from payload.data.encode import NASTY, GigatokenEncoder, ReferenceEncoder, choose_encoder
 from payload.data.tokenizer_files import gpt2_files
 from payload.data.tokenizers import load_hf_tokenizer, load_tokenizer
+from payload.data.writing.encode import NASTY, GigatokenEncoder, ReferenceEncoder, choose_encoder
 from payload.formats.data_folder import load_meta
 from payload.formats.tokenizer_identity import GPT2_SHA256, folder_identity, require_same_tokenizer
 from tests.data.running import contents, run_here, stdlib_texts

@@ -87,7 +87,7 @@ def test_folder_that_datasets_saved_is_read(tmp_path: Path) -> None:
 def test_reading_goes_on_at_any_cursor(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("payload.data.documents.BATCH_BYTES", 100_000)
+    monkeypatch.setattr("payload.data.sources.documents.BATCH_BYTES", 100_000)
     if form == "parquet":
         folder = write_dataset(tmp_path / "set", TEXTS)
     else:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from payload.core.errors import DataError
-from payload.data.documents import Batch
+from payload.data.sources.documents import Batch
 from payload.data.sources.registry import build_source
 from payload.data.sources.request import SourceRequest
 from tests.data.running import stdlib_texts
@@ -43,7 +43,7 @@ def documents(batches: Sequence[Batch]) -> list[tuple[int, bytes]]:
 def long_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Lines just around the limit and far beyond it, each between others."""
     monkeypatch.setattr("payload.data.sources.jsonl.LINE_BYTES", LINE_BYTES)
-    monkeypatch.setattr("payload.data.documents.BATCH_BYTES", 1)
+    monkeypatch.setattr("payload.data.sources.documents.BATCH_BYTES", 1)
     path = tmp_path / "in.jsonl"
     around = [b"x" * (LINE_BYTES + more) + b"\n" for more in range(-2, 3)]
     lines = [*around, b"y" * 2 * 1024 * 1024 + b"\n"]

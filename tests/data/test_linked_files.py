@@ -13,11 +13,11 @@ import pytest
 from payload.core.errors import ConfigError, DataError, ExitCode
 from payload.core.untrusted import inside_folder
 from payload.data.__main__ import main
-from payload.data.blocks import TokenData
-from payload.data.chat_template import read_chat_template
-from payload.data.meta import write_meta
+from payload.data.reading.blocks import TokenData
+from payload.data.templates.chat_template import read_chat_template
 from payload.data.tokenizer_files import tokenizer_files
 from payload.data.tokenizers import load_tokenizer
+from payload.data.writing.meta import write_meta
 from payload.formats.data_folder import load_meta
 from payload.formats.hf_folder import TOKENIZER_FILES, read_tokenizer_files
 from payload.orchestrate.access.supply import local_weights

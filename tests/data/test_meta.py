@@ -9,7 +9,7 @@ import pytest
 
 from payload.core.errors import DataError
 from payload.data.__main__ import main
-from payload.data.meta import verify_files
+from payload.data.writing.meta import verify_files
 from payload.formats.data_folder import load_meta, token_dtype
 from tests.data.running import write_jsonl
 

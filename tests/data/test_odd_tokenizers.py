@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from payload.core.errors import DataError
-from payload.data.encode import ReferenceEncoder
-from payload.data.tokenizer_check import TokenizerCheck
 from payload.data.tokenizers import load_tokenizer
+from payload.data.writing.encode import ReferenceEncoder
+from payload.data.writing.tokenizer_check import TokenizerCheck
 from payload.formats.data_folder import load_meta
 from tests.data.running import run_here, stdlib_texts
 from tests.support.smollm2 import smollm2_folder

@@ -14,8 +14,8 @@ import pytest
 
 from payload.core.errors import ExitCode
 from payload.data.__main__ import main
-from payload.data.blocks import IGNORED_TARGET
-from payload.data.pairs import Pairs, open_pairs
+from payload.data.reading.blocks import IGNORED_TARGET
+from payload.data.reading.pairs import Pairs, open_pairs
 from payload.data.show import read_samples
 from payload.formats.data_folder import load_meta
 from tests.support import chat_data

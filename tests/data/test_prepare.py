@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from payload.data.__main__ import main
-from payload.data.meta import verify_files
-from payload.data.split import choose_split
+from payload.data.sources.split import choose_split
+from payload.data.writing.meta import verify_files
 from payload.formats.data_folder import load_meta
 from tests.data.running import (
     REPOSITORY,
@@ -45,7 +45,7 @@ def corpus(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_files_hold_what_nanogpt_would_have_written(
     texts: list[str], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("payload.data.documents.BATCH_BYTES", 500_000)
+    monkeypatch.setattr("payload.data.sources.documents.BATCH_BYTES", 500_000)
     out = tmp_path / "out"
     args = ["--source", "jsonl", "--input", corpus, "--out", out, "--val-fraction", "0.01"]
     result = run_here("prepare", *args, "--json")
@@ -206,7 +206,7 @@ def test_a_wrong_gigatoken_is_noticed_and_everything_is_done_again_by_tiktoken(
 WRONG_ON_ZEBRA = """
 from types import SimpleNamespace
 import numpy as np
-from payload.data.encode import ReferenceEncoder
+from payload.data.writing.encode import ReferenceEncoder
 from payload.data.tokenizers.gpt2 import gpt2_tokenizer
 
 class Tokenizer:

@@ -14,9 +14,9 @@ import pytest
 
 from payload.core.errors import DataError
 from payload.data.__main__ import main
-from payload.data.blocks import TokenData
-from payload.data.meta import write_meta
-from payload.data.ranges import RangeHasher
+from payload.data.reading.blocks import TokenData
+from payload.data.reading.ranges import RangeHasher
+from payload.data.writing.meta import write_meta
 from payload.formats.data_folder import RANGE_BYTES, load_meta
 from tests.data.running import write_jsonl
 from tests.support.data_folders import make_data_folder

@@ -13,8 +13,8 @@ import pytest
 
 from payload.core.errors import DataError
 from payload.data.__main__ import main
-from payload.data.meta import verify_files
-from payload.data.store import JOURNAL_NAME, locked
+from payload.data.writing.meta import verify_files
+from payload.data.writing.store import JOURNAL_NAME, locked
 from payload.formats.data_folder import load_meta
 from tests.data.running import (
     REPOSITORY,
@@ -89,7 +89,7 @@ def test_a_run_killed_between_the_renames_and_meta_is_finished_by_the_next(
         raise SystemExit(137)
 
     with monkeypatch.context() as patch:
-        patch.setattr("payload.data.prepare.write_meta", killed)
+        patch.setattr("payload.data.writing.prepare.write_meta", killed)
         with pytest.raises(SystemExit):
             main(args)
     with pytest.raises(DataError, match="not made to the end"):
@@ -134,7 +134,7 @@ def test_ctrl_c_says_how_to_go_on_and_force_begins_anew(
 
     for again, goes_on in (([], True), (["--force"], False)):
         with monkeypatch.context() as patch:
-            patch.setattr("payload.data.prepare._Run._check_result", interrupted)
+            patch.setattr("payload.data.writing.prepare._Run._check_result", interrupted)
             assert main([*args, "--force", "--shard-mib", "1"]) == 130
         assert "the same command without --force goes on" in capsys.readouterr().err
         assert main([*args, *again]) == 0
@@ -237,7 +237,7 @@ def test_a_full_disk_is_one_line_and_the_run_can_go_on(corpus: Path, tmp_path: P
         return (Path("/dev/full") if path.name == "train.bin.partial" else path).open(mode)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("payload.data.store._open", full_disk)
+        patched.setattr("payload.data.writing.store._open", full_disk)
         full = run_here("prepare", *args, "--quiet")
     assert full.returncode == 10
     assert full.stderr.startswith(f"error: {out}: No space left on device while writing, ")
@@ -253,7 +253,7 @@ def test_too_small_a_disk_is_noticed_before_writing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("payload.data.prepare.free_bytes", lambda _: 1_000_000)
+    monkeypatch.setattr("payload.data.writing.prepare.free_bytes", lambda _: 1_000_000)
     args = ["--source", "jsonl", f"--input={corpus}", f"--out={tmp_path / 'out'}", "--quiet"]
     assert main(["prepare", *args]) == 10
     complaint = capsys.readouterr().err

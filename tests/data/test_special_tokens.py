@@ -10,8 +10,8 @@ import pytest
 
 from payload.core.errors import DataError, ExitCode
 from payload.data.__main__ import main as data
-from payload.data.chat_template import read_chat_template
 from payload.data.tasks.classify_job import pad_token
+from payload.data.templates.chat_template import read_chat_template
 from payload.data.tokenizers import load_hf_tokenizer
 from tests.support.chat_data import (
     END,

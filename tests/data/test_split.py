@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset
 
 from payload.core.errors import DataError
-from payload.data.split import choose_split, default_val_fraction
+from payload.data.sources.split import choose_split, default_val_fraction
 
 
 @pytest.mark.parametrize(("documents", "fraction"), [(2, 0.5), (1758, 0.02), (10_000, 0.0005)])

@@ -10,9 +10,9 @@ import pytest
 
 from payload.core.errors import DataError
 from payload.core.tasks import TaskKind
-from payload.data.chat_template import read_chat_template, templates_of
-from payload.data.meta import write_meta
+from payload.data.templates.chat_template import read_chat_template, templates_of
 from payload.data.tokenizer_files import tokenizer_files
+from payload.data.writing.meta import write_meta
 from payload.formats.data_folder import load_meta
 from tests.support.chat_data import (
     PLAIN_TEMPLATE,

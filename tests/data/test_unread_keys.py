@@ -11,9 +11,9 @@ import pytest
 
 from payload.core.errors import ExitCode
 from payload.data.__main__ import main as data
-from payload.data.conversations import BadConversationError, conversation_of, unread_columns
-from payload.data.preferences import preference_of
-from payload.data.rows import open_rows
+from payload.data.rows.conversations import BadConversationError, conversation_of, unread_columns
+from payload.data.rows.preferences import preference_of
+from payload.data.rows.rows import open_rows
 from payload.data.sources.files import missing_shards
 from payload.data.sources.request import SourceRequest
 from tests.data.running import run_here

@@ -26,7 +26,7 @@ from payload.export.vocabulary import Vocabulary, read_vocabulary
 from payload.models.gpt2 import Gpt2Spec
 from payload.train.models.registry import build
 from payload.train.models.registry import load as load_model
-from payload.train.weights import save_hf
+from payload.train.models.weights import save_hf
 from tests.generate.models import make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -27,7 +27,7 @@ from payload.train.models.base import CausalLM, trainable
 from payload.train.models.classifier import Classifier
 from payload.train.models.lora import add_adapter, save_adapter
 from payload.train.models.registry import load
-from payload.train.weights import config_folder
+from payload.train.models.weights import config_folder
 from payload.weights.source import BASE_VARIABLE, find_source
 from tests.export.test_export import DAMAGES, change_config, complaint, damage, make
 from tests.support.chat_data import (

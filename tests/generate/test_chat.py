@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from payload.core.errors import DataError, ExitCode
-from payload.data.chat_template import read_chat_template
+from payload.data.templates.chat_template import read_chat_template
 from payload.generate.__main__ import main
-from payload.train.weights import save_hf
+from payload.train.models.weights import save_hf
 from tests.generate.models import make_model
 
 CHATML = (

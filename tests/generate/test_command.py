@@ -20,10 +20,10 @@ from payload.core.untrusted import printable
 from payload.generate import __main__ as command
 from payload.generate.__main__ import main
 from payload.run_record.results import RunPaths
-from payload.train.checkpoint import TrainerState, save_checkpoint
+from payload.train.checkpoints.checkpoint import TrainerState, save_checkpoint
+from payload.train.checkpoints.snapshot import Snapshot
 from payload.train.models.base import CausalLM
-from payload.train.snapshot import Snapshot
-from payload.train.weights import save_hf
+from payload.train.models.weights import save_hf
 from tests.generate.models import make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -41,7 +41,7 @@ from payload.run_record.results import (
 )
 from payload.supervise.heartbeat import heartbeat
 from payload.supervise.stream import parse_message
-from payload.train.checkpoint import (
+from payload.train.checkpoints.checkpoint import (
     load_trainer_state,
     optimizer_tensors,
 )

@@ -10,7 +10,7 @@ from payload.launch.environment import (
     launcher_environment,
     rank_environment,
 )
-from payload.launch.launchers.base import Reach
+from payload.launch.launcher import Reach
 from payload.launch.launchers.registry import find
 from payload.launch.ranks import place_ranks
 from tests.launch.inventories import make_inventory

@@ -20,7 +20,7 @@ from payload.launch.agents import AgentJob
 from payload.launch.arithmetic import work_out
 from payload.launch.environment import Rendezvous, common_environment
 from payload.launch.files import render_accelerate, render_hosts
-from payload.launch.launchers.base import Job, Reach
+from payload.launch.launcher import Job, Reach
 from payload.launch.launchers.registry import find
 from payload.launch.launchers.srun import each_node_command
 from payload.launch.plan import LaunchPlan, rank_program, rank_words

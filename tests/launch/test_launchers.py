@@ -14,7 +14,7 @@ from payload.config.run_config import parse_run_config
 from payload.core.errors import ConfigError, ExitCode
 from payload.launch.agents import end_of_agent
 from payload.launch.environment import launcher_environment
-from payload.launch.launchers.base import LostNode, Report
+from payload.launch.launcher import LostNode, Report
 from payload.launch.launchers.registry import candidates, find, names
 from payload.orchestrate.inventories.placeable import require_launcher
 from payload.run_record.results import RunPaths

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from payload.launch.launchers.base import Job, Launcher
+from payload.launch.launcher import Job, Launcher
 from payload.machines.rank_variables import TORCH
 
 

@@ -28,8 +28,8 @@ from payload.models.registry import spec_of
 from payload.orchestrate.__main__ import main as orchestrate
 from payload.run_record.results import RunPaths
 from payload.train.models.registry import build
+from payload.train.models.weights import save_hf
 from payload.train.setup import pin_initial
-from payload.train.weights import save_hf
 from tests.models.fake_model_hub import FIRST, NAME, model_hub, use_hub
 from tests.support.launching import rank_env, run, train_program
 from tests.train.alone import ALONE, train_alone

@@ -217,7 +217,7 @@ def test_the_checkpoint_before_a_damaged_one_is_resumed(
     runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], way: str
 ) -> None:
     """Each of its files in turn; which one the trainer would take is asked without training."""
-    from payload.train.checkpoint import newest_checkpoint
+    from payload.train.checkpoints.checkpoint import newest_checkpoint
 
     newest = f"checkpoints/step_{STEPS:08d}"
     for number, name in enumerate(CHECKPOINT_FILES):

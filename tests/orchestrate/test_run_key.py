@@ -29,7 +29,7 @@ from payload.core.errors import (
 )
 from payload.launch.environment import launcher_environment
 from payload.launch.files import render_hosts
-from payload.launch.launchers.base import Reach
+from payload.launch.launcher import Reach
 from payload.launch.launchers.registry import find
 from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.ssh import keys

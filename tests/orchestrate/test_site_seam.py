@@ -14,7 +14,7 @@ import pytest
 from payload.config.run_config import parse_run_config
 from payload.core.errors import ConfigError, ExitCode, PreflightError
 from payload.launch.budget import JobTime
-from payload.launch.launchers.base import KilledRank
+from payload.launch.launcher import KilledRank
 from payload.launch.launchers.registry import find
 from payload.machines.inventory import Access
 from payload.orchestrate.access.local import LocalAccess

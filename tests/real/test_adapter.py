@@ -14,7 +14,7 @@ from payload.config.training_sections import AdapterSection, EngineSection, Opti
 from payload.train.engine import engage
 from payload.train.models.lora import add_adapter, save_adapter
 from payload.train.models.registry import load
-from payload.train.optimizer import build_optimizers
+from payload.train.optimizers.optimizer import build_optimizers
 from tests.support.slow_imports import peft
 from tests.support.smollm2 import smollm2_folder
 from tests.train.alone import ALONE

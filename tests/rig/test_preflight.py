@@ -12,7 +12,7 @@ import pytest
 
 from payload.core.errors import ExitCode
 from payload.launch.files import render_hosts
-from payload.launch.launchers.base import Reach
+from payload.launch.launcher import Reach
 from payload.launch.launchers.registry import find
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.node.look import numa_domains, physical_cores

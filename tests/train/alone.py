@@ -9,10 +9,10 @@ from unittest.mock import patch
 from payload.config.run_config import load_run_config
 from payload.run_record.results import RunPaths
 from payload.train import calibration
+from payload.train.ranks.world import World
 from payload.train.session import train
 from payload.train.start_clock import StartClock
 from payload.train.trainer import Outcome
-from payload.train.world import World
 
 ALONE = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node="here")
 

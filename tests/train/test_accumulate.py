@@ -13,11 +13,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from payload.config.launch_sections import DistributedSection
-from payload.train.gradients import GradientExchange
 from payload.train.kernels.kernels import Kernels
 from payload.train.kernels.library import Library
 from payload.train.models.gpt2 import GPT
-from payload.train.world import World
+from payload.train.ranks.world import World
+from payload.train.strategies.gradients import GradientExchange
 from tests.train.test_kernels import bf16, error
 from tests.train.test_model import make_model, tokens
 

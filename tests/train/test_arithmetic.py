@@ -12,8 +12,8 @@ from payload.config.run_config import parse_run_config
 from payload.models.gpt2 import PRESETS
 from payload.train.arithmetic import describe
 from payload.train.calibration import Calibration
+from payload.train.ranks.world import World
 from payload.train.tasks.registry import open_task
-from payload.train.world import World
 
 
 @pytest.fixture(autouse=True)

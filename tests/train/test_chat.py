@@ -14,8 +14,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from payload.core.errors import ConfigError, ExitCode
-from payload.data.blocks import IGNORED_TARGET, BlockOrder
-from payload.data.packed_blocks import open_packed
+from payload.data.reading.blocks import IGNORED_TARGET, BlockOrder
+from payload.data.reading.packed_blocks import open_packed
 from payload.evaluate.__main__ import main as evaluate
 from payload.formats.data_folder import load_meta
 from payload.run_record.results import RunPaths

@@ -16,7 +16,7 @@ import torch
 from payload.config.training_sections import OptimizerName, OptimizerSection
 from payload.core.errors import CheckpointError, TrainingError
 from payload.formats.checkpoint_files import checkpoint_folders, manifest_problems
-from payload.train.checkpoint import (
+from payload.train.checkpoints.checkpoint import (
     TrainerState,
     load_trainer_state,
     newest_checkpoint,
@@ -24,9 +24,9 @@ from payload.train.checkpoint import (
     remove_old_checkpoints,
     save_checkpoint,
 )
+from payload.train.checkpoints.snapshot import Snapshot
 from payload.train.models.base import CausalLM
-from payload.train.optimizer import Optimizers, build_optimizers
-from payload.train.snapshot import Snapshot
+from payload.train.optimizers.optimizer import Optimizers, build_optimizers
 from tests.support.launching import DEADLINE_S, REPO, rank_env
 from tests.train.test_model import make_model, tokens
 
@@ -205,8 +205,8 @@ def test_a_kill_at_any_moment_of_a_save_leaves_only_whole_checkpoints(tmp_path: 
 _WRITERS = """
 import os, signal, sys, time
 from pathlib import Path
-from payload.train.saving import Saving
-from payload.train.snapshot import Snapshot
+from payload.train.checkpoints.saving import Saving
+from payload.train.checkpoints.snapshot import Snapshot
 from tests.train.test_checkpoint import STATE, model_of, trained_optimizers
 
 def write_without_end(folder, first_written):

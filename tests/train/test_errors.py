@@ -11,9 +11,9 @@ import pytest
 
 from payload.config.run_config import load_run_config
 from payload.run_record.results import RunPaths
+from payload.train.ranks.world import World
 from payload.train.setup import find_start
 from payload.train.tasks.registry import open_task
-from payload.train.world import World
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import PYTHON, rank_env, run, train_program
 
@@ -45,7 +45,7 @@ def _no_meta(folder: Path) -> list[str]:
 def _init(folder: Path, *, vocab_size: int) -> list[str]:
     from payload.models.gpt2 import Gpt2Spec
     from payload.train.models.gpt2 import GPT
-    from payload.train.weights import save_hf
+    from payload.train.models.weights import save_hf
 
     (folder / "init").mkdir()
     shape = Gpt2Spec(n_layer=2, n_head=2, n_embd=32, sequence_length=32, vocab_size=vocab_size)

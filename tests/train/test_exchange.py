@@ -18,8 +18,8 @@ _HOSTILE_RANK = """
 import os, sys
 import torch, torch.distributed as dist
 from payload.train.__main__ import main
-from payload.train.sync_check import RankState
-from payload.train.world import World
+from payload.train.strategies.sync_check import RankState
+from payload.train.ranks.world import World
 
 def wait_for_the_end():
     try:
@@ -104,7 +104,7 @@ import os
 from payload.config.launch_sections import DistributedSection
 from payload.train.__main__ import leave
 from payload.train.fabric import Speeds
-from payload.train.world import World
+from payload.train.ranks.world import World
 
 world = World.from_env(os.environ)
 world.join(DistributedSection())
@@ -133,8 +133,8 @@ import torch
 from torch import nn
 from payload.config.launch_sections import DistributedSection
 from payload.train.__main__ import leave
-from payload.train.gradients import GradientExchange
-from payload.train.world import World
+from payload.train.strategies.gradients import GradientExchange
+from payload.train.ranks.world import World
 
 class Experts(nn.Module):
     kernels = None

@@ -19,7 +19,7 @@ from payload.train.kernels.build import COMPILERS, SOURCES, built_library
 from payload.train.kernels.kernels import Kernels
 from payload.train.kernels.library import Library
 from payload.train.kernels.unavailable import KernelsUnavailableError
-from payload.train.optimizer import build_optimizers
+from payload.train.optimizers.optimizer import build_optimizers
 from tests.support.launching import losses, rank_env, run, train_program
 from tests.train.alone import ALONE
 from tests.train.test_model import make_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from payload.data.blocks import IGNORED_TARGET
+from payload.data.reading.blocks import IGNORED_TARGET
 from payload.models.spec import logits_tokens
 from payload.train.kernels import head
 from payload.train.kernels.accumulate import TokenGradient

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from payload.core.errors import CheckpointError
-from payload.train.lazy_tensors import LazyTensors, copy_in, shape_in
+from payload.train.tensors.lazy_tensors import LazyTensors, copy_in, shape_in
 
 TENSORS = {
     "matrix": torch.randn(37, 11, generator=torch.Generator().manual_seed(0)),
@@ -45,7 +45,7 @@ def test_every_tensor_is_what_was_saved(folder: Path) -> None:
 def test_a_tensor_is_converted_and_transposed_on_its_way_in_parts(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("payload.train.lazy_tensors._CHUNK_BYTES", 40)
+    monkeypatch.setattr("payload.train.tensors.lazy_tensors._CHUNK_BYTES", 40)
     tensors = LazyTensors(folder)
     for name in ("matrix", "bf16"):
         rows, columns = TENSORS[name].shape

@@ -19,7 +19,7 @@ from payload.models.gpt2 import PRESETS, Gpt2Spec
 from payload.models.registry import spec_of
 from payload.train.models.gpt2 import GPT, LayerCache
 from payload.train.models.registry import load
-from payload.train.weights import save_hf
+from payload.train.models.weights import save_hf
 
 SIZES = [each.name for each in fields(Gpt2Spec)]
 SMALL = Gpt2Spec(n_layer=3, n_head=4, n_embd=64, sequence_length=48, vocab_size=301)

@@ -17,19 +17,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from payload.config.run_config import load_run_config, parse_run_config
 from payload.core.dtype import Dtype
 from payload.core.errors import CheckpointError, ConfigError, DataError
-from payload.data.blocks import BlockOrder
+from payload.data.reading.blocks import BlockOrder
 from payload.data.reference import ReferenceModel, read_reference, write_reference
 from payload.evaluate.__main__ import main as evaluate
 from payload.formats.data_folder import load_meta
 from payload.models.gpt2 import PRESETS
 from payload.run_record.results import RunPaths
-from payload.train.base_model import identify
-from payload.train.evaluate import EvalPass
+from payload.train.checkpoints.base_model import identify
 from payload.train.kernels.kernels import find_kernels
 from payload.train.models.base import CausalLM
 from payload.train.models.registry import load
 from payload.train.reference.__main__ import main as reference
 from payload.train.tasks import preference
+from payload.train.tasks.evaluate import EvalPass
 from payload.train.tasks.preference import Preference, reference_model
 from payload.train.tasks.registry import open_task
 from tests.support.chat_data import PLAIN_TEMPLATE, make_model, prepare, write_rows

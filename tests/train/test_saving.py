@@ -22,12 +22,12 @@ from payload.formats.checkpoint_files import checkpoint_folders, checkpoint_step
 from payload.run_record.metrics_log import EvalMetrics, read_metrics
 from payload.run_record.results import RunPaths, Summary, read_json
 from payload.run_record.run_repair import make_room
-from payload.train import checkpoint
-from payload.train.checkpoint import newest_checkpoint, optimizer_tensors
-from payload.train.optimizer import Optimizers
-from payload.train.saving import Saving
+from payload.train.checkpoints import checkpoint
+from payload.train.checkpoints.checkpoint import newest_checkpoint, optimizer_tensors
+from payload.train.checkpoints.saving import Saving
+from payload.train.checkpoints.snapshot import Snapshot
+from payload.train.optimizers.optimizer import Optimizers
 from payload.train.session import train
-from payload.train.snapshot import Snapshot
 from payload.train.start_clock import StartClock
 from payload.train.tasks import text
 from tests.train.alone import ALONE, train_alone

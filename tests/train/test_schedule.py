@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from payload.config.run_config import parse_run_config
-from payload.train.schedule import lr_at
+from payload.train.optimizers.schedule import lr_at
 
 
 def rates(kind: str, *overrides: str) -> list[float]:

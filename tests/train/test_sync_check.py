@@ -14,11 +14,11 @@ from payload.config.training_sections import OptimizerName
 from payload.core.errors import TrainingError
 from payload.formats.checkpoint_files import checkpoint_folders, manifest_problems
 from payload.run_record.results import RunPaths
-from payload.train import sync_check
-from payload.train.optimizer import Optimizers
-from payload.train.saving import Saving
-from payload.train.snapshot import Snapshot
-from payload.train.sync_check import RankState, rank_state
+from payload.train.checkpoints.saving import Saving
+from payload.train.checkpoints.snapshot import Snapshot
+from payload.train.optimizers.optimizer import Optimizers
+from payload.train.strategies import sync_check
+from payload.train.strategies.sync_check import RankState, rank_state
 from payload.train.trainer import Trainer
 from tests.support.launching import mpirun, run, train_program
 from tests.train.alone import train_alone

@@ -14,18 +14,18 @@ import torch
 
 from payload.config.run_config import RunConfig, parse_run_config
 from payload.config.training_sections import OptimizerName, OptimizerSection
-from payload.data.blocks import BlockOrder, TokenBlocks
+from payload.data.reading.blocks import BlockOrder, TokenBlocks
 from payload.run_record.metrics_log import read_metrics
 from payload.run_record.results import RunPaths
 from payload.train.calibration import calibrate
+from payload.train.checkpoints.saving import Saving
 from payload.train.metrics import Heartbeat
-from payload.train.optimizer import build_optimizers
+from payload.train.optimizers.optimizer import build_optimizers
 from payload.train.parts import Parts
-from payload.train.saving import Saving
+from payload.train.ranks.world import World, as_rank_lost
 from payload.train.strategies.replicate import Replicate
 from payload.train.tasks.text import BlockSamples
 from payload.train.trainer import Trainer
-from payload.train.world import World, as_rank_lost
 from tests.train.alone import ALONE, train_alone
 from tests.train.test_model import make_model
 

@@ -13,8 +13,8 @@ from payload.config.training_sections import EngineSection, OptimizerName, Optim
 from payload.train.engine import engage
 from payload.train.kernels.kernels import Kernels
 from payload.train.kernels.library import Library
-from payload.train.optimizer import Optimizers, build_optimizers
-from payload.train.world import World
+from payload.train.optimizers.optimizer import Optimizers, build_optimizers
+from payload.train.ranks.world import World
 from tests.train.alone import ALONE
 from tests.train.test_model import make_model
 

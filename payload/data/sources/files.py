@@ -16,7 +16,7 @@ from typing import Any
 
 from payload.core.errors import DataError
 from payload.core.untrusted import inside_folder, printable
-from payload.data.documents import PIECE_BYTES, Batch, Batcher, Cursor, Survey, read_pieces
+from payload.data.sources.documents import PIECE_BYTES, Batch, Batcher, Cursor, Survey, read_pieces
 from payload.data.sources.request import SourceRequest
 from payload.data.sources.sections import Division, divide
 

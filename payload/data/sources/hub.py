@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from payload.core.errors import DataError, UsageError
 from payload.core.untrusted import inside_folder, one_line, read_bytes, shown
-from payload.data.documents import Batch, Batcher, Cursor, Survey
+from payload.data.sources.documents import Batch, Batcher, Cursor, Survey
 from payload.data.sources.files import file_identity, missing_shards
 from payload.data.sources.parquet import (
     ROWS_AT_ONCE,
@@ -24,7 +24,7 @@ from payload.data.sources.parquet import (
     survey_parquet,
 )
 from payload.data.sources.request import SourceRequest
-from payload.data.split import NANOGPT_VAL_FRACTION
+from payload.data.sources.split import NANOGPT_VAL_FRACTION
 from payload.formats.data_folder import FOLDER_WORD
 from payload.formats.hub_names import require_one_meaning
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from payload.core.errors import DataError
 from payload.core.untrusted import one_line, shown
-from payload.data.documents import (
+from payload.data.sources.documents import (
     MIB,
     PIECE_BYTES,
     Batch,
@@ -27,7 +27,7 @@ from payload.data.documents import (
 )
 from payload.data.sources.files import ColumnFiles, missing_shards
 from payload.data.sources.request import SourceRequest
-from payload.data.worker_process import end_worker, how_it_ended
+from payload.data.sources.worker_process import end_worker, how_it_ended
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from payload.core.errors import UsageError
-from payload.data.documents import Source
+from payload.data.sources.documents import Source
 from payload.data.sources.request import SourceRequest, check_flags
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from payload.data.documents import MIB, PIECE_BYTES, character_start, cut_at
+from payload.data.sources.documents import MIB, PIECE_BYTES, character_start, cut_at
 
 Cut = Literal["form feed", "blank line", "line end", "space", "size", "end"]
 

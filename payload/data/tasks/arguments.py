@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from payload.data.documents import MIB
+from payload.data.sources.documents import MIB
 from payload.data.sources.request import SourceRequest
 
 if TYPE_CHECKING:
-    from payload.data.plan import PrepareSettings
-    from payload.data.tokenizer_check import TokenizerCheck
     from payload.data.tokenizers.base import TextTokenizer
+    from payload.data.writing.plan import PrepareSettings
+    from payload.data.writing.tokenizer_check import TokenizerCheck
 
 
 PACKINGS = ("best-fit", "none")
@@ -41,7 +41,7 @@ def prepare_settings(
     shaping: tuple[str, ...],
 ) -> PrepareSettings:
     """Return everything that is not the source; `shaping` is what else the output depends on."""
-    from payload.data.plan import PrepareSettings
+    from payload.data.writing.plan import PrepareSettings
 
     return PrepareSettings(
         out=args.out,
@@ -59,8 +59,8 @@ def prepare_settings(
 
 def tokenizer_check(settings: PrepareSettings, *, quiet: bool) -> TokenizerCheck:
     """Return the check of a prepare's tokens. Raises DataError for an unfit vocabulary."""
-    from payload.data.progress import Reporter
-    from payload.data.tokenizer_check import TokenizerCheck
+    from payload.data.writing.progress import Reporter
+    from payload.data.writing.tokenizer_check import TokenizerCheck
 
     return TokenizerCheck(
         settings.tokenizer,

@@ -11,8 +11,8 @@ from payload.core.tasks import TaskKind
 from payload.formats.data_folder import DataMeta
 
 if TYPE_CHECKING:
-    from payload.data.plan import Estimate
-    from payload.data.prepare import Outcome
+    from payload.data.writing.plan import Estimate
+    from payload.data.writing.prepare import Outcome
 
 AddFlag = Callable[..., Any]
 """`add_argument` of the task's own group."""

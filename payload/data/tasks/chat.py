@@ -12,8 +12,8 @@ from payload.data.tasks.base import AddFlag, Task
 from payload.formats.data_folder import DataMeta
 
 if TYPE_CHECKING:
-    from payload.data.plan import Estimate
-    from payload.data.prepare import Outcome
+    from payload.data.writing.plan import Estimate
+    from payload.data.writing.prepare import Outcome
 
 
 class ChatTask(Task):
@@ -60,9 +60,9 @@ class ChatTask(Task):
 
     def prepare(self, args: argparse.Namespace) -> Outcome:
         """Make the data folder; a run that was stopped begins again."""
-        from payload.data.progress import Reporter
         from payload.data.tasks.chat_job import chat_job
         from payload.data.tasks.folder import prepare_whole
+        from payload.data.writing.progress import Reporter
 
         job = chat_job(args)
         reporter = Reporter(quiet=args.quiet)

@@ -12,24 +12,16 @@ import numpy.typing as npt
 
 from payload.core.errors import DataError, UsageError
 from payload.core.untrusted import shown
-from payload.data.chat_template import (
-    TEMPLATE_FILE,
-    ChatTemplate,
-    Span,
-    load_chat_template,
-    read_chat_template,
-)
-from payload.data.conversations import (
+from payload.data.reading.packed_blocks import FIRST, PADDING, TRAINED, Marks
+from payload.data.rows.conversations import (
     BadConversationError,
     columns_of,
     conversation_of,
     unread_columns,
 )
-from payload.data.documents import Survey
-from payload.data.packed_blocks import FIRST, PADDING, TRAINED, Marks
-from payload.data.packing import best_fit
-from payload.data.plan import PrepareSettings
-from payload.data.rows import Row, Rows, in_batches, open_rows
+from payload.data.rows.packing import best_fit
+from payload.data.rows.rows import Row, Rows, in_batches, open_rows
+from payload.data.sources.documents import Survey
 from payload.data.tasks.arguments import (
     PACKINGS,
     SEQUENCE_LENGTH,
@@ -38,9 +30,17 @@ from payload.data.tasks.arguments import (
     tokenizer_check,
 )
 from payload.data.tasks.folder import Made
-from payload.data.tokenizer_check import TokenizerCheck
+from payload.data.templates.chat_template import (
+    TEMPLATE_FILE,
+    ChatTemplate,
+    Span,
+    load_chat_template,
+    read_chat_template,
+)
 from payload.data.tokenizers import load_hf_tokenizer
 from payload.data.tokenizers.hf import HfTokenizer
+from payload.data.writing.plan import PrepareSettings
+from payload.data.writing.tokenizer_check import TokenizerCheck
 from payload.formats.data_folder import (
     TRAIN_MARKS_NAME,
     TRAIN_NAME,

@@ -11,8 +11,8 @@ from payload.data.tasks.base import AddFlag, Task
 from payload.formats.data_folder import DataMeta
 
 if TYPE_CHECKING:
-    from payload.data.plan import Estimate
-    from payload.data.prepare import Outcome
+    from payload.data.writing.plan import Estimate
+    from payload.data.writing.prepare import Outcome
 
 
 class ClassifyTask(Task):
@@ -47,9 +47,9 @@ class ClassifyTask(Task):
 
     def prepare(self, args: argparse.Namespace) -> Outcome:
         """Make the data folder; a run that was stopped begins again."""
-        from payload.data.progress import Reporter
         from payload.data.tasks.classify_job import classify_job
         from payload.data.tasks.folder import prepare_whole
+        from payload.data.writing.progress import Reporter
 
         job = classify_job(args)
         return prepare_whole(job.rows, job.settings, Reporter(quiet=args.quiet), job.make)

@@ -16,13 +16,13 @@ import numpy.typing as npt
 from payload.core.errors import DataError, UsageError
 from payload.core.untrusted import shown
 from payload.data.sources.request import DEFAULT_TEXT_COLUMN
-from payload.data.special_tokens import named_tokens, tokenizer_config
 from payload.data.tasks.arguments import (
     DEFAULT_LABEL_COLUMN,
     prepare_settings,
     source_request,
     tokenizer_check,
 )
+from payload.data.tokenizers.special_tokens import named_tokens, tokenizer_config
 from payload.formats.data_folder import (
     EXAMPLES_NAMES,
     MOST_NAME_TOKENS,
@@ -33,11 +33,11 @@ from payload.formats.data_folder import (
 )
 
 if TYPE_CHECKING:
-    from payload.data.plan import PrepareSettings
-    from payload.data.rows import Row, Rows
+    from payload.data.rows.rows import Row, Rows
     from payload.data.tasks.folder import Made
-    from payload.data.tokenizer_check import TokenizerCheck
     from payload.data.tokenizers.base import TextTokenizer, Tokens
+    from payload.data.writing.plan import PrepareSettings
+    from payload.data.writing.tokenizer_check import TokenizerCheck
 
 _VAL_FRACTION = 0.1
 _AT_ONCE = 4096
@@ -49,7 +49,7 @@ _BEFORE_NAME = "label:"
 
 def classify_job(args: argparse.Namespace) -> _Job:
     """Return what these arguments ask for. Raises UsageError, DataError."""
-    from payload.data.rows import open_rows
+    from payload.data.rows.rows import open_rows
     from payload.data.tokenizers import load_tokenizer
 
     request = source_request(args)
@@ -177,7 +177,7 @@ class _Job:
 
     def _texts(self) -> list[_Text]:
         """Return every text with a label."""
-        from payload.data.rows import in_batches
+        from payload.data.rows.rows import in_batches
 
         rows = islice(self.rows.read(), self.settings.max_documents)
         found: list[_Text] = []

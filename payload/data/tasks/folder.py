@@ -13,8 +13,11 @@ import numpy.typing as npt
 
 from payload.core.errors import DataError
 from payload.core.files import write_whole
-from payload.data.meta import write_meta, write_tokenizer
-from payload.data.plan import (
+from payload.data.reading.ranges import RangeHasher
+from payload.data.rows.rows import Rows
+from payload.data.sources.split import Split
+from payload.data.writing.meta import write_meta, write_tokenizer
+from payload.data.writing.plan import (
     Estimate,
     PrepareSettings,
     check_folder,
@@ -22,13 +25,10 @@ from payload.data.plan import (
     free_bytes,
     new_folder,
 )
-from payload.data.prepare import Outcome, say_few
-from payload.data.progress import Reporter
-from payload.data.ranges import RangeHasher
-from payload.data.rows import Rows
-from payload.data.split import Split
-from payload.data.store import locked, writing_to
-from payload.data.write import EXAMPLES_KEPT
+from payload.data.writing.prepare import Outcome, say_few
+from payload.data.writing.progress import Reporter
+from payload.data.writing.store import locked, writing_to
+from payload.data.writing.write import EXAMPLES_KEPT
 from payload.formats.data_folder import META_NAME, DataFile, DataMeta
 
 

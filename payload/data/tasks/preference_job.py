@@ -11,13 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from payload.core.errors import DataError, UsageError
-from payload.data.chat_template import ChatTemplate, Span
-from payload.data.conversations import BadConversationError, Messages, unread_columns
-from payload.data.documents import Survey
-from payload.data.packed_blocks import TRAINED
-from payload.data.plan import PrepareSettings
-from payload.data.preferences import ANSWERS, COLUMNS, preference_of
-from payload.data.rows import Row, Rows, in_batches, open_rows
+from payload.data.reading.packed_blocks import TRAINED
+from payload.data.rows.conversations import BadConversationError, Messages, unread_columns
+from payload.data.rows.preferences import ANSWERS, COLUMNS, preference_of
+from payload.data.rows.rows import Row, Rows, in_batches, open_rows
+from payload.data.sources.documents import Survey
 from payload.data.tasks.arguments import (
     SEQUENCE_LENGTH,
     prepare_settings,
@@ -32,8 +30,10 @@ from payload.data.tasks.chat_job import (
 )
 from payload.data.tasks.classify_job import pad_token
 from payload.data.tasks.folder import Made
-from payload.data.tokenizer_check import TokenizerCheck
+from payload.data.templates.chat_template import ChatTemplate, Span
 from payload.data.tokenizers.hf import HfTokenizer
+from payload.data.writing.plan import PrepareSettings
+from payload.data.writing.tokenizer_check import TokenizerCheck
 from payload.formats.data_folder import (
     PAIRS_NAMES,
     TRAIN_MARKS_NAME,

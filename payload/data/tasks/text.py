@@ -10,9 +10,9 @@ from payload.data.tasks.arguments import prepare_settings, source_request
 from payload.data.tasks.base import Task
 
 if TYPE_CHECKING:
-    from payload.data.documents import Source
-    from payload.data.plan import Estimate, PrepareSettings
-    from payload.data.prepare import Outcome
+    from payload.data.sources.documents import Source
+    from payload.data.writing.plan import Estimate, PrepareSettings
+    from payload.data.writing.prepare import Outcome
 
 
 class TextTask(Task):
@@ -23,15 +23,15 @@ class TextTask(Task):
 
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:
         """Return the source's label and what a run would do."""
-        from payload.data.plan import estimate
+        from payload.data.writing.plan import estimate
 
         source, settings = _source_and_settings(args)
         return source.label, estimate(source, settings)
 
     def prepare(self, args: argparse.Namespace) -> Outcome:
         """Make the data folder, or go on making it."""
-        from payload.data.prepare import prepare
-        from payload.data.progress import Reporter
+        from payload.data.writing.prepare import prepare
+        from payload.data.writing.progress import Reporter
 
         source, settings = _source_and_settings(args)
         return prepare(source, settings, Reporter(quiet=args.quiet))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from payload.core.errors import DataError
 from payload.core.remake import write_tokenizer_again
 from payload.core.untrusted import is_failure, parse_json, shown
-from payload.data.special_tokens import (
+from payload.data.tokenizers.special_tokens import (
     CONFIG_FILE,
     LISTED,
     MAP_FILE,

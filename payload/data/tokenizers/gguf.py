@@ -7,8 +7,8 @@ from pathlib import Path
 
 from payload.core.errors import CheckpointError
 from payload.core.untrusted import is_failure, one_line, shown
-from payload.data.converted import alone, converted
-from payload.data.pre_tokenizers import IGNORES_MERGES, pre_tokenizer
+from payload.data.tokenizers.converted import alone, converted
+from payload.data.tokenizers.pre_tokenizers import IGNORES_MERGES, pre_tokenizer
 from payload.models.gguf import read_gguf
 from payload.models.gguf_header import read_header
 

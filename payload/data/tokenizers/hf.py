@@ -27,10 +27,15 @@ from payload.core.untrusted import (
     read_bytes,
     shown,
 )
-from payload.data.special_tokens import MAP_FILE, map_counts, named_tokens, tokenizer_config
 from payload.data.tokenizers.base import FastTokenizer, TextTokenizer, Tokens
 from payload.data.tokenizers.declared import require_declared_tokens
 from payload.data.tokenizers.hf_fast import HfFast
+from payload.data.tokenizers.special_tokens import (
+    MAP_FILE,
+    map_counts,
+    named_tokens,
+    tokenizer_config,
+)
 from payload.formats.hf_folder import CONFIG_FILE, read_tokenizer_files
 from payload.formats.tokenizer_identity import TOKENIZER_FILE, identity_of, parse_tokenizer
 

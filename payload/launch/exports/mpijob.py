@@ -123,7 +123,7 @@ def launcher_script(job: ExportJob) -> str:
         "done\n"
         f"head=$(head -n 1 {_HOSTS} | cut -d : -f 1)\n"
         f'export I_MPI_HYDRA_BOOTSTRAP=ssh I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS="{ssh}"\n'
-        "I_MPI_HYDRA_IFACE=$(python3 -P -c 'import sys; from payload.train.interface import "
+        "I_MPI_HYDRA_IFACE=$(python3 -P -c 'import sys; from payload.train.ranks.interface import "
         'interface_towards; print(interface_towards(sys.argv[1]) or "eth0")\' "$head")\n'
         "export I_MPI_HYDRA_IFACE I_MPI_PIN=off\n"
         "# A run folder with a checkpoint in it is resumed.\n"

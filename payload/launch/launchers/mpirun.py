@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from payload.launch.launchers.base import (
+from payload.launch.launcher import (
     BOOTSTRAP_AGAIN,
     MISSING_LIBRARY,
     Job,

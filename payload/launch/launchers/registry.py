@@ -7,11 +7,11 @@ import pkgutil
 
 from payload.core.errors import ConfigError
 from payload.launch import launchers
-from payload.launch.launchers.base import Launcher
+from payload.launch.launcher import Launcher
 
 AUTO = "auto"
 
-_NOT_LAUNCHERS = ("base", "registry")
+_NOT_LAUNCHERS = ("registry",)
 
 
 def names() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 
-from payload.launch.launchers.base import Job, KilledRank, Launcher, LostNode, Report
+from payload.launch.launcher import Job, KilledRank, Launcher, LostNode, Report
 from payload.machines.rank_variables import SLURM
 
 STEP = (

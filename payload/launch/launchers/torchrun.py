@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from payload.launch import agents
+from payload.launch.launcher import Job, Launcher, Report
 from payload.launch.launchers import srun
-from payload.launch.launchers.base import Job, Launcher, Report
 from payload.machines.rank_variables import TORCHRUN
 
 # Seconds. The agents are started together, and what never comes is for the supervisor to see.

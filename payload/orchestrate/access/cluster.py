@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from payload.config.training_sections import DtypeChoice
 from payload.core.dtype import Dtype
 from payload.core.errors import PreflightError
-from payload.launch.launchers.base import Launcher, Reach
+from payload.launch.launcher import Launcher, Reach
 from payload.launch.launchers.registry import AUTO
 from payload.launch.plan import rank_program
 from payload.machines.core_speed import typical_core_flops_per_s

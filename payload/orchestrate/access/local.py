@@ -21,7 +21,7 @@ from payload.core.dtype import Dtype
 from payload.core.errors import PreflightError, UsageError
 from payload.core.interpreter import code_environment, code_path, module_words
 from payload.estimates.step_time import LOOPBACK_BYTES_PER_S
-from payload.launch.launchers.base import Launcher, Reach
+from payload.launch.launcher import Launcher, Reach
 from payload.launch.launchers.registry import AUTO
 from payload.launch.plan import rank_program
 from payload.machines.core_speed import has_bf16, typical_core_flops_per_s

@@ -15,7 +15,7 @@ from payload.core.errors import ConfigError
 from payload.core.files import write_whole
 from payload.core.untrusted import NODE_NAME, build, check_schema, checked, parse_json, read_bytes
 from payload.estimates.step_time import sends_per_byte
-from payload.launch.launchers.base import BOOTSTRAP_AGAIN, MISSING_LIBRARY, Launcher
+from payload.launch.launcher import BOOTSTRAP_AGAIN, MISSING_LIBRARY, Launcher
 from payload.machines.inventory import Node
 from payload.orchestrate.findings.nodes import GPU, NCCL, Finding
 from payload.stack.cluster_files import cluster_path

@@ -18,7 +18,7 @@ from payload.core.errors import ConfigError, PreflightError, TileforgeError
 from payload.core.untrusted import build, shown
 from payload.launch.environment import FOREIGN_PREFIXES, Rendezvous, common_environment
 from payload.launch.files import render_hosts
-from payload.launch.launchers.base import Job, Launcher, Reach
+from payload.launch.launcher import Job, Launcher, Reach
 from payload.launch.launchers.registry import AUTO, candidates
 from payload.launch.ranks import Placement
 from payload.machines.inventory import ClusterInventory, Node

@@ -29,7 +29,7 @@ from payload.launch.environment import Rendezvous, common_environment
 from payload.launch.exports.base import ExportJob
 from payload.launch.exports.registry import export_job
 from payload.launch.files import render_accelerate, render_hosts
-from payload.launch.launchers.base import Job, Launcher, Reach
+from payload.launch.launcher import Job, Launcher, Reach
 from payload.launch.launchers.registry import AUTO, candidates
 from payload.launch.plan import LaunchPlan, auto_batch_size, rank_words
 from payload.launch.ranks import Placement, render_ranks

@@ -28,7 +28,7 @@ from payload.core.errors import ConfigError, ExitCode, PreflightError, Tileforge
 from payload.core.interpreter import code_environment, module_words
 from payload.core.untrusted import NODE_NAME, build, checked, parse_json, printable
 from payload.launch.environment import launcher_environment
-from payload.launch.launchers.base import Launcher, Reach
+from payload.launch.launcher import Launcher, Reach
 from payload.launch.launchers.srun import LAUNCHER, NODE_COMMAND, each_node_command
 from payload.launch.plan import auto_batch_size
 from payload.machines.inventory import Access, ClusterInventory, Node

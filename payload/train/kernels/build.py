@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from payload.core.files import fsync_folder
-from payload.train.code_caches import is_own_file, own_folder
+from payload.train.kernels.code_caches import is_own_file, own_folder
 from payload.train.kernels.unavailable import KernelsUnavailableError
 
 SOURCES = ("attention.cpp", "decoder.cpp", "pointwise.cpp", "products.cpp", "update.cpp")

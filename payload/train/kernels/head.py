@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from payload.data.blocks import IGNORED_TARGET
+from payload.data.reading.blocks import IGNORED_TARGET
 from payload.models.spec import logits_tokens
 from payload.train.kernels.accumulate import TokenGradient, gradient_dtype
 from payload.train.kernels.library import Library, Slices

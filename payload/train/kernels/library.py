@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from payload.data.blocks import IGNORED_TARGET
+from payload.data.reading.blocks import IGNORED_TARGET
 from payload.train.kernels.build import built_library
 from payload.train.kernels.unavailable import KernelsUnavailableError
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from payload.config.training_sections import AdapterSection
 from payload.core.errors import CheckpointError
-from payload.data.blocks import IGNORED_TARGET
+from payload.data.reading.blocks import IGNORED_TARGET
 from payload.models.adapter import AdaptedSpec
 from payload.models.spec import ModelSpec, RankSetting
 from payload.train.kernels.kernels import Kernels

@@ -16,9 +16,9 @@ from torch.nn import functional
 from payload.core.errors import CheckpointError
 from payload.core.untrusted import shown
 from payload.models.classifier import ClassifierSpec
-from payload.train.lazy_tensors import copy_in, without
 from payload.train.models.base import CausalLM
 from payload.train.models.saved import require_tensors
+from payload.train.tensors.lazy_tensors import copy_in, without
 
 SCORE = "score.weight"
 _SINGLE_LABEL = "single_label_classification"

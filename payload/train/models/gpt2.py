@@ -20,7 +20,6 @@ from payload.models.gpt2 import Activation, Gpt2Spec
 from payload.models.spec import ModelSpec
 from payload.train.kernels.layers import add_norm, attention, mlp
 from payload.train.kernels.linears import LayerContext
-from payload.train.lazy_tensors import copy_in
 from payload.train.models.base import CausalLM, LayerModule, OuterModules
 from payload.train.models.recognised import layer_refusals, projection
 from payload.train.models.saved import require_tensors
@@ -35,6 +34,7 @@ from payload.train.models.split import (
     summed,
 )
 from payload.train.models.stage import Elsewhere
+from payload.train.tensors.lazy_tensors import copy_in
 
 MODEL_TYPES = ("gpt2",)
 

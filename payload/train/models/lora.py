@@ -20,7 +20,6 @@ from payload.core.errors import CheckpointError
 from payload.formats.hf_folder import CONFIG_FILE, own_file
 from payload.models.adapter import AdaptedSpec, is_target, scale, target_names
 from payload.train.kernels.linears import lay_below_each_other
-from payload.train.lazy_tensors import LazyTensors
 from payload.train.models.base import CausalLM
 from payload.train.models.quantized import (
     QuantizedLinear,
@@ -29,7 +28,8 @@ from payload.train.models.quantized import (
     shrink,
 )
 from payload.train.models.saved import require_tensors
-from payload.train.tensor_file import write_tensors
+from payload.train.tensors.lazy_tensors import LazyTensors
+from payload.train.tensors.tensor_file import write_tensors
 from payload.weights.adapter_files import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,

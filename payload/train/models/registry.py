@@ -20,7 +20,6 @@ from payload.core.errors import CheckpointError, ConfigError
 from payload.formats.hf_folder import CONFIG_FILE, read_config
 from payload.models.registry import ANY, read_spec
 from payload.models.spec import ModelSpec
-from payload.train.lazy_tensors import LazyTensors, PlannedTensors
 from payload.train.models.base import CausalLM
 from payload.train.models.classifier import (
     Classifier,
@@ -35,7 +34,8 @@ from payload.train.models.lora import (
     quantize_base,
     read_adapter_tensors,
 )
-from payload.train.weights import base_folder
+from payload.train.models.weights import base_folder
+from payload.train.tensors.lazy_tensors import LazyTensors, PlannedTensors
 from payload.weights.adapter_files import base_quantization, has_adapter, read_adapter_config
 
 

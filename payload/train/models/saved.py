@@ -10,8 +10,8 @@ from torch import Tensor
 
 from payload.core.errors import CheckpointError
 from payload.models.tensor_headers import FLOAT_DTYPES
-from payload.train.lazy_tensors import copy_in, kind_in, shape_in
 from payload.train.models.quantized import QuantizedLinear
+from payload.train.tensors.lazy_tensors import copy_in, kind_in, shape_in
 
 # Who wrote the weights, and in which dtype.
 _NOT_KEPT = ("_name_or_path", "torch_dtype", "transformers_version")

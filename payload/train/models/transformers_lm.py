@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from payload.core.errors import CheckpointError, ConfigError
 from payload.models.other import OtherSpec
 from payload.models.spec import ModelSpec
-from payload.train.lazy_tensors import PlannedTensors
 from payload.train.models.base import CausalLM
 from payload.train.models.quantized import QuantizedLinear, loading_targets
 from payload.train.models.saved import (
@@ -38,6 +37,7 @@ from payload.train.models.transformers_probes import (
     require_causal,
     why_not_plain,
 )
+from payload.train.tensors.lazy_tensors import PlannedTensors
 
 MODEL_TYPES = ("*",)
 """Whatever no other family has."""

@@ -17,7 +17,7 @@ from payload.core.errors import ConfigError
 from payload.core.hints import command
 
 if TYPE_CHECKING:
-    from payload.train.world import World
+    from payload.train.ranks.world import World
 
 _BATCH_PAIRS = 4
 
@@ -54,26 +54,26 @@ def main(argv: Sequence[str] | None, env: Mapping[str, str]) -> int:
     """Run the command; return its exit code."""
     arguments = parser().parse_args(argv)
     # torch takes seconds to import; --help should not cost them.
-    from payload.train.rank_command import carry_out
+    from payload.train.ranks.rank_command import carry_out
 
     return carry_out(lambda world: _make(arguments, world), env)
 
 
 def _make(arguments: argparse.Namespace, world: World) -> None:
     from payload.config.launch_sections import DistributedSection
-    from payload.data.pairs import open_pairs
+    from payload.data.reading.pairs import open_pairs
     from payload.data.tokenizer_match import require_same_tokens
     from payload.formats.data_folder import load_meta, require_task
-    from payload.train.base_model import identify
-    from payload.train.dpo import reference_log_probs
-    from payload.train.evaluate import EvalPass
+    from payload.train.checkpoints.base_model import identify
     from payload.train.kernels.kernels import find_kernels
     from payload.train.models.classifier import Classifier
     from payload.train.models.lora import widen_base
     from payload.train.models.registry import load
-    from payload.train.rank_command import autocast, progress
+    from payload.train.models.weights import model_folder
+    from payload.train.ranks.rank_command import autocast, progress
+    from payload.train.tasks.dpo import reference_log_probs
+    from payload.train.tasks.evaluate import EvalPass
     from payload.train.tasks.preference import reference_model, store
-    from payload.train.weights import model_folder
 
     folder: Path = arguments.data
     meta = load_meta(folder)

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from payload.config.launch_sections import DistributedSection
 from payload.config.run_config import RunConfig
 from payload.core.dtype import Dtype
-from payload.train.lazy_tensors import LazyTensors, Part
+from payload.train.checkpoints.snapshot import Snapshot
 from payload.train.models.base import CausalLM
 from payload.train.models.stage import Stage
-from payload.train.optimizer import Optimizers, build_optimizers
-from payload.train.snapshot import Snapshot
-from payload.train.sync_check import require_sound_ranks
-from payload.train.world import World
+from payload.train.optimizers.optimizer import Optimizers, build_optimizers
+from payload.train.ranks.world import World
+from payload.train.strategies.sync_check import require_sound_ranks
+from payload.train.tensors.lazy_tensors import LazyTensors, Part
 
 
 class Strategy(ABC):

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from payload.machines.mesh import Mesh
-from payload.train.sync_check import (
+from payload.train.ranks.world import World
+from payload.train.strategies.sync_check import (
     RankState,
     digest_each,
     digest_of,
     require_equal,
     require_finite,
 )
-from payload.train.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

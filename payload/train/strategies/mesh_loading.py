@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from payload.train.lazy_tensors import LazyTensors, Part, PlannedTensors, part_of
 from payload.train.models.base import CausalLM
 from payload.train.models.split import Split, bounds
+from payload.train.tensors.lazy_tensors import LazyTensors, Part, PlannedTensors, part_of
 
 
 class PartsReader:

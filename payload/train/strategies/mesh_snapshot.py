@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from payload.machines.mesh import Mesh, Place
+from payload.train.checkpoints.snapshot import Snapshot
 from payload.train.models.base import CausalLM
 from payload.train.models.split import Split, Splits, bounds
-from payload.train.snapshot import Snapshot
-from payload.train.tensor_file import in_file_order
+from payload.train.tensors.tensor_file import in_file_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

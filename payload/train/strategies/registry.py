@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from payload.config.launch_sections import DistributedSection
+from payload.train.ranks.world import World
 from payload.train.strategies.base import Strategy
 from payload.train.strategies.replicate import Replicate
-from payload.train.world import World
 
 
 def choose_strategy(settings: DistributedSection, world: World) -> Strategy:

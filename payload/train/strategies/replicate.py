@@ -6,10 +6,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from payload.config.launch_sections import DistributedSection
-from payload.train.gradients import GradientExchange
 from payload.train.models.base import CausalLM
+from payload.train.ranks.world import World
 from payload.train.strategies.base import Strategy
-from payload.train.world import World
+from payload.train.strategies.gradients import GradientExchange
 
 
 class Replicate(Strategy):

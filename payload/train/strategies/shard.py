@@ -27,16 +27,16 @@ from torch.distributed.tensor import DTensor
 
 from payload.config.launch_sections import DistributedSection
 from payload.machines.mesh import Mesh
-from payload.train.lazy_tensors import LazyTensors
+from payload.train.checkpoints.snapshot import checkpoint_weights
 from payload.train.models.base import CausalLM, LayerModule, Placement, trainable
 from payload.train.models.split import bounds
-from payload.train.optimizer import Optimizers
-from payload.train.snapshot import checkpoint_weights
+from payload.train.optimizers.optimizer import Optimizers
+from payload.train.ranks.world import World
 from payload.train.strategies.base import Strategy
 from payload.train.strategies.shard_comms import Buffers, Gather, SumOfParts, Waiting
 from payload.train.strategies.shard_snapshot import ShardSnapshot
-from payload.train.sync_check import RankState, inspect_each, require_one_model
-from payload.train.world import World
+from payload.train.strategies.sync_check import RankState, inspect_each, require_one_model
+from payload.train.tensors.lazy_tensors import LazyTensors
 
 # A model's own ways into a forward pass, besides `forward`.
 _ENTRIES = ("token_losses", "class_logits")

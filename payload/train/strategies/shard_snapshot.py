@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from payload.train.checkpoints.snapshot import Snapshot
 from payload.train.models.split import bounds
-from payload.train.snapshot import Snapshot
-from payload.train.tensor_file import in_file_order
+from payload.train.tensors.tensor_file import in_file_order
 
 
 class ShardSnapshot(Snapshot):

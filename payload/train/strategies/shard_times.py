@@ -14,9 +14,9 @@ from payload.config.launch_sections import DistributedSection
 from payload.estimates.step_time import CopyTimes, ShardTimes
 from payload.machines.mesh import Mesh
 from payload.models.spec import BYTES_PER_WEIGHT, ModelSpec
+from payload.train.ranks.world import World
 from payload.train.strategies.groups import group_along
 from payload.train.strategies.shard_comms import Buffers, Gather, SumOfParts, Waiting
-from payload.train.world import World
 
 _BUDGET_S = 0.3
 # A layer of GPT-2 124M, where the model's own is not known.

@@ -27,16 +27,16 @@ from payload.config.deepspeed_config import deepspeed_config
 from payload.config.launch_sections import DistributedSection
 from payload.config.run_config import RunConfig
 from payload.core.dtype import Dtype
-from payload.train.lazy_tensors import LazyTensors
+from payload.train.checkpoints.snapshot import checkpoint_weights
 from payload.train.models.base import CausalLM, trainable
 from payload.train.models.split import bounds
-from payload.train.optimizer import Optimizers, build_optimizers
-from payload.train.snapshot import checkpoint_weights
+from payload.train.optimizers.optimizer import Optimizers, build_optimizers
+from payload.train.ranks.world import World
 from payload.train.strategies.base import Strategy
 from payload.train.strategies.shard_snapshot import ShardSnapshot, rows_of
+from payload.train.strategies.sync_check import RankState, inspect_each, require_one_model
 from payload.train.strategies.zero3_optimizers import Zero3Optimizers
-from payload.train.sync_check import RankState, inspect_each, require_one_model
-from payload.train.world import World
+from payload.train.tensors.lazy_tensors import LazyTensors
 
 log = logging.getLogger(__name__)
 

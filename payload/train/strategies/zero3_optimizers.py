@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from payload.train.optimizer import Optimizers, unfit
+from payload.train.optimizers.optimizer import Optimizers, unfit
 
 
 class _Part(NamedTuple):

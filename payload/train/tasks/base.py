@@ -14,13 +14,13 @@ from torch import Tensor
 
 from payload.core.dtype import Dtype
 from payload.core.errors import CheckpointError
-from payload.data.blocks import Indices
+from payload.data.reading.blocks import Indices
 from payload.formats.data_folder import DataMeta
 from payload.run_record.metrics_log import EvalMetrics, StepMetrics
-from payload.train.checkpoint import BaseModel
-from payload.train.evaluate import EvalPass
+from payload.train.checkpoints.checkpoint import BaseModel
 from payload.train.models.base import CausalLM
 from payload.train.models.classifier import Classifier
+from payload.train.tasks.evaluate import EvalPass
 
 _MEASURED = 4096
 """Samples whose tokens are counted for their mean."""

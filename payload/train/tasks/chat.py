@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from payload.config.run_config import RunConfig
-from payload.data.blocks import Indices
-from payload.data.packed_blocks import PackedBlocks, open_packed
+from payload.data.reading.blocks import Indices
+from payload.data.reading.packed_blocks import PackedBlocks, open_packed
 from payload.formats.data_folder import load_meta
 from payload.run_record.metrics_log import EvalMetrics
-from payload.train.evaluate import EvalPass, evaluate
 from payload.train.models.base import CausalLM
 from payload.train.tasks.base import Batch, Samples, Task
+from payload.train.tasks.evaluate import EvalPass, evaluate
 
 
 def open_task(config: RunConfig) -> Task:

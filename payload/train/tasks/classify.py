@@ -17,9 +17,9 @@ from torch.nn import functional
 from payload.config.run_config import RunConfig
 from payload.core.dtype import Dtype
 from payload.core.errors import CheckpointError, ConfigError
-from payload.data.blocks import Indices
-from payload.data.labelled import LabelledTexts, open_labelled
-from payload.data.special_tokens import special_tokens, tokenizer_config
+from payload.data.reading.blocks import Indices
+from payload.data.reading.labelled import LabelledTexts, open_labelled
+from payload.data.tokenizers.special_tokens import special_tokens, tokenizer_config
 from payload.formats.data_folder import (
     TRAIN_NAME,
     VAL_NAME,
@@ -30,10 +30,10 @@ from payload.formats.data_folder import (
 )
 from payload.formats.hf_folder import CONFIG_FILE, read_config
 from payload.run_record.classification import MOST_LABELS_LOGGED, ClassMetrics, accuracy, macro_f1
-from payload.train.evaluate import EvalPass
 from payload.train.models.base import CausalLM
 from payload.train.models.classifier import Classifier, saved_labels, saved_pad_token
 from payload.train.tasks.base import Batch, Samples, Task
+from payload.train.tasks.evaluate import EvalPass
 
 log = logging.getLogger(__name__)
 

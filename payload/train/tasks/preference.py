@@ -13,8 +13,8 @@ from torch import Tensor
 from payload.config.run_config import RunConfig
 from payload.core.dtype import Dtype
 from payload.core.errors import CheckpointError, DataError
-from payload.data.blocks import Indices
-from payload.data.pairs import Pairs, open_pairs
+from payload.data.reading.blocks import Indices
+from payload.data.reading.pairs import Pairs, open_pairs
 from payload.data.reference import (
     LogProbs,
     Reference,
@@ -27,11 +27,11 @@ from payload.data.reference import (
 from payload.formats.data_folder import DataMeta, load_meta
 from payload.run_record.metrics_log import StepMetrics
 from payload.run_record.preference import PreferenceMetrics, PreferenceStep
-from payload.train.checkpoint import BaseModel
-from payload.train.dpo import DpoLoss, evaluate_pairs, reference_log_probs
-from payload.train.evaluate import EvalPass
+from payload.train.checkpoints.checkpoint import BaseModel
 from payload.train.models.base import CausalLM
 from payload.train.tasks.base import Batch, Samples, Task
+from payload.train.tasks.dpo import DpoLoss, evaluate_pairs, reference_log_probs
+from payload.train.tasks.evaluate import EvalPass
 
 log = logging.getLogger(__name__)
 

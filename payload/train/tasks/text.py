@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from payload.config.run_config import RunConfig
-from payload.data.blocks import Indices, TokenBlocks, TokenData
+from payload.data.reading.blocks import Indices, TokenBlocks, TokenData
 from payload.run_record.metrics_log import EvalMetrics
-from payload.train.evaluate import EvalPass, evaluate
 from payload.train.models.base import CausalLM
 from payload.train.tasks.base import Batch, Samples, Task
+from payload.train.tasks.evaluate import EvalPass, evaluate
 
 
 def open_task(config: RunConfig) -> Task:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.architecture_cases import CASES, random_tokens
 from payload.config.training_sections import OptimizerSection
-from payload.data.blocks import IGNORED_TARGET
+from payload.data.reading.blocks import IGNORED_TARGET
 from payload.models.decoder import DecoderSpec
 from payload.models.registry import spec_of
 from payload.models.spec import RankSetting, logits_tokens
@@ -25,7 +25,7 @@ from payload.train.kernels.library import Library
 from payload.train.models import decoder as decoder_file
 from payload.train.models.decoder import Decoder
 from payload.train.models.decoder_fast import run_layers
-from payload.train.optimizer import build_optimizers
+from payload.train.optimizers.optimizer import build_optimizers
 from tests.train.test_kernels import bf16, error
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")

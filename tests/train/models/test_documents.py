@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.architecture_cases import CASES
 from payload.config.training_sections import AdapterSection
 from payload.core.errors import ConfigError
-from payload.data.blocks import IGNORED_TARGET
+from payload.data.reading.blocks import IGNORED_TARGET
 from payload.models.registry import spec_of
 from payload.train.kernels.kernels import Kernels
 from payload.train.kernels.library import Library

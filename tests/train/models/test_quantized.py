@@ -38,7 +38,7 @@ from payload.train.engine import engage
 from payload.train.models.lora import add_adapter, save_adapter, widen_base
 from payload.train.models.quantized import QuantizedLinear, dequantize, require_quantizer
 from payload.train.models.registry import load
-from payload.train.optimizer import build_optimizers
+from payload.train.optimizers.optimizer import build_optimizers
 from tests.support.launching import losses, mpirun, run, summary, train_program
 from tests.support.slow_imports import bitsandbytes, peft
 from tests.train.alone import ALONE, train_alone

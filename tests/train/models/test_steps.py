@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from benchmarks.architecture_cases import CASES, make_folder
-from payload.data.blocks import BlockOrder, TokenData
+from payload.data.reading.blocks import BlockOrder, TokenData
 from payload.run_record.results import RunPaths
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import losses, train_several

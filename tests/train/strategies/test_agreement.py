@@ -13,7 +13,7 @@ from payload.config.run_config import RunConfig, parse_run_config
 from payload.core.errors import ConfigError, RanksDifferError, TrainingError
 from payload.train.engine import require_strategy
 from payload.train.strategies.shard_snapshot import rows_of
-from payload.train.sync_check import RankState, require_one_model
+from payload.train.strategies.sync_check import RankState, require_one_model
 from tests.train.strategies.cases import SHARD, TENSOR, ZERO3
 
 

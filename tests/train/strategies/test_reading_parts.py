@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.loading import load_on_ranks, write_model, write_state
 from payload.core.errors import CheckpointError
-from payload.train.checkpoint import optimizer_tensors
-from payload.train.lazy_tensors import LazyTensors, Part, files_identity
+from payload.train.checkpoints.checkpoint import optimizer_tensors
 from payload.train.models.split import Split, bounds
+from payload.train.ranks.world import World
 from payload.train.strategies.mesh_loading import read_part
 from payload.train.strategies.zero3 import Zero3
-from payload.train.world import World
+from payload.train.tensors.lazy_tensors import LazyTensors, Part, files_identity
 from tests.support.launching import losses
 from tests.train.strategies.cases import READS_PARTS, names
 from tests.train.strategies.runs import Runs
@@ -28,7 +28,7 @@ from tests.train.strategies.runs import Runs
 def test_a_part_of_a_tensor_is_read_along_either_dimension(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr("payload.train.lazy_tensors._CHUNK_BYTES", 64)
+    monkeypatch.setattr("payload.train.tensors.lazy_tensors._CHUNK_BYTES", 64)
     whole = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
     save_file({"other": whole + 1, "it": whole}, tmp_path / "model.safetensors")
     tensors = LazyTensors(tmp_path)

@@ -1,0 +1,1 @@
+"""What training reads of a data folder: blocks of tokens, their ranges, pairs and labels."""

@@ -1,0 +1,239 @@
+"""Token files as blocks, and the order in which training visits them.
+
+The order is a pure function of (seed, epoch, sample index): it does not depend on how many ranks
+share the work or how large their micro-batches are, and a run is resumed by one integer.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from payload.core.errors import DataError
+from payload.data.reading.ranges import RangeCheck, open_check
+from payload.formats.data_folder import TRAIN_NAME, VAL_NAME, DataMeta, load_meta, require_task
+
+IGNORED_TARGET = -100
+"""A position that the loss leaves out; PyTorch's own default for cross entropy."""
+
+Indices = npt.NDArray[np.int64]
+_U64 = npt.NDArray[np.uint64]
+
+_FEISTEL_ROUNDS = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockOrder:
+    """A keyed permutation of `num_blocks` blocks for every epoch, without storing it."""
+
+    num_blocks: int
+    seed: int
+
+    def blocks(self, samples: Indices) -> Indices:
+        """Block ids for global sample indices, counted from the start of training."""
+        epochs, positions = np.divmod(samples, self.num_blocks)
+        result = np.empty_like(samples)
+        # A step of a million passes over little data has a thousand epochs: each is looked at once.
+        bounds = [0, *(np.flatnonzero(np.diff(epochs)) + 1).tolist(), len(samples)]
+        for first, last in pairwise(bounds):
+            if first < last:
+                epoch = int(epochs[first])
+                result[first:last] = self._permute(positions[first:last], epoch=epoch)
+        return result
+
+    def _permute(self, positions: Indices, *, epoch: int) -> Indices:
+        """A Feistel network on the next even power of two, walked until it falls in range."""
+        half_bits = max(1, (max(1, self.num_blocks - 1).bit_length() + 1) // 2)
+        # Mixed one after the other: seed 0 in epoch 1 is not seed 1 in epoch 0.
+        seeded = _mix(np.full(_FEISTEL_ROUNDS, self.seed, dtype=np.uint64))
+        seeded = _mix(seeded ^ np.full(_FEISTEL_ROUNDS, epoch, dtype=np.uint64))
+        rounds: _U64 = np.arange(_FEISTEL_ROUNDS, dtype=np.uint64)
+        keys = _mix(seeded ^ rounds)
+        values = _feistel(positions.astype(np.uint64), keys=keys, half_bits=half_bits)
+        outside = values >= self.num_blocks
+        while outside.any():
+            values[outside] = _feistel(values[outside], keys=keys, half_bits=half_bits)
+            outside = values >= self.num_blocks
+        return values.astype(np.int64)
+
+
+def _feistel(values: _U64, *, keys: _U64, half_bits: int) -> _U64:
+    """A bijection on numbers of 2 x half_bits bits."""
+    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    left, right = values >> shift, values & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right + key) & mask)
+    return (left << shift) | right
+
+
+def _mix(values: _U64) -> _U64:
+    """splitmix64's finaliser, https://prng.di.unimi.it/splitmix64.c; wraps around at 64 bits."""
+    with np.errstate(over="ignore"):
+        mixed = values + np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return mixed ^ (mixed >> np.uint64(31))
+
+
+class Blocks(Protocol):
+    """The blocks of one split, as an evaluation visits them."""
+
+    @property
+    def path(self) -> Path:
+        """The split's token file."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a block."""
+
+    def num_full_blocks(self) -> int:
+        """Return the number of blocks that have every target."""
+
+    def num_blocks(self) -> int:
+        """Return the number of all blocks."""
+
+    def gather(self, blocks: Indices) -> tuple[torch.Tensor, ...]:
+        """Return tokens and targets, then what else the model takes. Raises DataError."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBlocks:
+    """One token file, cut into blocks of `sequence_length` that do not overlap.
+
+    B blocks, T sequence_length. A block's targets reach one token into the next block, so that
+    every token but the file's first is predicted exactly once.
+    """
+
+    path: Path
+    tokens: np.memmap[tuple[int], np.dtype[np.unsignedinteger]]
+    sequence_length: int
+    vocab_size: int
+    check: RangeCheck | None = None
+    """Compares what is read with meta.json; None where that has no hashes of ranges."""
+
+    def num_full_blocks(self) -> int:
+        """Blocks with sequence_length targets."""
+        return (len(self.tokens) - 1) // self.sequence_length
+
+    def num_blocks(self) -> int:
+        """All blocks, a shorter last one included."""
+        return -(-(len(self.tokens) - 1) // self.sequence_length)
+
+    def gather(self, blocks: Indices) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of these blocks, both (B, T) int64.
+
+        What a short last block lacks is token 0 with the target `IGNORED_TARGET`. Raises DataError
+        when the file is not the one that meta.json describes, and on a token outside the
+        vocabulary.
+        """
+        length = self.sequence_length
+        if self.check is not None:
+            self.check.require([self._span(block) for block in blocks.tolist()])
+        inputs = np.zeros((len(blocks), length), dtype=np.int64)
+        targets = np.full((len(blocks), length), IGNORED_TARGET, dtype=np.int64)
+        for row, block in enumerate(blocks):
+            span = self.tokens[block * length : (block + 1) * length + 1]
+            inputs[row, : len(span) - 1] = span[:-1]
+            targets[row, : len(span) - 1] = span[1:]
+        self._require_known(max(int(inputs.max()), int(targets.max())))
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
+
+    def whole(self, blocks: Indices) -> Indices:
+        """Return the tokens of these whole blocks, (B, T), without the target behind the last.
+
+        Raises DataError as `gather` does.
+        """
+        if self.check is not None:
+            self.check.require([self._span(block) for block in blocks.tolist()])
+        length = self.sequence_length
+        found = np.stack(
+            [self.tokens[block * length : (block + 1) * length] for block in blocks.tolist()]
+        ).astype(np.int64)
+        self._require_known(int(found.max()))
+        return found
+
+    def _require_known(self, largest: int) -> None:
+        if largest >= self.vocab_size:
+            raise DataError(
+                f"{self.path}: token {largest} is outside the vocabulary of {self.vocab_size}. The "
+                "file is damaged or was made with another tokenizer; prepare the data again."
+            )
+
+    def is_checked(self) -> bool:
+        """Say whether what is read is compared with meta.json's hashes."""
+        return self.check is not None
+
+    def expect(self, blocks: Indices) -> None:
+        """Have the system bring these blocks from the disk meanwhile; `gather` then finds them.
+
+        Blocks are visited in random order, so that nothing else reads ahead.
+        """
+        file = self.tokens.base
+        if not isinstance(file, mmap.mmap) or not hasattr(mmap, "MADV_WILLNEED"):
+            return
+        for block in blocks.tolist():
+            start, end = self._span(block)
+            if self.check is not None:
+                start, end = self.check.extended(start, end)
+            # The system takes whole pages only.
+            start = start // mmap.PAGESIZE * mmap.PAGESIZE
+            file.madvise(mmap.MADV_WILLNEED, start, end - start)
+
+    def _span(self, block: int) -> tuple[int, int]:
+        """Return the first byte of a block with its targets, and the one after its last."""
+        block_bytes = self.sequence_length * self.tokens.itemsize
+        end = (block + 1) * block_bytes + self.tokens.itemsize
+        return block * block_bytes, min(end, self.tokens.nbytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenData:
+    """A prepared data folder, opened for one sequence length."""
+
+    folder: Path
+    meta: DataMeta
+    train: TokenBlocks
+    val: TokenBlocks
+
+    def has_range_hashes(self) -> bool:
+        """Say whether what training reads is compared with meta.json."""
+        return self.train.is_checked() and self.val.is_checked()
+
+    @classmethod
+    def open(cls, folder: Path, *, sequence_length: int) -> TokenData:
+        """Map both files into memory. Raises DataError when they are not what meta.json says."""
+        meta = load_meta(folder)
+        require_task(folder, meta, task="text")
+        train, val = (
+            open_tokens(folder / name, meta=meta, sequence_length=sequence_length)
+            for name in (TRAIN_NAME, VAL_NAME)
+        )
+        if train.num_full_blocks() < 1:
+            raise DataError(
+                f"{train.path}: {len(train.tokens)} tokens are fewer than one sequence of "
+                f"data.sequence_length + 1 = {sequence_length + 1}. Shorten the sequence or "
+                "prepare more text."
+            )
+        return cls(folder=folder, meta=meta, train=train, val=val)
+
+
+def open_tokens(path: Path, *, meta: DataMeta, sequence_length: int) -> TokenBlocks:
+    """Map one of a folder's two token files into memory. Raises DataError for an empty one."""
+    file = meta.files[path.name]
+    dtype = np.dtype(meta.dtype).newbyteorder("<")
+    if file.bytes < 2 * dtype.itemsize:
+        raise DataError(f"{path}: fewer than two tokens. Prepare more text.")
+    return TokenBlocks(
+        path=path,
+        tokens=np.memmap(path, dtype=dtype, mode="r"),
+        sequence_length=sequence_length,
+        vocab_size=meta.vocab_size,
+        check=open_check(path, file, source=meta.source),
+    )

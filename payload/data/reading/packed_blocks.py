@@ -1,0 +1,127 @@
+"""Blocks of whole conversations, with what each token is: trained, first of its document, padding.
+
+B blocks, T tokens of a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from payload.core.errors import DataError
+from payload.data.reading.blocks import IGNORED_TARGET, Indices, TokenBlocks, open_tokens
+from payload.data.reading.ranges import RangeCheck, open_check
+from payload.formats.data_folder import (
+    TRAIN_MARKS_NAME,
+    TRAIN_NAME,
+    VAL_MARKS_NAME,
+    VAL_NAME,
+    load_meta,
+    require_prepared_length,
+    require_task,
+)
+
+TRAINED, FIRST, PADDING = 1, 2, 4
+"""Bits of a token's mark. The loss covers a trained token, which is never a document's first."""
+
+_FILES = {"train": (TRAIN_NAME, TRAIN_MARKS_NAME), "val": (VAL_NAME, VAL_MARKS_NAME)}
+
+Split = Literal["train", "val"]
+Marks = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBlocks:
+    """One split of a folder for the task `chat`."""
+
+    tokens: TokenBlocks
+    marks: np.memmap[tuple[int], np.dtype[np.uint8]]
+    marks_check: RangeCheck | None
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a block."""
+        return self.tokens.sequence_length
+
+    @property
+    def path(self) -> Path:
+        """The split's token file."""
+        return self.tokens.path
+
+    def num_blocks(self) -> int:
+        """Return the number of blocks."""
+        return len(self.marks) // self.sequence_length
+
+    def num_full_blocks(self) -> int:
+        """Return the same: a block has all its targets within it."""
+        return self.num_blocks()
+
+    def gather(self, blocks: Indices) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return tokens, targets and starts of these blocks, each (B, T) int64.
+
+        A position's start is the first token of its document in the block: positions count from
+        there, and attention does not reach further back. Raises DataError.
+        """
+        marks = self.marks_of(blocks)
+        tokens = self.tokens.whole(blocks)
+        length = self.sequence_length
+        targets = np.full_like(tokens, IGNORED_TARGET)
+        is_target = (marks[:, 1:] & TRAINED) != 0
+        targets[:, :-1][is_target] = tokens[:, 1:][is_target]
+        is_first = (marks & FIRST) != 0
+        starts = np.where(is_first, np.arange(length, dtype=np.int64), 0)
+        np.maximum.accumulate(starts, axis=1, out=starts)
+        return torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(starts)
+
+    def num_targets(self, blocks: Indices) -> int:
+        """Return the number of tokens that the loss covers."""
+        return int(((self.marks_of(blocks) & TRAINED) != 0).sum())
+
+    def num_tokens(self, blocks: Indices) -> int:
+        """Return the number of tokens, padding left out."""
+        return int(((self.marks_of(blocks) & PADDING) == 0).sum())
+
+    def expect(self, blocks: Indices) -> None:
+        """Have the system read these blocks' tokens ahead; the marks are small."""
+        self.tokens.expect(blocks)
+
+    def is_checked(self) -> bool:
+        """Say whether what is read is compared with meta.json's hashes."""
+        return self.tokens.is_checked() and self.marks_check is not None
+
+    def marks_of(self, blocks: Indices) -> Marks:
+        """Return the marks of these blocks, (B, T). Raises DataError for a damaged file."""
+        length = self.sequence_length
+        if self.marks_check is not None:
+            spans = [(block * length, (block + 1) * length) for block in blocks.tolist()]
+            self.marks_check.require(spans)
+        return self.marks.reshape(-1, length)[blocks]
+
+
+def open_packed(folder: Path, *, split: Split, sequence_length: int) -> PackedBlocks:
+    """Map one split of a folder into memory.
+
+    Raises DataError for a damaged folder, and ConfigError for one that was prepared for another
+    task or length.
+    """
+    meta = load_meta(folder)
+    require_task(folder, meta, task="chat")
+    assert meta.chat is not None, "load_meta refuses the task without its record"
+    require_prepared_length(folder, meta, sequence_length=sequence_length)
+    name, marks_name = _FILES[split]
+    path, file = folder / marks_name, meta.files[marks_name]
+    if not file.bytes or file.bytes % sequence_length:
+        raise DataError(
+            f"{path}: {file.bytes:,} tokens are no whole blocks of {sequence_length}. Prepare the "
+            "data again with --force."
+        )
+    return PackedBlocks(
+        tokens=open_tokens(folder / name, meta=meta, sequence_length=sequence_length),
+        marks=np.memmap(path, dtype=np.uint8, mode="r"),
+        marks_check=open_check(path, file, source=meta.source),
+    )

@@ -1,0 +1,136 @@
+"""Preference pairs of a data folder, in batches padded to their longest conversation.
+
+A token file has a pair's two conversations one behind the other, the better one first; the file of
+pairs has the places behind both; the file of marks says which tokens are the answers'.
+P pairs, T tokens of a batch's longest conversation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from payload.core.errors import DataError
+from payload.core.remake import how_to_make_again
+from payload.data.reading.blocks import IGNORED_TARGET, Indices, open_tokens
+from payload.data.reading.packed_blocks import TRAINED
+from payload.data.reading.ranges import RangeCheck, open_check
+from payload.formats.data_folder import (
+    PAIRS_NAMES,
+    TRAIN_MARKS_NAME,
+    TRAIN_NAME,
+    VAL_MARKS_NAME,
+    VAL_NAME,
+    load_meta,
+    require_prepared_length,
+    require_task,
+)
+
+_FILES = {"train": (TRAIN_NAME, TRAIN_MARKS_NAME), "val": (VAL_NAME, VAL_MARKS_NAME)}
+_PAIR_DTYPE = np.dtype("<i8")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairs:
+    """One split of a folder for the task `preference`."""
+
+    path: Path
+    tokens: npt.NDArray[np.unsignedinteger]
+    marks: npt.NDArray[np.uint8]
+    starts: Indices
+    """(pairs, 2) first token of the better and of the worse conversation."""
+    lengths: Indices
+    """(pairs, 2) tokens of both."""
+    vocab_size: int
+    pad_token: int
+    check: RangeCheck | None
+    marks_check: RangeCheck | None
+
+    def num_pairs(self) -> int:
+        """Return the number of pairs."""
+        return len(self.starts)
+
+    def num_tokens(self, chosen: Indices) -> int:
+        """Return the number of tokens of both conversations, padding left out."""
+        return int(self.lengths[chosen].sum())
+
+    def longest(self, chosen: Indices) -> Indices:
+        """Return the length of each pair's longer conversation."""
+        return np.asarray(self.lengths[chosen].max(axis=1), dtype=np.int64)
+
+    def is_checked(self) -> bool:
+        """Say whether what is read is compared with meta.json's hashes."""
+        return self.check is not None and self.marks_check is not None
+
+    def gather(self, chosen: Indices) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return tokens, targets and starts of these pairs, each (2P, T) int64.
+
+        The better conversations come first, then the worse ones in the same order. Targets are
+        the answers' tokens; starts are as in `CausalLM.hidden`, and a padding token is a document
+        of its own. Raises DataError when a file is not the one that meta.json describes.
+        """
+        starts, lengths = self.starts[chosen].T.flatten(), self.lengths[chosen].T.flatten()
+        self._require_sound(starts, starts + lengths)
+        size = (len(starts), int(lengths.max()))
+        tokens = np.full(size, self.pad_token, dtype=np.int64)
+        targets = np.full(size, IGNORED_TARGET, dtype=np.int64)
+        for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            own = self.tokens[start : start + length]
+            tokens[row, :length] = own
+            is_target = (self.marks[start + 1 : start + length] & TRAINED) != 0
+            targets[row, : length - 1][is_target] = own[1:][is_target]
+        if int(tokens.max()) >= self.vocab_size:
+            raise DataError(
+                f"{self.path}: token {int(tokens.max())} is outside the vocabulary of "
+                f"{self.vocab_size}. Prepare the data again."
+            )
+        places = np.arange(size[1], dtype=np.int64)
+        documents = np.where(places < lengths[:, None], 0, places)
+        return torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(documents)
+
+    def _require_sound(self, starts: Indices, ends: Indices) -> None:
+        for check, size in ((self.check, self.tokens.itemsize), (self.marks_check, 1)):
+            if check is not None:
+                spans = zip((starts * size).tolist(), (ends * size).tolist(), strict=True)
+                check.require(list(spans))
+
+
+def open_pairs(folder: Path, *, split: Literal["train", "val"], sequence_length: int) -> Pairs:
+    """Map one split of a folder into memory.
+
+    Raises DataError for a damaged folder, and ConfigError for one that was prepared for another
+    task or length.
+    """
+    meta = load_meta(folder)
+    require_task(folder, meta, task="preference")
+    assert meta.preference is not None, "load_meta refuses the task without its record"
+    require_prepared_length(folder, meta, sequence_length=sequence_length)
+    name, marks_name = _FILES[split]
+    blocks = open_tokens(folder / name, meta=meta, sequence_length=sequence_length)
+    places = folder / PAIRS_NAMES[name]
+    remedy = how_to_make_again(folder, source=meta.source)
+    content = places.read_bytes()
+    if hashlib.sha256(content).hexdigest() != meta.files[places.name].sha256:
+        raise DataError(f"{places}: its content is not what meta.json has the hash of. {remedy}")
+    ends = np.frombuffer(content, dtype=_PAIR_DTYPE).astype(np.int64)
+    starts = np.concatenate(([0], ends[:-1]))
+    lengths = ends - starts
+    if (lengths < 2).any() or (lengths > sequence_length).any() or ends[-1] != len(blocks.tokens):
+        raise DataError(f"{places}: its places do not fit {name}. {remedy}")
+    return Pairs(
+        path=folder / name,
+        tokens=blocks.tokens,
+        marks=np.memmap(folder / marks_name, dtype=np.uint8, mode="r"),
+        starts=starts.reshape(-1, 2),
+        lengths=lengths.reshape(-1, 2),
+        vocab_size=meta.vocab_size,
+        pad_token=meta.preference.pad_token,
+        check=blocks.check,
+        marks_check=open_check(folder / marks_name, meta.files[marks_name], source=meta.source),
+    )

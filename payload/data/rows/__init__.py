@@ -1,0 +1,1 @@
+"""Rows of conversations, pairs and labels: reading and checking them."""

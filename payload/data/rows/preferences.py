@@ -1,0 +1,99 @@
+"""Preference pairs in the formats that they come in: a prompt, a better answer and a worse one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from payload.core.untrusted import shown
+from payload.data.rows.conversations import (
+    BadConversationError,
+    Messages,
+    messages_of,
+    require_trained,
+    with_system,
+)
+
+FORMATS = (
+    "prompt, chosen, rejected; chosen, rejected (two conversations that begin with the same prompt)"
+)
+ANSWERS = ("chosen", "rejected")
+COLUMNS = ("prompt", *ANSWERS)
+_KEYS_SHOWN = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preference:
+    """Messages of a prompt, and what follows it in each of two conversations."""
+
+    prompt: Messages
+    chosen: Messages
+    rejected: Messages
+
+
+def preference_of(row: Mapping[str, Any]) -> Preference:
+    """Return the row's pair. Raises BadConversationError."""
+    require_trained(row)
+    missing = [name for name in ANSWERS if row.get(name) is None]
+    if missing:
+        keys = ", ".join(shown(key) for key in list(row)[:_KEYS_SHOWN]) or "none"
+        raise BadConversationError(
+            f"no {' and no '.join(missing)} among the columns {keys}. Known: {FORMATS}."
+        )
+    chosen, rejected = (messages_of(row, name, "assistant") for name in ANSWERS)
+    if row.get("prompt") is not None:
+        prompt = messages_of(row, "prompt", "user")
+        chosen, rejected = (
+            _behind(prompt, each, name)
+            for each, name in zip((chosen, rejected), ANSWERS, strict=True)
+        )
+    else:
+        if isinstance(row["chosen"], str) or isinstance(row["rejected"], str):
+            raise BadConversationError(
+                "chosen and rejected are texts, and there is no prompt. Add a column 'prompt', or "
+                "write each as a whole conversation."
+            )
+        count = _num_shared(chosen, rejected)
+        prompt, chosen, rejected = chosen[:count], chosen[count:], rejected[count:]
+    _require_answers(prompt, chosen, rejected)
+    prompt = with_system(row, prompt)
+    return Preference(prompt=prompt, chosen=chosen, rejected=rejected)
+
+
+def _behind(prompt: Messages, given: Messages, column: str) -> Messages:
+    """Return the messages behind the prompt: some data sets repeat it in each answer."""
+    if given[0]["role"] == "assistant":
+        return given
+    if given[: len(prompt)] == prompt:
+        return given[len(prompt) :]
+    raise BadConversationError(
+        f"{column} begins with a message of role {given[0]['role']!r} that is not the prompt's. "
+        "Begin it with the assistant's answer, or with the whole prompt."
+    )
+
+
+def _num_shared(chosen: Messages, rejected: Messages) -> int:
+    """Return how many messages both conversations begin with."""
+    count = 0
+    for one, other in zip(chosen, rejected, strict=False):
+        if one != other:
+            return count
+        count += 1
+    return count
+
+
+def _require_answers(prompt: Messages, chosen: Messages, rejected: Messages) -> None:
+    if chosen == rejected:
+        raise BadConversationError("chosen and rejected are equal, so there is nothing to prefer.")
+    if not prompt:
+        raise BadConversationError(
+            "chosen and rejected do not begin with the same prompt. Begin both with the same "
+            "messages."
+        )
+    for name, answer in zip(ANSWERS, (chosen, rejected), strict=True):
+        if not answer or answer[0]["role"] != "assistant":
+            found = f"a message of role {answer[0]['role']!r}" if answer else "nothing"
+            raise BadConversationError(
+                f"{name} has {found} behind the prompt. Add the assistant's answer there."
+            )

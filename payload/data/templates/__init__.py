@@ -1,0 +1,1 @@
+"""Chat templates, rendered by a process of their own."""

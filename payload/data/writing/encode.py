@@ -1,0 +1,224 @@
+"""Text to tokens: gigatoken where it proves equal to the tokenizer's own package, else that."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from payload.core.untrusted import is_failure, one_line
+from payload.data.sources.documents import MIB, cut_at
+from payload.data.tokenizers.base import FastTokenizer, NotFastError, TextTokenizer, Tokens
+
+Offsets = npt.NDArray[np.int64]
+
+NASTY = (
+    "",
+    " ",
+    "\n",
+    " \n\n  x",
+    "hello  world ",
+    "<|endoftext|>",
+    "x<|endoftext|>y",
+    "it's I'LL we'Ve 'tis ''''",
+    "\tdef f():\r\n\r\n\treturn 0x1F  # ok\r\n",
+    "\ufeffmark \u00a0\u3000 spaces \u2028\u2029\x85",
+    "e\u0301 \u0301 \u0e01\u0e33 \u05e9\u05c1",
+    "\U0001f469\u200d\U0001f4bb\U0001f1e9\U0001f1ea\U00010000",
+    "\x00\x01\x1f\x7f",
+    "1234567890 \u00bd \u00b2 \u0663 \u2167",
+    "\u65e5\u672c\u8a9e\u30c6\u30ad\u30b9\u30c8\u3002",
+    " " * 1000,
+    "\n" * 1000 + "x",
+    "a" * 3000,
+    "ab1!" * 500,
+)
+"""Texts that tokenizers have been known to differ on; checked before every run."""
+
+# gigatoken remembers every word it saw: 320 MB of words that never repeat took 2.8 GB. A new
+# tokenizer costs 0.06 s and gives that memory back.
+_GROWTH_BYTES = 384 * MIB
+_RENEW_AT_MOST_EVERY_BYTES = 32 * MIB
+_RENEW_BLINDLY_EVERY_BYTES = 128 * MIB
+
+_FIRST_SAMPLE_BYTES = 128 * 1024
+_SAMPLE_SHARE = 1 / 512
+_SAMPLE_TEXTS = 256
+_SAMPLE_PREFIX_BYTES = 16 * 1024
+
+
+class EncoderMismatchError(Exception):
+    """The fast encoder gave other tokens than the reference; what it wrote is not to be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Tokens of several texts: text i has tokens[offsets[i]:offsets[i + 1]]."""
+
+    tokens: Tokens
+    offsets: Offsets
+
+
+class Encoder(Protocol):
+    """Turns UTF-8 texts into tokens, without those before and after a document."""
+
+    @property
+    def name(self) -> str:
+        """Package and version, for meta.json."""
+
+    def encode(self, texts: Sequence[bytes]) -> Encoded:
+        """The tokens of every text."""
+
+    def check_sample(self, texts: Sequence[bytes], encoded: Encoded) -> None:
+        """Compare some of what `encode` gave with the reference, before it is used.
+
+        Raises EncoderMismatchError. One thread may check while another encodes the next texts.
+        """
+
+
+class ReferenceEncoder:
+    """The tokenizer's own package: tiktoken or tokenizers."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self.name = tokenizer.reference_name
+        self._tokenizer = tokenizer
+
+    def encode(self, texts: Sequence[bytes]) -> Encoded:
+        """The tokens of every text, on all cores."""
+        return _join(self._tokenizer.encode_texts(texts))
+
+    def check_sample(self, texts: Sequence[bytes], encoded: Encoded) -> None:
+        """Nothing to compare: this is the reference."""
+
+
+class GigatokenEncoder:
+    """gigatoken with bounded memory, and the reference for what it may see differently."""
+
+    def __init__(self, tokenizer: TextTokenizer, fast: FastTokenizer, *, seed: int) -> None:
+        self.name = f"gigatoken {version('gigatoken')}"
+        self._reference = tokenizer
+        self._fast = fast
+        self._tokenizer = fast.make()
+        self._random = random.Random(seed)
+        self._first_sample_bytes = _FIRST_SAMPLE_BYTES
+        # With two cores, reading and writing fill the second: 0.2 s for 31 MB, against 0.3 s.
+        self._is_parallel = (os.cpu_count() or 1) > 2
+        self._memory_at_start = resident_bytes()
+        self._bytes_since_renewal = 0
+
+    def encode(self, texts: Sequence[bytes]) -> Encoded:
+        """The tokens of every text. Raises EncoderMismatchError when gigatoken fails."""
+        exact = self._fast.uncertain(texts, self._agree)
+        encoded = self._encode_fast([b"" if i in exact else t for i, t in enumerate(texts)])
+        return self._splice(texts, encoded, exact) if exact else encoded
+
+    def check(self, texts: Sequence[bytes]) -> None:
+        """Compare every text's tokens. Raises EncoderMismatchError."""
+        fast, exact = self.encode(texts), _join(self._reference.encode_texts(texts))
+        if not np.array_equal(fast.offsets, exact.offsets):
+            raise EncoderMismatchError("another number of tokens")
+        if not np.array_equal(fast.tokens, exact.tokens):
+            raise EncoderMismatchError("other tokens")
+
+    def check_sample(self, texts: Sequence[bytes], encoded: Encoded) -> None:
+        """Compare beginnings of random texts with the reference: 1/512, more at the start."""
+        budget = max(sum(map(len, texts)) * _SAMPLE_SHARE, self._first_sample_bytes)
+        self._first_sample_bytes = 0
+        for i in self._random.sample(range(len(texts)), min(len(texts), _SAMPLE_TEXTS)):
+            if budget <= 0:
+                return
+            sample = texts[i]
+            if len(sample) > _SAMPLE_PREFIX_BYTES:
+                sample = sample[: cut_at(sample[:_SAMPLE_PREFIX_BYTES]) or 0]
+            budget -= len(sample)
+            start, end = encoded.offsets[i], encoded.offsets[i + 1]
+            exact = self._reference.encode_one(sample)
+            if len(sample) < len(texts[i]):
+                end = start + len(exact)
+            if not np.array_equal(encoded.tokens[start:end], exact):
+                raise EncoderMismatchError(f"other tokens for {sample[:40]!r}")
+
+    def _agree(self, texts: Sequence[bytes]) -> list[bool]:
+        fast = self._encode_fast(texts)
+        rows = np.split(fast.tokens, fast.offsets[1:-1])
+        return [
+            np.array_equal(row, exact)
+            for row, exact in zip(rows, self._reference.encode_texts(texts), strict=True)
+        ]
+
+    def _encode_fast(self, texts: Sequence[bytes]) -> Encoded:
+        try:
+            layout = self._tokenizer.encode_batch(list(texts), parallel=self._is_parallel).layout
+            offsets = np.asarray(layout.offsets.data, dtype=np.int64)
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            raise EncoderMismatchError(f"it failed: {one_line(error).rstrip('.')}") from error
+        if len(offsets) != len(texts) + 1:
+            raise EncoderMismatchError(f"{len(offsets) - 1} results for {len(texts)} texts")
+        encoded = Encoded(np.asarray(layout.content.data), offsets)
+        self._renew_when_large(sum(map(len, texts)))
+        return encoded
+
+    def _splice(self, texts: Sequence[bytes], encoded: Encoded, exact: set[int]) -> Encoded:
+        parts = np.split(encoded.tokens, encoded.offsets[1:-1])
+        for i in exact:
+            parts[i] = self._reference.encode_one(texts[i])
+        return _join(parts)
+
+    def _renew_when_large(self, text_bytes: int) -> None:
+        self._bytes_since_renewal += text_bytes
+        if self._memory_at_start is None:
+            due = self._bytes_since_renewal >= _RENEW_BLINDLY_EVERY_BYTES
+        else:
+            grown = (resident_bytes() or 0) - self._memory_at_start
+            due = grown >= _GROWTH_BYTES and self._bytes_since_renewal >= _RENEW_AT_MOST_EVERY_BYTES
+        if due:
+            del self._tokenizer
+            self._tokenizer = self._fast.make()
+            self._bytes_since_renewal = 0
+
+
+def choose_encoder(tokenizer: TextTokenizer, *, seed: int, say: Callable[[str], None]) -> Encoder:
+    """gigatoken when it is installed and right about `NASTY`, else the tokenizer's own package.
+
+    `say` tells why.
+    """
+    reference = ReferenceEncoder(tokenizer)
+    package = tokenizer.reference_package
+    try:
+        encoder = GigatokenEncoder(tokenizer, tokenizer.fast(), seed=seed)
+        encoder.check([text.encode() for text in (*NASTY, *tokenizer.nasty())])
+    except ImportError as error:
+        say(f"tokenizer: {package}; the faster gigatoken cannot be used: {error}")
+    except NotFastError as error:
+        say(f"tokenizer: {package}; the faster gigatoken cannot be used for this one: {error}")
+    except (EncoderMismatchError, AttributeError, TypeError, ValueError, OSError) as error:
+        say(f"tokenizer: {package}; gigatoken differs from it in a check: {error}")
+    else:
+        say(f"tokenizer: {encoder.name}, checked against {package} on samples")
+        return encoder
+    return reference
+
+
+def resident_bytes() -> int | None:
+    """This process's memory now, or None where the system does not say (not Linux)."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _join(parts: Sequence[Tokens]) -> Encoded:
+    offsets = np.zeros(len(parts) + 1, dtype=np.int64)
+    np.cumsum([len(part) for part in parts], out=offsets[1:])
+    tokens = np.concatenate(parts) if parts else np.empty(0, dtype=np.uint32)
+    return Encoded(tokens.astype(np.uint32, copy=False), offsets)

@@ -1,0 +1,103 @@
+"""meta.json of a data folder: written, and its files' hashes compared with it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from payload.core.errors import DataError
+from payload.core.files import write_whole
+from payload.core.remake import how_to_make_again
+from payload.core.untrusted import read_bytes
+from payload.data.reading.ranges import RangeHasher, damaged_ranges
+from payload.formats.data_folder import META_NAME, DataFile, DataMeta, load_meta, task_files
+
+_READ_BYTES = 8 * 2**20
+
+
+def write_meta(folder: Path, meta: DataMeta) -> None:
+    """Write meta.json whole or not at all; what another task left in the folder goes."""
+    for name in task_files() - set(meta.files):
+        (folder / name).unlink(missing_ok=True)
+    values = asdict(meta)
+    if not meta.tokenizer_files:
+        # As releases wrote it that knew GPT-2's tokenizer alone.
+        del values["tokenizer_files"]
+    if meta.task == "text":
+        # As releases wrote it that knew this task alone.
+        del values["task"]
+    for name in ("chat", "classify", "preference"):
+        if values[name] is None:
+            del values[name]
+    write_whole(folder / META_NAME, json.dumps(values, indent=2) + "\n")
+
+
+def write_tokenizer(folder: Path, files: Mapping[str, bytes]) -> dict[str, DataFile]:
+    """Write the tokenizer's files, remove those of an earlier run, describe them for meta.json."""
+    for name in _earlier_tokenizer(folder) - set(files):
+        (folder / name).unlink(missing_ok=True)
+    described = {}
+    for name, content in files.items():
+        write_whole(folder / name, content)
+        described[name] = DataFile(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+    return described
+
+
+def check_tokenizer_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Raise DataError when writing the tokenizer's files would replace somebody else's."""
+    for name in set(files) - _earlier_tokenizer(folder):
+        path = folder / name
+        if path.exists() and read_bytes(path) != files[name]:
+            raise DataError(
+                f"{path}: another tokenizer's file is in the way, and no earlier run wrote it. "
+                "Choose another --out."
+            )
+
+
+def _earlier_tokenizer(folder: Path) -> set[str]:
+    """Return the names of the tokenizer files that the folder's meta.json lists."""
+    try:
+        return set(load_meta(folder).tokenizer_files)
+    except DataError:
+        return set()
+
+
+def verify_files(folder: Path, meta: DataMeta) -> dict[str, DataFile]:
+    """Compare each file with its hashes in meta.json; return what was found.
+
+    Raises DataError naming the first that differs, and where.
+    """
+    found = {name: _describe(folder / name) for name in meta.all_files()}
+    for name, expected in meta.all_files().items():
+        whole = found[name].sha256
+        where = damaged_ranges(found[name].range_sha256, expected.range_sha256)
+        if whole != expected.sha256 or where:
+            raise DataError(
+                f"{folder / name}: sha256 is {whole}, meta.json says {expected.sha256}{where}. "
+                f"{how_to_make_again(folder, source=meta.source)}"
+            )
+    return {name: found[name] for name in meta.files}
+
+
+def add_range_hashes(folder: Path) -> DataMeta:
+    """Verify the files, then write the hashes of their ranges, which older releases did not keep.
+
+    Raises DataError.
+    """
+    meta = load_meta(folder)
+    meta = replace(meta, files=verify_files(folder, meta))
+    write_meta(folder, meta)
+    return meta
+
+
+def _describe(path: Path) -> DataFile:
+    whole, ranges, size = hashlib.sha256(), RangeHasher(), 0
+    with path.open("rb") as file:
+        while content := file.read(_READ_BYTES):
+            whole.update(content)
+            ranges.update(content)
+            size += len(content)
+    return DataFile(bytes=size, sha256=whole.hexdigest(), range_sha256=ranges.hashes())

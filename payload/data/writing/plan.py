@@ -1,0 +1,262 @@
+"""The plan of a run, made before it starts: settings, limits, estimates, the folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from payload.core.errors import DataError
+from payload.core.untrusted import shown
+from payload.data.sources.documents import MIB, Batch, Source, Survey
+from payload.data.sources.split import (
+    NANOGPT_VAL_FRACTION,
+    Split,
+    choose_split,
+    default_val_fraction,
+)
+from payload.data.tokenizers.base import TextTokenizer
+from payload.data.tokenizers.special_tokens import (
+    read_tokenizer_config,
+    special_tokens,
+    tokenizer_config,
+)
+from payload.data.writing.encode import Encoded, choose_encoder
+from payload.data.writing.meta import check_tokenizer_files
+from payload.data.writing.store import JOURNAL_NAME, remove_unfinished, unfinished_fingerprint
+from payload.formats.data_folder import (
+    META_NAME,
+    TRAIN_NAME,
+    VAL_NAME,
+    DataMeta,
+    TokenDtype,
+    load_meta,
+    token_dtype,
+)
+
+SHARD_BYTES = 64 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareSettings:
+    """Everything about a run that is not the source."""
+
+    out: Path
+    tokenizer: TextTokenizer
+    val_fraction: float | None
+    """Share of the documents for validation; None: `default_val_fraction` of their number."""
+    seed: int
+    max_documents: int | None = None
+    """Only this many of the source's documents, from its start."""
+    force: bool = False
+    """Replace what the folder holds."""
+    wait: bool = False
+    """Let another run that writes to the folder finish first, instead of refusing."""
+    shard_bytes: int = SHARD_BYTES
+    """Output after which progress is saved."""
+    allow_odd_tokenizer: bool = False
+    """Continue where the tokenizer's tokens do not seem to stand for the text."""
+    shaping: tuple[str, ...] = ()
+    """Whatever else the output depends on, for the fingerprint."""
+
+    def dtype(self) -> TokenDtype:
+        """The type of a token in the files."""
+        return token_dtype(self.tokenizer.vocab_size)
+
+    def token_bytes(self) -> int:
+        """Size of a token in the files."""
+        return int(np.dtype(self.dtype()).itemsize)
+
+    def split(self, survey: Survey) -> Split:
+        """Which of the source's documents are for validation. Raises DataError."""
+        fraction = self.val_fraction
+        if fraction is None:
+            fraction = default_val_fraction(survey.documents)
+        return choose_split(documents=survey.documents, val_fraction=fraction, seed=self.seed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Estimate of a run, from the source's size and its first batch."""
+
+    documents: int | None
+    text_bytes: int | None
+    tokens: int | None
+    need_bytes: int | None
+    free_bytes: int
+    note: str | None
+
+
+def estimate(source: Source, settings: PrepareSettings) -> Estimate:
+    """Look at the source and encode its first batch; nothing is written. Raises DataError."""
+    source.identity()
+    survey = limited(source.survey(), settings.max_documents)
+    settings.split(survey)
+    batches = limit(source.batches({}), settings.max_documents)
+    first = next(batches, Batch())
+    tokenizer = settings.tokenizer
+    encoder = choose_encoder(tokenizer, seed=settings.seed, say=lambda note: None)
+    tokens = expected_tokens(survey, first, encoder.encode(first.pieces), tokenizer)
+    return Estimate(
+        documents=survey.documents,
+        text_bytes=survey.text_bytes,
+        tokens=tokens,
+        need_bytes=None if tokens is None else tokens * settings.token_bytes(),
+        free_bytes=free_bytes(settings.out),
+        note=survey.note,
+    )
+
+
+def limit(batches: Iterator[Batch], max_documents: int | None) -> Iterator[Batch]:
+    """The batches without documents numbered `max_documents` or higher."""
+    for batch in batches:
+        if max_documents is None or not batch.numbers or batch.numbers[-1] < max_documents:
+            yield batch
+            continue
+        keep = sum(number < max_documents for number in batch.numbers)
+        batch.pieces = batch.pieces[:keep]
+        batch.numbers, batch.ends = batch.numbers[:keep], batch.ends[:keep]
+        batch.skipped = [entry for entry in batch.skipped if entry[0] < max_documents]
+        batch.text_bytes = sum(map(len, batch.pieces))
+        yield batch
+        return
+
+
+def limited(survey: Survey, max_documents: int | None) -> Survey:
+    """Return a source's survey, cut off at `max_documents`."""
+    if max_documents is None or (survey.documents or max_documents) <= max_documents:
+        if survey.documents is not None or max_documents is None:
+            return survey
+        return Survey(documents=None, text_bytes=None, note=survey.note)
+    assert survey.documents is not None
+    share = max_documents / survey.documents
+    text_bytes = None if survey.text_bytes is None else int(survey.text_bytes * share)
+    return Survey(documents=max_documents, text_bytes=text_bytes, note=survey.note)
+
+
+def expected_tokens(
+    survey: Survey, batch: Batch, encoded: Encoded, tokenizer: TextTokenizer
+) -> int | None:
+    """Return the whole source's tokens at the first batch's rate; None for an unknown size."""
+    around = len(tokenizer.begin) + len(tokenizer.end)
+    in_batch = len(encoded.tokens) + sum(batch.ends) * around
+    if survey.text_bytes is not None and batch.text_bytes:
+        return int(survey.text_bytes * in_batch / batch.text_bytes)
+    if survey.documents is not None and any(batch.ends):
+        return int(survey.documents * in_batch / sum(batch.ends))
+    return None
+
+
+def fingerprint_of(identity: Sequence[Any], settings: PrepareSettings) -> str:
+    """sha256 over everything that shapes the output, from the source's identity."""
+    shaping: list[Any] = [
+        identity,
+        settings.val_fraction,
+        settings.seed,
+        settings.max_documents,
+        list(settings.shaping),
+        settings.tokenizer.fingerprint,
+    ]
+    return hashlib.sha256(json.dumps(shaping).encode()).hexdigest()
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[None]:
+    """Make `out` with its parents; when it was not there and nothing came of it, it goes again.
+
+    Raises DataError.
+    """
+    was_there = out.exists()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise DataError(f"--out {out}: a file is in the way. Choose another folder.") from None
+    except OSError as error:
+        raise DataError(f"--out {out}: {error.strerror}. Choose another folder.") from None
+    try:
+        yield
+    finally:
+        if not was_there and not any(out.iterdir()):
+            out.rmdir()
+
+
+def check_folder(settings: PrepareSettings, identity: Sequence[Any]) -> DataMeta | None:
+    """The folder's meta when it already is what is wanted. Raises DataError when it is not free."""
+    out = settings.out
+    check_tokenizer_files(out, settings.tokenizer.files)
+    if settings.force:
+        remove_unfinished(out)
+        return None
+    unfinished = unfinished_fingerprint(out)
+    if unfinished == fingerprint_of(identity, settings):
+        return None
+    if unfinished is not None:
+        raise DataError(
+            f"{out}: holds an unfinished run with another source or other settings. Choose another "
+            "--out, repeat that command without --force to finish it, or replace it with --force."
+        )
+    if (out / META_NAME).exists():
+        meta = load_meta(out)
+        if meta.fingerprint in _fingerprints_of_same(meta, settings, identity):
+            _require_same_special_tokens(meta, settings)
+            return meta
+        raise DataError(
+            f"{out}: holds data made from another source or with other settings ({meta.source}, "
+            f"tokenizer {meta.tokenizer}, {meta.train_documents + meta.val_documents:,} documents, "
+            f"--val-fraction {meta.split.val_fraction:g}, --seed {meta.split.seed}). Choose "
+            "another --out, or replace it with --force."
+        )
+    for name in (TRAIN_NAME, VAL_NAME):
+        if (out / name).exists():
+            raise DataError(
+                f"{out / name}: exists without {META_NAME} and {JOURNAL_NAME}, so this command did "
+                "not write it. Choose another --out, or replace it with --force."
+            )
+    return None
+
+
+def _require_same_special_tokens(meta: DataMeta, settings: PrepareSettings) -> None:
+    """Raise DataError where the folder's tokenizer names other special tokens than the present one.
+
+    A chat template writes them into the text, and padding is one of them.
+    """
+    if not meta.tokenizer_files:
+        return
+    config = tokenizer_config(settings.tokenizer.files, folder=Path(settings.tokenizer.name))
+    now, was = special_tokens(config), special_tokens(read_tokenizer_config(settings.out))
+    name = next((each for each in {**was, **now} if was.get(each) != now.get(each)), None)
+    if name is not None:
+        raise DataError(
+            f"{settings.out}: holds data made with {name} = {shown(was.get(name))}, and the "
+            f"tokenizer {settings.tokenizer.name} has {shown(now.get(name))} now. Choose another "
+            "--out, or replace it with --force."
+        )
+
+
+def _fingerprints_of_same(
+    meta: DataMeta, settings: PrepareSettings, identity: Sequence[Any]
+) -> set[str]:
+    """Return the fingerprints of `settings` in all spellings of the validation share."""
+    asked, used = settings.val_fraction, meta.split.val_fraction
+    shares = {asked}
+    if asked == used:
+        shares.add(None)
+    if asked is None and used == NANOGPT_VAL_FRACTION:
+        # The default for every source before `default_val_fraction`.
+        shares.add(used)
+    return {fingerprint_of(identity, replace(settings, val_fraction=share)) for share in shares}
+
+
+def free_bytes(out: Path) -> int:
+    """Free on the disk that `out` is or will be on."""
+    folder = out.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

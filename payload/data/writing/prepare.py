@@ -1,0 +1,289 @@
+"""The work of `python -m payload.data prepare`: a source in, a data folder out."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+from payload.core.errors import DataError
+from payload.data.sources.documents import Batch, Source, Survey, prefetch
+from payload.data.sources.split import Split
+from payload.data.writing.encode import (
+    Encoded,
+    Encoder,
+    EncoderMismatchError,
+    ReferenceEncoder,
+    choose_encoder,
+)
+from payload.data.writing.meta import write_meta, write_tokenizer
+from payload.data.writing.plan import (
+    PrepareSettings,
+    check_folder,
+    expected_tokens,
+    fingerprint_of,
+    free_bytes,
+    limit,
+    limited,
+    new_folder,
+)
+from payload.data.writing.progress import Reporter, format_bytes
+from payload.data.writing.store import Store, locked, remove_unfinished, writing_to
+from payload.data.writing.tokenizer_check import TokenizerCheck
+from payload.data.writing.write import write_batch
+from payload.formats.data_folder import DataMeta
+
+_FEW_VAL_DOCUMENTS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The outcome of a run."""
+
+    meta: DataMeta
+    was_ready: bool
+    """The folder already held it; nothing was done."""
+    worked_s: float = 0.0
+    """Tokenizing, writing and hashing, and reading where counting has not read all already;
+    without start-up and counting."""
+
+
+def prepare(source: Source, settings: PrepareSettings, reporter: Reporter) -> Outcome:
+    """Make the data folder, or go on making it. Raises DataError."""
+    reporter.say(f"source: {source.label}")
+    if settings.tokenizer.end_note is not None:
+        reporter.say(f"tokenizer: {settings.tokenizer.name}; {settings.tokenizer.end_note}")
+    try:
+        identity = source.identity()
+        with new_folder(settings.out), locked(settings.out, wait=settings.wait):
+            ready = check_folder(settings, identity)
+            if ready is None:
+                fingerprint = fingerprint_of(identity, settings)
+                meta = _Run(source, settings, reporter, fingerprint).to_the_end()
+                say_few(meta, reporter)
+                return Outcome(meta=meta, was_ready=False, worked_s=reporter.worked_s)
+    except OSError as error:
+        place = error.filename or source.label
+        raise DataError(f"{place}: {error.strerror or error}.") from None
+    reporter.say(f"{settings.out} already holds this data; nothing to do (--force makes it again)")
+    say_few(ready, reporter)
+    return Outcome(meta=ready, was_ready=True)
+
+
+def say_few(meta: DataMeta, reporter: Reporter) -> None:
+    """Warn about a validation set whose loss says little."""
+    few, total = meta.val_documents, meta.train_documents + meta.val_documents
+    if few < _FEW_VAL_DOCUMENTS:
+        reporter.say(
+            f"note: {few} of {total:,} documents are for validation; a loss over so few says "
+            "little. A higher --val-fraction with --force takes more."
+        )
+
+
+class _Run:
+    """One run that has work to do."""
+
+    def __init__(
+        self, source: Source, settings: PrepareSettings, reporter: Reporter, fingerprint: str
+    ) -> None:
+        self._source = source
+        self._settings = settings
+        self._reporter = reporter
+        self._fingerprint = fingerprint
+        self._encoder, survey = self._load_and_survey()
+        self._survey = limited(survey, settings.max_documents)
+        self._check = self._new_check()
+        self._store = Store(settings.out, fingerprint=fingerprint, encoder=self._encoder.name)
+
+    def _load_and_survey(self) -> tuple[Encoder, Survey]:
+        """At the same time: one waits for files, the other is busy with 50,000 tokens."""
+        settings = self._settings
+        notes: list[str] = []
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load") as pool:
+            loading = pool.submit(
+                choose_encoder, settings.tokenizer, seed=settings.seed, say=notes.append
+            )
+            survey = self._source.survey()
+            encoder = loading.result()
+        for note in notes:
+            self._reporter.say(note)
+        return encoder, survey
+
+    def to_the_end(self) -> DataMeta:
+        """Tokenize what is left, rename, write meta.json."""
+        survey = self._survey
+        split = self._settings.split(survey)
+        self._say_survey(survey, split)
+        try:
+            self._open_store()
+            if not self._store.is_complete:
+                self._tokenize(survey, split)
+                self._check_result(survey)
+                self._store.commit(self._store.cursor, is_complete=True)
+            meta = self._describe(split)
+            with writing_to(self._settings.out):
+                write_meta(self._settings.out, meta)
+        finally:
+            self._store.close()
+            if not self._store.has_shards:
+                remove_unfinished(self._settings.out)
+        remove_unfinished(self._settings.out)
+        return meta
+
+    def _say_survey(self, survey: Survey, split: Split) -> None:
+        size = "" if survey.text_bytes is None else f", {format_bytes(survey.text_bytes)}"
+        count = "not counted" if survey.documents is None else f"{survey.documents:,}"
+        if survey.note is not None:
+            self._reporter.say(f"note: {survey.note}")
+        chosen = split.record
+        how = (
+            "as datasets' train_test_split chooses them"
+            if chosen.method == "permutation"
+            else "by a hash of each document's number"
+        )
+        self._reporter.say(
+            f"documents: {count}{size}; {chosen.val_fraction:g} of them for validation, {how} "
+            f"(seed {chosen.seed})"
+        )
+
+    def _open_store(self) -> None:
+        if not self._store.resume():
+            self._store.start()
+            return
+        done = self._store.totals
+        self._reporter.say(
+            f"going on after {done.documents:,} documents and {done.tokens:,} tokens "
+            "of an earlier run"
+        )
+        if self._store.encoder.startswith(self._settings.tokenizer.reference_package):
+            self._encoder = ReferenceEncoder(self._settings.tokenizer)
+
+    def _tokenize(self, survey: Survey, split: Split) -> None:
+        try:
+            self._tokenize_with_encoder(survey, split)
+        except EncoderMismatchError as error:
+            package = self._settings.tokenizer.reference_package
+            self._reporter.say(
+                f"tokenizer: gigatoken differs from {package} ({error}); "
+                f"starting again with {package} alone"
+            )
+            self._encoder = ReferenceEncoder(self._settings.tokenizer)
+            self._store.encoder = self._encoder.name
+            self._check = self._new_check()
+            self._store.start()
+            self._tokenize_with_encoder(survey, split)
+
+    def _tokenize_with_encoder(self, survey: Survey, split: Split) -> None:
+        """Read, encode, and check and write three neighbouring batches at the same time."""
+        batches = limit(self._source.batches(self._store.cursor), self._settings.max_documents)
+        is_first = True
+        self._reporter.start(survey, self._store.totals)
+        try:
+            with ThreadPoolExecutor(max_workers=1, thread_name_prefix="write") as writer:
+                written: Future[None] | None = None
+                for batch in prefetch(batches):
+                    encoded = self._encoder.encode(batch.pieces)
+                    if is_first:
+                        self._check_space(survey, batch, encoded)
+                        is_first = False
+                    if written is not None:
+                        written.result()
+                    written = writer.submit(self._write, batch, encoded, split)
+                if written is not None:
+                    written.result()
+        finally:
+            self._reporter.stop()
+
+    def _write(self, batch: Batch, encoded: Encoded, split: Split) -> None:
+        store = self._store
+        self._encoder.check_sample(batch.pieces, encoded)
+        self._check.add(batch.pieces, encoded.tokens, encoded.offsets)
+        write_batch(store, batch, encoded, split, self._settings.tokenizer)
+        store.commit_if_due(batch.cursor, shard_bytes=self._settings.shard_bytes)
+        store.cursor = batch.cursor
+        self._reporter.update(store.totals)
+
+    def _check_space(self, survey: Survey, batch: Batch, encoded: Encoded) -> None:
+        tokens = expected_tokens(survey, batch, encoded, self._settings.tokenizer)
+        free = free_bytes(self._settings.out)
+        if tokens is None:
+            self._reporter.say(
+                f"disk: {format_bytes(free)} free; the output's size is not known beforehand"
+            )
+            return
+        need = max(0, tokens - self._store.totals.tokens) * self._settings.token_bytes()
+        if need > free:
+            raise DataError(
+                f"{self._settings.out}: about {format_bytes(need)} are needed for {tokens:,} "
+                f"tokens, {format_bytes(free)} are free. Free some, choose another --out, or take "
+                "fewer documents with --max-documents."
+            )
+        self._reporter.say(f"disk: about {format_bytes(need)} needed, {format_bytes(free)} free")
+
+    def _check_result(self, survey: Survey) -> None:
+        totals = self._store.totals
+        problem = None
+        if not totals.documents:
+            problem = f"no documents in {self._source.label}"
+            if totals.skipped_documents:
+                problem += f": all {totals.skipped_documents:,} were bad"
+            problem += "."
+        elif totals.tokens == totals.documents * self._tokens_around():
+            problem = f"all {totals.documents:,} documents of {self._source.label} are empty."
+        elif not totals.val_documents or not totals.train_documents:
+            lacking = "train on" if totals.val_documents else "validate on"
+            problem = (
+                f"of {totals.documents:,} documents none is left to {lacking}; "
+                f"{'lower' if totals.val_documents else 'raise'} --val-fraction."
+            )
+        if problem:
+            self._store.discard()
+            raise DataError(problem)
+        self._check_tokens()
+        seen = totals.documents + totals.skipped_documents
+        if survey.documents is not None and seen != survey.documents:
+            self._reporter.say(
+                f"note: {seen:,} documents were there, {survey.documents:,} were expected"
+            )
+
+    def _check_tokens(self) -> None:
+        """Check this process's rates, and those of the whole corpus."""
+        totals = self._store.totals
+        around = totals.documents * self._tokens_around()
+        try:
+            self._check.finish()
+            self._check.check_rate(text_bytes=totals.text_bytes, tokens=totals.tokens - around)
+        except DataError:
+            # All is tokenized: the next run would only find that it is complete.
+            self._store.discard()
+            raise
+
+    def _new_check(self) -> TokenizerCheck:
+        return TokenizerCheck(
+            self._settings.tokenizer,
+            allow_odd=self._settings.allow_odd_tokenizer,
+            say=self._reporter.say,
+        )
+
+    def _tokens_around(self) -> int:
+        tokenizer = self._settings.tokenizer
+        return len(tokenizer.begin) + len(tokenizer.end)
+
+    def _describe(self, split: Split) -> DataMeta:
+        totals = asdict(self._store.totals)
+        tokenizer = self._settings.tokenizer
+        return DataMeta(
+            tokenizer=tokenizer.name,
+            tokenizer_sha256=tokenizer.sha256,
+            tokenizer_pipeline_sha256=tokenizer.pipeline_sha256,
+            tokenizer_files=write_tokenizer(self._settings.out, tokenizer.files),
+            vocab_size=tokenizer.vocab_size,
+            end_of_text=tokenizer.end[-1],
+            dtype=self._settings.dtype(),
+            source=self._source.label,
+            revision=self._source.revision,
+            fingerprint=self._fingerprint,
+            split=split.record,
+            encoder=self._store.encoder,
+            files=self._store.publish(),
+            **totals,
+        )

@@ -1,0 +1,52 @@
+"""The identity of the weights that a run starts from, wherever their files lie."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from payload.config.training_sections import Quantize
+from payload.core.errors import CheckpointError
+from payload.core.untrusted import home_path, parse_json, read_bytes
+from payload.formats.checkpoint_files import config_sha256, sha256_of, weights_sha256
+from payload.formats.hf_folder import own_file
+from payload.formats.hub_names import HubName, pinned_name
+from payload.train.checkpoints.checkpoint import BaseModel
+from payload.train.models.weights import config_folder, model_folder
+from payload.weights.adapter_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE, has_adapter
+from payload.weights.source import base_name
+
+
+def identify(source: str, folder: Path, *, quantize: Quantize) -> BaseModel:
+    """Return the identity of the weights in `folder`, which the user calls `source`.
+
+    Raises OSError, and CheckpointError for a damaged folder.
+    """
+    on_hub = pinned_name(source)
+    if on_hub is None and not home_path(source).exists():
+        on_hub = HubName.parse(source)
+    return BaseModel(
+        source=on_hub.name if on_hub else str(folder.resolve()),
+        revision=on_hub.revision if on_hub else None,
+        sha256=_sha256(folder),
+        config_sha256=config_sha256(config_folder(folder)),
+        quantize=quantize,
+    )
+
+
+def _sha256(folder: Path) -> str:
+    """Return the hash of the folder's weights; of an adapter, that of all that its merging takes.
+
+    Raises OSError, CheckpointError.
+    """
+    if not has_adapter(folder):
+        return weights_sha256(folder)
+    base = weights_sha256(model_folder(base_name(folder)))
+    own = sha256_of(own_file(folder, ADAPTER_FILE))
+    path = folder / ADAPTER_CONFIG_FILE
+    config = parse_json(read_bytes(path), where=str(path), error=CheckpointError)
+    # Where the base lies changes nothing: its weights are in the hash.
+    kept = {key: config[key] for key in config.keys() - {"base_model_name_or_path", "revision"}}
+    settings = json.dumps(kept, sort_keys=True)
+    return hashlib.sha256(f"{own} {base} {settings}".encode()).hexdigest()

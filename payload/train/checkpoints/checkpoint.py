@@ -1,0 +1,258 @@
+"""Checkpoints: whole or absent, verified by their manifest, loadable by transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from payload.config.training_sections import Quantize
+from payload.core.errors import CheckpointError, TrainingError
+from payload.core.untrusted import build, check_schema, checked, parse_json, read_bytes
+from payload.formats.checkpoint_files import (
+    BEST_NAME,
+    MANIFEST_FILE,
+    OPTIMIZER_FILE,
+    PARTIAL_SUFFIX,
+    SCHEMA_VERSION,
+    TRAINER_FILE,
+    checkpoint_folders,
+    newest_sound,
+    partial_checkpoints,
+    sha256_of,
+)
+from payload.formats.hf_folder import WEIGHTS_FILE
+from payload.run_record.run_identity import PATTERN, WANTED
+from payload.train.checkpoints.snapshot import Snapshot
+from payload.train.models.base import CausalLM
+from payload.train.models.lora import save_adapter_config
+from payload.train.models.weights import save_hf_config, warn_passed_over
+from payload.train.tensors.lazy_tensors import LazyTensors
+from payload.train.tensors.tensor_file import write_tensors
+from payload.weights.adapter_files import ADAPTER_FILE
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseModel:
+    """The frozen weights of an adapter's run, which no checkpoint has a copy of."""
+
+    source: str
+    """Folder or hub name."""
+    revision: str | None = None
+    """Commit on the hub."""
+    sha256: str = ""
+    """Over the files with the weights."""
+    config_sha256: str | None = None
+    """Over what config.json says of the arithmetic; None in older records."""
+    quantize: Quantize = "none"
+    """Type of its linears while the adapter was trained."""
+
+    def has_same_config(self, other: BaseModel) -> bool:
+        """Say whether both computed by one config.json, as far as both records have its hash."""
+        return len({self.config_sha256, other.config_sha256} - {None}) <= 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """trainer.json: where training stands, besides weights and optimizer."""
+
+    step: int = checked(low=0)
+    """Updates done."""
+    next_sample: int = checked(low=0)
+    """Global index of the first sequence not trained on: the whole data position."""
+    tokens: int = checked(low=0)
+    seed: int
+    """Dropout masks are drawn from (seed, sample index); there is no generator state to keep."""
+    dtype: Literal["bf16", "fp32"]
+    """Type in which the run computes; under `auto`, a resume keeps it."""
+    train_sha256: str
+    """Hash of the train.bin that the data position refers to."""
+    data_sha256: dict[str, str] = field(default_factory=dict)
+    """`DataMeta.hashes`; none in checkpoints of older versions."""
+    wall_s: float = checked(0.0, low=0)
+    """Time spent training so far, over all attempts."""
+    world_size: int = checked(low=1)
+    tokenizer: dict[str, str] = field(default_factory=dict)
+    base: BaseModel | None = None
+    """The base that an adapter was trained on; None without an adapter."""
+    identity: str | None = checked(None, pattern=PATTERN, wanted=WANTED)
+    """The run's own, by which it is told from another one of its name; None in older records."""
+    config_toml: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
+
+
+def save_checkpoint(
+    folder: Path,
+    *,
+    model: CausalLM,
+    snapshot: Snapshot,
+    state: TrainerState,
+    tokenizer: Mapping[str, bytes],
+    progressed: Callable[[], None] = lambda: None,
+    tensors_read: Callable[[], None] = lambda: None,
+) -> None:
+    """Write the checkpoint `folder`: beside, flushed to disk, then renamed.
+
+    `tokenizer` has its files by name. `progressed` is called after each part of the work,
+    `tensors_read` as soon as model and optimizer may change again. Raises TrainingError when the
+    disk refuses; older checkpoints are untouched.
+    """
+    partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        # Not the run's folder: where that was removed, a part of it must not come back.
+        partial.parent.mkdir(exist_ok=True)
+        partial.mkdir()
+        weights_file = _write_model_config(partial, model, state.base)
+        sha256 = _write_snapshot(
+            partial, snapshot, weights_file=weights_file, progressed=progressed
+        )
+        tensors_read()
+        for name, content in tokenizer.items():
+            (partial / name).write_bytes(content)
+        (partial / TRAINER_FILE).write_text(json.dumps(asdict(state), indent=2) + "\n", "utf-8")
+        _write_manifest(partial, sha256, progressed)
+        _put_in_place(partial, folder)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise TrainingError(
+            f"checkpoint {folder}: cannot be written ({error}). Free disk space; training can be "
+            "resumed from the checkpoint before it."
+        ) from None
+
+
+def load_trainer_state(folder: Path) -> TrainerState:
+    """Read trainer.json of a checkpoint. Raises CheckpointError."""
+    path, fix = folder / TRAINER_FILE, "Use another checkpoint."
+    try:
+        raw = parse_json(read_bytes(path), where=str(path), fix=fix, error=CheckpointError)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}). {fix}") from None
+    check_schema(raw, SCHEMA_VERSION, where=str(path), fix=fix, error=CheckpointError)
+    return build(TrainerState, raw, where=str(path), fix=fix, error=CheckpointError)
+
+
+def optimizer_tensors(folder: Path) -> LazyTensors:
+    """Return the optimizer's state of a checkpoint, of which nothing is read yet.
+
+    Raises CheckpointError.
+    """
+    return LazyTensors(folder / OPTIMIZER_FILE, fix="Use another checkpoint.")
+
+
+def newest_checkpoint(checkpoints: Path) -> Path | None:
+    """Return the newest sound folder, or None; damaged ones are passed over, and named."""
+    return newest_sound(checkpoints, passed_over=warn_passed_over)
+
+
+def remove_old_checkpoints(
+    checkpoints: Path, *, keep: int, newest: Path, best: Sequence[Path] = ()
+) -> None:
+    """Remove all but `best` and the `keep` up to `newest`, and what an interrupted write left.
+
+    What lies beyond `newest`, the one just written, was damaged or given up: training has been
+    resumed from before it.
+    """
+    folders = checkpoint_folders(checkpoints)
+    going_on = folders[: folders.index(newest) + 1]
+    kept = {*going_on[-keep:], *(set(best) & set(going_on))}
+    for folder in set(folders) - kept:
+        # Renamed first, so that a half-removed folder is never taken for a checkpoint.
+        doomed = folder.with_name(folder.name + PARTIAL_SUFFIX)
+        folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+    remove_partial_checkpoints(checkpoints)
+
+
+def point_to_best(checkpoints: Path, best: Path) -> None:
+    """Make `checkpoints/best` a link to the folder `best`, unless the file system has no links."""
+    link = checkpoints / BEST_NAME
+    fresh = checkpoints / f".{BEST_NAME}{PARTIAL_SUFFIX}"
+    with contextlib.suppress(OSError):
+        if link.is_symlink() and link.readlink() == Path(best.name):
+            return
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(best.name)
+        fresh.replace(link)
+
+
+def remove_partial_checkpoints(checkpoints: Path) -> None:
+    """Remove what an interrupted write left; none may be under way."""
+    for partial in partial_checkpoints(checkpoints):
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_model_config(folder: Path, model: CausalLM, base: BaseModel | None) -> str:
+    """Write the config of the model, or of its adapter; return the name of the weights' file."""
+    if model.adapter is not None and base is not None:
+        save_adapter_config(model, folder, base=(base.source, base.revision))
+        return ADAPTER_FILE
+    save_hf_config(model, folder)
+    return WEIGHTS_FILE
+
+
+def _write_snapshot(
+    folder: Path, snapshot: Snapshot, *, weights_file: str, progressed: Callable[[], None]
+) -> dict[str, str]:
+    """Write the tensors; return the sha256 of each file by its name."""
+    return {
+        name: write_tensors(
+            folder / name,
+            tensors,
+            metadata=metadata,
+            progressed=progressed,
+            whole=snapshot.whole,
+        )
+        for name, tensors, metadata in (
+            (weights_file, snapshot.weights, {"format": "pt"}),
+            (OPTIMIZER_FILE, snapshot.optimizer, None),
+        )
+    }
+
+
+def _put_in_place(partial: Path, folder: Path) -> None:
+    """Rename the whole checkpoint; one of the same name goes only when this one is there."""
+    replaced = folder.with_name(f"{folder.name}.replaced{PARTIAL_SUFFIX}")
+    if folder.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        folder.rename(replaced)
+    partial.rename(folder)
+    _flush(folder.parent)
+    # Of a first checkpoint, the folder that it lies in is new as well.
+    _flush(folder.parent.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _write_manifest(
+    folder: Path, sha256: Mapping[str, str], progressed: Callable[[], None]
+) -> None:
+    """Write the list of the files; `sha256` has the hashes that are known already, by name."""
+    files: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.iterdir()):
+        known = sha256.get(path.name)
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": known or sha256_of(path)}
+        _flush(path)
+        progressed()
+    manifest = folder / MANIFEST_FILE
+    manifest.write_text(
+        json.dumps({"schema_version": SCHEMA_VERSION, "files": files}, indent=2) + "\n", "utf-8"
+    )
+    _flush(manifest)
+    _flush(folder)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

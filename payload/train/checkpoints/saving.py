@@ -1,0 +1,160 @@
+"""Checkpoints written by a thread, while training goes on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from payload.core.errors import TrainingError
+from payload.formats.checkpoint_files import best_checkpoints
+from payload.train.checkpoints.checkpoint import (
+    TrainerState,
+    point_to_best,
+    remove_old_checkpoints,
+    save_checkpoint,
+)
+from payload.train.checkpoints.snapshot import Snapshot
+from payload.train.models.base import CausalLM
+
+log = logging.getLogger(__name__)
+
+_THREAD_CHECK_S = 1.0
+_NO_THREAD = "the checkpoint was not written: its thread could not run"
+_FREE_MEMORY = (
+    "Free memory or lower batch.micro_batch_size, then resume from the checkpoint before."
+)
+
+
+class Saving:
+    """Writes one checkpoint at a time. Nothing is copied: the next update waits until all is read.
+
+    A write that failed is raised as TrainingError by the next call, whichever it is.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Path,
+        *,
+        keep: int,
+        tokenizer: Mapping[str, bytes],
+        val_losses: Mapping[int, float] | None = None,
+        waiting: Callable[[], None],
+    ) -> None:
+        """`tokenizer` has its files by name, for every checkpoint.
+
+        `val_losses`: what evaluations found before, by step; see `evaluated`.
+        `waiting` is called when a wait begins, and whenever the write has come on during one.
+        """
+        self.checkpoints = checkpoints
+        self._keep = keep
+        self._tokenizer = tokenizer
+        self._val_losses = dict(val_losses or {})
+        self._waiting = waiting
+        self._write: _Write | None = None
+
+    def begin(
+        self, folder: Path, *, model: CausalLM, snapshot: Snapshot, state: TrainerState
+    ) -> None:
+        """Wait for the last checkpoint, then begin `folder`."""
+        self.finish()
+        val_losses = dict(self._val_losses)  # an evaluation may end while the thread reads them
+
+        def work(progressed: Callable[[], None], tensors_read: Callable[[], None]) -> None:
+            try:
+                save_checkpoint(
+                    folder,
+                    model=model,
+                    snapshot=snapshot,
+                    state=state,
+                    tokenizer=self._tokenizer,
+                    progressed=progressed,
+                    tensors_read=tensors_read,
+                )
+            finally:
+                # After a failed write the other ranks still wait to send their part.
+                snapshot.finish()
+            best = best_checkpoints(self.checkpoints, val_losses)
+            remove_old_checkpoints(self.checkpoints, keep=self._keep, newest=folder, best=best)
+            log.info(f"step {state.step}: checkpoint {folder}")
+
+        self._write = _Write(work)
+
+    def send(self, snapshot: Snapshot) -> None:
+        """Begin to send this rank's part of a checkpoint that rank 0 writes."""
+        self.finish()
+        self._write = _Write(lambda _progressed, _tensors_read: snapshot.finish())
+
+    def evaluated(self, step: int, *, val_loss: float) -> None:
+        """Note the validation loss at `step`: the best checkpoint is never removed."""
+        self._val_losses[step] = val_loss
+
+    def before_update(self) -> None:
+        """Wait until model and optimizer may change."""
+        if self._write is not None:
+            self._write.wait(self._write.is_read, self._waiting)
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is whole on disk."""
+        if self._write is not None:
+            self._write.wait(self._write.is_whole, self._waiting)
+            self._write = None
+        best = best_checkpoints(self.checkpoints, self._val_losses)
+        if best:
+            point_to_best(self.checkpoints, best[0])
+
+
+class _Write:
+    """A thread at work on one checkpoint."""
+
+    def __init__(self, work: Callable[[Callable[[], None], Callable[[], None]], None]) -> None:
+        """`work` gets what to call when it has come on, and when it has read all tensors."""
+        self._work = work
+        self._changed = threading.Condition()
+        self._is_read = False
+        self._is_whole = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        try:
+            self._thread.start()
+        except (RuntimeError, MemoryError) as error:
+            raise TrainingError(f"{_NO_THREAD} ({error}). {_FREE_MEMORY}") from None
+
+    def is_read(self) -> bool:
+        """Return whether the tensors are no longer needed, or the write has failed."""
+        return self._is_read or self._is_whole
+
+    def is_whole(self) -> bool:
+        """Return whether nothing is left to do, or the write has failed."""
+        return self._is_whole
+
+    def wait(self, is_done: Callable[[], bool], waiting: Callable[[], None]) -> None:
+        """Return when `is_done`; raise what the thread ended with."""
+        with self._changed:
+            while not is_done():
+                waiting()
+                # Without a heartbeat meanwhile: a disk that hangs has to look like it.
+                while not self._changed.wait(_THREAD_CHECK_S) and not is_done():
+                    if not self._thread.is_alive():
+                        raise TrainingError(f"{_NO_THREAD}. {_FREE_MEMORY}")
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._work(self._tell, self._tell_read)
+        except BaseException as error:
+            self._error = error
+        with self._changed:
+            self._is_whole = True
+            self._changed.notify_all()
+
+    def _tell(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _tell_read(self) -> None:
+        with self._changed:
+            self._is_read = True
+            self._changed.notify_all()

@@ -1,0 +1,123 @@
+"""Weights in the Hugging Face layout: in from a name or a folder, out to a folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from payload.core.errors import CheckpointError
+from payload.core.hints import command
+from payload.formats.checkpoint_files import config_sha256, weights_sha256
+from payload.formats.hf_folder import CONFIG_FILE, WEIGHTS_FILE
+from payload.formats.hub_names import HubName
+from payload.formats.tokenizer_identity import TOKENIZER_FILE
+from payload.train.tensors.gguf_folder import folder_of_gguf
+from payload.train.tensors.tensor_file import write_tensors
+from payload.weights.adapter_files import (
+    ADAPTER_CONFIG_FILE,
+    has_adapter,
+    recorded_base,
+)
+from payload.weights.hub import fetch
+from payload.weights.source import base_name, find_source
+
+if TYPE_CHECKING:
+    from payload.train.models.base import CausalLM
+
+log = logging.getLogger(__name__)
+
+
+def save_hf(model: CausalLM, folder: Path, *, progressed: Callable[[], None] = lambda: None) -> str:
+    """Write `model.safetensors` and `config.json`: a folder that transformers loads as it is.
+
+    Returns the sha256 of the weights' file. Raises OSError.
+    """
+    save_hf_config(model, folder)
+    return write_tensors(
+        folder / WEIGHTS_FILE, model.hf_tensors(), metadata={"format": "pt"}, progressed=progressed
+    )
+
+
+def save_hf_config(model: CausalLM, folder: Path) -> None:
+    """Write `config.json`, by which transformers builds the same model. Raises OSError."""
+    content = json.dumps(model.hf_config(), indent=2) + "\n"
+    (folder / CONFIG_FILE).write_text(content, encoding="utf-8")
+
+
+def model_folder(name: str, *, setting: str = "model.init", verify: bool = True) -> Path:
+    """Return the folder with the weights that `name` stands for, downloaded if it is on the hub.
+
+    `setting` is what messages call it; `verify` is as `find_source` has it.
+    Raises CheckpointError when there is nothing to load.
+    """
+    source = find_source(name, setting=setting, verify=verify, passed_over=warn_passed_over)
+    if source.folder is not None:
+        return source.folder
+    if source.file is not None:
+        log.info(f"reading {source.file}")
+        return folder_of_gguf(source.file)
+    wanted = HubName.parse(name)
+    if wanted is None:
+        raise CheckpointError(f"{setting} = {name!r}: it has no weights. Name a checkpoint.")
+    return fetch(wanted, setting=setting, say=log.info)
+
+
+def config_folder(folder: Path) -> Path:
+    """Return the folder whose config.json describes a checkpoint's model: for an adapter, its base.
+
+    One beside an adapter says nothing but a classifier's labels. Raises CheckpointError.
+    """
+    return base_folder(folder, verify=False) if has_adapter(folder) else folder
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    """Return the folder with a checkpoint's tokenizer: an adapter without one has its base's.
+
+    Raises CheckpointError.
+    """
+    is_whole = (folder / TOKENIZER_FILE).is_file() or not has_adapter(folder)
+    return folder if is_whole else base_folder(folder, verify=False)
+
+
+def base_folder(adapter: Path, *, verify: bool = True) -> Path:
+    """Return the folder with the weights of an adapter's base, downloaded if it is on the hub.
+
+    With `verify` its weights and its config.json have the hashes that the adapter's run recorded;
+    adapters of other programs record none. Without, no weights are read. Raises CheckpointError.
+    """
+    source = base_name(adapter)
+    if Path(source).is_absolute() and not Path(source).exists():
+        raise CheckpointError(
+            f"{adapter}: its base {source} is not there, and an adapter has no copy of it. Put the "
+            "base back in that place."
+        )
+    recorded = recorded_base(adapter) if verify else {}
+    wanted = recorded.get("sha256")
+    # The recorded hash is of all weights, so that a manifest's would only read them once more.
+    setting = f"{adapter / ADAPTER_CONFIG_FILE}: base_model_name_or_path"
+    base = model_folder(source, setting=setting, verify=verify and not wanted)
+    if has_adapter(base):
+        raise CheckpointError(
+            f"{adapter}: its base {base} is an adapter itself. Merge that one first with "
+            f"{command('export', '--checkpoint', str(base), '--merge')}."
+        )
+    if wanted and wanted != (found := weights_sha256(base)):
+        raise CheckpointError(
+            f"{base}: its weights are not those that the adapter {adapter} was trained beside "
+            f"(sha256 {found[:12]}, then {str(wanted)[:12]}). Put those back in that place."
+        )
+    config = recorded.get("config_sha256")
+    if config and config != (found := config_sha256(base)):
+        raise CheckpointError(
+            f"{base / CONFIG_FILE}: it is not the one that the adapter {adapter} was trained "
+            f"beside (sha256 {found[:12]}, then {str(config)[:12]}). Put that one back."
+        )
+    return base
+
+
+def warn_passed_over(folder: Path, problem: str) -> None:
+    """Log that a damaged checkpoint is not used, and why."""
+    log.warning(f"checkpoint {folder} is passed over: {problem}")

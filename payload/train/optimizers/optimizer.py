@@ -1,0 +1,206 @@
+"""The optimizers of a run, and their state as named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from payload.config.training_sections import EngineSection, OptimizerSection
+from payload.core.errors import CheckpointError, ConfigError
+from payload.train.kernels.kernels import Kernels
+from payload.train.models.base import CausalLM, trainable
+from payload.train.optimizers.eager import eager
+
+
+@dataclass(slots=True)
+class Optimizers:
+    """Every trainable parameter of `model` is in exactly one of `members`."""
+
+    model: nn.Module
+    members: tuple[torch.optim.Optimizer, ...]
+    kernels: Kernels | None = None
+    """Kernels that clip and do AdamW's update in one pass over memory; none = torch's own."""
+    parts: dict[str, nn.Parameter] | None = None
+    """Parameters that `members` train, by name, where they are a rank's parts of the model's."""
+    norm_over_ranks: Callable[[float], float] | None = None
+    """Makes the norm of all gradients from that of this rank's parts."""
+    counts: Callable[[str], bool] | None = None
+    """Says whether a parameter's gradient is in that norm; None = all are."""
+    _grad_scale: float = field(default=1.0, init=False)
+    """Factor by which the coming update has still to multiply gradients."""
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return what `members` train, by name."""
+        return dict(trainable(self.model)) if self.parts is None else self.parts
+
+    def set_lr(self, lr: float) -> None:
+        """Use this learning rate from the next update on."""
+        for optimizer in self.members:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+
+    def clip(self, limit: float) -> float:
+        """Bring the norm of all gradients down to `limit` in the coming update; return the norm."""
+        if self.kernels is None and self.norm_over_ranks is None:
+            return float(nn.utils.clip_grad_norm_(self.trained().values(), limit))
+        gradients = [
+            each.grad
+            for name, each in self.trained().items()
+            if each.grad is not None and (self.counts is None or self.counts(name))
+        ]
+        if self.kernels is None:
+            norm = float(nn.utils.get_total_norm(gradients))
+        else:
+            norm = self.kernels.norm(gradients)
+        if self.norm_over_ranks is not None:
+            norm = self.norm_over_ranks(norm)
+        scale = limit / (norm + 1e-6)
+        # Not min(), which would make 1 of NaN.
+        self._grad_scale = 1.0 if scale > 1 else scale
+        return norm
+
+    def step(self) -> None:
+        """One update of all parameters, after which no gradients are left."""
+        for optimizer in self.members:
+            if self.kernels is not None and isinstance(optimizer, torch.optim.AdamW):
+                self.kernels.adamw(optimizer, grad_scale=self._grad_scale)
+            else:
+                self._scale_gradients(optimizer)
+                optimizer.step()
+        self._grad_scale = 1.0
+        self.zero_grad()
+
+    def make_state(self) -> None:
+        """Make AdamW's missing state before the first pass, where the kernels do the update.
+
+        Made in the first update, it would lie between what the pass before took: later passes
+        would not find all of that memory in one piece, and take more.
+        """
+        for optimizer in self.members:
+            if self.kernels is not None and isinstance(optimizer, torch.optim.AdamW):
+                self.kernels.make_state(optimizer)
+
+    def keep_bf16_gradients(self, of: Iterable[nn.Parameter]) -> None:
+        """Keep the gradients of these parameters in bf16, where the kernels' AdamW trains them."""
+        # torch 2.8, which the extra `intel` has, keeps gradients in the weight's dtype alone.
+        if self.kernels is None or not hasattr(Tensor, "grad_dtype"):
+            return
+        wanted = set(of)
+        for optimizer in self.members:
+            if isinstance(optimizer, torch.optim.AdamW):
+                for group in optimizer.param_groups:
+                    for parameter in wanted.intersection(group["params"]):
+                        parameter.grad_dtype = torch.bfloat16
+
+    def _scale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._grad_scale == 1:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self._grad_scale)
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for optimizer in self.members:
+            optimizer.zero_grad(set_to_none=True)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """All state, each tensor as `state_key.parameter_name`."""
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.trained().items()}
+        return {
+            f"{key}.{names[parameter]}": value.detach()
+            for optimizer in self.members
+            for parameter, state in optimizer.state.items()
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        }
+
+    def load_state_tensors(
+        self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+    ) -> None:
+        """Put back what `state_tensors` gave, a tensor after another: this rank's parts.
+
+        The tensors are kept, not copied. Raises CheckpointError when one fits no parameter.
+        """
+        parameters = self.trained()
+        owners = {
+            parameter: optimizer
+            for optimizer in self.members
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+        for full_name, value in pairs:
+            key, _, name = full_name.partition(".")
+            parameter = parameters.get(name)
+            is_count = key == "step" and value.dim() == 0
+            if parameter is None or not (is_count or value.shape == parameter.shape):
+                raise unfit(full_name, value)
+            owners[parameter].state[parameter][key] = value.to(parameter.device)
+
+
+def unfit(full_name: str, value: Tensor) -> CheckpointError:
+    """Return the error for optimizer state that no parameter has."""
+    return CheckpointError(
+        f"the optimizer state {full_name!r} of shape {tuple(value.shape)} fits no parameter of "
+        "this model: the checkpoint belongs to another one. Resume from the run's own checkpoint."
+    )
+
+
+def build_optimizers(
+    model: nn.Module,
+    settings: OptimizerSection,
+    engine: EngineSection | None = None,
+    *,
+    parts: dict[str, nn.Parameter] | None = None,
+) -> Optimizers:
+    """Make AdamW for what is trainable, or Muon for the layers' matrices and AdamW for the rest.
+
+    Weight decay is for matrices and embeddings; norms and biases have none. Engines that change
+    torch's own classes need those themselves. `parts` are trained instead of the model's
+    parameters, where a rank holds a part of each.
+    """
+    stock = engine is not None and (engine.compile or engine.kind != "native")
+    hidden, matrices, vectors = [], [], []
+    for name, parameter in trainable(model) if parts is None else parts.items():
+        if parameter.dim() < 2:
+            vectors.append(parameter)
+        elif settings.name == "muon" and cast(CausalLM, model).is_hidden_matrix(name):
+            hidden.append(parameter)
+        else:
+            matrices.append(parameter)
+    adamw = (torch.optim.AdamW if stock else eager(torch.optim.AdamW))(
+        [
+            {"params": matrices, "weight_decay": settings.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        fused=True,
+    )
+    if settings.name == "adamw":
+        return Optimizers(model, (adamw,), parts=parts)
+    return Optimizers(model, (_muon(hidden, settings, stock=stock), adamw), parts=parts)
+
+
+def _muon(
+    hidden: list[nn.Parameter], settings: OptimizerSection, *, stock: bool
+) -> torch.optim.Optimizer:
+    if not hasattr(torch.optim, "Muon"):
+        raise ConfigError(
+            f"optimizer.name = 'muon' needs torch 2.9 or newer; this is {torch.__version__}. Use "
+            "adamw."
+        )
+    # match_rms_adamw scales Muon's update to the size of AdamW's, so that one lr serves both
+    # (Moonshot, https://arxiv.org/abs/2502.16982, section 2.2).
+    return (torch.optim.Muon if stock else eager(torch.optim.Muon))(
+        hidden,
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )

@@ -1,0 +1,327 @@
+"""Which rank this process is, and the process group that the ranks form."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, cast
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from payload.config.engines import ccl_missing, require_known_backend
+from payload.config.launch_sections import DeviceSection, DistributedSection
+from payload.core.errors import ConfigError, RankLostError, TrainingError
+from payload.core.hints import command
+from payload.core.untrusted import check_type, parse_json
+from payload.machines.accelerators import FP8_CAPABILITY
+from payload.machines.rank_variables import TORCH, identify
+from payload.train.ranks.interface import interface_towards
+
+# What gloo's and NCCL's exceptions say when the other side is gone rather than wrong.
+_PEER_LOST = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "timed out",
+    "timeout",
+    "read error",
+    "write error",
+    "socketstream",
+    "remote process exited",
+    "nccl communicator was aborted",
+)
+
+_MAX_MESSAGE_BYTES = 2**22
+"""Largest value that a rank may send: the names of gpt2-xl's optimizer state are 0.2 MB."""
+
+_FOREIGN_RANK = "Check that all nodes run the same release, and that nobody else can reach them."
+
+_NUMBER = re.compile(r"(-?\d{1,9})(?:\(x\d+\))?")
+
+_T = TypeVar("_T")
+
+DeviceKind = Literal["cpu", "cuda"]
+"""The devices that `device.kind` stands for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """This process's place among all ranks."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: str
+    """Name of the node, as the inventory has it."""
+    kind: DeviceKind = "cpu"
+    """The device that this rank computes on."""
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> World:
+        """Read what the launcher set; one process without a launcher is a world of one."""
+        names = identify(env) or TORCH
+        world = cls(
+            rank=_number(env, names.rank, default=0),
+            world_size=_number(env, names.world_size, default=1),
+            local_rank=_number(env, names.local_rank, default=0),
+            local_world_size=_number(env, names.local_world_size, default=1),
+            node=env.get("TILEFORGE_NODE", platform.node()),
+        )
+        if not 0 <= world.rank < world.world_size:
+            raise ConfigError(
+                f"the launcher's environment says rank {world.rank} of {world.world_size}. Unset "
+                f"{names.rank} and {names.world_size}, or start through a launcher."
+            )
+        return world
+
+    @property
+    def is_main(self) -> bool:
+        """Return whether this rank writes the run's files."""
+        return self.rank == 0
+
+    def on(self, settings: DeviceSection, *, deterministic: bool = False) -> World:
+        """Return the same place on the device that `device.kind` stands for here.
+
+        This is where the device enters. Raises ConfigError where there is none.
+        """
+        if settings.kind == "cpu" or not torch.cuda.is_available():
+            if settings.kind == "cuda":
+                raise ConfigError(
+                    f"device.kind = 'cuda': torch {torch.__version__} sees no CUDA device. Install "
+                    "the driver and torch's CUDA build, or use device.kind = 'cpu'."
+                )
+            return self
+        if self.local_world_size > torch.cuda.device_count():
+            if settings.kind == "auto":
+                return self
+            raise ConfigError(
+                f"launch.ranks_per_node = {self.local_world_size}: this machine has "
+                f"{torch.cuda.device_count()} CUDA device(s), and each takes one rank. Lower it."
+            )
+        if deterministic:
+            # Read by cuBLAS when it starts: https://docs.nvidia.com/cuda/cublas, "reproducibility".
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+            # Nothing is read before it is written; filling it would take a tenth of the step.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set by the module's class
+        torch.cuda.set_device(self.local_rank)
+        return dataclasses.replace(self, kind="cuda")
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors are; no other module names a device."""
+        return torch.device("cpu") if self.is_cpu else torch.device(self.kind, self.local_rank)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Return whether this rank computes on the CPU, which the project's kernels are for."""
+        return self.kind == "cpu"
+
+    def require_fp8(self) -> None:
+        """Raise ConfigError where this rank's device does not multiply 8-bit floats."""
+        fix = "Set precision.fp8 to 'emulated' for the same rounding, or to 'off'."
+        if self.is_cpu:
+            raise ConfigError(f"precision.fp8 = 'on': this rank computes on a CPU. {fix}")
+        found = torch.cuda.get_device_capability()
+        if found < FP8_CAPABILITY:
+            least, here = (".".join(map(str, each)) for each in (FP8_CAPABILITY, found))
+            raise ConfigError(
+                f"precision.fp8 = 'on': {torch.cuda.get_device_name()} has compute capability "
+                f"{here}, and {least} is needed. {fix}"
+            )
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was given; a CPU has."""
+        if self.kind == "cuda":
+            torch.cuda.synchronize()
+
+    def free_bytes(self) -> int:
+        """Return the memory that the ranks of this node could have, with what this one has of it.
+
+        On CUDA it is this rank's device, times the node's ranks.
+        """
+        if self.kind == "cuda":
+            free, _ = torch.cuda.mem_get_info()
+            return (free + torch.cuda.memory_reserved()) * self.local_world_size
+        return psutil.virtual_memory().available + psutil.Process().memory_info().rss
+
+    def nodes(self) -> int:
+        """Number of nodes, given that all run equally many ranks."""
+        return max(1, self.world_size // self.local_world_size)
+
+    def join(self, settings: DistributedSection) -> None:
+        """Form the process group. Raises ConfigError for a backend that this machine lacks."""
+        _load_backend(settings)
+        if self.world_size == 1:
+            return
+        # Accelerate and torch's env:// rendezvous read these names only.
+        os.environ |= {
+            TORCH.rank: str(self.rank),
+            TORCH.world_size: str(self.world_size),
+            TORCH.local_rank: str(self.local_rank),
+            TORCH.local_world_size: str(self.local_world_size),
+        }
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ConfigError(
+                f"{' and '.join(missing)} not set for a world of {self.world_size} ranks. Start "
+                f"with torchrun or {command('orchestrate', 'run')}, or set them to rank 0's "
+                "address and a free port."
+            )
+        self.name_interface()
+        dist.init_process_group(
+            self._backend(settings),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=datetime.timedelta(seconds=settings.timeout_s),
+        )
+
+    def name_interface(self) -> None:
+        """Have gloo, and NCCL on GPUs, take the interface that leads to rank 0's node.
+
+        gloo would take the address that this machine's own name stands for: 127.0.1.1 on Debian.
+        NCCL chooses by itself, which may be another one on each node; `=` is for exactly this name.
+        """
+        if "GLOO_SOCKET_IFNAME" not in os.environ:
+            towards = interface_towards(os.environ["MASTER_ADDR"])
+            if towards is None:
+                return
+            os.environ["GLOO_SOCKET_IFNAME"] = towards
+        if self.kind == "cuda":
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={os.environ['GLOO_SOCKET_IFNAME']}")
+
+    def _backend(self, settings: DistributedSection) -> str:
+        """Return torch's name of the backend. Raises ConfigError for nccl without CUDA."""
+        if settings.backend == "nccl" and self.kind != "cuda":
+            raise ConfigError(
+                "distributed.backend = 'nccl': it moves GPU tensors only, and the ranks compute on "
+                "CPUs. Use gloo."
+            )
+        if settings.backend not in ("auto", "nccl"):
+            return settings.backend
+        # What the ranks tell each other besides is on the CPU.
+        return "cpu:gloo,cuda:nccl" if self.kind == "cuda" else "gloo"
+
+    def leave(self) -> None:
+        """Close the process group; a second call does nothing."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Element-wise sum over all ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def begin_sum(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin the same; the returned call waits for it and gives it. All begin in one order."""
+        work: Any = dist.all_reduce(values, async_op=True) if self.world_size > 1 else None
+
+        def finished() -> torch.Tensor:
+            if work is not None:
+                work.wait()
+            return values
+
+        return finished
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    def broadcast(self, value: _T | None, kind: type[_T]) -> _T:
+        """Return rank 0's `value`, of type `kind`, on every rank; the others' does not matter.
+
+        It travels as JSON and is checked on arrival: torch's collectives for objects unpickle what
+        another rank sent, which runs its code. Raises TrainingError when it is not a `kind`.
+        """
+        if self.world_size == 1:
+            return cast(_T, value)
+        message = _encode(value if self.is_main else None)
+        size = torch.tensor([len(message)])
+        dist.broadcast(size, src=0)
+        if not self.is_main:
+            message = torch.empty(_checked_size(size, rank=0), dtype=torch.uint8)
+        dist.broadcast(message, src=0)
+        return _decode(message, kind, rank=0)
+
+    def gather(self, value: _T, kind: type[_T]) -> list[_T]:
+        """Return every rank's `value`, of type `kind`, on every rank, in rank order.
+
+        As `broadcast` does it. Raises TrainingError when a rank's is not a `kind`.
+        """
+        if self.world_size == 1:
+            return [value]
+        message = _encode(value)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(message)]))
+        counts = [_checked_size(size, rank=rank) for rank, size in enumerate(sizes)]
+        padded = torch.zeros(max(counts), dtype=torch.uint8)
+        padded[: len(message)] = message
+        messages = [torch.empty_like(padded) for _ in range(self.world_size)]
+        dist.all_gather(messages, padded)
+        return [
+            _decode(each[:count], kind, rank=rank)
+            for rank, (each, count) in enumerate(zip(messages, counts, strict=True))
+        ]
+
+
+def _encode(value: object) -> torch.Tensor:
+    """Return `value` as the bytes of its JSON."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _checked_size(size: torch.Tensor, *, rank: int) -> int:
+    count = int(size)
+    if not 0 < count <= _MAX_MESSAGE_BYTES:
+        raise TrainingError(f"rank {rank} announced a message of {count} bytes. {_FOREIGN_RANK}")
+    return count
+
+
+def _decode(message: torch.Tensor, kind: type[_T], *, rank: int) -> _T:
+    where = f"what rank {rank} sent"
+    content = message.numpy().tobytes()
+    raw = parse_json(content, where=where, fix=_FOREIGN_RANK, error=TrainingError)
+    return check_type(kind, raw, where=where, fix=_FOREIGN_RANK, error=TrainingError)
+
+
+def as_rank_lost(error: BaseException, *, world: World) -> RankLostError | None:
+    """The error as a lost peer if that is what gloo reports, else None."""
+    text = str(error)
+    gloo_spoke = isinstance(error, RuntimeError) and world.world_size > 1
+    if not gloo_spoke or not any(hint in text.lower() for hint in _PEER_LOST):
+        return None
+    return RankLostError(
+        f"rank {world.rank} lost contact with another rank: {text.splitlines()[0][:200]}"
+    )
+
+
+def _load_backend(settings: DistributedSection) -> None:
+    require_known_backend(settings)
+    if settings.backend == "ccl":
+        try:
+            import oneccl_bindings_for_pytorch  # noqa: F401
+        except ImportError as error:
+            raise ccl_missing(error) from None
+
+
+def _number(env: Mapping[str, str], name: str, *, default: int) -> int:
+    if name not in env:
+        return default
+    # Slurm writes "2(x3)" for two tasks on each of three nodes.
+    found = _NUMBER.fullmatch(env[name])
+    if found is None:
+        raise ConfigError(f"{name} = {env[name]!r} in the environment is no number.")
+    return int(found[1])

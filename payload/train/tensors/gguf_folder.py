@@ -1,0 +1,66 @@
+"""GGUF files of the Llama family, as a folder in the Hugging Face layout.
+
+transformers' reader makes fp32 weights and the tokenizer of the file. They are kept in the user's
+cache, so that everything that reads a model reads the same folder, and a file is converted once.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from contextlib import nullcontext, redirect_stderr
+from pathlib import Path
+from typing import Any
+
+from payload.core.errors import CheckpointError
+from payload.core.untrusted import one_line
+from payload.data.tokenizers.converted import alone, converted
+from payload.data.tokenizers.gguf import write_tokenizer
+from payload.formats.hf_folder import CONFIG_FILE, WEIGHTS_FILE
+from payload.models.gguf import gguf_config, read_gguf
+from payload.models.gguf_header import read_header
+from payload.train.tensors.tensor_file import write_tensors
+
+_FIX = "Name a folder in the Hugging Face layout, with safetensors."
+
+
+def folder_of_gguf(path: Path, *, cache: Path | None = None) -> Path:
+    """Return a folder with the file's weights, config and tokenizer; made if it is not there.
+
+    `cache` is as in `converted`. Raises CheckpointError for a file that is damaged or of another
+    family.
+    """
+    num_params = read_gguf(path).num_params()
+
+    def build(folder: Path) -> None:
+        write_tokenizer(path, folder)
+        _write_weights(path, folder, num_params=num_params)
+
+    return converted(path, kind="model", build=build, cache=cache)
+
+
+def _write_weights(path: Path, folder: Path, *, num_params: int) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    # transformers' progress bar: a log would keep every step of it.
+    bar = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
+    try:
+        with bar, alone(path) as link:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                link.parent, gguf_file=link.name, dtype=torch.float32, local_files_only=True
+            )
+    except (ValueError, KeyError, IndexError, TypeError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path}: transformers cannot read it ({one_line(error).rstrip('.')}). {_FIX}"
+        ) from None
+    tensors = dict(model.named_parameters())
+    if sum(each.numel() for each in tensors.values()) != num_params:
+        raise CheckpointError(f"{path}: transformers reads other sizes than it has. {_FIX}")
+    write_tensors(folder / WEIGHTS_FILE, tensors, metadata={"format": "pt"})
+    # Ours: transformers' leaves out the scaling of positions, and says how the file was quantised.
+    config = gguf_config(read_header(path), where=str(path))
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,257 @@
+"""Reading weights tensor by tensor, so that loading takes little more memory than the model has."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from payload.core.errors import CheckpointError
+from payload.core.untrusted import open_regular, read_bytes
+from payload.formats.checkpoint_files import MANIFEST_FILE
+from payload.models.tensor_headers import TensorHeader, file_headers, tensor_headers
+from payload.train.ranks.world import World
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
+_TAIL_BYTES = 2**16
+_CHUNK_BYTES = 4 * 2**20
+"""Read at once where a tensor changes its dtype on the way."""
+
+
+class Part(NamedTuple):
+    """The part of a tensor that begins at `first` along `dim`, which is 0 or another one."""
+
+    dim: int
+    first: int
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """The tensors of a folder's weights, or of one file; each is read when it is asked for.
+
+    Raises CheckpointError for files that are missing, damaged or in another format, when it is made
+    and when a tensor is read.
+    """
+
+    def __init__(self, path: Path, *, fix: str = "Download the model again.") -> None:
+        """Read the headers of `path`; `fix` is what an error tells the user to do."""
+        self._headers = tensor_headers(path) if path.is_dir() else file_headers(path, fix=fix)
+        self._fix = fix
+        # One for all reads: glibc would keep some of those freed, and the peak be a matter of luck.
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read one tensor in its own dtype."""
+        header = self._headers[name]
+        tensor = torch.empty(header.shape, dtype=_dtype(name, header))
+        self.copy_to(name, tensor)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._headers)
+
+    def __len__(self) -> int:
+        return len(self._headers)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape without reading it."""
+        return self._headers[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return a tensor's dtype in the file."""
+        return _dtype(name, self._headers[name])
+
+    def kind(self, name: str) -> str:
+        """Return the format's name of a tensor's dtype: F32, BF16, I8, ..."""
+        return self._headers[name].dtype
+
+    def without(self, name: str) -> Self:
+        """Return the same tensors but one."""
+        others = copy.copy(self)
+        others._headers = {each: self._headers[each] for each in self._headers if each != name}
+        return others
+
+    def num_elements(self) -> int:
+        """Return how many elements all tensors have."""
+        return sum(header.num_elements() for header in self._headers.values())
+
+    def copy_to(self, name: str, target: Tensor, *parts: Part) -> None:
+        """Copy one tensor, or a part of it, into `target`, of any dtype and strides.
+
+        `parts` say where the part begins, in one dimension or in several.
+        """
+        header = self._headers[name]
+        dtype = _dtype(name, header, trained=target.is_floating_point())
+        assert parts or header.shape == tuple(target.shape), "the caller compares shapes"
+        if not target.numel():
+            return
+        first = sum(each.first for each in parts if each.dim == 0)
+        others = [each for each in parts if each.dim]
+        rows = target.detach().unsqueeze(0) if target.dim() == 0 else target.detach()
+        shape = header.shape or (1,)
+        row_bytes = header.num_bytes() // shape[0]
+        with self._opened(header, at_byte=first * row_bytes) as file:
+            if not others and target.dtype == dtype and target.is_contiguous():
+                _read(file, target.detach())
+                return
+            at_once = max(1, _CHUNK_BYTES // row_bytes)
+            if self._buffer.numel() < at_once * row_bytes:
+                self._buffer = torch.empty(at_once * row_bytes, dtype=torch.uint8)
+            for start in range(0, rows.shape[0], at_once):
+                some = rows[start : start + at_once]
+                chunk = self._buffer[: len(some) * row_bytes].view(dtype)
+                chunk = chunk.view(len(some), *shape[1:])
+                _read(file, chunk)
+                for each in others:
+                    chunk = chunk.narrow(each.dim, each.first, some.shape[each.dim])
+                some.copy_(chunk)
+
+    def copy_elements(self, name: str, target: Tensor, *, first: int) -> None:
+        """Copy elements of one tensor, from that index on, into a contiguous `target` of its dtype.
+
+        They follow each other in the file, whatever the tensor's shape.
+        """
+        header = self._headers[name]
+        assert target.dtype == _dtype(name, header), "the caller makes it for the file's dtype"
+        with self._opened(header, at_byte=first * target.element_size()) as file:
+            _read(file, target)
+
+    @contextmanager
+    def _opened(self, header: TensorHeader, *, at_byte: int) -> Iterator[io.BufferedReader]:
+        """Open a tensor's file at one of the tensor's bytes; make every OSError ours."""
+        try:
+            with open_regular(header.path) as file:
+                file.seek(header.start + at_byte)
+                yield file
+        except OSError as error:
+            raise CheckpointError(
+                f"{header.path}: {error.strerror or error}. {self._fix}"
+            ) from None
+
+
+class PlannedTensors(LazyTensors):
+    """Tensors of which none is read: `copy_in` notes where each would go."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.targets: dict[str, Tensor] = {}
+        """The tensors that would be set, by the names of those in the files that they would get."""
+
+
+def seen_by_all(path: Path | None, world: World) -> Path | None:
+    """Return rank 0's folder of weights, or file, where all ranks see the same one; else None.
+
+    They do on a shared disk, or where each node has a copy. `path` is rank 0's; the others' does
+    not matter.
+    """
+    wanted = world.broadcast(str(path.resolve()) if path else "", str)
+    found = world.gather(files_identity(Path(wanted)) if wanted else "", str)
+    return Path(wanted) if found[0] and len(set(found)) == 1 else None
+
+
+def files_identity(path: Path) -> str:
+    """Return a hash of what tells a folder's weights, or one file, from others; "" for neither.
+
+    It is of the headers, of each file's size and last 64 KiB, and of a checkpoint's manifest, which
+    has the hash of every byte: the files themselves would take as long to read as the model.
+    """
+    try:
+        headers = tensor_headers(path) if path.is_dir() else file_headers(path)
+        digest = hashlib.sha256(repr(sorted(headers.items())).encode())
+        with suppress(FileNotFoundError):
+            digest.update(read_bytes((path if path.is_dir() else path.parent) / MANIFEST_FILE))
+        for each in sorted({header.path for header in headers.values()}):
+            with open_regular(each) as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - _TAIL_BYTES))
+                digest.update(f"{size}".encode() + file.read())
+    except (CheckpointError, OSError):
+        return ""
+    return digest.hexdigest()
+
+
+def shape_in(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+    """Return the shape of a tensor, without reading it where that can be."""
+    return tensors.shape(name) if isinstance(tensors, LazyTensors) else tuple(tensors[name].shape)
+
+
+def kind_in(tensors: Mapping[str, Tensor], name: str) -> str:
+    """Return the format's name of a tensor's dtype, without reading it where that can be."""
+    if isinstance(tensors, LazyTensors):
+        return tensors.kind(name)
+    return _KINDS.get(tensors[name].dtype, str(tensors[name].dtype))
+
+
+def without(tensors: Mapping[str, Tensor], name: str) -> Mapping[str, Tensor]:
+    """Return the same tensors but one, of the same kind."""
+    if isinstance(tensors, LazyTensors):
+        return tensors.without(name)
+    return {each: value for each, value in tensors.items() if each != name}
+
+
+def copy_in(tensors: Mapping[str, Tensor], name: str, target: Tensor) -> None:
+    """Set `target` to a tensor, in parts where it is read from a file.
+
+    Of a tensor that is shared out over ranks, a rank reads the part that it holds.
+    """
+    shared: Any = target
+    if isinstance(tensors, PlannedTensors):
+        tensors.targets[name] = target
+    elif isinstance(tensors, LazyTensors) and hasattr(target, "placements"):
+        tensors.copy_to(name, shared.to_local(), part_of(shared))
+    elif isinstance(tensors, LazyTensors):
+        tensors.copy_to(name, target)
+    else:
+        target.detach().copy_(tensors[name])
+
+
+def part_of(shared: Any) -> Part:
+    """Return which part of a DTensor this rank holds; torch takes a second to import its class."""
+    ((axis, dim),) = (
+        (axis, each.dim) for axis, each in enumerate(shared.placements) if each.is_shard()
+    )
+    each = -(-shared.shape[dim] // shared.device_mesh.size(axis))
+    place = shared.device_mesh.get_coordinate()[axis]
+    return Part(dim=dim, first=min(place * each, shared.shape[dim]))
+
+
+def _dtype(name: str, header: TensorHeader, *, trained: bool = False) -> torch.dtype:
+    dtype = _DTYPES.get(header.dtype)
+    if dtype is None or (trained and not header.is_weight()):
+        raise CheckpointError(
+            f"{header.path}: {name} is {header.dtype}: quantised weights cannot be trained. Name "
+            "the model in bf16 or fp32."
+        )
+    return dtype
+
+
+def _read(file: io.BufferedReader, target: Tensor) -> None:
+    """Fill a contiguous tensor with the file's next bytes, little-endian as torch has them."""
+    if not target.numel():
+        return
+    # As bytes, since numpy has no bf16; a scalar has no dimension to be viewed by.
+    content: memoryview = target.reshape(-1).view(torch.uint8).numpy().data
+    while content:
+        count = file.readinto(content)
+        if not count:
+            raise OSError("The file ends before its last tensor")
+        content = content[count:]
