@@ -102,7 +102,7 @@ class Planned(Protocol):
 @pytest.fixture
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
     def plan(*words: str, bf16: bool | None, kept_dtype: Dtype | None = None) -> PlannedRun:
-        monkeypatch.setattr("payload.orchestrate.sites.local.has_bf16", lambda: bf16)
+        monkeypatch.setattr("payload.orchestrate.access.local.has_bf16", lambda: bf16)
         overrides = ["launch.launcher=torchrun", "device.kind=cpu", *words]
         return plan_run(
             RunPaths(tmp_path / "runs" / "one"),

@@ -9,7 +9,7 @@ import pytest
 
 from payload.config.run_config import load_run_config, parse_run_config
 from payload.core.errors import CheckpointError, ConfigError
-from payload.formats import checkpoint_files
+from payload.estimates import disk_room
 from payload.models.gpt2 import Gpt2Spec
 from payload.run_record.results import RunPaths
 from payload.train.setup import Start, find_start, require_disk_space, weights_folder
@@ -26,7 +26,7 @@ FREE_BYTES = 10**10
 @pytest.fixture
 def known_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk whose free space stays the same, whatever other programs write."""
-    monkeypatch.setattr(checkpoint_files, "free_bytes", lambda _: FREE_BYTES)
+    monkeypatch.setattr(disk_room, "free_bytes", lambda _: FREE_BYTES)
 
 
 def shape_of_a_checkpoint(*, room: float) -> Gpt2Spec:

@@ -1,1 +1,1 @@
-"""What training reads of a data folder: blocks of tokens, their ranges, pairs and labels."""
+"""A data folder as training reads it: blocks of tokens, their ranges, pairs and labels."""

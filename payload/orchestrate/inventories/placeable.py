@@ -1,4 +1,4 @@
-"""Whether a run can be started and placed on the chosen machines."""
+"""The checks that a run can be started and placed on the chosen machines."""
 
 from __future__ import annotations
 
