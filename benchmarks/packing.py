@@ -29,9 +29,9 @@ from torch import Tensor
 from benchmarks.machine import describe_machine
 from benchmarks.step_model import model_argument, model_spec
 from benchmarks.tables import Table
-from payload.data.reading.blocks import IGNORED_TARGET
 from payload.data.rows.packing import best_fit
-from payload.train.kernels.kernels import find_kernels
+from payload.formats.data_folder import IGNORED_TARGET
+from payload.kernels.kernels import find_kernels
 from payload.train.models.base import CausalLM
 from payload.train.models.registry import build
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from payload.core.errors import ConfigError, DataError
 from payload.core.untrusted import is_failure, one_line, printable
-from payload.data.reading.blocks import IGNORED_TARGET
 from payload.data.reading.packed_blocks import (
     FIRST,
     PADDING,
@@ -21,7 +20,7 @@ from payload.data.reading.packed_blocks import (
 )
 from payload.data.reading.pairs import open_pairs
 from payload.data.rows.preferences import ANSWERS
-from payload.formats.data_folder import ChatRecord, DataMeta
+from payload.formats.data_folder import IGNORED_TARGET, ChatRecord, DataMeta
 from payload.formats.tokenizer_identity import TOKENIZER_FILE
 
 _TRAINED_COLOUR, _PLAIN = "\x1b[32m", "\x1b[0m"

@@ -43,6 +43,8 @@ MOST_NAME_TOKENS = 1024
 FOLDER_WORD = "folder"
 """Stands before a folder in `source`, where that could be a dataset at the hub."""
 SCHEMA_VERSION = 1
+IGNORED_TARGET = -100
+"""A position that the loss leaves out; PyTorch's own default for cross entropy."""
 
 RANGE_BYTES = 256 * 1024
 """A block of 1,024 tokens is 2 kB: hashing a range takes 0.2 ms, training on one block 200 ms."""

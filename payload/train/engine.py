@@ -15,9 +15,9 @@ from payload.config.engines import (
 )
 from payload.config.launch_sections import DistributedSection
 from payload.config.training_sections import EngineSection
+from payload.kernels.code_caches import keep_inductor_home
+from payload.kernels.kernels import find_kernels
 from payload.models.spec import RankSetting
-from payload.train.kernels.code_caches import keep_inductor_home
-from payload.train.kernels.kernels import find_kernels
 from payload.train.models.base import CausalLM
 from payload.train.optimizers.optimizer import Optimizers
 from payload.train.ranks.world import World

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from payload.core.errors import DataError
-from payload.data.reading.blocks import IGNORED_TARGET, BlockOrder, TokenBlocks, TokenData
+from payload.data.reading.blocks import BlockOrder, TokenBlocks, TokenData
 from payload.data.writing.meta import write_meta
-from payload.formats.data_folder import load_meta
+from payload.formats.data_folder import IGNORED_TARGET, load_meta
 from tests.support.data_folders import make_data_folder
 from tests.support.waiting import wait_until
 

@@ -16,12 +16,11 @@ import torch
 
 from payload.core.errors import ConfigError, ExitCode
 from payload.data.__main__ import main
-from payload.data.reading.blocks import IGNORED_TARGET
 from payload.data.reading.packed_blocks import PADDING, PackedBlocks, Split, open_packed
 from payload.data.rows.packing import best_fit
 from payload.data.rows.rows import in_batches
 from payload.data.show import read_samples
-from payload.formats.data_folder import load_meta
+from payload.formats.data_folder import IGNORED_TARGET, load_meta
 from tests.support.chat_data import (
     END,
     MARKED_TEMPLATE,

@@ -14,10 +14,9 @@ import pytest
 
 from payload.core.errors import ExitCode
 from payload.data.__main__ import main
-from payload.data.reading.blocks import IGNORED_TARGET
 from payload.data.reading.pairs import Pairs, open_pairs
 from payload.data.show import read_samples
-from payload.formats.data_folder import load_meta
+from payload.formats.data_folder import IGNORED_TARGET, load_meta
 from tests.support import chat_data
 from tests.support.chat_data import MARKED_TEMPLATE, make_tokenizer, turn, write_rows
 from tests.support.preference_data import pairs

@@ -16,7 +16,17 @@ LOWER = (
 )
 """Packages without side effects, by tier: each may import those before it."""
 UPPER = (
-    *("launch", "orchestrate", "supervise", "data", "train", "generate", "evaluate", "export"),
+    *(
+        "kernels",
+        "launch",
+        "orchestrate",
+        "supervise",
+        "data",
+        "train",
+        "generate",
+        "evaluate",
+        "export",
+    ),
     *("cli", "finetune", "report", "storage", "monitor"),
 )
 PACKAGES = frozenset({*LOWER, *UPPER})
@@ -90,8 +100,12 @@ RULES = {
         frozenset({ROOT, *LOWER, "report"}),
         frozenset({"paramiko", "infra", "torch", "numpy"}) | PULUMI,
     ),
+    "kernels": Rule(
+        frozenset({ROOT, *LOWER, "kernels"}), frozenset({"paramiko", "infra"}) | PULUMI
+    ),
     "train": Rule(
-        frozenset({ROOT, *LOWER, "data", "train"}), frozenset({"paramiko", "infra"}) | PULUMI
+        frozenset({ROOT, *LOWER, "kernels", "data", "train"}),
+        frozenset({"paramiko", "infra"}) | PULUMI,
     ),
     "generate": Rule(
         frozenset({ROOT, *LOWER, "data", "train", "generate", "evaluate", "export"}),

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from payload.train.kernels.build import built_library
-from payload.train.kernels.library import Library
+from payload.kernels.build import built_library
+from payload.kernels.library import Library
 from tests.train.alone import forget_accelerate
 
 # Of glibc's malloc.h. It fills memory with the lowest eight bits of the value's complement, and

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from payload.config.launch_sections import DistributedSection
-from payload.train.kernels.kernels import Kernels
-from payload.train.kernels.library import Library
+from payload.kernels.kernels import Kernels
+from payload.kernels.library import Library
 from payload.train.models.gpt2 import GPT
 from payload.train.ranks.world import World
 from payload.train.strategies.gradients import GradientExchange

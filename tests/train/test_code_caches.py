@@ -12,10 +12,10 @@ import pytest
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from payload.config.training_sections import EngineSection
+from payload.kernels import build
+from payload.kernels.build import built_library
+from payload.kernels.code_caches import is_own_file, keep_inductor_home, own_folder
 from payload.train.engine import engage
-from payload.train.kernels import build
-from payload.train.kernels.build import built_library
-from payload.train.kernels.code_caches import is_own_file, keep_inductor_home, own_folder
 from payload.train.models import quantized
 from tests.train.alone import ALONE
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from payload.train.kernels import decoder_passes as passes
-from payload.train.kernels.decoder_passes import HeadSizes, NormScale, Rotation
-from payload.train.kernels.library import Library
+from payload.kernels import decoder_passes as passes
+from payload.kernels.decoder_passes import HeadSizes, NormScale, Rotation
+from payload.kernels.library import Library
 from tests.train.test_kernels import BF16, ONE_ROUNDING, error, random
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")

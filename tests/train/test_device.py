@@ -22,7 +22,7 @@ from payload.config.launch_sections import DeviceSection, DistributedSection
 from payload.config.run_config import parse_run_config
 from payload.config.training_sections import AdapterSection
 from payload.core.errors import ConfigError, ExitCode
-from payload.data.reading.blocks import IGNORED_TARGET
+from payload.formats.data_folder import IGNORED_TARGET
 from payload.train.models import chunked_loss
 from payload.train.models.base import CausalLM
 from payload.train.models.lora import add_adapter

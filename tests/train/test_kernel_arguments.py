@@ -43,9 +43,9 @@ import sys
 from pathlib import Path
 import torch
 from payload.train.__main__ import leave
-from payload.train.kernels import update
-from payload.train.kernels.library import Library
-from payload.train.kernels.low_precision import Bf16Copies
+from payload.kernels import update
+from payload.kernels.library import Library
+from payload.kernels.low_precision import Bf16Copies
 
 library = Library(Path(sys.argv[1]))
 half, full, ids = torch.bfloat16, torch.float32, torch.int64

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from payload.config.training_sections import EngineSection, OptimizerSection
+from payload.kernels import build
+from payload.kernels.build import COMPILERS, SOURCES, built_library
+from payload.kernels.kernels import Kernels
+from payload.kernels.library import Library
+from payload.kernels.unavailable import KernelsUnavailableError
 from payload.train.engine import engage
-from payload.train.kernels import build
-from payload.train.kernels.build import COMPILERS, SOURCES, built_library
-from payload.train.kernels.kernels import Kernels
-from payload.train.kernels.library import Library
-from payload.train.kernels.unavailable import KernelsUnavailableError
 from payload.train.optimizers.optimizer import build_optimizers
 from tests.support.launching import losses, rank_env, run, train_program
 from tests.train.alone import ALONE

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from payload.kernels.library import Library
 from payload.train.__main__ import LastWords
-from payload.train.kernels.library import Library
 from tests.support.launching import rank_env, run
 from tests.train.alone import train_alone
 
@@ -37,7 +37,7 @@ _STARVE = """
 import resource, sys
 from pathlib import Path
 import torch
-from payload.train.kernels.library import Library, TensorUpdate
+from payload.kernels.library import Library, TensorUpdate
 
 library = Library(Path(sys.argv[1]))
 torch.set_num_threads(3)

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from payload.config.training_sections import OptimizerSection
-from payload.data.reading.blocks import IGNORED_TARGET
+from payload.formats.data_folder import IGNORED_TARGET
+from payload.kernels import head
+from payload.kernels.kernels import Kernels
+from payload.kernels.library import Library
 from payload.models.gpt2 import PRESETS
 from payload.models.spec import RankSetting
-from payload.train.kernels import head
-from payload.train.kernels.kernels import Kernels
-from payload.train.kernels.library import Library
 from payload.train.models.gpt2 import GPT
 from payload.train.optimizers.optimizer import build_optimizers
 from tests.train.test_model import make_model, tokens

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from payload.data.reading.blocks import IGNORED_TARGET
+from payload.formats.data_folder import IGNORED_TARGET
+from payload.kernels import head
+from payload.kernels.accumulate import TokenGradient
+from payload.kernels.library import Library
 from payload.models.spec import logits_tokens
-from payload.train.kernels import head
-from payload.train.kernels.accumulate import TokenGradient
-from payload.train.kernels.library import Library
 from tests.train.test_kernels import error, random
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")

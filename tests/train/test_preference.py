@@ -21,10 +21,10 @@ from payload.data.reading.blocks import BlockOrder
 from payload.data.reference import ReferenceModel, read_reference, write_reference
 from payload.evaluate.__main__ import main as evaluate
 from payload.formats.data_folder import load_meta
+from payload.kernels.kernels import find_kernels
 from payload.models.gpt2 import PRESETS
 from payload.run_record.results import RunPaths
 from payload.train.checkpoints.base_model import identify
-from payload.train.kernels.kernels import find_kernels
 from payload.train.models.base import CausalLM
 from payload.train.models.registry import load
 from payload.train.reference.__main__ import main as reference

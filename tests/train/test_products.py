@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from payload.train.kernels.library import Library
+from payload.kernels.library import Library
 from tests.train.test_kernels import BF16, error, random
 
 pytestmark = [pytest.mark.bf16, pytest.mark.usefixtures("fresh_memory_is_nan")]

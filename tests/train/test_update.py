@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from payload.config.training_sections import EngineSection, OptimizerName, OptimizerSection
+from payload.kernels.kernels import Kernels
+from payload.kernels.library import Library
 from payload.train.engine import engage
-from payload.train.kernels.kernels import Kernels
-from payload.train.kernels.library import Library
 from payload.train.optimizers.optimizer import Optimizers, build_optimizers
 from payload.train.ranks.world import World
 from tests.train.alone import ALONE

@@ -18,10 +18,14 @@ import torch
 
 from payload.core.errors import DataError
 from payload.data.reading.ranges import RangeCheck, open_check
-from payload.formats.data_folder import TRAIN_NAME, VAL_NAME, DataMeta, load_meta, require_task
-
-IGNORED_TARGET = -100
-"""A position that the loss leaves out; PyTorch's own default for cross entropy."""
+from payload.formats.data_folder import (
+    IGNORED_TARGET,
+    TRAIN_NAME,
+    VAL_NAME,
+    DataMeta,
+    load_meta,
+    require_task,
+)
 
 Indices = npt.NDArray[np.int64]
 _U64 = npt.NDArray[np.uint64]

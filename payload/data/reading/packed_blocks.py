@@ -14,9 +14,10 @@ import numpy.typing as npt
 import torch
 
 from payload.core.errors import DataError
-from payload.data.reading.blocks import IGNORED_TARGET, Indices, TokenBlocks, open_tokens
+from payload.data.reading.blocks import Indices, TokenBlocks, open_tokens
 from payload.data.reading.ranges import RangeCheck, open_check
 from payload.formats.data_folder import (
+    IGNORED_TARGET,
     TRAIN_MARKS_NAME,
     TRAIN_NAME,
     VAL_MARKS_NAME,

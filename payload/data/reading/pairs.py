@@ -18,10 +18,11 @@ import torch
 
 from payload.core.errors import DataError
 from payload.core.remake import how_to_make_again
-from payload.data.reading.blocks import IGNORED_TARGET, Indices, open_tokens
+from payload.data.reading.blocks import Indices, open_tokens
 from payload.data.reading.packed_blocks import TRAINED
 from payload.data.reading.ranges import RangeCheck, open_check
 from payload.formats.data_folder import (
+    IGNORED_TARGET,
     PAIRS_NAMES,
     TRAIN_MARKS_NAME,
     TRAIN_NAME,

@@ -384,7 +384,7 @@ def build_kernels(
     Returns why there are none, or None: ranks train without them, only slower.
     """
     root = home / NODE_FOLDER / f"payload-{code.digest}"
-    program = module_words("payload.train.kernels", python=str(venv / "bin" / "python"))
+    program = module_words("payload.kernels", python=str(venv / "bin" / "python"))
     try:
         done = connection.run(["env", f"PYTHONPATH={root}", *program], timeout_s=_BUILD_S)
     except PreflightError as error:

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from payload.config.training_sections import AdapterSection
 from payload.core.errors import CheckpointError
-from payload.data.reading.blocks import IGNORED_TARGET
+from payload.formats.data_folder import IGNORED_TARGET
+from payload.kernels.kernels import Kernels
 from payload.models.adapter import AdaptedSpec
 from payload.models.spec import ModelSpec, RankSetting
-from payload.train.kernels.kernels import Kernels
 from payload.train.models import chunked_loss, split_head
 from payload.train.models.quantized import QuantizedLinear
 from payload.train.models.split import SplitModule, Splits

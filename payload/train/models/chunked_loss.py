@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from payload.data.reading.blocks import IGNORED_TARGET
+from payload.formats.data_folder import IGNORED_TARGET
 from payload.models.spec import logits_tokens
 
 

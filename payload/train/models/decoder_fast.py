@@ -11,10 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from payload.models.decoder import DecoderSpec
-from payload.models.decoder_config import Layer as LayerSpec
-from payload.models.decoder_config import Rope
-from payload.train.kernels.decoder_layers import (
+from payload.kernels.decoder_layers import (
     Attending,
     Norm,
     add_norm,
@@ -22,8 +19,11 @@ from payload.train.kernels.decoder_layers import (
     branch_norm,
     gated_mlp,
 )
-from payload.train.kernels.decoder_passes import LONGEST_HEAD, Gate, HeadSizes, Rotation
-from payload.train.kernels.linears import LayerContext
+from payload.kernels.decoder_passes import LONGEST_HEAD, Gate, HeadSizes, Rotation
+from payload.kernels.linears import LayerContext
+from payload.models.decoder import DecoderSpec
+from payload.models.decoder_config import Layer as LayerSpec
+from payload.models.decoder_config import Rope
 from payload.train.models.decoder_layers import MLP, Attention, Layer, RMSNorm
 from payload.train.models.gpt2 import Embedding, Linear
 from payload.train.models.recognised import layer_refusals, projection

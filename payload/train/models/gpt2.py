@@ -16,10 +16,10 @@ from torch.nn import functional
 
 from payload.core.errors import CheckpointError
 from payload.data.tokenizers.gpt2 import END_OF_TEXT
+from payload.kernels.layers import add_norm, attention, mlp
+from payload.kernels.linears import LayerContext
 from payload.models.gpt2 import Activation, Gpt2Spec
 from payload.models.spec import ModelSpec
-from payload.train.kernels.layers import add_norm, attention, mlp
-from payload.train.kernels.linears import LayerContext
 from payload.train.models.base import CausalLM, LayerModule, OuterModules
 from payload.train.models.recognised import layer_refusals, projection
 from payload.train.models.saved import require_tensors

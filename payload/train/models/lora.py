@@ -18,8 +18,8 @@ from torch.nn import functional
 from payload.config.training_sections import AdapterSection
 from payload.core.errors import CheckpointError
 from payload.formats.hf_folder import CONFIG_FILE, own_file
+from payload.kernels.linears import lay_below_each_other
 from payload.models.adapter import AdaptedSpec, is_target, scale, target_names
-from payload.train.kernels.linears import lay_below_each_other
 from payload.train.models.base import CausalLM
 from payload.train.models.quantized import (
     QuantizedLinear,

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from payload.config.engines import bitsandbytes_missing
+from payload.kernels.code_caches import keep_inductor_home
 from payload.models.nf4 import BLOCK_SIZE, GROUP_SIZE, num_blocks, num_groups
-from payload.train.kernels.code_caches import keep_inductor_home
 from payload.train.tensors.lazy_tensors import copy_in
 
 _Library = Any

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from payload.train.kernels.linears import LowRank, Projection
+from payload.kernels.linears import LowRank, Projection
 from payload.train.models.base import LayerModule
 from payload.train.models.lora import LoraLinear
 

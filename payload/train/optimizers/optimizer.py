@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from payload.config.training_sections import EngineSection, OptimizerSection
 from payload.core.errors import CheckpointError, ConfigError
-from payload.train.kernels.kernels import Kernels
+from payload.kernels.kernels import Kernels
 from payload.train.models.base import CausalLM, trainable
 from payload.train.optimizers.eager import eager
 

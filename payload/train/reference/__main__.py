@@ -64,8 +64,8 @@ def _make(arguments: argparse.Namespace, world: World) -> None:
     from payload.data.reading.pairs import open_pairs
     from payload.data.tokenizer_match import require_same_tokens
     from payload.formats.data_folder import load_meta, require_task
+    from payload.kernels.kernels import find_kernels
     from payload.train.checkpoints.base_model import identify
-    from payload.train.kernels.kernels import find_kernels
     from payload.train.models.classifier import Classifier
     from payload.train.models.lora import widen_base
     from payload.train.models.registry import load

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from payload.config.launch_sections import DistributedSection
-from payload.train.kernels.accumulate import gradient_dtype
+from payload.kernels.accumulate import gradient_dtype
 from payload.train.models.base import CausalLM, trainable
 from payload.train.ranks.world import World
 from payload.train.strategies.buckets import Bucket, make_buckets

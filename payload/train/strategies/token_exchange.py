@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from payload.train.kernels.accumulate import TokenGradient, add_rows
-from payload.train.kernels.library import Library
+from payload.kernels.accumulate import TokenGradient, add_rows
+from payload.kernels.library import Library
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from payload.data.reading.blocks import IGNORED_TARGET, Blocks, Indices
+from payload.data.reading.blocks import Blocks, Indices
+from payload.formats.data_folder import IGNORED_TARGET
 from payload.run_record.metrics_log import EvalMetrics
 from payload.train.models.base import CausalLM
 from payload.train.ranks.world import World

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from benchmarks.architecture_cases import CASES, random_tokens
 from payload.config.training_sections import AdapterSection
+from payload.kernels.kernels import Kernels
+from payload.kernels.library import Library
 from payload.models.registry import spec_of
-from payload.train.kernels.kernels import Kernels
-from payload.train.kernels.library import Library
 from payload.train.models.base import CausalLM, trainable
 from payload.train.models.lora import LoraLinear, add_adapter, merge_adapter, shrink_base
 from payload.train.models.registry import build

@@ -17,11 +17,11 @@ from benchmarks.architecture_cases import CASES, random_tokens
 from payload.config.run_config import parse_run_config
 from payload.config.training_sections import AdapterSection
 from payload.core.errors import ConfigError
+from payload.kernels.kernels import Kernels
+from payload.kernels.library import Library
 from payload.models.gpt2 import PRESETS
 from payload.models.registry import spec_of
 from payload.models.spec import RankSetting
-from payload.train.kernels.kernels import Kernels
-from payload.train.kernels.library import Library
 from payload.train.models.base import CausalLM
 from payload.train.models.classifier import Classifier
 from payload.train.models.lora import add_adapter

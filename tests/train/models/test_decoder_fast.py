@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from benchmarks.architecture_cases import CASES, random_tokens
 from payload.config.training_sections import OptimizerSection
-from payload.data.reading.blocks import IGNORED_TARGET
+from payload.formats.data_folder import IGNORED_TARGET
+from payload.kernels import head as head_file
+from payload.kernels.accumulate import TokenGradient
+from payload.kernels.kernels import Kernels
+from payload.kernels.library import Library
 from payload.models.decoder import DecoderSpec
 from payload.models.registry import spec_of
 from payload.models.spec import RankSetting, logits_tokens
-from payload.train.kernels import head as head_file
-from payload.train.kernels.accumulate import TokenGradient
-from payload.train.kernels.kernels import Kernels
-from payload.train.kernels.library import Library
 from payload.train.models import decoder as decoder_file
 from payload.train.models.decoder import Decoder
 from payload.train.models.decoder_fast import run_layers

@@ -12,10 +12,10 @@ from torch import Tensor
 from benchmarks.architecture_cases import CASES
 from payload.config.training_sections import AdapterSection
 from payload.core.errors import ConfigError
-from payload.data.reading.blocks import IGNORED_TARGET
+from payload.formats.data_folder import IGNORED_TARGET
+from payload.kernels.kernels import Kernels
+from payload.kernels.library import Library
 from payload.models.registry import spec_of
-from payload.train.kernels.kernels import Kernels
-from payload.train.kernels.library import Library
 from payload.train.models.base import CausalLM
 from payload.train.models.lora import add_adapter
 from payload.train.models.registry import build

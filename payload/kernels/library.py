@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from payload.data.reading.blocks import IGNORED_TARGET
-from payload.train.kernels.build import built_library
-from payload.train.kernels.unavailable import KernelsUnavailableError
+from payload.formats.data_folder import IGNORED_TARGET
+from payload.kernels.build import built_library
+from payload.kernels.unavailable import KernelsUnavailableError
 
 _SUM_ROWS = 64
 """Rows for which a sum over rows has one part."""

@@ -1,11 +1,11 @@
-"""`python -m payload.train.kernels`: build this machine's kernels before a rank needs them."""
+"""`python -m payload.kernels`: build this machine's kernels before a rank needs them."""
 
 from __future__ import annotations
 
 import sys
 
-from payload.train.kernels.library import load_library
-from payload.train.kernels.unavailable import KernelsUnavailableError
+from payload.kernels.library import load_library
+from payload.kernels.unavailable import KernelsUnavailableError
 
 
 def main() -> int:

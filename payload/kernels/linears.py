@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from payload.train.kernels.accumulate import WeightGradients
-from payload.train.kernels.library import Library
-from payload.train.kernels.low_precision import Bf16Copies
+from payload.kernels.accumulate import WeightGradients
+from payload.kernels.library import Library
+from payload.kernels.low_precision import Bf16Copies
 
 Grads = tuple[Tensor | None, ...]
 Kept = tuple[Tensor | None, Tensor | None]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from payload.train.kernels.library import Library
+from payload.kernels.library import Library
 
 
 class WeightGradients:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from payload.core.dtype import Dtype
+from payload.kernels import accumulate, head, update
+from payload.kernels.library import Library, load_library
+from payload.kernels.linears import LayerContext
+from payload.kernels.low_precision import Bf16Copies
+from payload.kernels.unavailable import KernelsUnavailableError
 from payload.models.spec import logits_tokens
-from payload.train.kernels import accumulate, head, update
-from payload.train.kernels.library import Library, load_library
-from payload.train.kernels.linears import LayerContext
-from payload.train.kernels.low_precision import Bf16Copies
-from payload.train.kernels.unavailable import KernelsUnavailableError
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from payload.train.kernels.library import Library, require_tensor
+from payload.kernels.library import Library, require_tensor
 
 Gate = Literal["silu", "gelu_tanh"]
 """The gate's activation: SwiGLU's, or that of GeGLU in GELU's tanh form."""

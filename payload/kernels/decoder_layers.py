@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from payload.train.kernels import decoder_passes as passes
-from payload.train.kernels.decoder_passes import Gate, HeadSizes, NormScale, Rotation
-from payload.train.kernels.library import Library
-from payload.train.kernels.linears import Grads, LayerContext, Linears, Projection, join
+from payload.kernels import decoder_passes as passes
+from payload.kernels.decoder_passes import Gate, HeadSizes, NormScale, Rotation
+from payload.kernels.library import Library
+from payload.kernels.linears import Grads, LayerContext, Linears, Projection, join
 
 
 @dataclass(frozen=True, slots=True)

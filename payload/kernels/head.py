@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from payload.data.reading.blocks import IGNORED_TARGET
+from payload.formats.data_folder import IGNORED_TARGET
+from payload.kernels.accumulate import TokenGradient, gradient_dtype
+from payload.kernels.library import Library, Slices
 from payload.models.spec import logits_tokens
-from payload.train.kernels.accumulate import TokenGradient, gradient_dtype
-from payload.train.kernels.library import Library, Slices
 
 # Rows of which the pure torch pass holds fp32 copies at once.
 _ROWS = 128

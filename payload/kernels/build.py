@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from payload.core.files import fsync_folder
-from payload.train.kernels.code_caches import is_own_file, own_folder
-from payload.train.kernels.unavailable import KernelsUnavailableError
+from payload.kernels.code_caches import is_own_file, own_folder
+from payload.kernels.unavailable import KernelsUnavailableError
 
 SOURCES = ("attention.cpp", "decoder.cpp", "pointwise.cpp", "products.cpp", "update.cpp")
 _HEADERS = ("brgemm.h", "common.h", "layout.h")

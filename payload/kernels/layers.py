@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from payload.train.kernels.library import Library
-from payload.train.kernels.linears import Grads, LayerContext, Linears, Projection, join
+from payload.kernels.library import Library
+from payload.kernels.linears import Grads, LayerContext, Linears, Projection, join
 
 
 def add_norm(
