@@ -9,11 +9,11 @@ from pulumi import Output
 
 from infra.cloud_init import NODE_USER
 from infra.config import ClusterConfig
-from infra.cost import Cost
 from infra.machines import MachineType
 from infra.nodes import ClusterNodes, node_address, node_name
 from infra.storage import ResultsBucket, bucket_output
 from payload.machines.inventory import Access, ClusterInventory, Node
+from payload.pricing.cluster_cost import Cost
 
 
 def inventory_output(
@@ -56,7 +56,7 @@ def inventory_of(
                 **_gpu_fields(machine),
                 hourly_usd=price,
             )
-            for index, price in enumerate(cost.nodes)
+            for index, price in enumerate(cost.nodes())
         ),
     )
 

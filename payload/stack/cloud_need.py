@@ -10,6 +10,7 @@ from typing import Any, Literal
 from payload.core.errors import ConfigError
 from payload.core.untrusted import parse_json, shown
 from payload.machines.accelerators import gpus_of
+from payload.pricing.cluster_cost import Billed
 
 CLOUD_NAME = re.compile(r"[a-z0-9][a-z0-9._:@-]{0,252}")
 """Any name that Google gives to a resource, a place or an account."""
@@ -32,6 +33,8 @@ _CONTINENTS = {
     **{"asia": "asia", "in": "asia", "au": "australia"},
 }
 _FILESTORE_GIB = 1024
+UNLISTED = {"tier1": "Tier_1 bandwidth", "confidential": "confidential computing"}
+"""Settings of a stack that cost an amount that no table here has."""
 
 # The compute quotas count pd-balanced as SSD, too.
 _DISK_QUOTAS = {
@@ -69,6 +72,8 @@ class Need:
     """The bucket that exists; empty for none, and for one that is made."""
     kms_key: str = ""
     """Empty for Google's own keys."""
+    unlisted: tuple[str, ...] = ()
+    """What costs besides, and no table here has the price of."""
     grants_key: bool = True
     """True if `up` lets Google's services use the key."""
 
@@ -115,6 +120,21 @@ class Need:
         return (
             f"{self.node_count} x {self.machine_type}{kind} in {', '.join(self.zones)}, "
             f"{self.disk_gib} GiB {self.disk_type}"
+        )
+
+    def billed(self, *, spot: bool) -> Billed:
+        """Return what of the cluster costs by the hour."""
+        return Billed(
+            machine_type=self.machine_type,
+            node_count=self.node_count,
+            region=self.region,
+            spot=spot,
+            disk_type=self.disk_type,
+            disks_gib=(self.disk_gib,),
+            has_nat=self.has_nat,
+            has_external_address=self.has_public_head,
+            filestore_gib=self.filestore_gib,
+            unlisted=self.unlisted,
         )
 
     def services(self) -> tuple[str, ...]:
@@ -227,6 +247,11 @@ def need_of(settings: Mapping[str, Any]) -> Need:
         image=str(settings.get("image") or DEFAULT_IMAGE),
         bucket_name=_bucket(settings),
         kms_key=kms_key,
+        unlisted=tuple(
+            words
+            for key, words in UNLISTED.items()
+            if str(settings.get(key) or "false").lower() == "true"
+        ),
         grants_key=str(settings.get("kmsGrant") or "true").lower() != "false",
     )
 

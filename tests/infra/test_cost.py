@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from infra.config import ClusterConfig
-from infra.cost import cluster_cost, describe, price_of_cluster, usd_per_million_tokens
+from infra.cost import cost_of, describe, price_of_cluster, usd_per_million_tokens
 from infra.machines import machine_types
 from infra.measured import Speed, last_measured_speed
 from payload.core.errors import BudgetError
@@ -25,24 +25,22 @@ CONFIG = ClusterConfig(cluster="dev", project="my-project")
 
 
 def test_the_default_cluster_is_machines_disks_and_nat() -> None:
-    cost = cluster_cost(CONFIG)
+    cost = cost_of(CONFIG)
     machines, disks, nat = 3 * 0.529232, 3 * 100 * 0.10 / 730, 3 * 0.0014 + 0.005
     assert cost.hourly_usd == pytest.approx(machines + disks + nat, abs=1e-6)
     assert cost.most_usd(12 * 3600) == pytest.approx(12 * (machines + disks + nat), abs=1e-4)
 
 
 def test_three_spot_machines_cost_a_quarter() -> None:
-    spot = cluster_cost(replace(CONFIG, spot="true"))
-    assert spot.nodes[0] == pytest.approx(0.12968 + 100 * 0.10 / 730, abs=1e-6)
+    spot = cost_of(replace(CONFIG, spot="true"))
+    assert spot.nodes()[0] == pytest.approx(0.12968 + 100 * 0.10 / 730, abs=1e-6)
 
 
 def test_a_head_with_a_larger_disk_and_an_address_costs_more() -> None:
-    plain = cluster_cost(replace(CONFIG, egress="none")).hourly_usd
+    plain = cost_of(replace(CONFIG, egress="none")).hourly_usd
     direct = replace(CONFIG, egress="none", access_mode="direct", head_disk_gb=200)
     assert plain is not None
-    assert cluster_cost(direct).hourly_usd == pytest.approx(
-        plain + 0.005 + 100 * 0.10 / 730, abs=2e-6
-    )
+    assert cost_of(direct).hourly_usd == pytest.approx(plain + 0.005 + 100 * 0.10 / 730, abs=2e-6)
 
 
 def rows(name: str) -> list[dict[str, str]]:
@@ -147,7 +145,7 @@ def test_with_auto_the_machines_that_come_after_spot_have_to_fit_too() -> None:
 
 def test_the_preview_says_dollars_an_hour_at_most_and_per_million_tokens() -> None:
     speed = Speed(run_id="gpt2-1", tokens_per_s=1000.0)
-    text = describe(CONFIG, cluster_cost(CONFIG), speed=speed)
+    text = describe(CONFIG, cost_of(CONFIG), speed=speed)
     assert "$1.6380 an hour" in text
     assert "at most $19.66" in text
     assert "$0.4550 per million tokens at the 1,000 tokens/s of\n  run gpt2-1" in text
@@ -161,7 +159,7 @@ def test_the_preview_says_dollars_an_hour_at_most_and_per_million_tokens() -> No
 def test_the_lines_of_the_preview_fit_a_terminal(settings: dict[str, Any]) -> None:
     speed = Speed(run_id="quickstart-20261122-181530-beef", tokens_per_s=12_345.0)
     config = replace(CONFIG, **settings)
-    lines = describe(config, cluster_cost(config), speed=speed).splitlines()
+    lines = describe(config, cost_of(config), speed=speed).splitlines()
     own = [line for line in lines if not line.startswith("warning: ")]
     assert max(map(len, own)) <= 80 and not any(".py" in line for line in lines)
     # spot: auto may end with on-demand machines, so their price is there from the start.
@@ -227,7 +225,7 @@ def test_without_a_run_there_is_no_speed(tmp_path: Path) -> None:
 def test_what_is_known_of_a_cluster_with_an_unknown_price_is_said_too() -> None:
     config = replace(CONFIG, machine_type="c3-standard-44", tier1=True, max_hourly_usd="none")
     cost = price_of_cluster(config)
-    plain = cluster_cost(replace(config, tier1=False))
+    plain = cost_of(replace(config, tier1=False))
     assert cost.hourly_usd is None and cost.known == plain.hourly_usd
     assert cost.unknown == ("Tier_1 bandwidth",)
 
@@ -235,7 +233,7 @@ def test_what_is_known_of_a_cluster_with_an_unknown_price_is_said_too() -> None:
 @pytest.mark.parametrize("spot", ["false", "true"])
 def test_the_figures_in_the_operating_page_are_these(spot: str) -> None:
     page = (ROOT / "docs/operating.md").read_text(encoding="utf-8")
-    cost = cluster_cost(replace(CONFIG, spot=spot))
+    cost = cost_of(replace(CONFIG, spot=spot))
     hourly, most = cost.hourly_usd, cost.most_usd(12 * 3600)
     assert f"${hourly:.2f}" in page
     assert f"${most:.2f}" in page

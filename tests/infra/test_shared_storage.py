@@ -11,7 +11,7 @@ import pulumi
 import pytest
 
 from infra.config import ClusterConfig
-from infra.cost import cluster_cost, describe, price_of_cluster
+from infra.cost import cost_of, describe, price_of_cluster
 from infra.network import FILESTORE_RANGE, NFS_PORT, SUBNET
 from payload.core.errors import BudgetError
 from payload.machines.inventory import SHARED_FOLDER
@@ -76,7 +76,7 @@ def test_filestore_is_for_the_nodes_alone_and_goes_with_the_stack(tmp_path: Path
 def test_filestore_costs_256_dollars_a_month_beside_the_machines() -> None:
     config = ClusterConfig(cluster="c", max_hourly_usd="none")
     shared = replace(config, shared_storage="filestore")
-    plain, cost = cluster_cost(config), cluster_cost(shared)
+    plain, cost = cost_of(config), cost_of(shared)
     assert cost.hourly_usd is not None and plain.hourly_usd is not None
     assert (cost.hourly_usd - plain.hourly_usd) * 730 == pytest.approx(256, abs=0.01)
     text = describe(shared, cost, speed=None)
@@ -91,7 +91,7 @@ def test_where_filestore_has_no_known_price_a_cap_refuses_it_by_name() -> None:
         region="europe-west4",
         zones=("europe-west4-a",),
     )
-    assert cluster_cost(config).unknown == ("Filestore (1024 GiB) in europe-west4",)
+    assert cost_of(config).unknown == ("Filestore (1024 GiB) in europe-west4",)
     with pytest.raises(BudgetError, match=r"no price is known here of Filestore \(1024 GiB\)"):
         price_of_cluster(config)
 

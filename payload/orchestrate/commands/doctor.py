@@ -47,14 +47,12 @@ from payload.pricing.cloud_prices import (
     CATALOG_FILE,
     Catalog,
     catalog_text,
-    disk_price,
-    machine_price,
-    nat_price,
     rate_key,
     read_catalog,
     source,
     spot_warning,
 )
+from payload.pricing.cluster_cost import cluster_cost
 from payload.stack.cloud_need import Need, need_of
 from payload.stack.cluster_files import cluster_path
 
@@ -148,33 +146,23 @@ def check_price(need: Need, catalog: Catalog | None, why_not: str = "") -> Check
     """
     spot = need.spot != "false"
     kind = "spot" if spot else "on demand"
-    machine = machine_price(need.machine_type, region=need.region, spot=spot, catalog=catalog)
-    disks = disk_price(need.disk_type, gib=need.disk_gib, region=need.region, catalog=catalog)
-    nat = nat_price(nodes=need.node_count, region=need.region) if need.has_nat else 0.0
-    unknown = [
-        name
-        for name, price in (
-            (f"{need.machine_type} {kind} in {need.region}", machine),
-            (f"{need.disk_type} disks in {need.region}", disks),
-            (f"NAT in {need.region}", nat),
-        )
-        if price is None
-    ]
+    cost = cluster_cost(need.billed(spot=spot), catalog=catalog)
     origin = source(catalog, time.time())
     if why_not:
         origin = f"{origin}; {why_not}"
-    if machine is None or disks is None or nat is None:
+    if cost.hourly_usd is None:
         return Check(
             name="price",
             outcome="unknown",
-            found=f"no price is known of {', '.join(unknown)} ({origin})",
+            found=f"no price is known of {', '.join(cost.unknown)} ({origin})",
             fix="Look: https://cloud.google.com/compute/all-pricing",
         )
-    total = machine * need.node_count + disks.usd + nat
-    bound = "at most " if disks.is_bound else ""
+    bound = "at most " if cost.bounds else ""
+    more = (("an external address", cost.address), ("Filestore", cost.filestore))
+    words = "".join(f", {name} ${usd:.4f}" for name, usd in more if usd)
     found = (
-        f"{bound}${total:.4f} an hour: {need.node_count} x ${machine} {kind}, disks "
-        f"{bound}${disks.usd:.4f}, NAT ${nat:.4f} ({origin})"
+        f"{bound}${cost.hourly_usd:.4f} an hour: {need.node_count} x ${cost.machine} {kind}, disks "
+        f"{bound}${cost.disks_usd:.4f}, NAT ${cost.nat:.4f}{words} ({origin})"
     )
     warning = spot_warning(time.time()) if spot and catalog is None else None
     if warning is not None:

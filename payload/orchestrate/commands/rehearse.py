@@ -36,8 +36,10 @@ from payload.orchestrate.cloud.stack import StackOutputs, cluster_folder, read_o
 from payload.orchestrate.commands.sweep import project_of
 from payload.orchestrate.runs.start_checks import check_data
 from payload.orchestrate.terminal.console import confirm, text_console
-from payload.pricing.cloud_prices import disk_price, filestore_price, machine_price, nat_price
+from payload.pricing.cloud_prices import read_catalog
+from payload.pricing.cluster_cost import cluster_cost
 from payload.stack.cloud_need import Need, need_of
+from payload.stack.cluster_files import cluster_path
 from payload.stack.cluster_identity import new_cluster_identity, settle_cluster_identity
 
 REQUESTS = "requests.jsonl"
@@ -419,17 +421,13 @@ def _settings(given: Sequence[str]) -> dict[str, str]:
 
 def _reckon(need: Need, *, budget_usd: float) -> tuple[float, int]:
     """Return dollars an hour and for how many minutes. Raises BudgetError, ConfigError."""
-    machine = machine_price(need.machine_type, region=need.region, spot=need.spot == "true")
-    disks = disk_price(need.disk_type, gib=need.disk_gib, region=need.region)
-    nat = nat_price(nodes=need.node_count, region=need.region)
-    shared = filestore_price(gib=need.filestore_gib, region=need.region)
-    shared = shared if need.has_filestore else 0.0
-    if machine is None or disks is None or nat is None or shared is None:
+    catalog = read_catalog(cluster_path(Path.cwd()), now_unix=time.time())
+    usd = cluster_cost(need.billed(spot=need.spot == "true"), catalog=catalog).hourly_usd
+    if usd is None:
         raise ConfigError(
             f"no price is known of {need.describe()}, so no budget can be kept. Take other "
             "settings: --set region=us-central1 --set machineType=c3-standard-4"
         )
-    usd = machine * need.node_count + disks.usd + nat + shared
     shortest, longest = _LIFETIMES_MIN
     minutes = min(longest, int(budget_usd / usd * 60))
     if minutes < shortest:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from infra.config import ClusterConfig
-from infra.cost import cluster_cost, describe, price_of_cluster
+from infra.cost import cost_of, describe, price_of_cluster
 from infra.machines import machine_types
 from payload.core.errors import BudgetError
 from payload.orchestrate.__main__ import main
@@ -103,7 +103,7 @@ def test_the_catalog_is_read_with_the_operators_login_and_kept(
     # Preview has the same figures, from the same file.
     catalog = read_catalog(project.folder / ".cluster", now_unix=time.time())
     cost = price_of_cluster(CONFIG, catalog)
-    assert cost.nodes[0] == pytest.approx(MACHINE + 100 * 0.11 / 730, abs=1e-6)
+    assert cost.nodes()[0] == pytest.approx(MACHINE + 100 * 0.11 / 730, abs=1e-6)
     assert "prices: Google's billing catalog, read 0 h ago" in describe(
         CONFIG, cost, speed=None, catalog=catalog
     )
@@ -205,8 +205,8 @@ def test_preview_has_the_files_price_of_every_type_in_every_region() -> None:
         config = replace(CONFIG, machine_type=machine, region=region, node_count=1)
         config = replace(config, zones=(f"{region}-a",), max_hourly_usd="none")
         disk = disk_price(config.boot_disk_type(), gib=100, region=region)
-        cost = cluster_cost(config)
+        cost = cost_of(config)
         assert disk is not None and cost.unknown == (), (machine, region)
-        assert cost.nodes[0] == round(float(row["usd_hour"]) + disk.usd, 6), (machine, region)
+        assert cost.nodes()[0] == round(float(row["usd_hour"]) + disk.usd, 6), (machine, region)
         known += 1
     assert known > 1_500

@@ -1,0 +1,116 @@
+"""The hourly cost of a cluster: the one sum of its machines, disks, addresses and shared folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from payload.pricing.cloud_prices import (
+    Catalog,
+    DiskPrice,
+    disk_price,
+    external_address_price,
+    filestore_price,
+    machine_price,
+    nat_price,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Billed:
+    """The parts of a cluster that cost by the hour; traffic, logs and buckets are extra."""
+
+    machine_type: str
+    node_count: int
+    region: str
+    spot: bool
+    disk_type: str
+    disks_gib: tuple[int, ...]
+    """Boot disks, each node's or all in one."""
+    has_nat: bool = False
+    has_external_address: bool = False
+    filestore_gib: int = 0
+    """Size of the Filestore instance; 0 for none."""
+    unlisted: tuple[str, ...] = ()
+    """Other parts, which no table here has a price of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Dollars an hour; None where a price is not known."""
+
+    machine: float | None
+    """One machine without its disk."""
+    disks: tuple[DiskPrice | None, ...]
+    nat: float | None
+    address: float | None
+    filestore: float | None
+    """The Filestore instance, which costs until `pulumi destroy`."""
+    known: float
+    """The parts whose price is known."""
+    unknown: tuple[str, ...]
+    """Parts without a known price, in words."""
+    bounds: tuple[str, ...]
+    """Parts counted at an upper bound of their price, in words."""
+
+    @property
+    def hourly_usd(self) -> float | None:
+        """Return the whole cluster's hourly cost; None where a price is not known."""
+        return None if self.unknown else self.known
+
+    @property
+    def shared(self) -> float:
+        """Return what NAT and external addresses cost, as far as it is known."""
+        return (self.nat or 0.0) + (self.address or 0.0)
+
+    @property
+    def disks_usd(self) -> float:
+        """Return what all disks cost, as far as it is known."""
+        return sum(disk.usd for disk in self.disks if disk is not None)
+
+    def nodes(self) -> tuple[float | None, ...]:
+        """Return the cost of each node with its disk."""
+        return tuple(
+            None if self.machine is None or disk is None else round(self.machine + disk.usd, 6)
+            for disk in self.disks
+        )
+
+    def most_usd(self, lifetime_s: int) -> float | None:
+        """Return the most that machines that all start now can cost until their limit ends them."""
+        return None if self.hourly_usd is None else self.hourly_usd * lifetime_s / 3600
+
+
+def cluster_cost(billed: Billed, *, catalog: Catalog | None = None) -> Cost:
+    """Return what the parts cost an hour."""
+    region, kind = billed.region, "spot" if billed.spot else "on demand"
+    machine = machine_price(billed.machine_type, region=region, spot=billed.spot, catalog=catalog)
+    disks = tuple(
+        disk_price(billed.disk_type, gib=gib, region=region, catalog=catalog)
+        for gib in billed.disks_gib
+    )
+    nat = nat_price(nodes=billed.node_count, region=region) if billed.has_nat else 0.0
+    address = external_address_price(region=region) if billed.has_external_address else 0.0
+    filestore: float | None = 0.0
+    if billed.filestore_gib:
+        filestore = filestore_price(gib=billed.filestore_gib, region=region)
+    parts = (
+        (f"{billed.machine_type} {kind} in {region}", machine is None),
+        (f"{billed.disk_type} disks in {region}", None in disks),
+        *((each, True) for each in billed.unlisted),
+        (f"Filestore ({billed.filestore_gib} GiB) in {region}", filestore is None),
+        (f"NAT and addresses in {region}", None in (nat, address)),
+    )
+    bounded = any(disk is not None and disk.is_bound for disk in disks)
+    cost = Cost(
+        machine=machine,
+        disks=disks,
+        nat=nat,
+        address=address,
+        filestore=filestore,
+        known=0.0,
+        unknown=tuple(name for name, is_unknown in parts if is_unknown),
+        bounds=(f"{billed.disk_type} disks at hyperdisk-extreme's price per GiB",)
+        if bounded
+        else (),
+    )
+    known = (machine or 0.0) * billed.node_count + cost.disks_usd + cost.shared + (filestore or 0.0)
+    return replace(cost, known=round(known, 6))
