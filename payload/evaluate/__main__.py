@@ -96,9 +96,9 @@ def _evaluate(arguments: argparse.Namespace, world: World) -> None:
     from payload.launch_sections import DistributedSection
     from payload.train.models.classifier import Classifier
     from payload.train.models.registry import load
-    from payload.train.weights import model_folder, tokenizer_folder
+    from payload.train.weights import checkpoint_folder, tokenizer_folder
 
-    folder = model_folder(arguments.checkpoint, setting="--checkpoint")
+    folder = checkpoint_folder(arguments.checkpoint)
     require_same_tokens(
         load_meta(arguments.data),
         data=arguments.data,

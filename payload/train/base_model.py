@@ -10,12 +10,12 @@ from payload.adapter_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE, has_adapter
 from payload.checkpoint_files import config_sha256, sha256_of, weights_sha256
 from payload.errors import CheckpointError
 from payload.hf_folder import own_file
-from payload.hub_names import HubName, pinned_name
+from payload.hub_names import hub_name
 from payload.models.source import base_name
 from payload.train.checkpoint import BaseModel
 from payload.train.weights import config_folder, model_folder
 from payload.training_sections import Quantize
-from payload.untrusted import home_path, parse_json, read_bytes
+from payload.untrusted import parse_json, read_bytes
 
 
 def identify(source: str, folder: Path, *, quantize: Quantize) -> BaseModel:
@@ -23,9 +23,7 @@ def identify(source: str, folder: Path, *, quantize: Quantize) -> BaseModel:
 
     Raises OSError, and CheckpointError for a damaged folder.
     """
-    on_hub = pinned_name(source)
-    if on_hub is None and not home_path(source).exists():
-        on_hub = HubName.parse(source)
+    on_hub = hub_name(source)
     return BaseModel(
         source=on_hub.name if on_hub else str(folder.resolve()),
         revision=on_hub.revision if on_hub else None,
