@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from payload.cluster_identity import IDENTITY_LABEL, settle_cluster_identity
+from payload.cluster_identity import (
+    IDENTITY_LABEL,
+    accept_cluster_identity,
+    settle_cluster_identity,
+)
 from payload.results import RunPaths, write_whole
 from payload.run_identity import RunIdentity
 
@@ -26,6 +30,7 @@ def cluster_labels(
 def write_cluster_identity(folder: Path, cluster: str, *, stack: str | None = None) -> None:
     """Let `folder` be the one that has built a cluster."""
     settle_cluster_identity(folder, cluster, stack=stack, told=[CLUSTER])
+    accept_cluster_identity(folder, cluster)
 
 
 def write_identity(paths: RunPaths, run: RunIdentity = MINE) -> RunPaths:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from payload.checkpoint_files import checkpoint_step
-from payload.cluster_identity import claimed_cluster_identity
+from payload.cluster_identity import recorded_cluster_identity
 from payload.errors import ConfigError, ExitCode, TileforgeError, UsageError
 from payload.hints import command
 from payload.inventory import ClusterInventory, Node
@@ -389,7 +389,7 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
     state = _state_if_readable(pulumi)
     cluster, project, outputs = _which(pulumi, options, env, state=state, folder=folder, talk=talk)
     if options.dry_run:
-        identity = claimed_cluster_identity(folder, cluster)
+        identity, _ = recorded_cluster_identity(folder, cluster)
     else:
         identity = own_identity(folder, cluster, told=state.identities)
     # The state may list what is in another project than the config's.
