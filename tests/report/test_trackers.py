@@ -15,11 +15,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-from payload.errors import ConfigError
+from payload.errors import ConfigError, ExitCode
 from payload.launch_sections import TRACKERS
 from payload.metrics_log import read_metrics
 from payload.named_settings import note_named, reaching
 from payload.report import track as tracking
+from payload.report.__main__ import main as report
 from payload.report.source import Run
 from payload.report.trackers import mlflow, wandb
 from payload.report.trackers.base import About, Row
@@ -327,6 +328,9 @@ def test_nobody_else_s_run_is_sent_and_no_linked_report(
     note_named(paths, reaching(load_run_config(paths.config)))
     tracking.track(Run(paths), live=False, say=said.append)
     assert len(said) == 1 and not [each for each in sent if "report.html" in each]
+    refused = make_run(tmp_path / "other", settings=["track.to=mlflow"])
+    assert report([str(refused.root), "--track"]) == ExitCode.CONFIG
+    tracking.track(Run(refused), live=False, say=said.append, named=["mlflow"])
     paths.report.unlink()
     paths.report.write_text("page")
     tracking.track(Run(paths), live=False, say=said.append)
