@@ -12,8 +12,7 @@ import pulumi
 from payload.core.errors import ConfigError
 from payload.stack.cluster_identity import (
     IDENTITY_LABEL,
-    claimed_cluster_identity,
-    known_cluster_identity,
+    recorded_cluster_identity,
     settle_cluster_identity,
 )
 
@@ -36,12 +35,12 @@ def program_identity(root: Path, cluster: str) -> str:
     identity: what is built would prove that its other resources are this user's.
     """
     is_preview = pulumi.runtime.is_dry_run()
-    claimed = None if is_preview else claimed_cluster_identity(root, cluster)
-    if claimed is not None and known_cluster_identity(root, cluster) is None:
+    recorded, is_proven = recorded_cluster_identity(root, cluster)
+    if not is_preview and recorded is not None and not is_proven:
         raise ConfigError(
             f".cluster/{cluster}/identity.json: nothing shows that you have written it, as in a "
-            "clone, or after an older version. If the cluster is yours, answer the question of: "
-            "tileforge up --dry-run"
+            "clone, or after an older version. If the cluster is yours, run tileforge up "
+            "--dry-run and type the cluster's name."
         )
     return settle_cluster_identity(root, cluster, stack=pulumi.get_stack(), writes=not is_preview)
 

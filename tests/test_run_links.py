@@ -221,7 +221,9 @@ def test_a_store_s_checkpoint_consists_of_data_alone(run: RunPaths, tmp_path: Pa
     manifest.write_text(json.dumps(listed))
     store = open_store(parse_store_address(str(tmp_path / "store")).under("demo"))
     upload_all(run, store, is_new=True)
-    with pytest.raises(CheckpointError, match=r"sitecustomize\.py"):
+    path = "/demo/checkpoints/step_00000003/manifest.json"
+    words = rf"^{tmp_path}/store{path}: lists 'sitecustomize\.py', which is not a checkpoint file"
+    with pytest.raises(CheckpointError, match=words):
         fetch_checkpoint(store, "step_00000003", tmp_path / "checkpoints")
     assert not list((tmp_path / "checkpoints").iterdir())
 

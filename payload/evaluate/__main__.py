@@ -96,9 +96,9 @@ def _evaluate(arguments: argparse.Namespace, world: World) -> None:
     from payload.formats.data_folder import load_meta
     from payload.train.models.classifier import Classifier
     from payload.train.models.registry import load
-    from payload.train.models.weights import model_folder, tokenizer_folder
+    from payload.train.models.weights import checkpoint_folder, tokenizer_folder
 
-    folder = model_folder(arguments.checkpoint, setting="--checkpoint")
+    folder = checkpoint_folder(arguments.checkpoint)
     require_same_tokens(
         load_meta(arguments.data),
         data=arguments.data,

@@ -19,10 +19,11 @@ from payload.export.merged import dequantized_weights, merged_weights
 from payload.export.tensors import WeightFiles, weights_of
 from payload.export.vocabulary import read_vocabulary
 from payload.formats.hf_folder import read_config
+from payload.formats.hub_names import local_name
 from payload.train.models.weights import (
     base_folder,
+    checkpoint_folder,
     config_folder,
-    model_folder,
     tokenizer_folder,
 )
 from payload.weights.adapter_files import base_quantization, has_adapter
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     arguments = parser().parse_args(argv)
     try:
-        print(_export(arguments))
+        print(local_name(_export(arguments)))
     except TileforgeError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
@@ -49,7 +50,7 @@ def _export(arguments: argparse.Namespace) -> Path:
             "--format hf --dtype q8_0: transformers' folders have no such weights. Use --format "
             "gguf, or --dtype bf16."
         )
-    folder = model_folder(arguments.checkpoint, setting="--checkpoint")
+    folder = checkpoint_folder(arguments.checkpoint)
     weights_at = _weights_folder(folder, merges=arguments.merge)
     config = read_config(config_folder(folder))
     tokenizer = tokenizer_folder(folder)

@@ -115,9 +115,7 @@ def recognise(given: str, asked: Asked) -> Recognised:
 
 def _source_kind(given: str) -> SourceKind:
     if "/" in given:
-        require_one_meaning(
-            given, what="--data", remote="run the command in another folder", error=DataError
-        )
+        require_one_meaning(given, setting="--data", kind="dataset", error=DataError)
     path = home_path(given)
     if path.is_dir():
         found = [kind for glob, kind in _FOLDER_KINDS.items() if any(path.rglob(glob))]

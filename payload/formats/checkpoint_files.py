@@ -181,8 +181,8 @@ def load_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def load_foreign_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint that a node or a store has.
+def load_foreign_manifest(folder: Path, *, where: str) -> Manifest:
+    """Read the manifest of a checkpoint that a node or a store has, `where` to the user.
 
     Raises CheckpointError as `load_manifest` does, and for files that checkpoints do not consist
     of: loading one of those may run it, and Python runs some that only lie in a folder.
@@ -191,7 +191,9 @@ def load_foreign_manifest(folder: Path) -> Manifest:
     odd = [name for name in manifest.files if not _DATA_FILE.fullmatch(name)]
     if odd or MANIFEST_FILE in manifest.files:
         found = shown(odd[0] if odd else MANIFEST_FILE)
-        raise CheckpointError(f"its manifest names {found}, which is no file of a checkpoint.")
+        raise CheckpointError(
+            f"{where}: lists {found}, which is not a checkpoint file. Use another checkpoint."
+        )
     return manifest
 
 

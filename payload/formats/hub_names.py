@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import PurePath, PurePosixPath
+from typing import Literal
 
 from payload.core.errors import TileforgeError
 from payload.core.untrusted import can_see, home_path, shown
@@ -50,15 +51,42 @@ def pinned_name(text: str) -> HubName | None:
     return found if found is not None and found.commit() else None
 
 
-def require_one_meaning(text: str, *, what: str, remote: str, error: type[TileforgeError]) -> None:
-    """Raise `error` where `text` is the name of a folder here, and could be one on the hub.
+def hub_name(text: str) -> HubName | None:
+    """Return the hub name that `text` stands for; None for a path that exists here, or no name."""
+    if (found := pinned_name(text)) is not None:
+        return found
+    return None if can_see(home_path(text)) else HubName.parse(text)
 
-    `what` begins the message, and `remote` says how the hub's own is asked for.
+
+def local_name(path: PurePath) -> str:
+    """Return the name by which a command takes the folder `path`, never a hub model of its name."""
+    return f"./{path}" if _could_be_on_hub(str(path)) else str(path)
+
+
+def is_ambiguous(text: str) -> bool:
+    """Return True where `text` names a folder here, and could name a model or dataset of the hub.
+
+    A name with a commit is the hub's alone.
     """
     place = home_path(text)
-    is_name = HubName.parse(text) is not None and PurePosixPath(text).parts[0] not in _OWN_FOLDERS
-    if is_name and can_see(place) and place.is_dir():
-        raise error(
-            f"{what}: {shown(text)} is a folder here, and may be a name on the Hugging Face hub. "
-            f"For the folder write ./{text}; for the hub's, {remote}."
-        )
+    is_name = _could_be_on_hub(text) and pinned_name(text) is None
+    return is_name and can_see(place) and place.is_dir()
+
+
+def require_one_meaning(
+    text: str, *, setting: str, kind: Literal["model", "dataset"], error: type[TileforgeError]
+) -> None:
+    """Raise `error` where `text`, the value of `setting`, is ambiguous; `kind` is the hub's."""
+    if not is_ambiguous(text):
+        return
+    remote = f", or {text.partition('@')[0]}@COMMIT"
+    if kind == "dataset":
+        remote = "; for the hub dataset, run the command in another folder"
+    raise error(
+        f"{setting} = {shown(text)} is ambiguous: a local folder, and possibly a hub {kind}. "
+        f"Use ./{text}{remote}."
+    )
+
+
+def _could_be_on_hub(text: str) -> bool:
+    return HubName.parse(text) is not None and PurePosixPath(text).parts[0] not in _OWN_FOLDERS

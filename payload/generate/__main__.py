@@ -30,7 +30,7 @@ from payload.generate.prompts import batches, encode, read_prompts
 from payload.generate.sampling import Sampler, SamplingOptions
 from payload.train.models.base import CausalLM
 from payload.train.models.registry import load
-from payload.train.models.weights import model_folder, tokenizer_folder
+from payload.train.models.weights import checkpoint_folder, tokenizer_folder
 
 _DEFAULTS = SamplingOptions()
 _ANSWER_TOKENS = 1024
@@ -63,7 +63,7 @@ def _generate(arguments: Namespace) -> None:
         _classify(arguments)
         return
     prompts = [] if arguments.chat else read_prompts(arguments)
-    folder = model_folder(arguments.checkpoint, setting="--checkpoint")
+    folder = checkpoint_folder(arguments.checkpoint)
     codec = find_codec(folder)
     if arguments.chat:
         template = read_chat_template(tokenizer_folder(folder))
@@ -88,7 +88,7 @@ def _generate(arguments: Namespace) -> None:
 
 def _classify(arguments: Namespace) -> None:
     """Print the label of every text."""
-    folder = model_folder(arguments.checkpoint, setting="--checkpoint")
+    folder = checkpoint_folder(arguments.checkpoint)
     codec = find_codec(folder)
     model = require_classifier(load(folder), folder=folder)
 

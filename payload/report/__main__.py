@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         choices=SENDING_TRACKERS,
-        help="with --track: a tracker that may have a run which nobody named it for here",
+        help="with --track: send the run to this tracker even if not enabled here",
     )
     made.add_argument("--live", action="store_true", help=argparse.SUPPRESS)
     made.add_argument("--started-here", action="store_true", help=argparse.SUPPRESS)

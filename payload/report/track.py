@@ -64,9 +64,13 @@ def track(run: Run, *, live: bool, say: Callable[[str], None], named: Collection
 
     Else the run has ended, and the trackers get its results and its page. A tracker that fails is
     said once, and the others go on. Those that may send the run elsewhere are left out unless a
-    person has named them for it: here by `named`, or when it was started. Raises ConfigError.
+    person has named them for it: here by `named`, or when it was started. Raises ConfigError, also
+    where all of them are left out and the run has ended.
     """
-    names = _allowed(run, installed_trackers(run.config.track.to), named=named, say=say)
+    installed = installed_trackers(run.config.track.to)
+    names = _allowed(run, installed, named=named, say=say)
+    if installed and not names and not live:
+        raise ConfigError(f"run {run.run_id}: sent to no tracker.")
     for link in links_out(run.paths.track, home=run.paths.root):
         raise ConfigError(
             f"{link} is a link that leads out of the run's folder: no tracker writes through it. "
@@ -108,8 +112,7 @@ def _allowed(
     for name in names:
         if name not in allowed:
             say(
-                f"note: track.to = {name}: nobody has named it for this run on this machine, so it "
-                "gets nothing. If it is right: "
+                f"note: not sent to {name}: not enabled for this run on this machine. To send it: "
                 + command("report", str(run.paths.root), "--track", "--to", name)
             )
     return allowed

@@ -152,10 +152,9 @@ def require_named(
     if loose:
         words = ", ".join(f"{key} = {shown(value)}" for key, value in loose.items())
         raise ConfigError(
-            f"run {paths.run_id}: nobody has named {words} for it on this machine. A node, a store "
-            "or another person may have written its settings, so they move no files, start "
-            "nothing from here and raise no limit. A run of an older version, or in a folder that "
-            f"was moved, has no record of what was named. If it is right, add {_options(loose)}"
+            f"run {paths.run_id}: {words} {'is' if len(loose) == 1 else 'are'} set only in the "
+            "run's own files, which others may have written. If it is right, add "
+            f"{_options(loose)}"
         )
 
 

@@ -449,18 +449,19 @@ def last_record(cls: type[_T], path: Path) -> _T | None:
         return None
 
 
-def default_runs_dir() -> Path:
+def default_runs_dir(*, option: str = "--runs-dir", run: str = "") -> Path:
     """Return the folder of runs where nobody has named one: `runs` in the current folder.
 
     Whoever made the current folder could have a link there lead to other runs, which commands then
-    write to or remove. Raises UsageError for a link.
+    write to or remove. Raises UsageError for a link, with the `option` that names its place, or
+    the folder `run` there.
     """
     default = Path(DEFAULT_RUNS_DIR)
     if default.is_symlink():
-        place = os.path.realpath(default)
+        place = str(Path(os.path.realpath(default), run))
         raise UsageError(
             f"{default} in this folder is a link, which is not followed unless you name its place: "
-            f"--runs-dir {quote(place) if place.isprintable() else 'DIR'}"
+            f"{option} {quote(place) if place.isprintable() else 'DIR'}"
         )
     return default
 

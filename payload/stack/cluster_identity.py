@@ -55,19 +55,19 @@ def known_cluster_identity(folder: Path, cluster: str) -> str | None:
 
     Raises ConfigError where the file is damaged.
     """
-    found = _read(_path(folder, cluster))
-    if found is None or not is_signed(found.proof, *_parts(folder, cluster, found.identity)):
-        return None
-    return found.identity
+    identity, is_proven = recorded_cluster_identity(folder, cluster)
+    return identity if is_proven else None
 
 
-def claimed_cluster_identity(folder: Path, cluster: str) -> str | None:
-    """Return the identity that the folder's file says, whoever wrote it; None without a file.
+def recorded_cluster_identity(folder: Path, cluster: str) -> tuple[str | None, bool]:
+    """Return the identity in the folder's file, and True where this user's key proves it.
 
-    Raises ConfigError where the file is damaged.
+    The identity is None without a file. Raises ConfigError where the file is damaged.
     """
     found = _read(_path(folder, cluster))
-    return None if found is None else found.identity
+    if found is None:
+        return None, False
+    return found.identity, is_signed(found.proof, *_parts(folder, cluster, found.identity))
 
 
 def accept_cluster_identity(folder: Path, cluster: str) -> None:
@@ -88,8 +88,8 @@ def settle_cluster_identity(
 ) -> str:
     """Return the identity of the cluster that is built from `folder`, made where it is missing.
 
-    `told` are those in the stack's own state, and go before. `stack` is the one that builds. What
-    the folder's file alone says is returned, too, and gets no proof by that.
+    `told` are those in the stack's own state, and override the file's. `stack` is the one that
+    builds. What the folder's file alone says is returned, too, and gets no proof by that.
     Without `writes`, as in a preview, nothing is kept.
     Raises ConfigError where another stack of this folder builds a cluster of that name.
     """
@@ -113,8 +113,6 @@ def settle_cluster_identity(
     elif writes and stack is not None and found.stack is None:
         found = replace(found, stack=stack)
         _keep(path, found)
-    if writes and found.identity in told and known_cluster_identity(folder, cluster) is None:
-        accept_cluster_identity(folder, cluster)
     return found.identity
 
 

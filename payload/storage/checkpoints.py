@@ -239,7 +239,9 @@ def fetch_checkpoint(
             content, _ = store.read(f"{prefix}{MANIFEST_FILE}")
             _require_heads(name, content, known)
             (partial / MANIFEST_FILE).write_bytes(content)
-            manifest = load_foreign_manifest(partial)
+            manifest = load_foreign_manifest(
+                partial, where=f"{store.address}/{prefix}{MANIFEST_FILE}"
+            )
             _require_sizes(store, manifest, prefix)
             size = sum(entry.bytes for entry in manifest.files.values())
             _require_room(store, name, size, checkpoints)

@@ -24,7 +24,7 @@ from payload.core.interrupts import Presses
 from payload.core.untrusted import RUN_ID, checked, printable
 from payload.machines.rank_variables import RUN_DIR
 from payload.run_record.named_settings import named_by, reaching, require_named
-from payload.run_record.results import RunPaths, default_runs_dir, new_run_id
+from payload.run_record.results import DEFAULT_RUNS_DIR, RunPaths, default_runs_dir, new_run_id
 from payload.train.start_clock import StartClock
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def main(
     run_dir = arguments.run_dir
     if run_dir is None:
         fresh = world.broadcast(_new_run(config), _NewRun)
-        run_dir = default_runs_dir() / fresh.run_id
+        run_dir = Path(DEFAULT_RUNS_DIR, fresh.run_id)
     clock.lap("group")
     paths = last_words.paths = RunPaths(run_dir)
     config = pin_initial(config, paths=paths, world=world)
@@ -77,7 +77,7 @@ def main(
         stop_requested=stop.requested,
         clock=clock,
         observer=observer,
-        named={} if is_launched else reaching(config, of=_TRAINED_FROM),
+        named={} if is_launched else _named(arguments, config),
     )
     if outcome.stopped and stop.number is not None:
         last_words.told_to_stop(stop.number)
@@ -194,7 +194,8 @@ def _load_config(arguments: argparse.Namespace, *, is_launched: bool) -> RunConf
     """Return the settings to train by.
 
     Raises ConfigError where only the run's own settings name the data or the model: whoever made
-    the folder could have anything of this machine trained on.
+    the folder could have anything of this machine trained on. Raises UsageError for options that
+    name no run, and without a run's folder for a link `runs`.
     """
     path: Path | None = arguments.config
     if path is None and arguments.run_dir is None:
@@ -204,12 +205,24 @@ def _load_config(arguments: argparse.Namespace, *, is_launched: bool) -> RunConf
             f"--run-dir {str(arguments.run_dir)!r}: the folder's name is the run's id. Use "
             "letters, digits, dots, dashes and underscores, a letter or digit first, not 'latest'."
         )
+    if arguments.run_dir is None:
+        default_runs_dir(option="--run-dir", run="NAME")
     paths = RunPaths(arguments.run_dir or Path())
     config = load_run_config(path or paths.config, overrides=arguments.overrides)
     if path is None and not is_launched:
         named = named_by(arguments.overrides)
         require_named(paths, reaching(config, of=_TRAINED_FROM), named=named)
     return config
+
+
+def _named(arguments: argparse.Namespace, config: RunConfig) -> dict[str, str]:
+    """Return the settings beyond the run's folder that a person has named for it.
+
+    Of the run's own settings those alone that were required to be named.
+    """
+    if arguments.config is not None:
+        return reaching(config)
+    return reaching(config, of={*_TRAINED_FROM, *named_by(arguments.overrides)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,6 +120,8 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
         found = load_trainer_state(checkpoint) if checkpoint else None
         state = world.broadcast(found, TrainerState)
         _require_same_run(state, config)
+    if checkpoint is not None:
+        task.require_own(checkpoint)
     folder = weights_folder(checkpoint, config) if world.is_main else None
     base = _base_model(folder, config, state, task=task) if folder else None
     if folder is not None and not resumes:
@@ -136,7 +138,6 @@ def find_start(config: RunConfig, task: Task, *, paths: RunPaths, world: World) 
     if config.adapter.is_on():
         add_adapter(model, config.adapter, seed=config.run.seed)
         if checkpoint is not None:
-            task.require_own(checkpoint)
             load_adapter(model, read_adapter_tensors(checkpoint), where=str(checkpoint))
     if state is not None:
         require_same_data(state, task.meta)

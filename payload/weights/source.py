@@ -18,7 +18,13 @@ from payload.formats.checkpoint_files import (
     newest_sound,
     require_own,
 )
-from payload.formats.hub_names import HubName, pinned_name, require_one_meaning
+from payload.formats.hub_names import (
+    HubName,
+    hub_name,
+    is_ambiguous,
+    pinned_name,
+    require_one_meaning,
+)
 from payload.models.gguf import gguf_file, read_gguf
 from payload.models.registry import preset_of_hub_name, read_spec
 from payload.models.spec import ModelSpec
@@ -72,18 +78,27 @@ def base_name(adapter: Path) -> str:
     person names it in the environment. Raises CheckpointError.
     """
     source = read_adapter_config(adapter).source()
+    if hub_name(source) is not None:
+        return source
     place = home_path(source)
-    if not can_see(place) or recorded_base(adapter).get("sha256"):
+    if not can_see(place):
         return source
+    if recorded_base(adapter).get("sha256"):
+        return str(place.absolute())
     real, named = os.path.realpath(place), os.environ.get(BASE_VARIABLE)
-    if Path(real).is_relative_to(os.path.realpath(adapter)):
-        return source
-    if named and Path(real).is_relative_to(os.path.realpath(home_path(named))):
-        return source
+    allowed = [adapter] if not named else [adapter, home_path(named)]
+    # Whole: the name of a folder that is allowed may have the form of a hub's.
+    if any(Path(real).is_relative_to(os.path.realpath(each)) for each in allowed):
+        return real
+    remote = (
+        f" If the hub model {source} is the base, run the command in another folder."
+        if is_ambiguous(source)
+        else ""
+    )
     raise CheckpointError(
-        f"{adapter}: its base is {shown(real)} on this machine, and nothing shows that the adapter "
-        "was trained beside it: any model here could be merged, trained from or sent. If it is "
-        f"right, put {BASE_VARIABLE}={quoted(real)} before the command."
+        f"{adapter}: its base is {shown(real)} on this machine. The adapter does not prove which "
+        f"base it was trained on. If this is the base, set {BASE_VARIABLE}={quoted(real)} before "
+        f"the command.{remote}"
     )
 
 
@@ -92,27 +107,25 @@ def find_source(
     *,
     setting: str,
     verify: bool = True,
+    takes_runs: bool = False,
     passed_over: Callable[[Path, str], None] = lambda _folder, _problem: None,
 ) -> Source:
-    """Say what `name` stands for; `setting` is what messages call it.
+    """Return the source that `name` stands for; `setting` is what messages call it.
 
     A folder without config.json may have one GGUF file instead. A run's folder, or its folder of
     checkpoints, stands for its newest sound checkpoint: `passed_over` is told of each damaged one
     and what is wrong with it. A checkpoint must be what its manifest says. Without `verify` no
     weights are read: the newest checkpoint is taken as it is. A name with a commit is the hub's.
-    Raises CheckpointError when there is nothing to load, and for a folder of a hub name's form.
+    Raises CheckpointError when there is nothing to load, and for a folder of a hub name's form,
+    unless it `takes_runs` and the folder is a run or a checkpoint.
     """
     if name == SCRATCH:
         return Source(name=name, kind="scratch")
     if pinned_name(name) is not None:
         return Source(name=name, kind="hub")
-    require_one_meaning(
-        name,
-        what=f"{setting} = {shown(name)}",
-        remote="add @ and the commit that it has there",
-        error=CheckpointError,
-    )
     path = home_path(name)
+    if not (takes_runs and (_is_run(path) or (path / MANIFEST_FILE).is_file())):
+        require_one_meaning(name, setting=setting, kind="model", error=CheckpointError)
     require_own(path)
     if not _is_run(path) and (file := gguf_file(path)) is not None:
         return Source(name=name, kind="gguf", file=file)

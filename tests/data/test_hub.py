@@ -203,8 +203,8 @@ def test_no_folder_here_is_taken_for_a_dataset_of_the_hub(asked: Asked) -> None:
     root, done = asked
     assert done["ambiguous"].returncode == ExitCode.USAGE
     assert done["ambiguous"].stderr == (
-        "error: --input: 'a/b' is a folder here, and may be a name on the Hugging Face hub. For "
-        "the folder write ./a/b; for the hub's, run the command in another folder.\n"
+        "error: --input = 'a/b' is ambiguous: a local folder, and possibly a hub dataset. Use "
+        "./a/b; for the hub dataset, run the command in another folder.\n"
     )
     assert done["folder"].returncode == 0, done["folder"].stderr
     meta = load_meta(root / "d")

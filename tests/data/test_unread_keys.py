@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ def chat(**more: object) -> dict[str, Any]:
         ({"images": ["duck.jpg"]}, "'images'"),
         ({"trainable_at": 0}, "'trainable_at'"),
         ({"weight_index": 0}, "'weight_index'"),
+        ({"no_train_id": 1}, "'no_train_id'"),
+        ({"is_masked_id": 1}, "'is_masked_id'"),
     ],
 )
 def test_a_key_of_a_message_that_is_not_read_is_refused(
@@ -52,7 +55,19 @@ def test_a_key_of_a_message_that_is_not_read_is_refused(
         preference_of({"prompt": "a", "chosen": [answer], "rejected": "d"})
 
 
-@pytest.mark.parametrize("more", [{"weight": 0}, {"weight": 0.0}, {"train": False}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"weight": 0},
+        {"weight": 0.0},
+        {"weight": -1},
+        {"weight": float("nan")},
+        {"weight": "0"},
+        {"weight": Decimal(0)},
+        {"train": False},
+        {"train": "False"},
+    ],
+)
 def test_a_row_that_says_that_it_is_not_trained_is_refused(more: dict[str, Any]) -> None:
     with pytest.raises(BadConversationError, match="this version would train the row"):
         conversation_of({"messages": turn("a", "b"), **more})
@@ -62,8 +77,13 @@ def test_a_row_that_says_that_it_is_not_trained_is_refused(more: dict[str, Any])
 
 def test_an_answer_to_avoid_is_not_trained_as_a_good_one() -> None:
     row = {"prompt": "a", "completion": "b"}
-    with pytest.raises(BadConversationError, match="label = False: the answer is one of those to"):
-        conversation_of({**row, "label": False})
+    others = ({"messages": turn("a", "b")}, {"instruction": "a", "output": "b"})
+    for bad in (False, 0, "False", "0", -1.0):
+        for each in (row, *others):
+            with pytest.raises(BadConversationError, match="the answer is one of those to avoid"):
+                conversation_of({**each, "label": bad})
+    for fine in ("True", "1", 2, "no", "", None):
+        assert conversation_of({**row, "label": fine, "weight": "0.5"}) == turn("a", "b")
     assert conversation_of({**row, "label": True, "weight": 1}) == turn("a", "b")
 
 

@@ -28,7 +28,7 @@ from payload.train.models.classifier import Classifier
 from payload.train.models.lora import add_adapter, save_adapter
 from payload.train.models.registry import load
 from payload.train.models.weights import config_folder
-from payload.weights.source import BASE_VARIABLE, find_source
+from payload.weights.source import BASE_VARIABLE, base_name, find_source
 from tests.export.test_export import DAMAGES, change_config, complaint, damage, make
 from tests.support.chat_data import (
     conversations,
@@ -430,10 +430,10 @@ def test_an_adapter_names_no_model_of_this_machine(
         if named is not None:
             monkeypatch.setenv(BASE_VARIABLE, named)
         assert merge(folder, out) == ExitCode.CONFIG
-        assert f"put {BASE_VARIABLE}={base} before" in capsys.readouterr().err
-        with pytest.raises(CheckpointError, match="nothing shows"):
+        assert f"set {BASE_VARIABLE}={base} before" in capsys.readouterr().err
+        with pytest.raises(CheckpointError, match="does not prove"):
             load(folder)
-        with pytest.raises(CheckpointError, match="nothing shows"):
+        with pytest.raises(CheckpointError, match="does not prove"):
             find_source(str(folder), setting="model.init").spec()
     (tmp_path / "gpt2").symlink_to(base)
     monkeypatch.chdir(tmp_path)
@@ -442,6 +442,8 @@ def test_an_adapter_names_no_model_of_this_machine(
         settings = json.loads(path.read_text()) | {"base_model_name_or_path": name}
         path.write_text(json.dumps(settings))
         assert merge(folder, out) == ExitCode.CONFIG
+        may_be_remote = "If the hub model gpt2 is the base" in capsys.readouterr().err
+        assert may_be_remote == (name == "gpt2")
     assert not out.exists()
     trainer = folder / "trainer.json"
     trainer.write_text(json.dumps({"base": {"sha256": "0" * 64}}))
@@ -449,7 +451,15 @@ def test_an_adapter_names_no_model_of_this_machine(
     trainer.write_text(json.dumps({"base": {"sha256": weights_sha256(base)}}))
     capsys.readouterr()
     assert merge(folder, out) == ExitCode.OK  # as a run's checkpoint has it
-    assert "note: the base is gpt2" in capsys.readouterr().err
+    assert f"note: the base is {tmp_path / 'gpt2'}" in capsys.readouterr().err
     trainer.unlink()
     monkeypatch.setenv(BASE_VARIABLE, str(tmp_path))
-    assert merge(folder, tmp_path / "again") == ExitCode.OK
+    for number, name in enumerate(("gpt2", "./gpt2", f"gpt2@{'0' * 40}")):
+        settings = json.loads(path.read_text()) | {"base_model_name_or_path": name}
+        path.write_text(json.dumps(settings))
+        if number == 2:  # the hub's, whatever lies here
+            (tmp_path / name).symlink_to(base)
+            assert base_name(folder) == name
+            break
+        assert merge(folder, Path(f"again{number}")) == ExitCode.OK
+        assert capsys.readouterr().out == f"./again{number}\n"

@@ -65,7 +65,10 @@ def test_the_same_objects_in_a_bucket_are_listed_and_restored(
         names = [line.split()[0] for line in listed.out.splitlines()]
         assert names == ["step_00000004", "step_00000008"]
         words = ("storage", "restore", "--run-dir", run_dir)
-        assert "nobody has named" in commands.run(*words, folder=recorded.root, env=env).err
+        assert (
+            "set only in the run's own files"
+            in commands.run(*words, folder=recorded.root, env=env).err
+        )
         named = ("--set", f"storage.results=gs://{BUCKET}/results")
         commands.do(*words, *named, folder=recorded.root, env=env)
     restored = run_dir / "checkpoints" / "step_00000008"

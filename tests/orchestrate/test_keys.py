@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from payload.core.errors import ConfigError
 from payload.machines.inventory import Access, ClusterInventory, Node
@@ -101,6 +103,26 @@ def test_the_public_half_is_what_openssh_finds(tmp_path: Path) -> None:
     )
     assert public.split()[:2] == found.stdout.split()[:2]
     assert public.split()[2] == "tileforge-operator:c"
+
+
+def test_the_public_half_of_a_key_with_a_passphrase_is_read_without_it(tmp_path: Path) -> None:
+    key = Ed25519PrivateKey.generate()
+    locked = serialization.PrivateFormat.OpenSSH.encryption_builder().kdf_rounds(1).build(b"secret")
+    path = tmp_path / "c" / "id_ed25519"
+    path.parent.mkdir()
+    path.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, locked)
+    )
+    path.chmod(0o600)
+    wanted = key.public_key().public_bytes(
+        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    )
+    assert make_operator_key(path) == f"{wanted.decode()} tileforge-operator:c"
+    content = path.read_bytes()
+    for damaged in (content[:90] + b"\n-----END", content.replace(b"AAAA", b"////")):
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match="Put the key back, or move the file away"):
+            make_operator_key(path)
 
 
 def test_a_key_that_others_may_read_is_not_used(tmp_path: Path) -> None:

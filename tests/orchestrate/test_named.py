@@ -14,7 +14,7 @@ import pytest
 
 from payload.config.run_config import RunConfig, load_run_config, parse_run_config
 from payload.config.store_address import parse_store_address
-from payload.core.errors import ConfigError, ExitCode, SshUnreachableError
+from payload.core.errors import ConfigError, ExitCode, SshUnreachableError, UsageError
 from payload.machines.inventory import Access
 from payload.machines.rank_variables import RUN_DIR
 from payload.orchestrate.__main__ import main
@@ -35,6 +35,7 @@ from payload.storage.opening import open_store
 from payload.storage.records import fetch_records
 from payload.train.__main__ import _is_launched as is_launched
 from payload.train.__main__ import _load_config as settings_of
+from payload.train.__main__ import _named as named_here
 from payload.train.__main__ import parser
 from tests.launch.inventories import make_inventory
 from tests.orchestrate.test_commands import Workplace
@@ -259,6 +260,28 @@ def test_a_person_s_train_obeys_no_folder_s_own_data_or_model(
     settings_of(parser().parse_args(words), is_launched=True)
 
 
+def test_a_person_s_train_names_what_its_config_has_and_no_more(tmp_path: Path) -> None:
+    """The attack: `train --run-dir` recorded a tracker that only the folder's settings had."""
+    settings = ["track.to=wandb", "data.dir=d"]
+    config = parse_run_config("", overrides=settings, where="test")
+    whole = named_here(parser().parse_args(["--config", "c.toml"]), config)
+    assert whole == reaching(config) and whole["track.to"] == "wandb"
+    words = ["--run-dir", "runs/a", "--set", "data.dir=d"]
+    assert named_here(parser().parse_args(words), config) == {"data.dir": "d"}
+    words += ["--set", "track.to=wandb"]
+    assert named_here(parser().parse_args(words), config)["track.to"] == "wandb"
+
+
+def test_a_linked_runs_folder_is_refused_before_training_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "runs").symlink_to("elsewhere")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=f"its place: --run-dir {tmp_path}/elsewhere/NAME$"):
+        settings_of(parser().parse_args(["--config", "absent.toml"]), is_launched=False)
+
+
 @pytest.mark.processes
 def test_the_default_data_folder_is_named_like_any_other(
     resume: Callable[..., int],
@@ -385,10 +408,10 @@ def test_what_was_named_once_is_known_by_its_place(
     for place in ("data", str(tmp_path / "data"), "gs://b/data"):
         require_named(paths, {"data.dir": place})
     for place in ("data/more", "gs://b/data2", "/", str(tmp_path), str(tmp_path / "model")):
-        with pytest.raises(ConfigError, match=r"nobody has named data\.dir"):
+        with pytest.raises(ConfigError, match=r"data\.dir = .* set only in"):
             require_named(paths, {"data.dir": place})
         require_named(paths, {"data.dir": place}, named={"data.dir"})
-    with pytest.raises(ConfigError, match=r"nobody has named model\.init") as raised:
+    with pytest.raises(ConfigError, match=r"model\.init = .* set only in") as raised:
         require_named(paths, {"model.init": "\x1b[31m"}, named={"data.dir"})
     assert "\x1b" not in str(raised.value)
 
@@ -407,7 +430,7 @@ def test_what_reaches_beyond_a_run_is_the_data_and_all_that_is_no_default() -> N
 @pytest.mark.parametrize("value", ["a\0b", "~nobody-has-this-name/x", "../../x", "file:/x"])
 def test_an_odd_place_is_asked_for_in_one_line(value: str, tmp_path: Path) -> None:
     for key in ("data.dir", "model.init", "storage.results"):
-        with pytest.raises(ConfigError, match="nobody has named"):
+        with pytest.raises(ConfigError, match="set only in"):
             require_named(RunPaths(tmp_path), {key: value})
 
 
@@ -418,7 +441,7 @@ def test_a_wait_of_over_an_hour_is_a_person_s_to_name(tmp_path: Path, key: str) 
     settings = [f"{key}=9e5", "distributed.timeout_s=9e6"]
     config = parse_run_config("", overrides=settings, where="test")
     note_named(paths, {})
-    with pytest.raises(ConfigError, match=rf"nobody has named .*{key} = '900000\.0'"):
+    with pytest.raises(ConfigError, match=rf"{key} = '900000\.0'.* set only in"):
         require_named(paths, reaching(config))
     assert bounded_wait_s(paths, config, key) == 3600
     require_named(paths, reaching(config), named={key, "distributed.timeout_s", "data.dir"})
@@ -439,7 +462,7 @@ def test_a_limit_that_a_person_has_named_is_raised_by_nobody_else(tmp_path: Path
     for lower in ("50", "5"):
         require_named(paths, settings(lower))
     for higher in ("51", "none"):
-        with pytest.raises(ConfigError, match=r"nobody has named limits\.max_usd"):
+        with pytest.raises(ConfigError, match=r"limits\.max_usd = .* set only in"):
             require_named(paths, settings(higher))
     require_named(paths, settings("none"), named={"limits.max_usd"})
     note_named(paths, settings("none"))
@@ -452,7 +475,7 @@ def test_a_limit_that_a_person_has_named_is_raised_by_nobody_else(tmp_path: Path
 def test_a_damaged_record_allows_nothing(content: str, tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.named.write_text(content, encoding="utf-8")
-    with pytest.raises(ConfigError, match="nobody has named"):
+    with pytest.raises(ConfigError, match="set only in"):
         require_named(paths, {"data.dir": "/"})
 
 

@@ -17,8 +17,9 @@ import pytest
 
 from payload.config.launch_sections import TRACKERS
 from payload.config.run_config import load_run_config, parse_run_config
-from payload.core.errors import ConfigError
+from payload.core.errors import ConfigError, ExitCode
 from payload.report import track as tracking
+from payload.report.__main__ import main as report
 from payload.report.source import Run
 from payload.report.trackers import mlflow, wandb
 from payload.report.trackers.base import About, Row
@@ -327,6 +328,9 @@ def test_nobody_else_s_run_is_sent_and_no_linked_report(
     note_named(paths, reaching(load_run_config(paths.config)))
     tracking.track(Run(paths), live=False, say=said.append)
     assert len(said) == 1 and not [each for each in sent if "report.html" in each]
+    refused = make_run(tmp_path / "other", settings=["track.to=mlflow"])
+    assert report([str(refused.root), "--track"]) == ExitCode.CONFIG
+    tracking.track(Run(refused), live=False, say=said.append, named=["mlflow"])
     paths.report.unlink()
     paths.report.write_text("page")
     tracking.track(Run(paths), live=False, say=said.append)

@@ -7,7 +7,11 @@ from pathlib import Path
 from payload.core.files import write_whole
 from payload.run_record.results import RunPaths
 from payload.run_record.run_identity import RunIdentity
-from payload.stack.cluster_identity import IDENTITY_LABEL, settle_cluster_identity
+from payload.stack.cluster_identity import (
+    IDENTITY_LABEL,
+    accept_cluster_identity,
+    settle_cluster_identity,
+)
 
 MINE, THEIRS = RunIdentity(identity="1" * 32), RunIdentity(identity="2" * 32)
 CLUSTER, ANOTHER_CLUSTER = "0123456789abcdef", "f" * 16
@@ -27,6 +31,7 @@ def cluster_labels(
 def write_cluster_identity(folder: Path, cluster: str, *, stack: str | None = None) -> None:
     """Let `folder` be the one that has built a cluster."""
     settle_cluster_identity(folder, cluster, stack=stack, told=[CLUSTER])
+    accept_cluster_identity(folder, cluster)
 
 
 def write_identity(paths: RunPaths, run: RunIdentity = MINE) -> RunPaths:

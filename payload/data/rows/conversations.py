@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 from payload.core.untrusted import shown
@@ -32,10 +33,14 @@ _COLUMNS = (
 )
 """Columns that each format reads, the first that a row has; the optional ones behind two."""
 _ABOUT = re.compile(
-    r"(?!train|weight|loss|mask)(?:name|model|id|ids|uuid|index|idx|turn|.*_(id|ids|identifier|index|at|time|ip)"
+    r"(?!(?:.*_)?(?:no|non|un|is)?(?:train|weight|loss|mask))"
+    r"(?:name|model|id|ids|uuid|index|idx|turn|.*_(id|ids|identifier|index|at|time|ip)"
     r"|timestamp|date|time|created|updated|lang|language|country)"
 )
-"""Keys of a message that are about it, and no part of what a template renders."""
+"""Keys of a message that are about it, and no part of what a template renders.
+
+A key with a part about training, as in `no_train_id`, is never one of them.
+"""
 _TRAINED = ("weight", "train")
 """Keys that say whether a message is trained."""
 
@@ -48,10 +53,11 @@ def conversation_of(row: Mapping[str, Any]) -> Messages:
     """Return the row's messages. Raises BadConversationError."""
     require_trained(row)
     columns = columns_of(row)
-    if columns[:1] == ("prompt",) and row.get("label") is False:
+    if columns and _is_negative(row.get("label")):
         raise BadConversationError(
-            "label = False: the answer is one of those to avoid, and would be trained as a good "
-            "one. Leave such rows out, or make pairs of chosen and rejected."
+            f"label = {shown(row['label'])}: the answer is one of those to avoid, and would be "
+            "trained as a good one. Leave such rows out, or make pairs of chosen and rejected. If "
+            "the label is about something else, remove the column."
         )
     if columns == ("messages",):
         messages = _chat(row["messages"], "messages", role="role", content="content", names=None)
@@ -82,10 +88,22 @@ def require_trained(row: Mapping[str, Any]) -> None:
     """Raise BadConversationError for a row that says of itself that it is not trained."""
     for key in _TRAINED:
         value = row.get(key)
-        if isinstance(value, (bool, int, float)) and not value:
+        if _is_negative(value):
             raise BadConversationError(
                 f"{key} = {shown(value)}, and this version would train the row. Leave it out."
             )
+
+
+def _is_negative(value: object) -> bool:
+    """Return True for false, and for a number that is not over 0, also as the text of a CSV."""
+    if isinstance(value, str) and value.strip().lower() == "false":
+        return True
+    if not isinstance(value, (str, bool, int, float, Decimal)):
+        return False
+    try:
+        return not float(value) > 0
+    except (ValueError, OverflowError):
+        return False
 
 
 def unread_columns(row: Mapping[str, Any], read: Sequence[str]) -> list[str]:

@@ -47,12 +47,7 @@ class HubSource:
     def __init__(self, request: SourceRequest) -> None:
         given = request.inputs[0] if request.inputs else OPENWEBTEXT
         if request.inputs:
-            require_one_meaning(
-                given,
-                what="--input",
-                remote="run the command in another folder",
-                error=UsageError,
-            )
+            require_one_meaning(given, setting="--input", kind="dataset", error=UsageError)
         # Without --input nothing here is looked at.
         self._folder = Path(given) if request.inputs and Path(given).is_dir() else None
         self._dataset = given

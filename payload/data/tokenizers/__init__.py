@@ -11,7 +11,7 @@ from payload.data.tokenizers.gguf import gguf_tokenizer_folder
 from payload.data.tokenizers.gpt2 import TOKENIZER_NAME, gpt2_encoding, gpt2_tokenizer
 from payload.data.tokenizers.probe import same_tokens
 from payload.formats.checkpoint_files import require_own
-from payload.formats.hub_names import HubName, pinned_name, require_one_meaning
+from payload.formats.hub_names import HubName, hub_name, require_one_meaning
 from payload.formats.tokenizer_identity import GPT2_PIPELINE_SHA256
 from payload.models.gguf import gguf_file
 from payload.run_record.results import RunPaths
@@ -54,14 +54,9 @@ def load_hf_tokenizer(name: str) -> tuple[HfTokenizer, Path]:
 
 def _find(name: str) -> tuple[Path, str]:
     """Return the folder, and what meta.json calls it."""
-    if (known := pinned_name(name)) is not None:
+    require_one_meaning(name, setting="--tokenizer", kind="model", error=DataError)
+    if (known := hub_name(name)) is not None:
         return _download(known)
-    require_one_meaning(
-        name,
-        what="--tokenizer",
-        remote="add @ and the commit that it has there",
-        error=DataError,
-    )
     path = home_path(name)
     try:
         require_own(path)
@@ -75,10 +70,7 @@ def _find(name: str) -> tuple[Path, str]:
         if path.name == "tokenizer.json":
             return path.parent, str(path.parent)
         raise DataError(f"--tokenizer {shown(name)}: it is a file. {_FIX}")
-    known = HubName.parse(name)
-    if known is None:
-        raise DataError(f"--tokenizer {shown(name)}: there is no such folder. {_FIX}")
-    return _download(known)
+    raise DataError(f"--tokenizer {shown(name)}: there is no such folder. {_FIX}")
 
 
 def _newest_checkpoint(folder: Path) -> Path:

@@ -57,8 +57,8 @@ def require_declared_tokens(
     """
     if tokenizer_config(files, folder=folder).get("split_special_tokens"):
         raise DataError(
-            f"tokenizer {folder}: split_special_tokens of {CONFIG_FILE} has transformers take the "
-            "text of a special token apart, and here it is one token. Remove the key."
+            f"tokenizer {folder}: split_special_tokens of {CONFIG_FILE} makes transformers split "
+            "special tokens; Tileforge does not. Remove the key."
         )
     known = {token.content: (n, token) for n, token in backend.get_added_tokens_decoder().items()}
     for each in _declared(folder, files, raw):

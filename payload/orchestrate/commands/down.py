@@ -55,7 +55,7 @@ from payload.orchestrate.runs.store import all_runs
 from payload.orchestrate.ssh.keys import operator_key_path, require_private
 from payload.orchestrate.terminal.console import confirm, confirm_by_name, text_console
 from payload.run_record.results import RunPaths, Summary, read_json
-from payload.stack.cluster_identity import claimed_cluster_identity
+from payload.stack.cluster_identity import recorded_cluster_identity
 
 if TYPE_CHECKING:
     from payload.orchestrate.ssh.files import RunsThere, RunThere
@@ -390,7 +390,7 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
     state = _state_if_readable(pulumi)
     cluster, project, outputs = _which(pulumi, options, env, state=state, folder=folder, talk=talk)
     if options.dry_run:
-        identity = claimed_cluster_identity(folder, cluster)
+        identity, _ = recorded_cluster_identity(folder, cluster)
     else:
         identity = own_identity(folder, cluster, told=state.identities)
     # The state may list what is in another project than the config's.

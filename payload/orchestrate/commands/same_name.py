@@ -23,9 +23,8 @@ from payload.orchestrate.terminal.console import confirm_by_name
 from payload.stack.cluster_files import cluster_path
 from payload.stack.cluster_identity import (
     accept_cluster_identity,
-    claimed_cluster_identity,
     identity_in,
-    known_cluster_identity,
+    recorded_cluster_identity,
 )
 
 
@@ -36,10 +35,9 @@ def own_identity(folder: Path, cluster: str, *, told: Sequence[str] = ()) -> str
     operator has typed the cluster's name. Raises ConfigError where it was not typed, or the file is
     damaged, and UsageError where nobody can be asked.
     """
-    known = known_cluster_identity(folder, cluster)
-    claimed = claimed_cluster_identity(folder, cluster)
-    if known is not None or claimed is None:
-        return known
+    claimed, is_proven = recorded_cluster_identity(folder, cluster)
+    if is_proven or claimed is None:
+        return claimed
     path = cluster_path(folder, cluster, "identity.json")
     if claimed not in told and not confirm_by_name(
         f"{path} says that the cluster {cluster} of identity {claimed} was built from this folder, "

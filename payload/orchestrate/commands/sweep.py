@@ -62,9 +62,9 @@ from payload.stack.cloud_need import CLOUD_NAME
 from payload.stack.cluster_identity import (
     PATTERN,
     WANTED,
-    claimed_cluster_identity,
     identity_in,
     known_cluster_identity,
+    recorded_cluster_identity,
 )
 
 _SCHEMA_VERSION = 1
@@ -212,8 +212,8 @@ def sweep(options: SweepOptions, env: Mapping[str, str]) -> int:
     if options.delete and found.removable() and not found.may_live():
         _show(found, as_json=False)
         if named is not None and not confirm_by_name(
-            f"Identity {', '.join(named.identities)} is not of this folder's cluster, as far as "
-            "anything shows that you have written. Remove what carries it?",
+            f"No proof on this machine that cluster {options.cluster} (identity "
+            f"{', '.join(named.identities)}) is yours. Delete its resources?",
             name=str(options.cluster),
         ):
             raise TeardownError("nothing was removed.")
@@ -237,7 +237,7 @@ def _named_proof(options: SweepOptions, folder: Path) -> Ownership | None:
     own, identity = _folders_own(folder, options.cluster).identities, options.identity
     if identity is None and options.delete and not own:
         with suppress(ConfigError):
-            identity = claimed_cluster_identity(folder, options.cluster)
+            identity, _ = recorded_cluster_identity(folder, options.cluster)
     if identity is None or identity in own:
         return None
     return Ownership(identities=frozenset((identity,)), cluster=options.cluster)

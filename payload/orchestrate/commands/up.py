@@ -703,8 +703,8 @@ def _make_key(known: dict[str, Any], cluster: str, *, there: Sequence[str], talk
         if is_ours:
             return
         raise ConfigError(
-            f"{public}: its private half is not here, so somebody else may have it. Delete it for "
-            f"a new key; or, if it is yours: pulumi config set operatorPublicKeyFile {public}"
+            f"{public}: its private half is not here, so somebody else may have it. Move it away "
+            f"for a new key; or, if it is yours: pulumi config set operatorPublicKeyFile {public}"
         )
     if there and not path.exists():
         raise ConfigError(

@@ -138,7 +138,14 @@ def fetch_checkpoint(connection: Connection, source: PurePosixPath, paths: RunPa
         _discard(odd)
     whole = staging / MANIFEST_FILE
     get(connection, str(source / MANIFEST_FILE), whole, timeout_s=_SETTLE_S)
-    files = _manifest_of(staging, node=connection.node.name)
+    node = connection.node.name
+    files = load_foreign_manifest(staging, where=f"{node}: {source / MANIFEST_FILE}").files
+    size, free = sum(entry.bytes for entry in files.values()), shutil.disk_usage(staging).free
+    if size > free:
+        raise PreflightError(
+            f"{node}: a checkpoint of {size:,} bytes does not fit here: {staging} has {free:,} "
+            "free."
+        )
     if _is_copy(target, whole, files):
         shutil.rmtree(staging)
         return target
@@ -169,17 +176,6 @@ def _discard(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
-
-
-def _manifest_of(folder: Path, *, node: str) -> Mapping[str, ManifestEntry]:
-    """Return what a checkpoint consists of, if that is what checkpoints are made of."""
-    files = load_foreign_manifest(folder).files
-    size, free = sum(entry.bytes for entry in files.values()), shutil.disk_usage(folder).free
-    if size > free:
-        raise PreflightError(
-            f"{node}: a checkpoint of {size:,} bytes does not fit here: {folder} has {free:,} free."
-        )
-    return files
 
 
 def _is_copy(folder: Path, manifest: Path, files: Mapping[str, ManifestEntry]) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import secrets
 import stat
+import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +17,7 @@ from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, TypeVar
 
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -52,7 +55,8 @@ def operator_key_path(root: Path, *, cluster: str) -> Path:
 def make_operator_key(path: Path) -> str:
     """Return the public half of the key at `path`, which is made if there is none.
 
-    The key is 0600 in a folder of 0700. Raises ConfigError as `require_private` does.
+    The key is 0600 in a folder of 0700, and may have a passphrase. Raises ConfigError as
+    `require_private` does, and for what is not an OpenSSH private key.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.parent.chmod(0o700)
@@ -60,15 +64,47 @@ def make_operator_key(path: Path) -> str:
         _write_new_key(path)
     require_private(path)
     try:
-        key = serialization.load_ssh_private_key(path.read_bytes(), password=None)
-    except (ValueError, TypeError) as error:
+        public = _public_half(path.read_bytes())
+    except (ValueError, UnsupportedAlgorithm, struct.error) as error:
         raise ConfigError(
-            f"the key {path} cannot be read ({error}). Delete it for a new one."
+            f"{path} cannot be read as an OpenSSH private key ({error}). Put the key back, or move "
+            "the file away, and a new key is made."
         ) from None
-    public = key.public_key().public_bytes(
-        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-    )
     return f"{public.decode('ascii')} tileforge-operator:{path.parent.name}"
+
+
+def _public_half(private: bytes) -> bytes:
+    """Return the public half of an OpenSSH private key, whose passphrase is not asked for.
+
+    Raises ValueError, struct.error and UnsupportedAlgorithm.
+    """
+    try:
+        key = serialization.load_ssh_private_key(private, password=None).public_key()
+    except TypeError:  # it has a passphrase, and its public half is in clear
+        key = serialization.load_ssh_public_key(_clear_half(private))
+    return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+
+
+def _clear_half(private: bytes) -> bytes:
+    """Return the public key that stands before the encrypted part of an OpenSSH private key.
+
+    Source: https://github.com/openssh/openssh-portable/blob/master/PROTOCOL.key.
+    """
+    content = base64.b64decode(b"".join(private.split(b"-----")[2].split()))
+    at = len(b"openssh-key-v1\0")
+
+    def string() -> bytes:
+        nonlocal at
+        (size,) = struct.unpack_from(">I", content, at)
+        at += 4 + size
+        return content[at - size : at]
+
+    for _ in ("cipher", "kdf", "kdf's options"):
+        string()
+    at += 4  # the number of keys, always 1
+    blob = string()
+    kind = blob[4 : 4 + struct.unpack_from(">I", blob)[0]]
+    return kind + b" " + base64.b64encode(blob)
 
 
 def require_private(path: Path) -> None:
@@ -79,11 +115,11 @@ def require_private(path: Path) -> None:
     found = path.stat()
     mode = stat.S_IMODE(found.st_mode)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
-        raise ConfigError(f"the key {path} is not yours. Delete it, and a new one is made.")
+        raise ConfigError(f"the key {path} is not yours. Move it away, and a new key is made.")
     if mode & 0o077:
         raise ConfigError(
             f"the key {path} may be read by others (mode {mode:o}). If nobody did: chmod 600 "
-            f"{path}; else delete it, and a new one is made."
+            f"{path}; else move it away, and a new key is made."
         )
 
 

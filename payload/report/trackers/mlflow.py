@@ -41,8 +41,9 @@ class MlflowTracker:
 
         about.folder.mkdir(parents=True, exist_ok=True)
         server = os.environ.get("MLFLOW_TRACKING_URI")
-        self._store = None if server else about.folder / "mlruns"
-        self._client = MlflowClient(tracking_uri=server or (about.folder / "mlruns").as_uri())
+        store = about.folder / "mlruns"
+        self._store = None if server else store
+        self._client = MlflowClient(tracking_uri=server or store.as_uri())
         known = about.folder / _ID
         self._run = _known_run(known, server=server)
         if self._run:

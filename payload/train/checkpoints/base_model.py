@@ -8,10 +8,10 @@ from pathlib import Path
 
 from payload.config.training_sections import Quantize
 from payload.core.errors import CheckpointError
-from payload.core.untrusted import home_path, parse_json, read_bytes
+from payload.core.untrusted import parse_json, read_bytes
 from payload.formats.checkpoint_files import config_sha256, sha256_of, weights_sha256
 from payload.formats.hf_folder import own_file
-from payload.formats.hub_names import HubName, pinned_name
+from payload.formats.hub_names import hub_name
 from payload.train.checkpoints.checkpoint import BaseModel
 from payload.train.models.weights import config_folder, model_folder
 from payload.weights.adapter_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE, has_adapter
@@ -23,9 +23,7 @@ def identify(source: str, folder: Path, *, quantize: Quantize) -> BaseModel:
 
     Raises OSError, and CheckpointError for a damaged folder.
     """
-    on_hub = pinned_name(source)
-    if on_hub is None and not home_path(source).exists():
-        on_hub = HubName.parse(source)
+    on_hub = hub_name(source)
     return BaseModel(
         source=on_hub.name if on_hub else str(folder.resolve()),
         revision=on_hub.revision if on_hub else None,

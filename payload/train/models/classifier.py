@@ -218,8 +218,13 @@ def is_classifier(config: Mapping[str, object]) -> bool:
     return isinstance(names, list) and any(str(name).endswith(_SUFFIX) for name in names)
 
 
-def saved_labels(config: Mapping[str, object], *, where: str) -> tuple[str, ...]:
-    """Return the labels of a classifier's config.json. Raises CheckpointError."""
+def saved_labels(
+    config: Mapping[str, object], *, where: str, is_own: bool = False
+) -> tuple[str, ...]:
+    """Return the labels of a classifier's config.json. Raises CheckpointError.
+
+    `is_own` is for a run's checkpoint: older versions kept `num_labels` of the base there.
+    """
     raw = config.get("id2label")
     named = raw if isinstance(raw, dict) else {}
     labels = [named.get(str(number)) for number in range(len(named))]
@@ -232,7 +237,7 @@ def saved_labels(config: Mapping[str, object], *, where: str) -> tuple[str, ...]
         ("problem_type", (None, _SINGLE_LABEL)),
         ("num_labels", (None, len(labels))),
     ):
-        if config.get(key) not in wanted:
+        if config.get(key) not in wanted and not (is_own and key == "num_labels"):
             raise CheckpointError(
                 f"{where}: {key} = {shown(config[key])}, but here a text has one of the "
                 f"{len(labels)} labels of id2label. Name another classifier."

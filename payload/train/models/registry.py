@@ -17,6 +17,7 @@ from typing import Protocol, cast
 import payload.train.models as package
 from payload.config.training_sections import Quantize
 from payload.core.errors import CheckpointError, ConfigError
+from payload.formats.checkpoint_files import TRAINER_FILE
 from payload.formats.hf_folder import CONFIG_FILE, read_config
 from payload.models.registry import ANY, read_spec
 from payload.models.spec import ModelSpec
@@ -131,7 +132,7 @@ def _built_for(tensors: LazyTensors, folder: Path, *, dropout: float) -> CausalL
     model = build(spec, dropout=dropout, random=False)
     config = read_config(folder)
     if is_classifier(config):
-        model = _classifier(model, config, where=str(folder / CONFIG_FILE))
+        model = _classifier(model, config, folder)
     return model
 
 
@@ -140,7 +141,7 @@ def _with_adapter(model: CausalLM, folder: Path) -> CausalLM:
     config = read_adapter_config(folder)
     tensors = read_adapter_tensors(folder)
     if config.modules_to_save and not isinstance(model, Classifier):
-        model = _classifier(model, read_config(folder), where=str(folder / CONFIG_FILE))
+        model = _classifier(model, read_config(folder), folder)
     try:
         add_adapter(model, config.settings, seed=0)
     except ConfigError as error:
@@ -149,9 +150,11 @@ def _with_adapter(model: CausalLM, folder: Path) -> CausalLM:
     return model
 
 
-def _classifier(body: CausalLM, config: Mapping[str, object], *, where: str) -> Classifier:
+def _classifier(body: CausalLM, config: Mapping[str, object], folder: Path) -> Classifier:
     """Return `body` as the classifier of a config.json, with weights for the caller to set."""
-    labels, pad_token = saved_labels(config, where=where), saved_pad_token(config, where=where)
+    where, is_own = str(folder / CONFIG_FILE), (folder / TRAINER_FILE).is_file()
+    labels = saved_labels(config, where=where, is_own=is_own)
+    pad_token = saved_pad_token(config, where=where)
     return Classifier(body, labels=labels, pad_token=pad_token, random=False)
 
 

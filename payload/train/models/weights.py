@@ -12,7 +12,7 @@ from payload.core.errors import CheckpointError
 from payload.core.hints import command
 from payload.formats.checkpoint_files import config_sha256, weights_sha256
 from payload.formats.hf_folder import CONFIG_FILE, WEIGHTS_FILE
-from payload.formats.hub_names import HubName
+from payload.formats.hub_names import HubName, is_ambiguous
 from payload.formats.tokenizer_identity import TOKENIZER_FILE
 from payload.train.tensors.gguf_folder import folder_of_gguf
 from payload.train.tensors.tensor_file import write_tensors
@@ -47,13 +47,33 @@ def save_hf_config(model: CausalLM, folder: Path) -> None:
     (folder / CONFIG_FILE).write_text(content, encoding="utf-8")
 
 
-def model_folder(name: str, *, setting: str = "model.init", verify: bool = True) -> Path:
+def checkpoint_folder(name: str) -> Path:
+    """Return the folder with the weights that `--checkpoint` names, as `model_folder` does.
+
+    The option is for runs and checkpoints, so `exp/first` may be one although it has a hub name's
+    form. A cloned project could have one of a hub model's name: the log says which was taken.
+    """
+    folder = model_folder(name, setting="--checkpoint", takes_runs=True)
+    if is_ambiguous(name):
+        log.warning(f"--checkpoint = {name!r}: reads the local {folder}, not a hub model")
+    return folder
+
+
+def model_folder(
+    name: str, *, setting: str = "model.init", verify: bool = True, takes_runs: bool = False
+) -> Path:
     """Return the folder with the weights that `name` stands for, downloaded if it is on the hub.
 
-    `setting` is what messages call it; `verify` is as `find_source` has it.
+    `setting` is what messages call it; `verify` and `takes_runs` are as `find_source` has them.
     Raises CheckpointError when there is nothing to load.
     """
-    source = find_source(name, setting=setting, verify=verify, passed_over=warn_passed_over)
+    source = find_source(
+        name,
+        setting=setting,
+        verify=verify,
+        takes_runs=takes_runs,
+        passed_over=warn_passed_over,
+    )
     if source.folder is not None:
         return source.folder
     if source.file is not None:

@@ -92,7 +92,7 @@ class Task(ABC):
         return model
 
     def require_own(self, checkpoint: Path) -> None:  # noqa: B027 - few tasks ask
-        """Raise CheckpointError where the run's adapter in `checkpoint` suits other data."""
+        """Raise CheckpointError where the run's `checkpoint` suits other data."""
 
     def take_base(self, base: BaseModel, *, resumes: bool) -> None:  # noqa: B027 - few tasks ask
         """Take what a run with `keeps_base` starts from; on rank 0, before anything is written.

@@ -139,13 +139,14 @@ class Classify(Task):
         return model
 
     def require_own(self, checkpoint: Path) -> None:
-        """Raise CheckpointError where the adapter in `checkpoint` has other labels than the data.
+        """Raise CheckpointError where the run's `checkpoint` has other labels than the data.
 
         Its weights fit any labels of the same number.
         """
         config, where = read_config(checkpoint), str(checkpoint / CONFIG_FILE)
-        labels, pad_token = saved_labels(config, where=where), saved_pad_token(config, where=where)
-        _require_same(labels, pad_token, self._labels, where=where)
+        labels = saved_labels(config, where=where, is_own=True)
+        pad_token = saved_pad_token(config, where=where)
+        _require_same(labels, pad_token, self._labels, where=where, resumes=True)
 
     def begin(self, model: CausalLM, how: EvalPass, *, dtype: Dtype, resumes: bool) -> bool:
         """Log what a new classifier starts from; a resumed run's adapter has it trained already."""
@@ -173,19 +174,26 @@ class Classify(Task):
 
 
 def _require_same(
-    labels: tuple[str, ...], pad_token: int, data: ClassifyRecord, *, where: str
+    labels: tuple[str, ...],
+    pad_token: int,
+    data: ClassifyRecord,
+    *,
+    where: str,
+    resumes: bool = False,
 ) -> None:
     """Raise CheckpointError where a model's labels or its padding are not the data's."""
+    same = "Resume with the data that the run was started with." if resumes else ""
     if labels != data.labels:
+        fix = "Prepare the data with the same labels, or start from a model without them."
         raise CheckpointError(
             f"{where}: it classifies into {', '.join(labels[:8])}, the data's labels are "
-            f"{', '.join(data.labels[:8])}. Prepare the data with the same labels, or start from a "
-            "model without them."
+            f"{', '.join(data.labels[:8])}. {same or fix}"
         )
     if pad_token != data.pad_token:
+        fix = "Prepare the data with the model's tokenizer, or start from a model without labels."
         raise CheckpointError(
-            f"{where}: it fills texts up with token {pad_token}, the data with {data.pad_token}. "
-            "Prepare the data with the model's own tokenizer, or start from a model without labels."
+            f"{where}: it pads texts with token {pad_token}, the data with {data.pad_token}. "
+            f"{same or fix}"
         )
 
 

@@ -16,8 +16,9 @@ from payload.orchestrate.commands.same_name import own_identity
 from payload.orchestrate.commands.sweep import project_of
 from payload.orchestrate.ssh.keys import make_operator_key
 from payload.stack.cluster_identity import (
-    claimed_cluster_identity,
+    accept_cluster_identity,
     known_cluster_identity,
+    recorded_cluster_identity,
     settle_cluster_identity,
 )
 from tests.orchestrate.cloud.conftest import Site
@@ -85,7 +86,7 @@ def test_up_and_down_ask_once_whose_cluster_it_is(
         path = folder / ".cluster" / name / "identity.json"
         write_whole(path, own.read_text())
         assert known_cluster_identity(folder, name) is None
-        assert claimed_cluster_identity(folder, name) == CLUSTER
+        assert recorded_cluster_identity(folder, name) == (CLUSTER, False)
 
 
 def test_the_stacks_state_proves_what_a_folder_says(tmp_path: Path) -> None:
@@ -108,7 +109,7 @@ def test_the_program_builds_nothing_with_an_identity_that_came_with_the_folder(
     monkeypatch.setattr("infra.labels.pulumi.runtime.is_dry_run", lambda: False)
     with pytest.raises(ConfigError, match="nothing shows that you have written it"):
         program_identity(tmp_path, "dev")
-    settle_cluster_identity(tmp_path, "dev", told=[CLUSTER])
+    accept_cluster_identity(tmp_path, "dev")
     assert program_identity(tmp_path, "dev") == CLUSTER
 
 
