@@ -7,7 +7,6 @@ reader's script, can compare the page with the files that it was made from.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape
@@ -24,7 +23,6 @@ class Html(str):
 
 NOTHING = Html('<span class="none">&ndash;</span>')
 _MOST_CHARS = 4_000
-_DAY_S = 86_400
 
 
 def text(value: object) -> Html:
@@ -130,20 +128,6 @@ def plain(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return "none" if value is None else str(value)
-
-
-def duration(value: float) -> str:
-    """Return `42 s`, `12 min 5 s`, `3 h 20 min` or `2 d 4 h`; `?` for what is no finite time."""
-    if not math.isfinite(value):
-        return "?"
-    if value < 60:
-        return f"{value:.3g} s"
-    whole = math.floor(value + 0.5)
-    units = ((_DAY_S, "d"), (3600, "h"), (60, "min"), (1, "s"))
-    place = next(index for index, (size, _) in enumerate(units) if whole >= size)
-    (size, unit), (below, small) = units[place], units[place + 1]
-    rest = whole % size // below
-    return f"{whole // size} {unit}" + (f" {rest} {small}" if rest else "")
 
 
 def moment(value: float) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from payload.config.run_config import RunConfig
+from payload.core.durations import in_words
 from payload.report import markup
 from payload.report.source import Run
 
@@ -35,7 +36,7 @@ COMPARED: Sequence[Compared] = (
     Compared(name="ranks", key="world_size", form=markup.count),
     Compared(name="restarts", key="restarts", form=markup.count),
     Compared(name="resumes", key="resumes", form=markup.count),
-    Compared(name="wall time", key="wall_s", form=markup.duration),
+    Compared(name="wall time", key="wall_s", form=in_words),
     Compared(name="cost", key="cost_usd", form=markup.usd),
     Compared(
         name="cost per million tokens",

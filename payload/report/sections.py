@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from payload.core.durations import in_words
 from payload.formats.data_folder import DataMeta
 from payload.report import rows
 from payload.report.markup import (
@@ -12,7 +13,6 @@ from payload.report.markup import (
     Html,
     count,
     derived,
-    duration,
     figure,
     gib,
     join,
@@ -66,7 +66,7 @@ def tiles(run: Run) -> Html:
     ]
     if found.get("mfu") is not None:
         named.append(("MFU", of("mfu", percent), "of the measured peak"))
-    named.append(("wall time", of("wall_s", duration), join([of("tokens", count), " tokens"])))
+    named.append(("wall time", of("wall_s", in_words), join([of("tokens", count), " tokens"])))
     if found.get("cost_usd") is not None:
         per_million = join([of("usd_per_million_tokens", usd), " per M tokens"])
         named.append(("cost", of("cost_usd", usd), per_million))
@@ -134,7 +134,7 @@ def events(run: Run) -> Html:
     began = found[0].time_unix
     lines = [
         [
-            f"+{duration(max(0.0, event.time_unix - began))}",
+            f"+{in_words(max(0.0, event.time_unix - began))}",
             tag("span", text(_WORD[event.kind]), class_=f"event {event.kind}"),
             event.text,
         ]
@@ -161,7 +161,7 @@ def where_time_went(run: Run) -> Html:
                 [
                     Html(f'<i class="{kind}"></i>'),
                     f"{words} ",
-                    derived(value, duration, f"time.{kind}", run=run.run_id),
+                    derived(value, in_words, f"time.{kind}", run=run.run_id),
                     tag("small", f" {percent(value / whole)}"),
                 ]
             ),
@@ -334,7 +334,7 @@ def store(run: Run) -> Html:
         ["has all of the run", "yes" if found.is_drained else "no"],
         ["sent", of("sent_bytes", _bytes)],
         ["waiting on the head's disk", of("waiting_bytes", _bytes)],
-        ["last upload before that word", derived(age_s, duration, "store.age_s", run=run.run_id)],
+        ["last upload before that word", derived(age_s, in_words, "store.age_s", run=run.run_id)],
         ["attempts that failed", of("failures", count)],
     ]
     problem = tag("p", text(found.problem), class_="warning") if found.problem else Html("")

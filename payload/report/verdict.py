@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from payload.report.markup import Html, count, duration, figure, join, loss
+from payload.core.durations import in_words
+from payload.report.markup import Html, count, figure, join, loss
 from payload.report.source import Run
 
 _FLAT = 0.0005
@@ -51,7 +52,7 @@ def _ending(run: Run) -> Iterator[str]:
             yield " steps"
             if run.summary.get("wall_s"):
                 yield " in "
-                yield figure(run.summary["wall_s"], duration, "summary.json#wall_s", run=run.run_id)
+                yield figure(run.summary["wall_s"], in_words, "summary.json#wall_s", run=run.run_id)
             yield "."
             return
         case "stopped":

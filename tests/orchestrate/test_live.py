@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import pytest
 
 from payload.config.training_sections import TrainSection
+from payload.core.durations import as_clock
 from payload.orchestrate.terminal import time_left
-from payload.orchestrate.terminal.console import View, duration
+from payload.orchestrate.terminal.console import View
 from payload.orchestrate.terminal.time_left import Eta, evaluations_left, saves_left
 from payload.run_record.results import RankProgress
 
@@ -133,5 +134,5 @@ def test_what_is_left_is_counted_from_the_step() -> None:
 
 
 def test_durations_read_as_a_clock() -> None:
-    assert [duration(s) for s in (0.4, 42.2, 725, 3725.4)] == ["0:00", "0:42", "12:05", "1:02:05"]
-    assert [duration(float(s)) for s in ("inf", "-inf", "nan")] == ["?", "?", "?"]
+    assert [as_clock(s) for s in (0.4, 42.2, 725, 3725.4)] == ["0:00", "0:42", "12:05", "1:02:05"]
+    assert [as_clock(float(s)) for s in ("inf", "-inf", "nan")] == ["?", "?", "?"]

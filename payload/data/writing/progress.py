@@ -6,6 +6,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from payload.core.durations import in_words
 from payload.data.sources.documents import MIB, Survey
 from payload.data.writing.store import Totals
 
@@ -91,7 +92,7 @@ class Reporter:
         share = self._share(totals)
         if share is not None and share > self._share_before:
             left_s = elapsed_s * (1.0 - share) / (share - self._share_before)
-            parts.append(f"{format_duration(left_s)} left")
+            parts.append(f"{in_words(round(left_s))} left")
         return ", ".join(parts)
 
 
@@ -102,16 +103,6 @@ def format_bytes(count: float) -> str:
     if count < 1024 * MIB:
         return f"{count / MIB:.1f} MiB"
     return f"{count / MIB / 1024:.1f} GiB"
-
-
-def format_duration(seconds: float) -> str:
-    """As in `2 min 05 s`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 def _make_bar() -> tuple[Progress, TaskID]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from payload.config.run_config import RunConfig
+from payload.core.durations import as_clock
 from payload.machines.inventory import RANK_PORTS, ClusterInventory
 from payload.orchestrate.access.cluster import (
     ASSUMED_LINK_BYTES_PER_S,
@@ -20,7 +21,6 @@ from payload.orchestrate.ssh.files import (
     this_code,
 )
 from payload.orchestrate.ssh.streams import NODE_FOLDER
-from payload.orchestrate.terminal.console import duration
 from payload.run_record.results import RunPaths
 
 _PORT = RANK_PORTS.start  # the first of those that `run` chooses from
@@ -98,7 +98,7 @@ def dry_run_notes(
         guesses.append("the cores 0 to n-1 of each node")
         return (f"{asked}{', '.join(guesses)} are assumed; preflight measures network and cores",)
     guesses.append("the cores 0 to n-1 of each node")
-    age = duration(now_unix - record.time_unix)
+    age = as_clock(now_unix - record.time_unix)
     return (
         f"{asked}{', '.join(guesses)} are assumed",
         f"interfaces, network and matmul speed are those of the trial {age} ago (preflight)",

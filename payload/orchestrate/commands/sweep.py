@@ -16,6 +16,7 @@ from urllib.parse import quote
 from rich.console import Console
 from rich.table import Table
 
+from payload.core.durations import in_words
 from payload.core.errors import (
     CloudAuthError,
     CloudError,
@@ -150,7 +151,7 @@ class Sweep:
             each.kind,
             each.name,
             each.location,
-            "-" if made is None else age(self.now_unix - made),
+            "-" if made is None else _age(self.now_unix - made),
             "-" if usd is None else f"{usd:.3f}",
             word,
         )
@@ -160,8 +161,8 @@ class Sweep:
         if expiry is None:
             return "left"
         if expiry < self.now_unix:
-            return f"expired {age(self.now_unix - expiry)} ago"
-        return f"expires in {age(expiry - self.now_unix)}"
+            return f"expired {_age(self.now_unix - expiry)} ago"
+        return f"expires in {_age(expiry - self.now_unix)}"
 
     def to_json(self) -> str:
         """Return the same as JSON."""
@@ -411,13 +412,6 @@ def project_of(
     )
 
 
-def age(seconds: float) -> str:
-    """Return `12 min`, `3.5 h` or `4 d`."""
-    if seconds < 3600:
-        return f"{max(0, seconds) / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} d"
-
-
 def _show(found: Sweep, *, as_json: bool) -> None:
     out = text_console(stderr=False)
     if as_json:
@@ -597,3 +591,7 @@ def _objects(google: Google, bucket: str) -> Iterator[_Object]:
     path = f"/storage/v1/b/{bucket}/o?versions=true&maxResults=1000"
     pages = google.get_pages("storage", path, what=f"listing gs://{bucket}", shape=_ObjectPage)
     return (each for page in pages for each in page.items)
+
+
+def _age(seconds: float) -> str:
+    return in_words(60 * round(max(0.0, seconds) / 60))

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from payload.config.run_config import RunConfig, load_run_config
 from payload.core.dtype import Dtype
+from payload.core.durations import as_clock
 from payload.core.errors import ConfigError, DataError
 from payload.core.untrusted import open_regular
 from payload.estimates.batch_size import USED
@@ -26,7 +27,6 @@ from payload.launch.ranks import Placement, load_ranks
 from payload.orchestrate.hardware.nvidia import gpu_need
 from payload.orchestrate.runs.planning import PlannedRun
 from payload.orchestrate.runs.store import RunView
-from payload.orchestrate.terminal.console import duration
 from payload.orchestrate.terminal.time_left import evaluations_left
 from payload.pricing.cloud_prices import bucket_price
 from payload.run_record.metrics_log import describe_missing
@@ -78,7 +78,7 @@ class Estimate:
             f"data             {self.data_bytes / 1e9:,.2f} GB, there already"
             if self.data_bytes
             else "data             not there yet",
-            f"duration         about {duration(self.seconds)}{cost}, {self.basis}",
+            f"duration         about {as_clock(self.seconds)}{cost}, {self.basis}",
             *([f"store            {self._store_words()}"] if self.store else []),
             *([f"base of 4 bits   {self.quantized.sentence()}"] if self.quantized else []),
         ]
@@ -383,7 +383,7 @@ def result_lines(summary: Summary, *, checkpoint: Path | None, width: int) -> li
         ("tokens/s", _number(summary.tokens_per_s, ",.0f")),
         ("MFU", _number(summary.mfu, ".1%")),
         ("ranks identical", "yes" if summary.ranks_identical else "not shown"),
-        ("wall time", duration(summary.wall_s)),
+        ("wall time", as_clock(summary.wall_s)),
         ("checkpoint", str(checkpoint) if checkpoint else "none"),
     ]
     if summary.store:
@@ -560,4 +560,4 @@ def _number(value: float | None, spec: str = ".4f") -> str:
 
 
 def _age(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{duration(seconds)} ago"
+    return "-" if seconds is None else f"{as_clock(seconds)} ago"

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from rich.console import Console
 
+from payload.core.durations import as_clock
 from payload.core.errors import (
     AnswerError,
     ConfigError,
@@ -31,7 +32,7 @@ from payload.orchestrate.runs.there import Look, RemoteRun, planned_run_dir, req
 from payload.orchestrate.sites.checkpoint_copies import CheckpointCopies
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.streams import NODE_FOLDER, Login
-from payload.orchestrate.terminal.console import duration, text_console
+from payload.orchestrate.terminal.console import text_console
 from payload.run_record.results import RunPaths, StopRequest
 from payload.run_record.run_hints import run_command
 from payload.run_record.run_identity import known_identity
@@ -318,7 +319,7 @@ class Watch:
                 return self._noted(self._run.look(*self._nodes))
             except TileforgeError as error:
                 self._run.close()
-                age = duration(time.time() - self._seen_unix)
+                age = as_clock(time.time() - self._seen_unix)
                 self._talk.print(f"warning: as it was {age} ago: {error}")
                 return True
         time.sleep(max(0.0, self._due_s - time.monotonic()))

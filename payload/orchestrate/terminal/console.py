@@ -6,7 +6,6 @@ Text that others wrote cannot steer the terminal or end a run.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
 import time
@@ -21,6 +20,7 @@ from rich.live import Live
 from rich.text import Text
 
 from payload.config.training_sections import TrainSection
+from payload.core.durations import as_clock
 from payload.core.errors import UsageError
 from payload.core.untrusted import printable
 from payload.orchestrate.terminal.time_left import Eta
@@ -288,7 +288,7 @@ class View:
             Part(7, self._number("mfu", "MFU {:.1%}")),
             Part(8, self._cost()),
             Part(9, (f"{self.nodes} nodes",) if self.nodes > 1 else ()),
-            Part(1, (f"{duration(self.elapsed_s)} elapsed", duration(self.elapsed_s))),
+            Part(1, (f"{as_clock(self.elapsed_s)} elapsed", as_clock(self.elapsed_s))),
             Part(2, self._eta()),
         ]
         return _fit(parts, width)
@@ -319,7 +319,7 @@ class View:
     def _eta(self) -> tuple[str, ...]:
         if self.left_s is None or self.status == "stopping":
             return ()
-        return (f"ETA {duration(self.left_s)}",)
+        return (f"ETA {as_clock(self.left_s)}",)
 
     def _bar(self) -> tuple[str, ...]:
         if self.row is None:
@@ -355,12 +355,3 @@ def _fit(parts: Sequence[Part], width: int) -> str:
         if len(line) <= width:
             break
     return line[: max(0, width)]
-
-
-def duration(seconds: float) -> str:
-    """Return `0:42`, `12:05` or `3:20:00`; `?` for what is no finite time."""
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, rest = divmod(math.floor(seconds + 0.5), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -425,7 +425,7 @@ def test_a_machine_that_was_started_again_is_not_over_for_sweep(
     assert now == labels if is_refused else 3500 < left_s < 3601
     assert now | {"tileforge-expires": ""} == labels | {"tileforge-expires": ""}
     assert main(["sweep", "--project", PROJECT, "--delete", "--yes"], site.env) == ExitCode.OK
-    assert "expires in 60 min" in capsys.readouterr().out and site.cloud.count("^DELETE") == 0
+    assert "expires in 1 h" in capsys.readouterr().out and site.cloud.count("^DELETE") == 0
 
 
 @pytest.mark.parametrize(
