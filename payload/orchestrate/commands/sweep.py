@@ -594,4 +594,5 @@ def _objects(google: Google, bucket: str) -> Iterator[_Object]:
 
 
 def _age(seconds: float) -> str:
-    return in_words(60 * round(max(0.0, seconds) / 60))
+    unit_s = 1 if seconds < 60 else 60
+    return in_words(unit_s * round(max(0.0, seconds) / unit_s))
