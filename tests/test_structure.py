@@ -34,6 +34,47 @@ def test_no_folder_imports_itself_through_others(graph: dict[str, set[str]]) -> 
         assert cycles(folder_graph(graph, depth=depth)) == []
 
 
+def strings_with(pattern: str) -> set[str]:
+    """Return the files below payload with a string, or part of one, that has the pattern."""
+    return {
+        path.relative_to(ROOT).as_posix()
+        for path in sorted((ROOT / "payload").rglob("*.py"))
+        for node in ast.walk(tree_of(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if re.search(pattern, node.value)
+    }
+
+
+def test_one_module_matches_a_checkpoint_s_name() -> None:
+    # The second one runs on a node without this package, and the trace's name is another file's.
+    homes = {"payload/formats/checkpoint_files.py", "payload/orchestrate/node/look.py"}
+    assert strings_with(r"step_\(?(\[0-9\]|\\d)\{8") == homes
+
+
+def test_one_module_formats_durations_and_one_sums_a_cluster_s_prices() -> None:
+    names = {
+        (path.relative_to(ROOT).as_posix(), node.name)
+        for top in ("payload", "infra")
+        for path in sorted((ROOT / top).rglob("*.py"))
+        for node in ast.walk(tree_of(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+        and re.search(r"duration|as_clock|^in_words$|cluster_cost$", node.name)
+    }
+    assert names == {
+        ("payload/core/durations.py", "as_clock"),
+        ("payload/core/durations.py", "in_words"),
+        ("payload/pricing/cluster_cost.py", "cluster_cost"),
+    }
+    prices = {
+        path
+        for top in ("payload", "infra")
+        for path, call in calls_in(ROOT / top)
+        if ast.unparse(call.func).rpartition(".")[2] in ("machine_price", "nat_price")
+    }
+    homes = ("payload/pricing/cluster_cost.py",)
+    assert {path.relative_to(ROOT).as_posix() for path in prices} == {*homes}
+
+
 _SPLITS = {"partition", "rpartition", "split", "rsplit"}
 
 

@@ -43,7 +43,7 @@ BEST_NAME = "best"
 PARTIAL_SUFFIX = ".partial"
 """Suffix of a checkpoint's folder while it is written or removed."""
 
-FOLDER_NAME = re.compile(r"step_(\d{8,18})")
+FOLDER_NAME = re.compile(r"step_([0-9]{8,18})")
 """A checkpoint's folder, by the number of its step."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 _DATA_FILE = re.compile(r"\w[\w.-]{0,120}\.(?:json|safetensors|txt|model|jinja)", re.ASCII)
@@ -80,6 +80,11 @@ class _TrainerDtype:
     """The part of trainer.json that says in what it was trained."""
 
     dtype: Dtype
+
+
+def folder_name(step: int) -> str:
+    """Return the name of the folder of the checkpoint after so many steps."""
+    return f"step_{step:08d}"
 
 
 def checkpoint_step(folder: PurePath) -> int:

@@ -33,7 +33,7 @@ from payload.core.untrusted import (
     read_bytes,
     shown,
 )
-from payload.formats.checkpoint_files import MANIFEST_FILE, checkpoint_folders
+from payload.formats.checkpoint_files import MANIFEST_FILE, checkpoint_folders, folder_name
 from payload.run_record.store_state import StoreState
 from payload.run_record.stragglers import Straggler
 
@@ -199,7 +199,7 @@ class RunPaths:
 
     def checkpoint(self, step: int) -> Path:
         """The checkpoint after `step` steps."""
-        return self.checkpoints / f"step_{step:08d}"
+        return self.checkpoints / folder_name(step)
 
     def newest_checkpoint(self) -> Path | None:
         """The last checkpoint that was written to its end."""

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 
 from payload.core.untrusted import MAX_SECONDS, checked
+from payload.formats.checkpoint_files import FOLDER_NAME
 
-_CHECKPOINT = re.compile(r"step_\d{8,18}")
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 
 
@@ -17,7 +17,7 @@ class StoreState:
 
     address: str = checked(max_chars=2000)
     """The run's own: `storage.results` and its id."""
-    checkpoint: str | None = checked(None, pattern=_CHECKPOINT, wanted="a checkpoint's name")
+    checkpoint: str | None = checked(None, pattern=FOLDER_NAME, wanted="a checkpoint's name")
     """The newest one that is whole in the store."""
     sent_bytes: int = checked(0, low=0)
     """Since the run was started or resumed."""

@@ -73,7 +73,7 @@ class Need:
     kms_key: str = ""
     """Empty for Google's own keys."""
     unlisted: tuple[str, ...] = ()
-    """What costs besides, and no table here has the price of."""
+    """Other parts that cost, which no table here has a price of."""
     grants_key: bool = True
     """True if `up` lets Google's services use the key."""
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 
 from payload.core.errors import ConfigError
 from payload.core.untrusted import build, checked, parse_json
+from payload.formats.checkpoint_files import FOLDER_NAME
 from payload.run_record.run_identity import (
     IDENTITY_FILE,
     PATTERN,
@@ -31,7 +32,7 @@ from payload.storage.objects import (
 
 OWNER = "owner.json"
 _TRIES = 3
-_TRAINER = re.compile(r"checkpoints/step_\d{8,18}/trainer\.json")
+_TRAINER = re.compile(rf"checkpoints/{FOLDER_NAME.pattern}/trainer\.json")
 
 
 class LostOwnershipError(ConfigError):

@@ -29,6 +29,7 @@ from payload.core.files import is_odd_file
 from payload.core.interpreter import module_words
 from payload.core.untrusted import MAX_FILE_BYTES, RUN_ID, checked, no_follow, printable, shown
 from payload.formats.checkpoint_files import (
+    FOLDER_NAME,
     MANIFEST_FILE,
     ManifestEntry,
     load_foreign_manifest,
@@ -275,7 +276,7 @@ def _remote_sha256(connection: Connection, path: str) -> str:
     return digest
 
 
-_CHECKPOINT = re.compile(r"(step_[0-9]{1,20})?")
+_CHECKPOINT = re.compile(rf"({FOLDER_NAME.pattern})?")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LOOK_S = 30.0
 _PROGRAM = "look.py"
