@@ -181,7 +181,7 @@ def test_a_tokenizer_that_fails_on_a_text_is_one_line(tmp_path: Path) -> None:
 def test_prepare_with_a_tokenizer_that_fails_ends_in_one_line(tmp_path: Path, task: str) -> None:
     source = tmp_path / "in.jsonl"
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "zebra"}]
-    rows = [{"text": "zebra", "label": n % 2, "messages": turns} for n in range(9)]
+    rows = [{"text": "zebra", "label": n % 2 + 1, "messages": turns} for n in range(9)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = run_here(
         "prepare", "--task", task, "--source", "jsonl", "--input", source, "--quiet",

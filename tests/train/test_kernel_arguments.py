@@ -34,7 +34,7 @@ def test_tensors_that_do_not_fit_are_refused_also_when_python_removes_asserts(
 
 def test_no_check_of_a_kernels_arguments_is_an_assert() -> None:
     for name in ("library.py", "update.py"):
-        source = (REPO / "payload" / "train" / "kernels" / name).read_text(encoding="utf-8")
+        source = (REPO / "payload" / "kernels" / name).read_text(encoding="utf-8")
         assert not [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert)]
 
 
