@@ -18,7 +18,7 @@ from infra.cloud_init import BootstrapFiles
 from infra.config_reading import load_config
 from infra.cost import describe, price_of_cluster
 from infra.encryption import KeyAccess, KeyAccessArgs
-from infra.failures import shown_plainly
+from infra.error_display import shown_plainly
 from infra.identity import ClusterIdentity, IdentityArgs
 from infra.inventory_output import inventory_output
 from infra.labels import cluster_labels, last_expiry, program_identity

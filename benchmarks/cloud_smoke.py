@@ -31,7 +31,7 @@ from payload.orchestrate.cloud.google import Endpoints, Google
 from payload.orchestrate.cloud.listing import remove
 from payload.orchestrate.cloud.pulumi import Pulumi, settings
 from payload.orchestrate.cloud.resources import Resource
-from payload.orchestrate.cloud.stack import StackOutputs, read_outputs
+from payload.orchestrate.cloud.stack_outputs import StackOutputs, read_outputs
 from payload.orchestrate.runs.start_checks import check_data
 from payload.stack.cloud_need import need_of
 

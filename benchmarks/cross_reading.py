@@ -40,7 +40,7 @@ from benchmarks.rank_processes import RankProcesses
 from benchmarks.tables import Table
 from payload.core.files import write_whole
 from payload.run_record.metrics_log import read_metrics
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from payload.train.__main__ import leave
 
 LAYOUTS = (

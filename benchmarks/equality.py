@@ -32,7 +32,7 @@ from benchmarks.meshes import mesh_settings
 from benchmarks.rank_processes import RankProcesses
 from benchmarks.tables import Table
 from payload.run_record.metrics_log import read_metrics
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from payload.train.__main__ import leave
 from tests.support.data_folders import make_data_folder
 
@@ -211,8 +211,8 @@ def _sgd(model: Any, settings: Any, engine: Any = None, *, parts: Any = None) ->
     import torch
 
     from payload.train.models.base import trainable
-    from payload.train.optimizers.eager import eager
     from payload.train.optimizers.optimizer import Optimizers
+    from payload.train.optimizers.uncompiled import eager
 
     del engine
     trained = [each for _, each in (trainable(model) if parts is None else parts.items())]

@@ -27,15 +27,15 @@ from benchmarks.machine import describe_machine
 from benchmarks.tables import Table
 from payload.config.training_sections import AdapterSection
 from payload.kernels.accumulate import WeightGradients
+from payload.kernels.bf16_copies import Bf16Copies
 from payload.kernels.head import SLICE
 from payload.kernels.library import Library, load_library
 from payload.kernels.linears import LayerContext, join, lay_below_each_other
-from payload.kernels.low_precision import Bf16Copies
 from payload.launch.environment import malloc_environment
 from payload.models.gpt2 import PRESETS, Gpt2Spec
 from payload.models.spec import logits_tokens
+from payload.train.models.kernel_support import projection
 from payload.train.models.lora import LoraLinear
-from payload.train.models.recognised import projection
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from benchmarks.tables import Table
 from payload.config.run_config import RunConfig, parse_run_config
 from payload.launch.environment import malloc_environment
 from payload.models.gpt2 import PRESETS
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 
 ESTIMATE_BOUND = 0.15
 """Share of the measured peak by which the estimate may be off, either way."""

@@ -47,7 +47,7 @@ from payload.config.training_sections import EngineSection, OptimizerSection
 from payload.launch.environment import malloc_environment
 from payload.models.gpt2 import PRESETS
 from payload.run_record.metrics_log import StepMetrics
-from payload.run_record.results import RunPaths, RunState, write_json
+from payload.run_record.run_files import RunPaths, RunState, write_json
 from payload.train.engine import engage
 from payload.train.metrics import Heartbeat, MetricsFile, rss_bytes
 from payload.train.models.gpt2 import GPT

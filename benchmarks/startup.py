@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.machine import describe_machine
 from benchmarks.tables import Table
 from payload.run_record.metrics_log import read_metrics
-from payload.run_record.results import RunPaths, RunState, Summary, read_json
+from payload.run_record.run_files import RunPaths, RunState, Summary, read_json
 
 GOAL_S = 15.0
 _RANKS = 2

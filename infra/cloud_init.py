@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 import jinja2
 
 from payload.core.errors import ConfigError
-from payload.machines.accelerators import NVIDIA_DRIVER_BRANCH
+from payload.machines.gpu_catalog import NVIDIA_DRIVER_BRANCH
 from payload.machines.inventory import SHARED_FOLDER
 
 STATE_FILE = "/var/lib/tileforge/bootstrap.json"

@@ -14,7 +14,7 @@ from infra.config import KEYS, PROJECT, ClusterConfig
 from infra.config_checks import problems
 from infra.operator_key import make_key, would_make_key
 from payload.core.errors import ConfigError
-from payload.core.untrusted import parse_json, read_bytes, shown
+from payload.core.validation import parse_json, read_bytes, shown
 from payload.stack.cluster_files import cluster_path
 
 _MOST_KEY_BYTES = 2**18

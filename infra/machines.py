@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from payload.core.errors import ConfigError
-from payload.machines.accelerators import SPOT_ALONE, Gpus, gpus_of
+from payload.machines.gpu_catalog import SPOT_ALONE, Gpus, gpus_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from payload.core.errors import ConfigError
-from payload.core.untrusted import RUN_ID, build, checked, parse_json, read_bytes
+from payload.core.validation import RUN_ID, build, checked, parse_json, read_bytes
 
 _T = TypeVar("_T")
 

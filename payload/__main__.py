@@ -13,7 +13,7 @@ import payload
 from payload.cli import completion
 from payload.cli.commands import BY_NAME, help_text
 from payload.core.errors import ExitCode, TileforgeError
-from payload.core.hints import CONSOLE, program_name
+from payload.core.suggested_commands import CONSOLE, program_name
 
 
 def main() -> int:

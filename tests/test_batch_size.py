@@ -15,7 +15,7 @@ from payload.launch.plan import LaunchPlan
 from payload.models.spec import ModelSpec
 from payload.orchestrate.inventories.chosen import load_cluster
 from payload.orchestrate.runs.planning import PlannedRun, plan_run
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from tests.supervise.planned import REPO, StandInAccess, plan_stand_in
 
 GIB = 2**30

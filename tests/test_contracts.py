@@ -11,7 +11,7 @@ import pytest
 from payload.core.errors import ConfigError, ExitCode, TileforgeError
 from payload.machines.inventory import Access, ClusterInventory, Node
 from payload.run_record.metrics_log import EvalMetrics, read_metrics, to_json_line
-from payload.run_record.results import (
+from payload.run_record.run_files import (
     RankProgress,
     RunPaths,
     RunState,

@@ -19,10 +19,10 @@ from payload.machines.core_speed import (
 from payload.machines.machine import discover
 from payload.models.gpt2 import PRESETS
 from payload.orchestrate.access.local import LocalAccess
-from payload.orchestrate.follow.report import estimate
+from payload.orchestrate.follow.run_text import estimate
 from payload.orchestrate.inventories.chosen import Chosen
 from payload.orchestrate.runs.planning import PlannedRun, plan_run, slow_bf16
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 
 GPT2, SMOLLM2, TINY = 768, 576, 128
 

@@ -15,11 +15,11 @@ from payload.core.errors import ConfigError
 from payload.machines.inventory import Node
 from payload.machines.machine import discover
 from payload.orchestrate.access.local import LocalAccess
-from payload.orchestrate.follow.report import Estimate, estimate
+from payload.orchestrate.follow.run_text import Estimate, estimate
 from payload.orchestrate.inventories.chosen import Chosen
 from payload.orchestrate.runs.planning import plan_run
 from payload.orchestrate.runs.start_checks import rank_memory, require_fp8_on
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 
 L4 = Node(
     name="a",

@@ -12,14 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from payload.core.hints import command
-from payload.run_record.results import RunPaths
-from payload.run_record.run_hints import run_command
+from payload.core.suggested_commands import command
+from payload.run_record.run_commands import run_command
+from payload.run_record.run_files import RunPaths
 
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).resolve().parents[1]
-_ASK = "import sys; from payload.core.hints import command; print(command(*sys.argv[1:]))"
+_ASK = (
+    "import sys; from payload.core.suggested_commands import command; print(command(*sys.argv[1:]))"
+)
 
 
 def hint(*words: str, cwd: Path, python: str | Path = sys.executable, **env: str) -> str:
@@ -112,7 +114,7 @@ def test_a_hint_quotes_what_a_shell_would_take_apart(linked_checkout: Path) -> N
 
 
 def test_no_message_names_a_command_in_words_of_its_own() -> None:
-    """Every `python -m payload...` that a user sees comes from `payload.core.hints`."""
+    """Every `python -m payload...` that a user sees comes from one module."""
     found = []
     for path in sorted((ROOT / "payload").rglob("*.py")):
         text = path.read_text(encoding="utf-8")

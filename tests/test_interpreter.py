@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from payload.config.store_address import StoreAddress, parse_store_address
-from payload.core.interpreter import SAFE_PATH, code_environment, code_path, module_words
+from payload.core.python_processes import SAFE_PATH, code_environment, code_path, module_words
 from payload.launch.environment import Rendezvous, common_environment, launcher_environment
 from payload.launch.launcher import Job, Reach
 from payload.launch.launchers.registry import find
 from payload.launch.plan import rank_words
 from payload.orchestrate.access.local import LocalAccess
 from payload.storage.here import try_store_here
-from payload.storage.watched import watched_store
+from payload.storage.isolated_reader import watched_store
 from payload.supervise.shared_folders import _Look
 
 REPO = Path(__file__).resolve().parents[1]
@@ -27,10 +27,10 @@ _BY_THE_LAUNCHER = {
     "payload/launch/agents.py",
     "payload/launch/launchers/torchrun.py",
     "payload/launch/plan.py",
-    "payload/orchestrate/preflight/trial.py",
+    "payload/orchestrate/preflight/cluster_trial.py",
 }
 """Command lines of launchers and ranks: `common_environment` has `SAFE_PATH` for them."""
-_PRINTED = {"payload/core/hints.py"}
+_PRINTED = {"payload/core/suggested_commands.py"}
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_the_code_is_first_on_the_path_and_an_empty_entry_is_not_handed_on() -> 
 def test_an_empty_entry_is_not_handed_on_where_the_package_is_installed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("payload.core.interpreter.sysconfig.get_path", lambda name: str(REPO))
+    monkeypatch.setattr("payload.core.python_processes.sysconfig.get_path", lambda name: str(REPO))
     assert code_path({"PYTHONPATH": ":/a"}) is None
     assert code_environment({"PYTHONPATH": ":/a::/b:"}) == {"PYTHONPATH": "/a:/b"}
     assert code_environment({"PYTHONPATH": ":", "A": "b"}) == {"A": "b"}

@@ -17,7 +17,7 @@ from payload.core.errors import CheckpointError
 from payload.estimates.step_time import buckets
 from payload.formats.hf_folder import WEIGHTS_FILE
 from payload.models.registry import read_spec, spec_of
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from payload.train.models.base import CausalLM, trainable
 from payload.train.models.registry import build, load
 from payload.train.models.weights import save_hf
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from payload.core.errors import CheckpointError
 from payload.models.spec import GradientSize, ModelSpec
-from payload.core.untrusted import build, checked
+from payload.core.validation import build, checked
 
 MODEL_TYPES = ("toy",)
 

@@ -14,9 +14,9 @@ import pytest
 
 from payload.config.run_config import parse_run_config
 from payload.core.errors import ExitCode
-from payload.core.untrusted import build
+from payload.core.validation import build
 from payload.launch.environment import launcher_environment
-from payload.machines.accelerators import NVIDIA_DRIVER_BRANCH, least_driver_branch
+from payload.machines.gpu_catalog import NVIDIA_DRIVER_BRANCH, least_driver_branch
 from payload.machines.inventory import Node
 from payload.machines.machine import discover
 from payload.orchestrate.__main__ import main
@@ -26,7 +26,7 @@ from payload.orchestrate.inventories.chosen import Chosen, load_cluster
 from payload.orchestrate.node import look
 from payload.orchestrate.node.look import nvidia
 from payload.orchestrate.preflight import checks
-from payload.orchestrate.preflight.trial import try_this_machine
+from payload.orchestrate.preflight.cluster_trial import try_this_machine
 from tests.support.nvidia_smi import A100, L4, make_nvidia_smi, make_torch
 from tests.test_architecture import ROOT
 

@@ -16,11 +16,11 @@ from payload.data.tokenizers import load_tokenizer
 from payload.formats.checkpoint_files import checkpoint_folders, newest_sound, sha256_of
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.preflight.checks import operator_key
-from payload.orchestrate.runs.store import collect_from_store
+from payload.orchestrate.runs.run_index import collect_from_store
 from payload.report.source import Run
 from payload.report.track import track
 from payload.run_record.named_settings import note_named
-from payload.run_record.results import RunPaths, require_own_folders
+from payload.run_record.run_files import RunPaths, require_own_folders
 from payload.run_record.run_identity import known_identity
 from payload.run_record.run_lock import is_supervised
 from payload.run_record.run_repair import make_room

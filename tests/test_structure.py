@@ -112,7 +112,7 @@ def takers_of(*kinds: str, within: str) -> set[tuple[str, str]]:
 def test_only_a_command_line_s_own_files_take_what_argparse_has_parsed() -> None:
     """Everything below takes the command's typed options."""
     found = {path for path, _ in takers_of("Namespace", within="payload/orchestrate")}
-    parsers = {"payload/orchestrate/__main__.py", "payload/orchestrate/commands/cloud.py"}
+    parsers = {"payload/orchestrate/__main__.py", "payload/orchestrate/commands/cloud_arguments.py"}
     assert found == parsers
 
 
@@ -129,7 +129,7 @@ def test_an_inventory_passes_few_files_on_its_way_to_the_launcher() -> None:
 
 
 def test_only_the_inventory_and_the_route_know_what_an_access_kind_means() -> None:
-    homes = {"payload/machines/inventory.py", "payload/orchestrate/ssh/streams.py"}
+    homes = {"payload/machines/inventory.py", "payload/orchestrate/ssh/remote_calls.py"}
     found = {
         path.relative_to(ROOT).as_posix()
         for top in ("payload", "infra")

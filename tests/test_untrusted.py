@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from payload.core.errors import CheckpointError, ConfigError
-from payload.core.untrusted import (
+from payload.core.validation import (
     NODE_NAME,
     RUN_ID,
     build,

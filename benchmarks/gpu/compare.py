@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 
 _TENSOR_FILES = ("model.safetensors", "optimizer.safetensors")
 

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from benchmarks.gpu.programs import Program, Programs
 from payload.run_record.metrics_log import read_metrics
-from payload.run_record.results import RunPaths, Summary, read_json
+from payload.run_record.run_files import RunPaths, Summary, read_json
 from tests.support.data_folders import make_data_folder
 
 Rows = list[Mapping[str, Any]]

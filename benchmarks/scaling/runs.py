@@ -30,7 +30,7 @@ from payload.launch.launchers.registry import find
 from payload.launch.ranks import Rank
 from payload.models.gpt2 import PRESETS
 from payload.orchestrate.access.local import LocalAccess
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 
 _TIMEOUT_S = 900
 _MANY_STEPS = 100_000

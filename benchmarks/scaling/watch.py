@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from payload.run_record.metrics_log import read_metrics
-from payload.run_record.results import RankProgress, RunPaths, read_json
+from payload.run_record.run_files import RankProgress, RunPaths, read_json
 
 # 0.3 % of a step of GPT-2 on one core.
 _LOOK_EVERY_S = 0.05

@@ -8,8 +8,8 @@ from typing import Literal
 from payload.config.settings import AUTO, setting
 from payload.config.store_address import NONE as NO_STORE
 from payload.config.store_address import StoreAddress, parse_store_address
-from payload.core.untrusted import shown
-from payload.machines.mesh import Mesh, make_mesh
+from payload.core.validation import shown
+from payload.machines.rank_mesh import Mesh, make_mesh
 
 TRACKERS = ("trackio", "tensorboard", "wandb", "mlflow", "csv")
 """Files of `payload/report/trackers`."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from payload.core.errors import ConfigError
-from payload.core.untrusted import printable, shown
+from payload.core.validation import printable, shown
 
 AUTO: Literal["auto"] = "auto"
 """A setting that the run decides by itself."""

@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass
 
 from payload.config.settings import setting
-from payload.core.untrusted import shown
+from payload.core.validation import shown
 
 _SLURM_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:+=-]{0,127}")
 _OWN_OPTIONS = (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from payload.core.errors import ConfigError
-from payload.core.untrusted import shown
+from payload.core.validation import shown
 
 SCHEME = "gs://"
 AUTO, NONE = "auto", "none"

@@ -11,7 +11,7 @@ from payload.config.settings import AUTO, setting
 from payload.config.store_address import is_bucket_address, parse_store_address
 from payload.core.errors import ConfigError
 from payload.core.tasks import TaskKind
-from payload.core.untrusted import shown
+from payload.core.validation import shown
 from payload.models.registry import from_scratch
 from payload.models.spec import ModelSpec
 

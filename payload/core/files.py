@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import Path
 
-from payload.core.untrusted import no_follow
+from payload.core.validation import no_follow
 
 
 def set_aside(path: Path) -> Path:

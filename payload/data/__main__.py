@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from payload.core.errors import ExitCode, TileforgeError, UsageError
-from payload.core.hints import command
 from payload.core.interrupts import interrupt_once
-from payload.core.remake import no_range_hashes
+from payload.core.suggested_commands import command
 from payload.core.tasks import TASK_KINDS
-from payload.core.untrusted import printable
+from payload.core.validation import printable
 from payload.data.sources.documents import MIB
 from payload.data.sources.request import DEFAULT_SPLIT, DEFAULT_TEXT_COLUMN, SOURCE_KINDS
 from payload.data.tasks import all_tasks, task_of
@@ -27,6 +26,7 @@ from payload.data.tasks.arguments import positive_int
 from payload.data.tasks.base import Task
 from payload.data.writing.meta import add_range_hashes, verify_files
 from payload.formats.data_folder import DataMeta, load_meta
+from payload.formats.prepare_hints import no_range_hashes
 
 TOKENIZER = "gpt2"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from payload.core.errors import ConfigError, DataError
-from payload.core.untrusted import is_failure, one_line, printable
+from payload.core.validation import is_failure, one_line, printable
 from payload.data.reading.packed_blocks import (
     FIRST,
     PADDING,

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from payload.core.errors import CheckpointError, DataError
-from payload.core.remake import how_to_make_again
 from payload.data.templates.chat_template import TEMPLATE_FILE, templates_of
 from payload.data.tokenizer_match import (
     carried_file,
     is_same_tokenizer,
     makes_declared_tokens,
 )
+from payload.data.tokenizers.gigatoken_adapter import PRINTED_BYTES, byte_symbols
 from payload.data.tokenizers.gpt2 import (
     END_OF_TEXT,
     END_OF_TEXT_NAME,
@@ -27,10 +27,10 @@ from payload.data.tokenizers.gpt2 import (
     TOKENIZER_SHA256,
     VOCAB_SIZE,
 )
-from payload.data.tokenizers.hf_fast import PRINTED_BYTES, byte_symbols
 from payload.data.tokenizers.special_tokens import special_tokens, tokenizer_config
 from payload.formats.data_folder import DataMeta
 from payload.formats.hf_folder import read_tokenizer_files
+from payload.formats.prepare_hints import how_to_make_again
 
 MERGES_PATH = Path(__file__).parent / "gpt2" / "merges.txt"
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"

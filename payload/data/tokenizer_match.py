@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from payload.core.errors import DataError, TileforgeError
-from payload.core.remake import how_to_make_again
-from payload.core.untrusted import read_bytes
-from payload.data.tokenizers.declared import require_declared_tokens
+from payload.core.validation import read_bytes
+from payload.data.tokenizers.declared_tokens import require_declared_tokens
 from payload.data.tokenizers.gpt2 import gpt2_encoding
 from payload.data.tokenizers.hf import build_backend, explained
 from payload.data.tokenizers.probe import Encode, same_tokens
 from payload.formats.data_folder import DataMeta
+from payload.formats.prepare_hints import how_to_make_again
 from payload.formats.tokenizer_identity import (
     GPT2_SHA256,
     TOKENIZER_FILE,

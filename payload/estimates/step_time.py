@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from payload.config.launch_sections import DistributedSection
 from payload.config.run_config import RunConfig
-from payload.machines.mesh import Mesh
+from payload.machines.rank_mesh import Mesh
 from payload.models.spec import BYTES_PER_WEIGHT, ModelSpec
 from payload.models.stages import largest_stage, outer_weights, slowest_share, stage_weights
 

@@ -19,9 +19,9 @@ from payload.core.errors import (
     DataError,
     RanksDifferError,
 )
-from payload.core.hints import command
 from payload.core.interrupts import interrupt_once
-from payload.core.untrusted import printable
+from payload.core.suggested_commands import command
+from payload.core.validation import printable
 
 if TYPE_CHECKING:
     from payload.data.reading.blocks import Blocks
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None, env: Mapping[str, str]) -> int:
     """Run the command; return its exit code."""
     arguments = parser().parse_args(argv)
     # torch takes seconds to import; --help should not cost them.
-    from payload.train.ranks.rank_command import carry_out
+    from payload.train.ranks.multi_rank_cli import carry_out
 
     return carry_out(lambda world: _evaluate(arguments, world), env)
 
@@ -153,7 +153,7 @@ def _evaluate_classifier(
     from payload.config.launch_sections import DistributedSection
     from payload.evaluate.classify import as_json, as_text, measure, open_texts
     from payload.formats.data_folder import VAL_NAME, load_meta
-    from payload.train.ranks.rank_command import autocast, progress
+    from payload.train.ranks.multi_rank_cli import autocast, progress
 
     meta = load_meta(arguments.data)
     texts = open_texts(arguments.data, meta, model, sequence_length=arguments.sequence_length)
@@ -187,7 +187,7 @@ def _evaluate_pairs(
     from payload.config.launch_sections import DistributedSection
     from payload.evaluate.preference import as_json, as_text, beta_of, measure, open_both
     from payload.formats.data_folder import VAL_NAME, load_meta
-    from payload.train.ranks.rank_command import autocast, progress
+    from payload.train.ranks.multi_rank_cli import autocast, progress
 
     meta, beta = load_meta(arguments.data), beta_of(weights)
     pairs, values, reference = open_both(arguments.data, meta, model, dtype=arguments.dtype)
@@ -279,7 +279,7 @@ def _require_equal_ranks(model: CausalLM, val_sha256: str, world: World) -> None
 def _measure(
     model: CausalLM, blocks: Blocks, world: World, *, tokens: int, dtype: str
 ) -> EvalMetrics:
-    from payload.train.ranks.rank_command import autocast, progress
+    from payload.train.ranks.multi_rank_cli import autocast, progress
     from payload.train.tasks.evaluate import EvalPass, evaluate
 
     how = EvalPass(

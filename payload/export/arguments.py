@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Literal
 
-from payload.core.hints import command
+from payload.core.suggested_commands import command
 
 Dtype = Literal["bf16", "f16", "q8_0", "fp32"]
 DTYPES: tuple[Dtype, ...] = ("bf16", "f16", "q8_0", "fp32")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from payload.core.errors import CheckpointError
-from payload.core.untrusted import read_bytes
+from payload.core.validation import read_bytes
 from payload.export.tensors import WeightFiles, rounded, whole_or_absent
 from payload.formats.hf_folder import CONFIG_FILE, TOKENIZER_FILES, WEIGHTS_FILE, own_file
 
@@ -51,7 +51,7 @@ def write_hf(
 
 
 def _with_dtype(config: Mapping[str, Any], name: str) -> str:
-    from payload.train.models.saved import without_code
+    from payload.train.models.hf_layout import without_code
 
     kept = {key: value for key, value in without_code(config).items() if key != "torch_dtype"}
     return json.dumps({**kept, "dtype": name}, indent=2) + "\n"

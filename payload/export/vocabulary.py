@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from payload.core.errors import CheckpointError, DataError
-from payload.core.untrusted import build, checked, one_line, parse_json, read_bytes, shown
+from payload.core.validation import build, checked, one_line, parse_json, read_bytes, shown
 from payload.data.tokenizers.hf import build_backend, named_end, tokens_around
 from payload.data.tokenizers.pre_tokenizers import LLAMA3, QWEN2, TEKKEN
 from payload.data.tokenizers.special_tokens import named_tokens, tokenizer_config
 from payload.formats.hf_folder import own_file, read_tokenizer_files
-from payload.formats.tokenizer_pipeline import canonical_parts
+from payload.formats.tokenizer_canonical import canonical_parts
 
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"

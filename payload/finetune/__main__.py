@@ -16,12 +16,12 @@ from typing import Any
 
 from payload.core.errors import INTERRUPTED, ConfigError, ExitCode, TileforgeError, UsageError
 from payload.core.files import write_whole
-from payload.core.hints import command
-from payload.core.interpreter import code_environment, module_words
 from payload.core.interrupts import interrupt_once
+from payload.core.python_processes import code_environment, module_words
+from payload.core.suggested_commands import command
 from payload.core.tasks import TASK_KINDS
-from payload.core.untrusted import printable
-from payload.run_record.results import DEFAULT_RUNS_DIR
+from payload.core.validation import printable
+from payload.run_record.run_files import DEFAULT_RUNS_DIR
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from payload.core.errors import DataError
 from payload.core.tasks import TASK_KINDS, TaskKind
-from payload.core.untrusted import home_path, shown
+from payload.core.validation import home_path, shown
 from payload.data.rows.conversations import BadConversationError, Messages, conversation_of
 from payload.data.rows.preferences import preference_of
 from payload.data.rows.rows import open_rows

@@ -22,13 +22,13 @@ import numpy.typing as npt
 from payload.config.run_config import load_run_config
 from payload.core.errors import ConfigError, DataError, ExitCode, TileforgeError
 from payload.core.files import write_whole
-from payload.core.interpreter import code_environment, module_words
-from payload.core.untrusted import is_failure, one_line, printable
+from payload.core.python_processes import code_environment, module_words
+from payload.core.validation import is_failure, one_line, printable
 from payload.data.reading.packed_blocks import Split
 from payload.data.show import read_samples
 from payload.formats.data_folder import VAL_NAME, DataMeta, load_meta
 from payload.formats.tokenizer_identity import TOKENIZER_FILE
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from payload.run_record.run_samples import SAMPLES_NAME, Sample, write_samples
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 
 from payload.core.dtype import Dtype
 from payload.core.errors import CheckpointError, ConfigError
-from payload.core.untrusted import (
+from payload.core.validation import (
     build,
     check_schema,
     checked,

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from payload.core.errors import ConfigError, DataError
-from payload.core.remake import how_to_make_again, missing_data
 from payload.core.tasks import TaskKind
-from payload.core.untrusted import (
+from payload.core.validation import (
     PLAIN_TEXT,
     build,
     check_schema,
@@ -26,6 +25,7 @@ from payload.core.untrusted import (
     shown,
 )
 from payload.formats.hf_folder import TOKENIZER_FILES
+from payload.formats.prepare_hints import how_to_make_again, missing_data
 
 META_NAME = "meta.json"
 TRAIN_NAME = "train.bin"

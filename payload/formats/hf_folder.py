@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from payload.core.errors import CheckpointError, TileforgeError
-from payload.core.untrusted import inside_folder, parse_json, read_bytes, shown
+from payload.core.validation import inside_folder, parse_json, read_bytes, shown
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"

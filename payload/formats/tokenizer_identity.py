@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from payload.core.errors import DataError, TileforgeError
-from payload.core.remake import with_tokenizer, write_tokenizer_again
-from payload.core.untrusted import inside_folder, one_line, parse_json, read_bytes
+from payload.core.validation import inside_folder, one_line, parse_json, read_bytes
 from payload.formats.data_folder import DataMeta
-from payload.formats.tokenizer_pipeline import canonical_parts
+from payload.formats.prepare_hints import with_tokenizer, write_tokenizer_again
+from payload.formats.tokenizer_canonical import canonical_parts
 
 TOKENIZER_FILE = "tokenizer.json"
 GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from payload.core.hints import command
+from payload.core.suggested_commands import command
 
 DEFAULT_PROMPT = "It is interesting"
 _MAX_NEW_TOKENS, _ANSWER_TOKENS = 100, 1024

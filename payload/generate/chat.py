@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from payload.core.errors import ConfigError
 from payload.data.templates.chat_template import ChatTemplate
 from payload.generate.codec import Codec
+from payload.generate.detokenizer import StopText, TextStream
 from payload.generate.sampling import Reader, Sampler, SamplingOptions
-from payload.generate.text import StopText, TextStream
 from payload.train.models.base import CausalLM
 
 

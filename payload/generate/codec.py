@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from payload.core.errors import CheckpointError
-from payload.core.remake import write_tokenizer_again
-from payload.core.untrusted import inside_folder, is_failure, one_line, parse_json, read_bytes
+from payload.core.validation import inside_folder, is_failure, one_line, parse_json, read_bytes
 from payload.data.tokenizers.gpt2 import END_OF_TEXT, VOCAB_SIZE, gpt2_encoding
 from payload.data.tokenizers.hf import explained
 from payload.formats.hf_folder import CONFIG_FILE, read_config
+from payload.formats.prepare_hints import write_tokenizer_again
 from payload.formats.tokenizer_identity import (
     GPT2_END,
     GPT2_SHA256,

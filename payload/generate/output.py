@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from payload.generate.codec import Codec
-from payload.generate.text import StopText, TextStream
+from payload.generate.detokenizer import StopText, TextStream
 
 BETWEEN = "\n---\n"
 """Stands between two texts."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from payload.core.errors import ConfigError
-from payload.core.untrusted import parse_json, shown
+from payload.core.validation import parse_json, shown
 from payload.generate.arguments import DEFAULT_PROMPT
 from payload.generate.codec import Codec
 from payload.train.models.base import CausalLM

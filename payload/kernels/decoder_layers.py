@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from payload.kernels import decoder_passes as passes
-from payload.kernels.decoder_passes import Gate, HeadSizes, NormScale, Rotation
+from payload.kernels import decoder_pointwise as passes
+from payload.kernels.decoder_pointwise import Gate, HeadSizes, NormScale, Rotation
 from payload.kernels.library import Library
 from payload.kernels.linears import Grads, LayerContext, Linears, Projection, join
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from payload.core.dtype import Dtype
 from payload.kernels import accumulate, head, update
+from payload.kernels.bf16_copies import Bf16Copies
 from payload.kernels.library import Library, load_library
 from payload.kernels.linears import LayerContext
-from payload.kernels.low_precision import Bf16Copies
 from payload.kernels.unavailable import KernelsUnavailableError
 from payload.models.spec import logits_tokens
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from payload.kernels.accumulate import WeightGradients
+from payload.kernels.bf16_copies import Bf16Copies
 from payload.kernels.library import Library
-from payload.kernels.low_precision import Bf16Copies
 
 Grads = tuple[Tensor | None, ...]
 Kept = tuple[Tensor | None, Tensor | None]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from payload.kernels.bf16_copies import Bf16Copies
 from payload.kernels.library import Library, TensorUpdate, require_tensor
-from payload.kernels.low_precision import Bf16Copies
 
 
 def norm(tensors: list[Tensor], library: Library) -> float:

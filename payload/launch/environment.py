@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from payload.core.interpreter import SAFE_PATH
+from payload.core.python_processes import SAFE_PATH
 from payload.launch.ranks import Rank
 from payload.machines.rank_variables import RUN_DIR, TORCH, names
 

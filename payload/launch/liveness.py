@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from payload.core.errors import ExitCode
 from payload.launch.outcome import Verdict
-from payload.run_record.checkpoint_watch import START_PHASES
+from payload.run_record.checkpoint_grace import START_PHASES
 
 SILENT_S = 8.0
 """A node that has sent nothing for so long is silent; it sends something every second."""

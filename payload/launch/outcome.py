@@ -11,7 +11,7 @@ from typing import Literal
 from payload.core.errors import ExitCode
 from payload.launch.launcher import Launcher, Report
 from payload.launch.ranks import Rank
-from payload.run_record.results import RankExit, RunStatus
+from payload.run_record.run_files import RankExit, RunStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

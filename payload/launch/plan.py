@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from payload.core.errors import ConfigError
-from payload.core.untrusted import (
+from payload.core.validation import (
     PLAIN_TEXT,
     RUN_ID,
     build,
@@ -18,7 +18,7 @@ from payload.core.untrusted import (
     parse_json,
     read_bytes,
 )
-from payload.launch.arithmetic import Arithmetic
+from payload.launch.run_estimate import Arithmetic
 
 SCHEMA_VERSION = 1
 _FIX = "Start the run again."

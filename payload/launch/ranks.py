@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from payload.config.launch_sections import DeviceSection, LaunchSection
 from payload.core.errors import ConfigError
-from payload.core.untrusted import NODE_NAME, build, check_schema, checked, parse_json, read_bytes
+from payload.core.validation import NODE_NAME, build, check_schema, checked, parse_json, read_bytes
 from payload.machines.inventory import Node
 from payload.machines.machine import Domain
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from payload.core.errors import ConfigError
-from payload.core.untrusted import (
+from payload.core.validation import (
     NODE_NAME,
     build,
     check_schema,

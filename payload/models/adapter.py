@@ -19,7 +19,7 @@ from payload.models.spec import (
     ModelSpec,
     RankSetting,
 )
-from payload.models.wrapped import BYTES_PER_TRAINED, WrappedSpec
+from payload.models.wrapper_spec import BYTES_PER_TRAINED, WrappedSpec
 
 _GAPS = 1.3
 """Memory of activations with the gaps between them over that without. Measured on two AMX cores:

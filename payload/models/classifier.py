@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from payload.models.spec import GradientSize, ModelSpec, RankSetting, logits_tokens
-from payload.models.wrapped import BYTES_PER_TRAINED, WrappedSpec
+from payload.models.wrapper_spec import BYTES_PER_TRAINED, WrappedSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

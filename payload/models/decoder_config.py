@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn, cast
 
 from payload.core.errors import CheckpointError
-from payload.core.untrusted import build, checked, shown
+from payload.core.validation import build, checked, shown
 
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
 """Hugging Face's names: SiLU, the exact GELU, and its tanh approximation."""

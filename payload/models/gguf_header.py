@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from payload.core.errors import CheckpointError
-from payload.core.untrusted import open_regular, shown
+from payload.core.validation import open_regular, shown
 
 SUFFIX = ".gguf"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, cast
 
 from payload.core.errors import CheckpointError
-from payload.core.untrusted import build, checked, shown
+from payload.core.validation import build, checked, shown
 from payload.formats.hf_folder import FIX
 from payload.models.spec import (
     PROCESS_BYTES,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from payload.core.errors import CheckpointError
-from payload.core.untrusted import build, checked, open_regular, parse_json, shown
+from payload.core.validation import build, checked, open_regular, parse_json, shown
 from payload.formats.hf_folder import INDEX_FILE, WEIGHTS_FILE, has_shards, own_file, weight_map
 
 PICKLE_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.bin")

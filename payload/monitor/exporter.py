@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, TextIO
 
 from payload.config.launch_sections import MonitorSection
 from payload.core.errors import PreflightError, TileforgeError
-from payload.core.hints import command
+from payload.core.suggested_commands import command
 from payload.monitor.run_metrics import RunMetrics, by_metric
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from payload.run_record.run_repair import known_config
 
 if TYPE_CHECKING:

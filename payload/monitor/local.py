@@ -21,10 +21,10 @@ from types import FrameType
 
 import payload
 from payload.core.errors import PreflightError
-from payload.core.interpreter import code_environment, module_words
 from payload.core.interrupts import Presses
-from payload.core.untrusted import one_line
-from payload.run_record.results import RunPaths
+from payload.core.python_processes import code_environment, module_words
+from payload.core.validation import one_line
+from payload.run_record.run_files import RunPaths
 
 FILES = Path(payload.__file__).parent.parent / "bootstrap" / "monitoring"
 GRAFANA_PORT, PROMETHEUS_PORT = 3000, 9090

@@ -27,7 +27,7 @@ from payload.run_record.metrics_log import (
     rank_times,
     read_metrics,
 )
-from payload.run_record.results import RankProgress, RunPaths, RunState, last_record
+from payload.run_record.run_files import RankProgress, RunPaths, RunState, last_record
 from payload.run_record.run_repair import known_config
 from payload.run_record.store_state import StoreState
 from payload.run_record.stragglers import StragglerWatch

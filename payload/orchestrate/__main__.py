@@ -13,18 +13,19 @@ from typing import TYPE_CHECKING, TypeVar
 import payload
 from payload.core.errors import INTERRUPTED, ExitCode, TileforgeError, UsageError
 from payload.core.files import write_whole
-from payload.core.hints import command, quoted
 from payload.core.interrupts import interrupt_once
+from payload.core.suggested_commands import command, quoted
 from payload.launch.exports.registry import ENGINES
 from payload.orchestrate.access.local import LocalAccess
-from payload.orchestrate.commands import run, status
-from payload.orchestrate.commands.cloud import add_cloud_commands, add_runs_dir, typed
+from payload.orchestrate.commands import run
+from payload.orchestrate.commands import run_commands as status
+from payload.orchestrate.commands.cloud_arguments import add_cloud_commands, add_runs_dir, typed
 from payload.orchestrate.inventories.chosen import load_cluster
 from payload.orchestrate.runs.planning import plan_export
-from payload.orchestrate.runs.store import check_named_id, check_new_id
+from payload.orchestrate.runs.run_index import check_named_id, check_new_id
 from payload.orchestrate.sites.registry import site_names
 from payload.orchestrate.terminal.console import text_console
-from payload.run_record.results import DEFAULT_GRACE_S, default_runs_dir
+from payload.run_record.run_files import DEFAULT_GRACE_S, default_runs_dir
 from payload.storage.here import is_address, run_address
 
 if TYPE_CHECKING:

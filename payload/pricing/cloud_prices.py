@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from payload.core.errors import ConfigError
-from payload.core.untrusted import build, check_schema, checked, parse_json, read_bytes
+from payload.core.validation import build, check_schema, checked, parse_json, read_bytes
 
 READ_ON = "2026-07-30"
 """When the tables were made from Google's catalog."""

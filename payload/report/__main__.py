@@ -11,16 +11,16 @@ from pathlib import Path
 
 from payload.core.errors import ConfigError, ExitCode, TileforgeError, UsageError
 from payload.core.files import write_whole
-from payload.core.hints import command
 from payload.core.interrupts import interrupt_once
-from payload.core.untrusted import printable
+from payload.core.suggested_commands import command
+from payload.core.validation import printable
 from payload.report.page import render
 from payload.report.source import Run, find_run
 from payload.report.table import comparison
 from payload.report.track import track
 from payload.run_record.named_settings import SENDING_TRACKERS
-from payload.run_record.results import DEFAULT_RUNS_DIR, LATEST
-from payload.run_record.tracking import missing_notes
+from payload.run_record.run_files import DEFAULT_RUNS_DIR, LATEST
+from payload.run_record.tracker_process import missing_notes
 
 _SEVERAL = "report.html"
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from payload.config.store_address import is_bucket_address
-from payload.core.hints import command, quoted
-from payload.core.untrusted import printable
+from payload.core.suggested_commands import command, quoted
+from payload.core.validation import printable
 from payload.formats.data_folder import FOLDER_WORD, DataMeta
 from payload.report.markup import Html, figure, join, plain, tag, text
 from payload.report.sections import section
 from payload.report.source import Run
-from payload.run_record.run_hints import run_command
+from payload.run_record.run_commands import run_command
 
 _NAMED = ("stdlib", "openwebtext")
 """Sources of `prepare` whose name is all that it needs."""

@@ -12,14 +12,22 @@ from typing import Any
 from payload.config.run_config import RunConfig
 from payload.config.store_address import is_bucket_address
 from payload.core.errors import ConfigError, DataError, UsageError
-from payload.core.hints import command
-from payload.core.untrusted import PLAIN_TEXT, RUN_ID, build, checked, parse_json, read_bytes, shown
+from payload.core.suggested_commands import command
+from payload.core.validation import (
+    PLAIN_TEXT,
+    RUN_ID,
+    build,
+    checked,
+    parse_json,
+    read_bytes,
+    shown,
+)
 from payload.formats.data_folder import META_NAME, DataMeta
 from payload.machines.inventory import ClusterInventory
 from payload.run_record.metrics_log import read_metrics
 from payload.run_record.named_settings import unnamed
 from payload.run_record.profile_table import PROFILE_TABLE, ProfileTable, read_table
-from payload.run_record.results import DEFAULT_RUNS_DIR, LATEST, RunPaths, default_runs_dir
+from payload.run_record.run_files import DEFAULT_RUNS_DIR, LATEST, RunPaths, default_runs_dir
 from payload.run_record.run_repair import known_config, known_state, known_summary
 from payload.run_record.run_samples import SAMPLES_NAME, Sample, read_samples
 from payload.run_record.store_state import StoreState

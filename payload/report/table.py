@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from payload.core.untrusted import printable
-from payload.report import rows
+from payload.core.validation import printable
+from payload.report import comparison_figures as rows
 from payload.report.markup import plain
 from payload.report.source import Run
 

@@ -17,14 +17,14 @@ from typing import Any
 from payload.config.run_config import RunConfig
 from payload.core.errors import ConfigError
 from payload.core.files import write_whole
-from payload.core.hints import command
-from payload.core.untrusted import links_out, no_follow, one_line, open_regular, read_bytes
+from payload.core.suggested_commands import command
+from payload.core.validation import links_out, no_follow, one_line, open_regular, read_bytes
 from payload.report.source import Run
 from payload.report.trackers.base import About, Row, Tracker
 from payload.report.trackers.registry import make_tracker
 from payload.run_record.metrics_log import parse_row
 from payload.run_record.named_settings import SENDING_TRACKERS, reaching, unnamed
-from payload.run_record.tracking import installed_trackers
+from payload.run_record.tracker_process import installed_trackers
 
 _EVERY_S = 5.0
 _LOCK_S = 20.0

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from payload.core.untrusted import checked, open_regular
+from payload.core.validation import checked, open_regular
 
 _MAX_LINE_BYTES = 2**20  # A row with the times of 10,000 ranks has half of it.
 _MAX_BYTES = 2**30

@@ -23,7 +23,8 @@ from payload.config.settings import AUTO
 from payload.config.store_address import NONE, is_bucket_address
 from payload.core.errors import ConfigError
 from payload.core.files import write_whole
-from payload.core.untrusted import (
+from payload.core.user_key import PROOF, PROOF_WANTED, is_signed, sign
+from payload.core.validation import (
     build,
     can_see,
     check_schema,
@@ -33,8 +34,7 @@ from payload.core.untrusted import (
     read_bytes,
     shown,
 )
-from payload.core.user_key import PROOF, PROOF_WANTED, is_signed, sign
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from payload.run_record.run_identity import known_identity
 
 SCHEMA_VERSION = 1

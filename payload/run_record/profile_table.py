@@ -9,7 +9,7 @@ from pathlib import Path
 
 from payload.core.errors import ConfigError
 from payload.core.files import write_whole
-from payload.core.untrusted import build, check_schema, checked, parse_json, read_bytes
+from payload.core.validation import build, check_schema, checked, parse_json, read_bytes
 
 PROFILE_TABLE = "operators.json"
 SCHEMA_VERSION = 1

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from payload.core.errors import ConfigError
 from payload.core.files import require_file, write_whole
-from payload.core.untrusted import build, check_schema, checked, parse_json, read_bytes
+from payload.core.validation import build, check_schema, checked, parse_json, read_bytes
 from payload.formats.checkpoint_files import TRAINER_FILE, checkpoint_folders
-from payload.run_record.results import RunPaths, RunState, last_record
+from payload.run_record.run_files import RunPaths, RunState, last_record
 from payload.run_record.store_state import StoreState
 
 SCHEMA_VERSION = 1

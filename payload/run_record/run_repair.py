@@ -22,14 +22,20 @@ from payload.config.run_config import (
 from payload.core.dtype import Dtype
 from payload.core.errors import ConfigError, ExitCode
 from payload.core.files import is_odd_file, set_aside
-from payload.core.untrusted import RUN_ID, build, checked, links_out, parse_json, read_bytes
+from payload.core.validation import RUN_ID, build, checked, links_out, parse_json, read_bytes
 from payload.formats.checkpoint_files import (
     checkpoint_config,
     checkpoint_dtype,
     checkpoint_folders,
     newest_sound,
 )
-from payload.run_record.results import RunPaths, RunState, Summary, last_record, require_own_folders
+from payload.run_record.run_files import (
+    RunPaths,
+    RunState,
+    Summary,
+    last_record,
+    require_own_folders,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

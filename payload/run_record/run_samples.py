@@ -13,7 +13,7 @@ from pathlib import Path
 
 from payload.core.errors import ConfigError
 from payload.core.files import write_whole
-from payload.core.untrusted import build, check_schema, checked, parse_json, read_bytes
+from payload.core.validation import build, check_schema, checked, parse_json, read_bytes
 
 SAMPLES_NAME = "samples.json"
 SCHEMA_VERSION = 1

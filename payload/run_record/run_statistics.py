@@ -12,7 +12,7 @@ from payload.core.errors import ConfigError
 from payload.formats.checkpoint_files import best_checkpoints, checkpoint_step
 from payload.machines.inventory import ClusterInventory
 from payload.run_record.metrics_log import missing_steps, read_val_losses, stream_metrics
-from payload.run_record.results import RunPaths, Summary
+from payload.run_record.run_files import RunPaths, Summary
 from payload.run_record.stragglers import find_stragglers
 
 # The first steps build kernels and warm caches; the median leaves out up to this many.

@@ -11,9 +11,9 @@ import signal
 import subprocess
 from collections.abc import Sequence
 
-from payload.core.interpreter import code_environment, module_words
-from payload.core.untrusted import one_line
-from payload.run_record.results import RunPaths
+from payload.core.python_processes import code_environment, module_words
+from payload.core.validation import one_line
+from payload.run_record.run_files import RunPaths
 
 _TIMEOUT_S = 120.0
 _SAMPLES_TIMEOUT_S = 300.0

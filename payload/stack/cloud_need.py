@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from payload.core.errors import ConfigError
-from payload.core.untrusted import parse_json, shown
-from payload.machines.accelerators import gpus_of
+from payload.core.validation import parse_json, shown
+from payload.machines.gpu_catalog import gpus_of
 from payload.pricing.cluster_cost import Billed
 
 CLOUD_NAME = re.compile(r"[a-z0-9][a-z0-9._:@-]{0,252}")

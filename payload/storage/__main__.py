@@ -12,16 +12,16 @@ from pathlib import Path
 from payload.config.run_config import load_run_config
 from payload.config.store_address import StoreAddress, parse_store_address
 from payload.core.errors import ExitCode, TileforgeError, UsageError
-from payload.core.hints import command
 from payload.core.interrupts import interrupt_once
-from payload.core.untrusted import printable, shown_name
+from payload.core.suggested_commands import command
+from payload.core.validation import printable, shown_name
 from payload.run_record.named_settings import named_by, reaching, require_named
-from payload.run_record.results import RunPaths, require_own_folders
+from payload.run_record.run_files import RunPaths, require_own_folders
 from payload.storage.checkpoints import whole_checkpoints
+from payload.storage.isolated_reader import serve, watched_store
 from payload.storage.opening import check_store, open_store
 from payload.storage.restore import has_run, require_absent, restore
 from payload.storage.uploader import Uploader
-from payload.storage.watched import serve, watched_store
 
 _NICE = 10
 """The ranks have the processors first."""

@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from payload.core.errors import CheckpointError, PreflightError
 from payload.core.files import fsync_folder
-from payload.core.untrusted import open_regular
+from payload.core.validation import open_regular
 from payload.formats.checkpoint_files import (
     FOLDER_NAME,
     MANIFEST_FILE,
@@ -31,7 +31,7 @@ from payload.formats.checkpoint_files import (
     manifest_problems,
     sha256_of,
 )
-from payload.run_record.manifest_hashes import ManifestHashes
+from payload.run_record.checkpoint_manifest_hashes import ManifestHashes
 from payload.run_record.run_identity import RunIdentity, checkpoint_identity
 from payload.storage.objects import (
     ABSENT,

@@ -20,15 +20,15 @@ from payload.config.store_address import (
     settled_results,
 )
 from payload.core.errors import ConfigError, ExitCode, PreflightError, UsageError
-from payload.core.hints import command
-from payload.core.interpreter import code_environment, module_words
-from payload.core.untrusted import RUN_ID, one_line, shown
+from payload.core.python_processes import code_environment, module_words
+from payload.core.suggested_commands import command
+from payload.core.validation import RUN_ID, one_line, shown
 from payload.run_record.named_settings import note_named
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from payload.storage.data import fetch_data
+from payload.storage.isolated_reader import watched_store
 from payload.storage.objects import StoreReader
 from payload.storage.restore import fetch_run
-from payload.storage.watched import watched_store
 
 TRY_STORE_S = 60.0
 """Longest that an attempt at a store takes."""

@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from payload.core.errors import PreflightError
-from payload.core.untrusted import is_own_folder, no_follow, open_regular
-from payload.run_record.results import RunPaths
+from payload.core.validation import is_own_folder, no_follow, open_regular
+from payload.run_record.run_files import RunPaths
 from payload.storage.objects import (
     ABSENT,
     ConflictError,

@@ -8,11 +8,11 @@ from pathlib import Path
 from payload.config.store_address import StoreAddress
 from payload.core.errors import ConfigError
 from payload.core.files import write_whole
-from payload.core.untrusted import shown_name
+from payload.core.validation import shown_name
 from payload.formats.checkpoint_files import checkpoint_step, newest_sound
-from payload.run_record.manifest_hashes import ManifestHashes, known_hashes, verdict
+from payload.run_record.checkpoint_manifest_hashes import ManifestHashes, known_hashes, verdict
 from payload.run_record.metrics_log import read_val_losses, stream_metrics
-from payload.run_record.results import RunPaths, last_record
+from payload.run_record.run_files import RunPaths, last_record
 from payload.run_record.run_identity import RunIdentity, known_identity
 from payload.run_record.store_state import StoreState
 from payload.storage.checkpoints import fetch_checkpoint, fetch_newest, whole_checkpoints

@@ -24,9 +24,9 @@ from payload.formats.checkpoint_files import (
     checkpoint_step,
     sha256_of,
 )
-from payload.run_record.manifest_hashes import note_hash
+from payload.run_record.checkpoint_manifest_hashes import note_hash
 from payload.run_record.metrics_log import read_val_losses
-from payload.run_record.results import RunPaths, last_record, write_json
+from payload.run_record.run_files import RunPaths, last_record, write_json
 from payload.run_record.run_identity import RunIdentity, known_identity, settle_identity
 from payload.run_record.store_state import StoreState
 from payload.storage.checkpoints import Upload, remove_checkpoints, stored_manifests

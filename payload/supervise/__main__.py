@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from payload.core.errors import ConfigError, PreflightError, TileforgeError
-from payload.core.hints import command
-from payload.core.untrusted import printable
+from payload.core.suggested_commands import command
+from payload.core.validation import printable
 from payload.monitor.exporter import monitored
-from payload.run_record.results import DEFAULT_GRACE_S, RunPaths
+from payload.run_record.run_files import DEFAULT_GRACE_S, RunPaths
 from payload.run_record.run_lock import FORCE_SIGNAL, RunLock
 from payload.run_record.run_repair import known_config, make_room
-from payload.run_record.tracking import hand_over
+from payload.run_record.tracker_process import hand_over
 from payload.run_record.write_report import write_report
 from payload.supervise.processes import adopt_orphans
 from payload.supervise.stopping import Wakeups

@@ -26,14 +26,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from payload.core.errors import ConfigError, ExitCode, TileforgeError
-from payload.core.hints import command
-from payload.core.interpreter import code_environment, module_words
-from payload.core.untrusted import build, parse_json
+from payload.core.python_processes import code_environment, module_words
+from payload.core.suggested_commands import command
+from payload.core.validation import build, parse_json
 from payload.launch.agents import AgentJob, end_of_agent
 from payload.machines.rank_variables import NODE_RANK, RUN_DIR, SLURM_NODE
-from payload.run_record.results import RankProgress, RunPaths, last_record
+from payload.run_record.run_files import RankProgress, RunPaths, last_record
+from payload.supervise.heartbeat_stream import remote_argv
 from payload.supervise.processes import die_with_parent, kill_until_none, signal_process
-from payload.supervise.stream import remote_argv
 
 _LOOK_S = 0.1
 _KILL_S = 10.0

@@ -13,7 +13,7 @@ from pathlib import Path
 from payload.config.run_config import RunConfig
 from payload.core.errors import ExitCode, PreflightError
 from payload.core.files import discard
-from payload.core.untrusted import open_regular
+from payload.core.validation import open_regular
 from payload.formats.checkpoint_files import checkpoint_step
 from payload.launch.environment import launcher_environment
 from payload.launch.launchers.registry import find
@@ -28,8 +28,9 @@ from payload.launch.liveness import (
 from payload.launch.outcome import Evidence, Verdict, is_failure, judge
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Rank
-from payload.run_record.checkpoint_watch import START_PHASES
-from payload.run_record.results import RunPaths, Summary, last_record
+from payload.run_record.checkpoint_grace import START_PHASES
+from payload.run_record.run_files import RunPaths, Summary, last_record
+from payload.supervise.heartbeat_stream import NodeStream
 from payload.supervise.processes import (
     kill_all,
     kill_until_none,
@@ -39,7 +40,6 @@ from payload.supervise.processes import (
 )
 from payload.supervise.rank_heartbeats import RankHeartbeats, StepTimes
 from payload.supervise.stopping import Stopping, Wakeups
-from payload.supervise.stream import NodeStream
 
 _TICK_S = 0.2
 # After one rank has failed, the others have this long to notice and to leave their own words.

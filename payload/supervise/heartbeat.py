@@ -25,8 +25,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from payload.core.hints import command
-from payload.run_record.results import RankExit, RankProgress, RunPaths, last_record
+from payload.core.suggested_commands import command
+from payload.run_record.run_files import RankExit, RankProgress, RunPaths, last_record
 from payload.supervise.processes import kill_until_none, signal_process
 from payload.supervise.shared_folders import FolderWatch
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from payload.core.errors import PreflightError
 from payload.machines.rank_variables import RUN_DIR
-from payload.run_record.checkpoint_watch import GracePeriod
-from payload.run_record.results import RankProgress, RunPaths, last_record
+from payload.run_record.checkpoint_grace import GracePeriod
+from payload.run_record.run_files import RankProgress, RunPaths, last_record
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

@@ -15,15 +15,15 @@ from pathlib import Path
 
 from payload.core.errors import ConfigError, PreflightError, TileforgeError
 from payload.core.files import discard
-from payload.core.hints import command
+from payload.core.suggested_commands import command
 from payload.launch.environment import rank_environment
 from payload.launch.launchers.registry import find
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Rank, load_ranks
 from payload.machines.rank_variables import BY_PRECEDENCE, NODE_RANK, RankVariables, identify
-from payload.run_record.checkpoint_watch import GracePeriod
-from payload.run_record.full_disk import give_room_back, keep_room, write_record
-from payload.run_record.results import DEFAULT_GRACE_S, RankExit, RunPaths
+from payload.run_record.checkpoint_grace import GracePeriod
+from payload.run_record.reserved_space import give_room_back, keep_room, write_record
+from payload.run_record.run_files import DEFAULT_GRACE_S, RankExit, RunPaths
 from payload.run_record.run_lock import is_supervised
 from payload.run_record.run_repair import known_config, known_state
 from payload.supervise.processes import die_with_parent

@@ -13,16 +13,16 @@ from typing import Any, TypeVar
 
 from payload.core.errors import ConfigError
 from payload.core.files import discard
-from payload.core.untrusted import build
+from payload.core.validation import build
 from payload.launch.liveness import NodeHeartbeat, RankHeartbeat
 from payload.launch.outcome import is_failure
 from payload.launch.ranks import Rank
-from payload.run_record.checkpoint_watch import SAVING_PHASES
-from payload.run_record.full_disk import write_record
+from payload.run_record.checkpoint_grace import SAVING_PHASES
 from payload.run_record.metrics_log import MetricsTail
-from payload.run_record.results import RankExit, RankProgress, RunPaths, last_record
+from payload.run_record.reserved_space import write_record
+from payload.run_record.run_files import RankExit, RankProgress, RunPaths, last_record
 from payload.supervise.heartbeat import process_state
-from payload.supervise.stream import NodeStream
+from payload.supervise.heartbeat_stream import NodeStream
 
 _STOPPED = "T"
 _SKEW_SLACK_S = 1.0

@@ -16,7 +16,7 @@ from typing import Literal
 
 from payload.core.files import discard
 from payload.core.interrupts import Presses
-from payload.run_record.results import RunPaths, StopRequest, last_record
+from payload.run_record.run_files import RunPaths, StopRequest, last_record
 from payload.run_record.run_lock import FORCE_SIGNAL
 
 Stop = Literal["none", "graceful", "forced", "expired"]

@@ -22,9 +22,9 @@ from payload.launch.ranks import load_ranks
 from payload.launch.restart import AttemptEnd, decide, restart_note, waiting_note
 from payload.machines.inventory import ClusterInventory
 from payload.machines.machine import hostname
-from payload.run_record.checkpoint_watch import GracePeriod
-from payload.run_record.full_disk import write_record
-from payload.run_record.results import (
+from payload.run_record.checkpoint_grace import GracePeriod
+from payload.run_record.reserved_space import write_record
+from payload.run_record.run_files import (
     DEFAULT_GRACE_S,
     MOST_EVENTS,
     EventKind,
@@ -36,11 +36,11 @@ from payload.run_record.results import (
 )
 from payload.run_record.run_repair import known_state, known_summary
 from payload.supervise.attempt import Attempt
+from payload.supervise.heartbeat_stream import NodeStream, close_all, wait_for_nodes
 from payload.supervise.processes import kill_until_none, processes_of, see_off
 from payload.supervise.rank_heartbeats import RankHeartbeats
 from payload.supervise.shared_folders import FolderWatch, describe, folders_of
 from payload.supervise.stopping import Stopping, Wakeups
-from payload.supervise.stream import NodeStream, close_all, wait_for_nodes
 from payload.supervise.summary import complete_summary
 from payload.supervise.uploading import Uploading
 

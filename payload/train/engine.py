@@ -7,7 +7,7 @@ import logging
 
 import torch
 
-from payload.config.engines import (
+from payload.config.engine_packages import (
     DEEPSPEED_MODULE,
     deepspeed_missing,
     ipex_missing,

@@ -19,7 +19,6 @@ import psutil
 from payload import __version__
 from payload.core.errors import ExitCode, TrainingError
 from payload.core.files import require_file, set_aside, write_whole
-from payload.run_record.full_disk import write_heartbeat, write_record
 from payload.run_record.metrics_log import (
     EvalMetrics,
     StepMetrics,
@@ -28,7 +27,8 @@ from payload.run_record.metrics_log import (
     read_lines,
     to_json_line,
 )
-from payload.run_record.results import RankExit, RankProgress, RunPaths
+from payload.run_record.reserved_space import write_heartbeat, write_record
+from payload.run_record.run_files import RankExit, RankProgress, RunPaths
 from payload.train.ranks.world import World
 
 _PROGRESS_INTERVAL_S = 0.5

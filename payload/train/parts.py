@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 
 from payload.config.run_config import RunConfig
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from payload.train.calibration import Calibration
 from payload.train.checkpoints.checkpoint import BaseModel
 from payload.train.metrics import Heartbeat, MetricsFile

@@ -10,8 +10,8 @@ from typing import Literal
 
 from accelerate import Accelerator
 
-from payload.config.deepspeed_config import render_deepspeed
-from payload.config.engines import require_fp8_package
+from payload.config.deepspeed_json import render_deepspeed
+from payload.config.engine_packages import require_fp8_package
 from payload.config.model_fit import require_split
 from payload.config.run_config import RunConfig
 from payload.config.settings import AUTO
@@ -19,17 +19,17 @@ from payload.config.training_sections import DtypeChoice
 from payload.core.dtype import Dtype
 from payload.core.errors import ConfigError
 from payload.core.files import write_whole
-from payload.core.remake import no_range_hashes
 from payload.estimates.batch_size import as_recorded, settle_batch, with_size
+from payload.formats.prepare_hints import no_range_hashes
 from payload.machines.core_speed import has_bf16
-from payload.machines.mesh import require_tensor_ranks_on_a_node
+from payload.machines.rank_mesh import require_tensor_ranks_on_a_node
 from payload.run_record.metrics_log import stream_metrics
 from payload.run_record.named_settings import note_named
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from payload.run_record.run_identity import settle_identity
-from payload.train.arithmetic import describe
 from payload.train.calibration import Calibration, calibrate
 from payload.train.engine import engage, require_engine, require_strategy
+from payload.train.estimate_text import describe
 from payload.train.metrics import Heartbeat, MetricsFile
 from payload.train.models.base import CausalLM
 from payload.train.models.float8 import convert_linears

@@ -19,7 +19,7 @@ from payload.config.run_config import (
     parse_run_config,
 )
 from payload.core.errors import CheckpointError, ConfigError
-from payload.core.hints import command
+from payload.core.suggested_commands import command
 from payload.data.tokenizer_files import tokenizer_files
 from payload.data.tokenizer_match import require_same_tokens
 from payload.estimates.disk_room import require_room
@@ -31,7 +31,7 @@ from payload.formats.data_folder import TRAIN_NAME, DataMeta
 from payload.formats.hf_folder import CONFIG_FILE, read_config
 from payload.models.registry import read_spec, spec_of
 from payload.models.spec import ModelSpec
-from payload.run_record.results import RunPaths, require_own_folders
+from payload.run_record.run_files import RunPaths, require_own_folders
 from payload.run_record.run_identity import checkpoint_identity, known_identity
 from payload.train.checkpoints.base_model import identify
 from payload.train.checkpoints.checkpoint import (

@@ -12,7 +12,7 @@ from typing import Any, cast, get_args
 
 from payload.config.training_sections import AdapterSection, Quantize
 from payload.core.errors import CheckpointError
-from payload.core.untrusted import build, checked, parse_json, read_bytes, shown
+from payload.core.validation import build, checked, parse_json, read_bytes, shown
 from payload.formats.checkpoint_files import ADAPTER_FILES, TRAINER_FILE
 from payload.formats.hf_folder import own_file
 from payload.models.adapter import ALL_LINEAR

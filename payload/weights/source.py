@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from payload.core.errors import CheckpointError
-from payload.core.hints import quoted
-from payload.core.untrusted import can_see, home_path, shown
+from payload.core.suggested_commands import quoted
+from payload.core.validation import can_see, home_path, shown
 from payload.formats.checkpoint_files import (
     MANIFEST_FILE,
     checkpoint_folders,
@@ -28,7 +28,7 @@ from payload.formats.hub_names import (
 from payload.models.gguf import gguf_file, read_gguf
 from payload.models.registry import preset_of_hub_name, read_spec
 from payload.models.spec import ModelSpec
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from payload.weights.adapter_files import (
     ADAPTER_CONFIG_FILE,
     has_adapter,

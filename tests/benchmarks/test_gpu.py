@@ -25,7 +25,7 @@ from benchmarks.gpu.report import render
 from benchmarks.gpu.runs import Runs
 from benchmarks.gpu.stages import STAGES
 from benchmarks.gpu.visit import Found, Stage, StageResult, require_package, run_stages
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from tests.benchmarks.hanging_visit import passes, stage
 from tests.support.waiting import wait_until
 

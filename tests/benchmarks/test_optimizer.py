@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.optimizer import SEEDS, Folder, Name, Trained, Trial, compared, missing, summarise
-from payload.run_record.results import RunPaths, Summary, write_json
+from payload.run_record.run_files import RunPaths, Summary, write_json
 
 
 def _all_made(name: Name, steps: int, *, best_lr: float, loss: float) -> dict[Trial, Trained]:

@@ -14,7 +14,7 @@ import pytest
 
 from payload.cli.commands import BY_NAME, COMMANDS, Command, help_text
 from payload.cli.completion import SHELLS, command_parser
-from payload.core.hints import CONSOLE
+from payload.core.suggested_commands import CONSOLE
 from tests.support.launching import REPO
 from tests.support.terminal import Terminal
 

@@ -15,7 +15,7 @@ import pytest
 from payload.core.errors import DataError
 from payload.data.__main__ import main
 from payload.data.reading.blocks import TokenData
-from payload.data.reading.ranges import RangeHasher
+from payload.data.reading.range_hashes import RangeHasher
 from payload.data.writing.meta import write_meta
 from payload.formats.data_folder import RANGE_BYTES, load_meta
 from tests.data.running import write_jsonl

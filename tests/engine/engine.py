@@ -31,7 +31,7 @@ _PROGRAM = ("__main__.py", "bootstrap", "infra", "payload", "pyproject.toml")
 _PROGRAM_OF_FORKS = ("__main__.py", "bootstrap", "pyproject.toml")
 _LIBRARIES = (
     *("paramiko", "google.cloud.compute_v1", "google.cloud.storage", "yaml"),
-    *("infra.config_reading", "infra.bootstrap_values", "infra.encryption", "infra.failures"),
+    *("infra.config_reading", "infra.bootstrap_values", "infra.encryption", "infra.error_display"),
     *("infra.identity", "infra.inventory_output", "infra.measured", "infra.nodes"),
     *("infra.shared_storage", "infra.storage", "tests.engine.fake_pulumi.warm"),
 )

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from payload.run_record.results import (
+from payload.run_record.run_files import (
     RankExit,
     RankProgress,
     Record,

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from payload.run_record.named_settings import unnamed
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from tests.formats.commands import Commands
 from tests.formats.making.recipe import PROMPTS
 from tests.formats.recorded import CLOSE, FIXTURES, Recorded, expected, read_json, rows

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from payload.core.errors import ExitCode
-from payload.core.untrusted import printable
+from payload.core.validation import printable
 from payload.generate import __main__ as command
 from payload.generate.__main__ import main
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from payload.train.checkpoints.checkpoint import TrainerState, save_checkpoint
 from payload.train.checkpoints.snapshot import Snapshot
 from payload.train.models.base import CausalLM

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.llama_cpp import add_tokenizer
 from payload.data.tokenizer_files import gpt2_files
 from payload.generate.codec import find_codec
-from payload.generate.text import StopText, TextStream
+from payload.generate.detokenizer import StopText, TextStream
 
 
 def decode_bytes(tokens: Sequence[int]) -> str:

@@ -29,7 +29,7 @@ from payload.orchestrate.findings.trial import Measured, NodeSpeed, Record, read
 from payload.orchestrate.runs.mirror import Mirrored, read_mirrored, write_mirrored
 from payload.orchestrate.runs.start_checks import check_data
 from payload.run_record.metrics_log import read_metrics
-from payload.run_record.results import (
+from payload.run_record.run_files import (
     RankExit,
     RankProgress,
     RunPaths,
@@ -40,7 +40,7 @@ from payload.run_record.results import (
     write_json,
 )
 from payload.supervise.heartbeat import heartbeat
-from payload.supervise.stream import parse_message
+from payload.supervise.heartbeat_stream import parse_message
 from payload.train.checkpoints.checkpoint import (
     load_trainer_state,
     optimizer_tensors,

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import serialization
 
 from infra.labels import CLUSTER, EXPIRES, last_expiry, mark
 from payload.machines.inventory import ClusterInventory
-from payload.orchestrate.cloud.kept import KEPT_VARIABLE, OWN_METADATA
+from payload.orchestrate.cloud.stack_update import KEPT_VARIABLE, OWN_METADATA
 from tests.infra.stacks import (
     CASES,
     FILESTORE,

@@ -11,7 +11,7 @@ import pytest
 
 from payload.launch.launchers.registry import find
 from payload.orchestrate.access.local import LocalAccess
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from tests.supervise.planned import plan_stand_in
 
 SCRIPT = """

@@ -17,7 +17,7 @@ from payload.launch.environment import launcher_environment
 from payload.launch.launcher import LostNode, Report
 from payload.launch.launchers.registry import candidates, find, names
 from payload.orchestrate.inventories.placeable import require_launcher
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from tests.launch import toy_launcher
 from tests.launch.inventories import make_inventory
 from tests.orchestrate.operator import SETTINGS

@@ -12,7 +12,7 @@ from payload.core.errors import ExitCode
 from payload.launch.launchers.registry import find
 from payload.launch.outcome import Evidence, Verdict, judge
 from payload.launch.ranks import place_ranks
-from payload.run_record.results import RankExit
+from payload.run_record.run_files import RankExit
 from tests.launch.inventories import make_inventory
 
 RANKS = place_ranks(make_inventory().nodes, LaunchSection(ranks_per_node=3)).ranks

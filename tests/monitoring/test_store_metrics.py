@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from payload.monitor.run_metrics import PREFIX, RunMetrics
-from payload.run_record.results import RunPaths, write_json
+from payload.run_record.run_files import RunPaths, write_json
 from payload.run_record.store_state import StoreState
 
 

@@ -18,7 +18,7 @@ from typing import Any, Self
 import yaml
 
 from payload.monitor.local import FILES
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 
 DASHBOARDS = sorted((FILES / "dashboards").glob("*.json"))
 SHORT_S = 5

@@ -13,10 +13,10 @@ from shutil import which
 import pytest
 
 from payload.machines.inventory import ClusterInventory
-from payload.orchestrate.runs.there import RemoteRun
+from payload.orchestrate.runs.remote_run import RemoteRun
 from payload.orchestrate.ssh.connection import Cluster
-from payload.orchestrate.ssh.streams import Deadlines, Login
-from payload.run_record.results import RunPaths
+from payload.orchestrate.ssh.remote_calls import Deadlines, Login
+from payload.run_record.run_files import RunPaths
 from tests.orchestrate.hostile import command_of
 from tests.orchestrate.run_copies import write_ranks
 from tests.orchestrate.sshd import SSHD, USER, Sshd, logs_since, make_cluster, make_key

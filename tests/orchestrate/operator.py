@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from payload.machines.inventory import ClusterInventory
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import REPO
 from tests.support.waiting import wait_until

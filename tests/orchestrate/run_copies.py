@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from payload.launch.ranks import Rank, render_ranks
-from payload.run_record.results import RankExit, RankProgress, RunPaths, RunState, Summary, to_json
+from payload.run_record.run_files import (
+    RankExit,
+    RankProgress,
+    RunPaths,
+    RunState,
+    Summary,
+    to_json,
+)
 
 
 def write_ranks(paths: RunPaths, *nodes: str) -> None:

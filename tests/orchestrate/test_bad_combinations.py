@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from payload.config import engines
+from payload.config import engine_packages as engines
 from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
 from tests.orchestrate.test_commands import Workplace

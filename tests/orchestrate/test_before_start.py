@@ -14,12 +14,12 @@ from payload.config.run_config import RunConfig, load_run_config, parse_run_conf
 from payload.core.errors import ConfigError, ExitCode, UsageError
 from payload.estimates import disk_room
 from payload.formats.checkpoint_files import sha256_of
-from payload.launch.arithmetic import work_out
+from payload.launch.run_estimate import work_out
 from payload.models.gpt2 import Gpt2Spec
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.runs.start_checks import settle_initial
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from tests.orchestrate.test_commands import ENDLESS, Workplace
 from tests.supervise.planned import (
     DEADLINE_S,

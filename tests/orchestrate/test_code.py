@@ -15,7 +15,7 @@ from infra import cloud_init
 from payload.orchestrate.access.cluster import VENV
 from payload.orchestrate.node.look import act, running
 from payload.orchestrate.ssh.files import archive, this_code
-from payload.orchestrate.ssh.streams import NODE_FOLDER
+from payload.orchestrate.ssh.remote_calls import NODE_FOLDER
 
 
 def sha256(text: str) -> str:

@@ -22,7 +22,7 @@ from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.runs.mirror import Mirrored, write_mirrored
 from payload.run_record.metrics_log import read_metrics
 from payload.run_record.named_settings import note_named, reaching
-from payload.run_record.results import RunPaths, Summary, read_json
+from payload.run_record.run_files import RunPaths, Summary, read_json
 from payload.supervise.processes import processes_of
 from tests.orchestrate.damage import WAYS, damage_file
 from tests.orchestrate.sshd import USER, make_cluster, make_key

@@ -23,10 +23,10 @@ import pytest
 from payload.core.errors import PreflightError, UsageError
 from payload.monitor.local import in_origins_of_their_own, local_stack
 from payload.monitor.tunnel import forwarded
-from payload.orchestrate.commands import status
+from payload.orchestrate.commands import run_commands as status
 from payload.orchestrate.ssh.connection import Cluster
-from payload.orchestrate.ssh.streams import Login
-from payload.run_record.results import RunPaths
+from payload.orchestrate.ssh.remote_calls import Login
+from payload.run_record.run_files import RunPaths
 from tests.orchestrate.conftest import PATIENT, StartSshd
 from tests.orchestrate.sshd import make_cluster
 from tests.supervise.planned import REPO, plan_stand_in, wait_for

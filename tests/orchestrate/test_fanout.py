@@ -21,7 +21,7 @@ from payload.core.errors import (
     most_telling,
 )
 from payload.machines.inventory import Node
-from payload.orchestrate.ssh.streams import all_or_raise, on_every_node
+from payload.orchestrate.ssh.remote_calls import all_or_raise, on_every_node
 from tests.launch.inventories import make_inventory
 from tests.support.waiting import wait_until
 

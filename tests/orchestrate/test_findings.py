@@ -12,7 +12,7 @@ from payload.core.errors import ExitCode, HostKeyError, PreflightError, SshUnrea
 from payload.machines.inventory import Node
 from payload.orchestrate.findings import nodes as find
 from payload.orchestrate.findings.nodes import Finding, NodeFacts, SharedFolder, clock_offset_s
-from payload.orchestrate.ssh.streams import MeshAnswer, Pair
+from payload.orchestrate.ssh.remote_calls import MeshAnswer, Pair
 
 READY = {"schema_version": 1, "step": "done", "ok": True, "reason": None}
 GIB = 2**30

@@ -25,7 +25,7 @@ from payload.orchestrate.follow.follow import Interrupts, Tail, Tails, show, sho
 from payload.orchestrate.sites.local import LocalRun
 from payload.orchestrate.terminal.console import LiveLine
 from payload.run_record.metrics_log import StepMetrics, to_json_line
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 
 STEP = StepMetrics(
     step=7,

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from payload.core.errors import AnswerError, ConfigError
-from payload.core.untrusted import RUN_ID, printable
+from payload.core.validation import RUN_ID, printable
 from payload.orchestrate.findings.nodes import NodeFacts
 from payload.orchestrate.findings.trial import MARK, Outcome, Result
 from payload.orchestrate.runs.mirror import merge, wanted_of
-from payload.orchestrate.runs.there import planned_run_dir
+from payload.orchestrate.runs.remote_run import planned_run_dir
 from payload.orchestrate.ssh.files import RunsThere
 from payload.orchestrate.ssh.keys import _Claimed as Claimed
 from payload.orchestrate.ssh.keys import _Made as KeyMade
 from payload.orchestrate.ssh.keys import _Names as Names
-from payload.orchestrate.ssh.streams import (
+from payload.orchestrate.ssh.remote_calls import (
     FOLDER,
     Begun,
     Finished,
@@ -31,7 +31,7 @@ from payload.orchestrate.ssh.streams import (
     Signalled,
     parse_answer,
 )
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from tests.orchestrate.hostile import LOOK, PUBLIC, STRINGS, VALUES, files_below
 from tests.orchestrate.run_copies import exit_text, write_ranks
 

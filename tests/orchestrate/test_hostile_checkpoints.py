@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from payload.core.errors import ConfigError, PreflightError
-from payload.core.untrusted import printable
+from payload.core.validation import printable
 from payload.orchestrate.runs.mirror import note_seen
-from payload.orchestrate.runs.there import RemoteRun
-from payload.run_record.results import RunPaths
+from payload.orchestrate.runs.remote_run import RemoteRun
+from payload.run_record.run_files import RunPaths
 from tests.orchestrate.hostile import STRINGS, files_below
 from tests.orchestrate.run_copies import progress_text
 from tests.orchestrate.sshd import Sshd

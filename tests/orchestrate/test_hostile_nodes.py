@@ -9,19 +9,19 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from payload.core.errors import AnswerError, ConfigError, TileforgeError
-from payload.core.untrusted import printable
+from payload.core.validation import printable
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.access.local import LocalAccess
-from payload.orchestrate.commands.status import AttachOptions, attach
+from payload.orchestrate.commands.run_commands import AttachOptions, attach
 from payload.orchestrate.runs.mirror import note_seen
-from payload.orchestrate.runs.there import RemoteRun
+from payload.orchestrate.runs.remote_run import RemoteRun
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import RunThere, look, runs_on, this_code
 from payload.orchestrate.ssh.keys import install_run_key
-from payload.orchestrate.ssh.streams import (
+from payload.orchestrate.ssh.remote_calls import (
     Login,
 )
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from tests.orchestrate.conftest import StartSshd, remote_run
 from tests.orchestrate.hostile import LOOK, PUBLIC, STRINGS, command_of, files_below, lie
 from tests.orchestrate.run_copies import exit_text, state_text, write_ranks

@@ -11,7 +11,7 @@ from payload.core.durations import as_clock
 from payload.orchestrate.terminal import time_left
 from payload.orchestrate.terminal.console import View
 from payload.orchestrate.terminal.time_left import Eta, evaluations_left, saves_left
-from payload.run_record.results import RankProgress
+from payload.run_record.run_files import RankProgress
 
 ROW = {"step": 11, "tokens": 10**7, "loss": 4.56789, "tokens_per_s": 12345.6, "mfu": 0.312}
 HEARTBEAT = RankProgress(

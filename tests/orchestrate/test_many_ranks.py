@@ -18,14 +18,14 @@ from rich.console import Console
 from payload.config.training_sections import TrainSection
 from payload.launch.ranks import Rank, render_ranks
 from payload.orchestrate.follow.follow import Tail, show_progress, show_state, show_steps
-from payload.orchestrate.follow.report import ranks_lines, status_lines
-from payload.orchestrate.runs.store import view_run
-from payload.orchestrate.runs.there import RemoteRun
+from payload.orchestrate.follow.run_text import ranks_lines, status_lines
+from payload.orchestrate.runs.remote_run import RemoteRun
+from payload.orchestrate.runs.run_index import view_run
 from payload.orchestrate.ssh.connection import Cluster, Connection
-from payload.orchestrate.ssh.streams import Completed, Login
+from payload.orchestrate.ssh.remote_calls import Completed, Login
 from payload.orchestrate.terminal.console import LiveLine
 from payload.run_record.metrics_log import StepMetrics, to_json_line
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from tests.orchestrate.conftest import PATIENT, StartSshd
 from tests.orchestrate.run_copies import progress_text, state_text
 from tests.orchestrate.sshd import make_cluster

@@ -13,12 +13,12 @@ import pytest
 from payload.config.run_config import parse_run_config
 from payload.config.training_sections import DtypeChoice
 from payload.core.dtype import Dtype
-from payload.core.untrusted import build
+from payload.core.validation import build
 from payload.estimates.step_time import UPDATE_S_PER_WEIGHT
 from payload.machines.core_speed import typical_mfu
 from payload.machines.inventory import Access, ClusterInventory
 from payload.models.gpt2 import PRESETS
-from payload.orchestrate.access.dry_run import dry_run_access
+from payload.orchestrate.access.offline_plan import dry_run_access
 from payload.orchestrate.findings.trial import (
     Measured,
     NodeSpeed,
@@ -44,7 +44,7 @@ from payload.orchestrate.preflight.report import (
 )
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import this_code
-from payload.orchestrate.ssh.streams import Login
+from payload.orchestrate.ssh.remote_calls import Login
 from tests.orchestrate.test_findings import make_facts, make_node
 
 CONFIG = parse_run_config("", where="test")

@@ -21,10 +21,10 @@ from payload.orchestrate.runs.mirror import (
     wanted_of,
     write_mirrored,
 )
-from payload.orchestrate.sites.cluster_run import is_copy_of
-from payload.orchestrate.ssh.streams import Part, Piece, parse_answer
-from payload.run_record.manifest_hashes import ManifestHash, ManifestHashes, known_hashes
-from payload.run_record.results import RunPaths, write_json
+from payload.orchestrate.sites.ssh_run import is_copy_of
+from payload.orchestrate.ssh.remote_calls import Part, Piece, parse_answer
+from payload.run_record.checkpoint_manifest_hashes import ManifestHash, ManifestHashes, known_hashes
+from payload.run_record.run_files import RunPaths, write_json
 from payload.run_record.run_identity import known_identity
 from tests.launch.inventories import make_inventory
 from tests.orchestrate.damage import WAYS, damage_file

@@ -18,7 +18,7 @@ from payload.core.errors import ConfigError, ExitCode, SshUnreachableError, Usag
 from payload.machines.inventory import Access
 from payload.machines.rank_variables import RUN_DIR
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.commands import status
+from payload.orchestrate.commands import run_commands as status
 from payload.orchestrate.runs.mirror import Mirrored, write_mirrored
 from payload.orchestrate.sites.local import Local
 from payload.orchestrate.sites.ssh import Ssh
@@ -29,7 +29,7 @@ from payload.run_record.named_settings import (
     require_named,
     unnamed,
 )
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from payload.run_record.run_repair import config_to_resume
 from payload.storage.opening import open_store
 from payload.storage.records import fetch_records

@@ -15,13 +15,13 @@ from payload.config.training_sections import TrainSection
 from payload.core.errors import SshUnreachableError
 from payload.orchestrate.follow.follow import ask_to_stop
 from payload.orchestrate.runs.mirror import read_mirrored
-from payload.orchestrate.runs.there import RemoteRun
-from payload.orchestrate.sites import cluster_run
-from payload.orchestrate.sites.cluster_run import ClusterRun, Watch, patiently
+from payload.orchestrate.runs.remote_run import RemoteRun
+from payload.orchestrate.sites import ssh_run as cluster_run
+from payload.orchestrate.sites.ssh_run import ClusterRun, Watch, patiently
 from payload.orchestrate.ssh.connection import Cluster
-from payload.orchestrate.ssh.streams import Login
+from payload.orchestrate.ssh.remote_calls import Login
 from payload.orchestrate.terminal.console import LiveLine, text_console
-from payload.run_record.results import RunPaths, StopRequest, read_json
+from payload.run_record.run_files import RunPaths, StopRequest, read_json
 from tests.orchestrate.conftest import PATIENT, StartSshd
 from tests.orchestrate.run_copies import write_ranks
 from tests.orchestrate.sshd import Sshd, make_cluster

@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 
 from payload.core.errors import PreflightError
-from payload.core.untrusted import build
+from payload.core.validation import build
 from payload.machines.inventory import RANK_PORTS
 from payload.orchestrate.findings.nodes import NodeFacts, SharedFolder
 from payload.orchestrate.hardware.nvidia import QUERY
 from payload.orchestrate.node import control
 from payload.orchestrate.node.look import FolderTrial
 from payload.orchestrate.node.mesh import Mesh
-from payload.orchestrate.ssh.streams import (
+from payload.orchestrate.ssh.remote_calls import (
     NODE_FOLDER,
     Signalled,
     parse_answer,

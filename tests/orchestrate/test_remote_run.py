@@ -13,13 +13,13 @@ import pytest
 
 from payload.core.errors import RankLostError
 from payload.machines.inventory import Node
-from payload.orchestrate.runs import there
+from payload.orchestrate.runs import remote_run as there
 from payload.orchestrate.runs.mirror import note_collected, read_mirrored
-from payload.orchestrate.runs.there import RemoteRun, hashes_there
+from payload.orchestrate.runs.remote_run import RemoteRun, hashes_there
 from payload.orchestrate.ssh.connection import Cluster
-from payload.orchestrate.ssh.streams import Left, Login
-from payload.run_record.manifest_hashes import ManifestHashes, known_hashes, note_hash
-from payload.run_record.results import RunPaths
+from payload.orchestrate.ssh.remote_calls import Left, Login
+from payload.run_record.checkpoint_manifest_hashes import ManifestHashes, known_hashes, note_hash
+from payload.run_record.run_files import RunPaths
 from tests.orchestrate.conftest import PATIENT, remote_run
 from tests.orchestrate.run_copies import write_ranks
 from tests.orchestrate.sshd import Sshd, make_cluster

@@ -12,9 +12,9 @@ import pytest
 from payload.core.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.runs.mirror import Mirrored, write_mirrored
-from payload.orchestrate.runs.store import all_runs
+from payload.orchestrate.runs.run_index import all_runs
 from payload.report.__main__ import main as report
-from payload.run_record.results import RunPaths, Summary, point_latest_at, write_json
+from payload.run_record.run_files import RunPaths, Summary, point_latest_at, write_json
 from payload.run_record.run_lock import RunLock
 from payload.run_record.run_repair import known_dtype
 from tests.orchestrate.sshd import make_cluster

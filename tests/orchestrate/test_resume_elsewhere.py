@@ -19,11 +19,11 @@ from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.inventories.chosen import Chosen
 from payload.orchestrate.runs.mirror import mirror_file, note_seen
 from payload.orchestrate.runs.planning import plan_order
-from payload.orchestrate.runs.store import Order
+from payload.orchestrate.runs.run_index import Order
 from payload.orchestrate.sites.local import Local
 from payload.orchestrate.sites.ssh import Ssh
 from payload.orchestrate.terminal.console import text_console
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from payload.run_record.run_lock import RunLock, starting
 from tests.launch.inventories import make_inventory
 from tests.support.run_folders import make_run

@@ -28,8 +28,8 @@ from payload.core.errors import (
     PreflightError,
 )
 from payload.launch.environment import launcher_environment
-from payload.launch.files import render_hosts
 from payload.launch.launcher import Reach
+from payload.launch.launcher_files import render_hosts
 from payload.launch.launchers.registry import find
 from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.ssh import keys
@@ -43,7 +43,7 @@ from payload.orchestrate.ssh.keys import (
     remove_dead_keys,
     remove_run_key,
 )
-from payload.orchestrate.ssh.streams import Completed, Login, ask, parse_answer
+from payload.orchestrate.ssh.remote_calls import Completed, Login, ask, parse_answer
 from tests.orchestrate.conftest import PATIENT, StartSshd
 from tests.orchestrate.sshd import Sshd, make_cluster, make_key
 from tests.support.launching import BIN

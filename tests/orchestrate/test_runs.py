@@ -16,18 +16,18 @@ import pytest
 from payload.config.launch_sections import LaunchSection
 from payload.config.run_config import parse_run_config
 from payload.core.errors import ConfigError, DataError, UsageError
-from payload.core.untrusted import build, parse_json
+from payload.core.validation import build, parse_json
 from payload.formats.data_folder import load_meta
-from payload.launch.arithmetic import work_out
 from payload.launch.ranks import place_ranks
+from payload.launch.run_estimate import work_out
 from payload.models.gpt2 import PRESETS
 from payload.orchestrate.follow import follow
 from payload.orchestrate.inventories.chosen import load_cluster
 from payload.orchestrate.inventories.placeable import memory_warning, require_one_machine
+from payload.orchestrate.runs.run_index import all_runs, create_run, find_run, view_run
 from payload.orchestrate.runs.start_checks import check_data
-from payload.orchestrate.runs.store import all_runs, create_run, find_run, view_run
 from payload.run_record.named_settings import note_named
-from payload.run_record.results import (
+from payload.run_record.run_files import (
     RankProgress,
     RunPaths,
     RunState,

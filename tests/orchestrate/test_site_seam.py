@@ -29,7 +29,7 @@ from payload.orchestrate.sites.allocation import (
 )
 from payload.orchestrate.sites.registry import find_site, site_names
 from payload.orchestrate.sites.slurm import render_script
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from tests.launch.inventories import make_inventory
 from tests.orchestrate import toy_site
 from tests.orchestrate.operator import SETTINGS

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from payload.run_record.metrics_log import MetricsTail, rank_times, read_metrics
-from payload.run_record.results import RunPaths, Summary, read_json
+from payload.run_record.run_files import RunPaths, Summary, read_json
 from payload.run_record.stragglers import StragglerWatch
 from tests.supervise.planned import REPO, wait_for
 from tests.support.data_folders import make_data_folder

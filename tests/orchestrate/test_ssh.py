@@ -31,7 +31,7 @@ from payload.core.errors import (
 from payload.machines.inventory import Node
 from payload.orchestrate.ssh import connection as ssh
 from payload.orchestrate.ssh.connection import Cluster, Connection, dial
-from payload.orchestrate.ssh.streams import Deadlines, Login, ProxyProcess, open_tcp
+from payload.orchestrate.ssh.remote_calls import Deadlines, Login, ProxyProcess, open_tcp
 from tests.orchestrate.conftest import PATIENT, SILENT_LATER, StartSshd
 from tests.orchestrate.sshd import (
     Sshd,

@@ -18,7 +18,7 @@ from payload.formats.checkpoint_files import (
     partial_checkpoints,
 )
 from payload.orchestrate.__main__ import main
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from payload.supervise.processes import processes_of
 from tests.orchestrate.test_trainer import TIMEOUT_S, start
 from tests.supervise.planned import wait_for_steps

@@ -18,7 +18,7 @@ from payload.core.errors import INTERRUPTED, ExitCode
 from payload.formats.checkpoint_files import checkpoint_folders, manifest_problems
 from payload.orchestrate.__main__ import main
 from payload.run_record.metrics_log import read_metrics
-from payload.run_record.results import RankProgress, RunPaths, RunState, Summary, read_json
+from payload.run_record.run_files import RankProgress, RunPaths, RunState, Summary, read_json
 from payload.supervise.processes import processes_of
 from tests.supervise.planned import REPO, state_of, wait_for, wait_for_steps
 from tests.support.data_folders import make_data_folder

@@ -12,7 +12,7 @@ import pytest
 from payload.core.errors import PreflightError, SshUnreachableError
 from payload.orchestrate.ssh.connection import Connection, dial
 from payload.orchestrate.ssh.files import build_kernels, get, put, this_code
-from payload.orchestrate.ssh.streams import Login, ProxyProcess, open_tcp
+from payload.orchestrate.ssh.remote_calls import Login, ProxyProcess, open_tcp
 from tests.orchestrate.conftest import PATIENT
 from tests.orchestrate.sshd import Sshd, relay_argv
 

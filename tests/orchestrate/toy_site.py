@@ -10,9 +10,9 @@ from signal import Signals
 from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.inventories.chosen import load_cluster
 from payload.orchestrate.runs.planning import plan_order
+from payload.orchestrate.runs.run_index import Order
 from payload.orchestrate.runs.site import Home, NamedSite, Seen, SiteRun
-from payload.orchestrate.runs.store import Order
-from payload.run_record.results import RunJob, RunPaths, StopRequest, write_json
+from payload.run_record.run_files import RunJob, RunPaths, StopRequest, write_json
 from payload.run_record.run_lock import is_supervised
 
 

@@ -16,7 +16,7 @@ from payload.export.__main__ import main as export
 from payload.formats.data_folder import load_meta
 from payload.machines.core_speed import has_bf16
 from payload.models.registry import read_spec
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from tests.real.test_smollm2 import of_transformers, run
 from tests.support.chat_data import prepare
 from tests.support.launching import metrics

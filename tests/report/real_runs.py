@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from payload.orchestrate.inventories.chosen import load_cluster
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from tests.supervise.planned import REPO, wait_for_steps
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import TINY_RUN

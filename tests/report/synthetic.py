@@ -7,7 +7,7 @@ import math
 import shutil
 from pathlib import Path
 
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from payload.run_record.run_samples import SAMPLES_NAME, Sample, write_samples
 
 HOSTILE = (

@@ -14,7 +14,7 @@ import pytest
 
 from payload.report.__main__ import main
 from payload.run_record.profile_table import PROFILE_TABLE, read_table
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from tests.report.figures import check_curves, check_figures
 from tests.report.real_runs import STEPS
 from tests.report.synthetic import HOSTILE, make_hostile, make_long

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from payload.core.errors import DataError
-from payload.core.hints import quoted
+from payload.core.suggested_commands import quoted
 from payload.data.__main__ import main, parser
 from payload.data.sources.files import describe_inputs
 from payload.formats.data_folder import META_NAME, ChatRecord, DataMeta, load_meta

@@ -9,7 +9,7 @@ from payload.report.page import render
 from payload.report.series import curves
 from payload.report.source import Run
 from payload.run_record.metrics_log import to_json_line
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from tests.test_metrics_log import step_metrics
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from payload.core.errors import INTERRUPTED, ExitCode
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from tests.orchestrate.operator import Operator, finish
 from tests.rig.conftest import FEW_STEPS as STEPS
 from tests.rig.leftovers import CANARIES, HOME, assert_nothing_is_left, marked

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from payload.core.errors import ExitCode
-from payload.run_record.results import RunState, read_json
+from payload.run_record.run_files import RunState, read_json
 from tests.orchestrate.operator import TIMEOUT_S, Operator
 from tests.rig.leftovers import HOME, marked
 from tests.rig.machine import Machine

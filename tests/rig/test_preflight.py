@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from payload.core.errors import ExitCode
-from payload.launch.files import render_hosts
 from payload.launch.launcher import Reach
+from payload.launch.launcher_files import render_hosts
 from payload.launch.launchers.registry import find
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.node.look import numa_domains, physical_cores
@@ -21,7 +21,7 @@ from payload.orchestrate.preflight.report import Report
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import put
 from payload.orchestrate.ssh.keys import install_run_key, remove_run_key
-from payload.orchestrate.ssh.streams import Deadlines, Login
+from payload.orchestrate.ssh.remote_calls import Deadlines, Login
 from tests.rig import prepared
 from tests.rig.prepared import FILES, node_user_data
 from tests.rig.rig import Rig

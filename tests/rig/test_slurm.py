@@ -13,7 +13,7 @@ import pytest
 
 from payload.core.errors import INTERRUPTED, ExitCode
 from payload.launch.ranks import load_ranks
-from payload.run_record.results import RunJob, RunPaths, RunState, read_json
+from payload.run_record.run_files import RunJob, RunPaths, RunState, read_json
 from tests.rig.machine import Machine
 from tests.rig.slurm_cluster import SlurmCluster
 from tests.support.launching import losses, metrics, summary

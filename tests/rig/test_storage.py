@@ -12,7 +12,7 @@ import pytest
 
 from payload.core.errors import ExitCode
 from payload.formats.checkpoint_files import manifest_problems
-from payload.run_record.results import RunPaths, RunState, Summary, read_json
+from payload.run_record.run_files import RunPaths, RunState, Summary, read_json
 from tests.orchestrate.operator import TIMEOUT_S, Operator
 from tests.rig import prepared
 from tests.rig.leftovers import HOME

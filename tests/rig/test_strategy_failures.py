@@ -17,7 +17,7 @@ from payload.formats.checkpoint_files import (
     manifest_problems,
     partial_checkpoints,
 )
-from payload.run_record.results import RunPaths, RunState, read_json
+from payload.run_record.run_files import RunPaths, RunState, read_json
 from tests.orchestrate.operator import TIMEOUT_S, Operator
 from tests.rig import prepared
 from tests.rig.leftovers import HOME, marked

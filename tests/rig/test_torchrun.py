@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from payload.core.errors import ExitCode
-from payload.run_record.results import RunPaths, RunState, read_json
+from payload.run_record.run_files import RunPaths, RunState, read_json
 from tests.orchestrate.operator import TIMEOUT_S, Operator
 from tests.rig.conftest import FEW_STEPS
 from tests.rig.leftovers import HOME, assert_nothing_is_left

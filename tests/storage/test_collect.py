@@ -17,9 +17,9 @@ import pytest
 from payload.config.run_config import load_run_config, parse_run_config
 from payload.config.store_address import StoreAddress, parse_store_address
 from payload.core.errors import ExitCode, UsageError
-from payload.orchestrate.runs.store import collect_from_store, resumable_run
+from payload.orchestrate.runs.run_index import collect_from_store, resumable_run
 from payload.run_record.metrics_log import EvalMetrics, to_json_line
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from payload.run_record.run_lock import RunLock
 from payload.storage.checkpoints import Upload
 from payload.storage.folder import FolderStore

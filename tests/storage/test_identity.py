@@ -15,9 +15,9 @@ from payload.config.run_config import RunConfig, load_run_config
 from payload.config.store_address import parse_store_address
 from payload.core.errors import ConfigError, ExitCode, UsageError
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.runs.store import Order, collect_from_store, resumable_run
+from payload.orchestrate.runs.run_index import Order, collect_from_store, resumable_run
 from payload.orchestrate.terminal.console import text_console
-from payload.run_record.results import RunPaths, write_json
+from payload.run_record.run_files import RunPaths, write_json
 from payload.run_record.run_identity import RunIdentity, known_identity
 from payload.run_record.store_state import StoreState
 from payload.storage.objects import ObjectStore

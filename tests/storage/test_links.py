@@ -12,7 +12,7 @@ import pytest
 
 from payload.config.store_address import StoreAddress, parse_store_address
 from payload.core.errors import ConfigError, ExitCode, PreflightError
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from payload.run_record.run_identity import RunIdentity
 from payload.storage.__main__ import main
 from payload.storage.checkpoints import fetch_newest, remove_checkpoints, stored_manifests

@@ -9,9 +9,14 @@ import pytest
 
 from payload.config.store_address import parse_store_address
 from payload.formats.checkpoint_files import MANIFEST_FILE, sha256_of
-from payload.orchestrate.runs.store import collect_from_store
-from payload.run_record.manifest_hashes import HASHES_FILE, MOST_HASHES, known_hashes, note_hash
-from payload.run_record.results import RunPaths
+from payload.orchestrate.runs.run_index import collect_from_store
+from payload.run_record.checkpoint_manifest_hashes import (
+    HASHES_FILE,
+    MOST_HASHES,
+    known_hashes,
+    note_hash,
+)
+from payload.run_record.run_files import RunPaths
 from payload.storage.checkpoints import Upload, fetch_newest, whole_checkpoints
 from payload.storage.objects import ObjectStore, StoredObject, StoreError
 from payload.storage.opening import open_store

@@ -21,7 +21,7 @@ from payload.formats.checkpoint_files import manifest_problems
 from payload.machines.inventory import Access
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.runs.mirror import note_seen, read_mirrored
-from payload.run_record.results import RunPaths, RunState, Summary, last_record, read_json
+from payload.run_record.run_files import RunPaths, RunState, Summary, last_record, read_json
 from payload.run_record.store_state import StoreState
 from payload.supervise.processes import processes_of
 from tests.launch.inventories import make_inventory

@@ -13,15 +13,15 @@ import pytest
 from payload.config.run_config import parse_run_config
 from payload.config.store_address import StoreAddress, parse_store_address
 from payload.core.errors import ExitCode, PreflightError
-from payload.orchestrate.runs.store import collect_from_store
-from payload.run_record.results import RunPaths
+from payload.orchestrate.runs.run_index import collect_from_store
+from payload.run_record.run_files import RunPaths
 from payload.storage import folder
 from payload.storage.checkpoints import Upload
 from payload.storage.here import bring_data_here, try_store_here
+from payload.storage.isolated_reader import watched_store
 from payload.storage.objects import ObjectStore, StoreError
 from payload.storage.opening import open_store
 from payload.storage.restore import restore
-from payload.storage.watched import watched_store
 from tests.storage.folders import content_of, write_checkpoint
 from tests.storage.server import BUCKET, GcsServer
 from tests.support.launching import REPO
@@ -76,8 +76,8 @@ def test_data_whose_server_falls_silent_is_given_up_with_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("payload.storage.watched._BUCKET_S", 3.0)
-    monkeypatch.setattr("payload.storage.watched._NOTE_S", 0.5)
+    monkeypatch.setattr("payload.storage.isolated_reader._BUCKET_S", 3.0)
+    monkeypatch.setattr("payload.storage.isolated_reader._NOTE_S", 0.5)
     with GcsServer() as server, stopped(server.pid):
         env = {**os.environ, "STORAGE_EMULATOR_HOST": server.url}
         config = parse_run_config("", overrides=[f"data.dir=gs://{BUCKET}/d"], where="test")

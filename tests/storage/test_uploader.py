@@ -14,7 +14,7 @@ from typing import BinaryIO
 import pytest
 
 from payload.config.store_address import parse_store_address
-from payload.run_record.results import RunPaths, last_record, write_json
+from payload.run_record.run_files import RunPaths, last_record, write_json
 from payload.run_record.store_state import StoreState
 from payload.storage import records
 from payload.storage.checkpoints import Upload, fetch_newest, whole_checkpoints

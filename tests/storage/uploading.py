@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from payload.run_record.results import RunPaths, last_record
+from payload.run_record.run_files import RunPaths, last_record
 from payload.run_record.store_state import StoreState
 from payload.storage.objects import ObjectStore
 from payload.storage.uploader import Uploader

@@ -13,7 +13,7 @@ from payload.config.run_config import parse_run_config
 from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.inventories.chosen import load_cluster
 from payload.orchestrate.runs.planning import plan_run
-from payload.run_record.results import (
+from payload.run_record.run_files import (
     RankProgress,
     RunPaths,
     RunState,

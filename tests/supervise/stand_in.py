@@ -17,9 +17,9 @@ import sys
 import time
 from pathlib import Path
 
-from payload.run_record.full_disk import write_record
 from payload.run_record.metrics_log import StepMetrics, to_json_line
-from payload.run_record.results import (
+from payload.run_record.reserved_space import write_record
+from payload.run_record.run_files import (
     RankExit,
     RankProgress,
     RunPaths,

@@ -23,7 +23,7 @@ from payload.monitor import exporter
 from payload.monitor.exporter import serving
 from payload.monitor.run_metrics import METRICS, PHASES, RunMetrics
 from payload.run_record.metrics_log import EvalMetrics, RankTimes, StepMetrics, to_json_line
-from payload.run_record.results import RankProgress, RunPaths, write_json
+from payload.run_record.run_files import RankProgress, RunPaths, write_json
 from payload.run_record.store_state import StoreState
 from tests.supervise.planned import (
     REPO,

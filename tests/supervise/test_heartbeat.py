@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from payload.machines.rank_variables import RUN_DIR
-from payload.run_record.results import RankExit, RankProgress, RunPaths, write_json
+from payload.run_record.run_files import RankExit, RankProgress, RunPaths, write_json
 from payload.supervise.heartbeat import EVERY_S
 from tests.supervise.planned import DEADLINE_S, REPO
 

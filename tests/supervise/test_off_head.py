@@ -19,7 +19,7 @@ from payload.core.errors import ExitCode
 from payload.launch.plan import LaunchPlan
 from payload.machines.inventory import ClusterInventory
 from payload.machines.machine import hostname
-from payload.run_record.results import RunPaths, Summary, read_json
+from payload.run_record.run_files import RunPaths, Summary, read_json
 from payload.supervise.processes import processes_of
 from tests.supervise.planned import (
     DEADLINE_S,

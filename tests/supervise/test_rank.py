@@ -11,7 +11,7 @@ import pytest
 
 from payload.core.errors import ConfigError, PreflightError
 from payload.launch.ranks import Rank
-from payload.run_record.results import RankExit, read_json
+from payload.run_record.run_files import RankExit, read_json
 from payload.supervise.rank import bind_to_cores, find_rank, rank_command
 from tests.supervise.planned import REPO, plan_stand_in
 

@@ -10,7 +10,7 @@ import pytest
 
 from payload.config.run_config import parse_run_config
 from payload.core.errors import ExitCode
-from payload.run_record.results import RunState
+from payload.run_record.run_files import RunState
 from payload.supervise import shared_folders
 from payload.supervise.shared_folders import (
     FolderWatch,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from payload.run_record.results import RunPaths, StopRequest, last_record, write_json
+from payload.run_record.run_files import RunPaths, StopRequest, last_record, write_json
 from payload.supervise import stopping
 from payload.supervise.stopping import Stopping, Wakeups
 

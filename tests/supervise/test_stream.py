@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from payload.core.untrusted import MAX_FILE_BYTES
+from payload.core.validation import MAX_FILE_BYTES
 from payload.launch.plan import LaunchPlan
-from payload.supervise.stream import LineCutter, NodeStream, close_all, parse_message
+from payload.supervise.heartbeat_stream import LineCutter, NodeStream, close_all, parse_message
 from tests.launch.inventories import make_inventory
 from tests.supervise.planned import plan_stand_in, wait_for
 

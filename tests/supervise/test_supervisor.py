@@ -16,7 +16,7 @@ import pytest
 
 from payload.core.errors import ExitCode
 from payload.orchestrate.access.local import LocalAccess
-from payload.run_record.results import (
+from payload.run_record.run_files import (
     RankExit,
     RankProgress,
     RunPaths,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from payload.data.reading.ranges import RangeHasher
+from payload.data.reading.range_hashes import RangeHasher
 from payload.data.tokenizers.gpt2 import END_OF_TEXT, TOKENIZER_NAME, TOKENIZER_SHA256, VOCAB_SIZE
 from payload.data.writing.meta import write_meta
 from payload.formats.data_folder import DataFile, DataMeta, SplitRecord, token_dtype

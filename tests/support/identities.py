@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from payload.core.files import write_whole
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from payload.run_record.run_identity import RunIdentity
 from payload.stack.cluster_identity import (
     IDENTITY_LABEL,

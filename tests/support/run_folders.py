@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from payload.run_record.results import RunPaths, RunState, write_json
+from payload.run_record.run_files import RunPaths, RunState, write_json
 from tests.supervise.planned import plan_stand_in
 
 

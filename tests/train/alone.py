@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from payload.config.run_config import load_run_config
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from payload.train import calibration
 from payload.train.ranks.world import World
 from payload.train.session import train

@@ -10,8 +10,8 @@ import torch
 
 from payload.config.run_config import parse_run_config
 from payload.models.gpt2 import PRESETS
-from payload.train.arithmetic import describe
 from payload.train.calibration import Calibration
+from payload.train.estimate_text import describe
 from payload.train.ranks.world import World
 from payload.train.tasks.registry import open_task
 

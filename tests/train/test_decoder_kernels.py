@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from payload.kernels import decoder_passes as passes
-from payload.kernels.decoder_passes import HeadSizes, NormScale, Rotation
+from payload.kernels import decoder_pointwise as passes
+from payload.kernels.decoder_pointwise import HeadSizes, NormScale, Rotation
 from payload.kernels.library import Library
 from tests.train.test_kernels import BF16, ONE_ROUNDING, error, random
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from payload.config.engines import require_known_backend
+from payload.config.engine_packages import require_known_backend
 from payload.config.launch_sections import DeviceSection, DistributedSection
 from payload.config.run_config import parse_run_config
 from payload.config.training_sections import AdapterSection

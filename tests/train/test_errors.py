@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from payload.config.run_config import load_run_config
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from payload.train.ranks.world import World
 from payload.train.setup import find_start
 from payload.train.tasks.registry import open_task

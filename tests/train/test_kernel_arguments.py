@@ -45,7 +45,7 @@ import torch
 from payload.train.__main__ import leave
 from payload.kernels import update
 from payload.kernels.library import Library
-from payload.kernels.low_precision import Bf16Copies
+from payload.kernels.bf16_copies import Bf16Copies
 
 library = Library(Path(sys.argv[1]))
 half, full, ids = torch.bfloat16, torch.float32, torch.int64

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from payload.run_record.metrics_log import EvalMetrics, parse_row
-from payload.run_record.results import RunPaths, Summary
+from payload.run_record.run_files import RunPaths, Summary
 from payload.run_record.run_statistics import with_metrics
 from payload.train.metrics import MetricsFile
 from tests.test_checkpoint_files import make_checkpoint

@@ -18,12 +18,12 @@ from payload.config.run_config import load_run_config, parse_run_config
 from payload.core.dtype import Dtype
 from payload.core.errors import CheckpointError, ConfigError, DataError
 from payload.data.reading.blocks import BlockOrder
-from payload.data.reference import ReferenceModel, read_reference, write_reference
+from payload.data.reference_logprobs import ReferenceModel, read_reference, write_reference
 from payload.evaluate.__main__ import main as evaluate
 from payload.formats.data_folder import load_meta
 from payload.kernels.kernels import find_kernels
 from payload.models.gpt2 import PRESETS
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from payload.train.checkpoints.base_model import identify
 from payload.train.models.base import CausalLM
 from payload.train.models.registry import load

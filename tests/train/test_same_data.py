@@ -10,7 +10,7 @@ import pytest
 from payload.config.run_config import load_run_config
 from payload.core.errors import CheckpointError
 from payload.formats.data_folder import load_meta
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from payload.train.checkpoints.checkpoint import load_trainer_state
 from payload.train.setup import require_same_data
 from tests.support.chat_data import MARKED_TEMPLATE, conversations, make_model, prepare

@@ -20,7 +20,7 @@ from payload.config.run_config import load_run_config
 from payload.core.errors import TrainingError
 from payload.formats.checkpoint_files import checkpoint_folders, checkpoint_step, manifest_problems
 from payload.run_record.metrics_log import EvalMetrics, read_metrics
-from payload.run_record.results import RunPaths, Summary, read_json
+from payload.run_record.run_files import RunPaths, Summary, read_json
 from payload.run_record.run_repair import make_room
 from payload.train.checkpoints import checkpoint
 from payload.train.checkpoints.checkpoint import newest_checkpoint, optimizer_tensors

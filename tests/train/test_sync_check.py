@@ -13,7 +13,7 @@ from torch import Tensor
 from payload.config.training_sections import OptimizerName
 from payload.core.errors import TrainingError
 from payload.formats.checkpoint_files import checkpoint_folders, manifest_problems
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from payload.train.checkpoints.saving import Saving
 from payload.train.checkpoints.snapshot import Snapshot
 from payload.train.optimizers.optimizer import Optimizers

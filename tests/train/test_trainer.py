@@ -16,7 +16,7 @@ from payload.config.run_config import RunConfig, parse_run_config
 from payload.config.training_sections import OptimizerName, OptimizerSection
 from payload.data.reading.blocks import BlockOrder, TokenBlocks
 from payload.run_record.metrics_log import read_metrics
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from payload.train.calibration import calibrate
 from payload.train.checkpoints.saving import Saving
 from payload.train.metrics import Heartbeat

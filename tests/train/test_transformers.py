@@ -21,7 +21,7 @@ from payload.data.writing.meta import write_meta
 from payload.formats.checkpoint_files import manifest_problems
 from payload.formats.data_folder import load_meta
 from payload.formats.hf_folder import TOKENIZER_FILES
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import DEADLINE_S, TINY_RUN
 from tests.train.alone import train_alone

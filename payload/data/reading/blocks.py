@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from payload.core.errors import DataError
-from payload.data.reading.ranges import RangeCheck, open_check
+from payload.data.reading.range_hashes import RangeCheck, open_check
 from payload.formats.data_folder import (
     IGNORED_TARGET,
     TRAIN_NAME,

@@ -16,10 +16,10 @@ import numpy.typing as npt
 import torch
 
 from payload.core.errors import DataError
-from payload.core.remake import how_to_make_again
 from payload.data.reading.blocks import Indices, open_tokens
-from payload.data.reading.ranges import RangeCheck
+from payload.data.reading.range_hashes import RangeCheck
 from payload.formats.data_folder import EXAMPLES_NAMES, DataMeta
+from payload.formats.prepare_hints import how_to_make_again
 
 EXAMPLE_DTYPE = np.dtype("<i8")
 

@@ -15,7 +15,7 @@ import torch
 
 from payload.core.errors import DataError
 from payload.data.reading.blocks import Indices, TokenBlocks, open_tokens
-from payload.data.reading.ranges import RangeCheck, open_check
+from payload.data.reading.range_hashes import RangeCheck, open_check
 from payload.formats.data_folder import (
     IGNORED_TARGET,
     TRAIN_MARKS_NAME,

@@ -17,10 +17,9 @@ import numpy.typing as npt
 import torch
 
 from payload.core.errors import DataError
-from payload.core.remake import how_to_make_again
 from payload.data.reading.blocks import Indices, open_tokens
 from payload.data.reading.packed_blocks import TRAINED
-from payload.data.reading.ranges import RangeCheck, open_check
+from payload.data.reading.range_hashes import RangeCheck, open_check
 from payload.formats.data_folder import (
     IGNORED_TARGET,
     PAIRS_NAMES,
@@ -32,6 +31,7 @@ from payload.formats.data_folder import (
     require_prepared_length,
     require_task,
 )
+from payload.formats.prepare_hints import how_to_make_again
 
 _FILES = {"train": (TRAIN_NAME, TRAIN_MARKS_NAME), "val": (VAL_NAME, VAL_MARKS_NAME)}
 _PAIR_DTYPE = np.dtype("<i8")

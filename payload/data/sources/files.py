@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from payload.core.errors import DataError
-from payload.core.untrusted import inside_folder, printable
+from payload.core.validation import inside_folder, printable
 from payload.data.sources.documents import PIECE_BYTES, Batch, Batcher, Cursor, Survey, read_pieces
 from payload.data.sources.request import SourceRequest
-from payload.data.sources.sections import Division, divide
+from payload.data.sources.text_sections import Division, divide
 
 BACKUPS = (".bak", ".old", ".orig", ".tmp", ".swp", ".part", ".partial", ".incomplete", "~")
 """Ends of names that programs give to copies and unfinished files."""

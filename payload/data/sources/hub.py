@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from payload.core.errors import DataError, UsageError
-from payload.core.untrusted import inside_folder, one_line, read_bytes, shown
+from payload.core.validation import inside_folder, one_line, read_bytes, shown
 from payload.data.sources.documents import Batch, Batcher, Cursor, Survey
 from payload.data.sources.files import file_identity, missing_shards
 from payload.data.sources.parquet import (

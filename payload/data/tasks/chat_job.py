@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from payload.core.errors import DataError, UsageError
-from payload.core.untrusted import shown
+from payload.core.validation import shown
 from payload.data.reading.packed_blocks import FIRST, PADDING, TRAINED, Marks
 from payload.data.rows.conversations import (
     BadConversationError,
@@ -29,7 +29,7 @@ from payload.data.tasks.arguments import (
     source_request,
     tokenizer_check,
 )
-from payload.data.tasks.folder import Made
+from payload.data.tasks.in_memory_writer import Made
 from payload.data.templates.chat_template import (
     TEMPLATE_FILE,
     ChatTemplate,

@@ -26,14 +26,14 @@ class PreferenceTask(Task):
 
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:
         """Return the source's label and what a run would do: all but writing is done for it."""
-        from payload.data.tasks.folder import estimate_whole
+        from payload.data.tasks.in_memory_writer import estimate_whole
         from payload.data.tasks.preference_job import preference_job
 
         return estimate_whole(preference_job(args))
 
     def prepare(self, args: argparse.Namespace) -> Outcome:
         """Make the data folder; a run that was stopped begins again."""
-        from payload.data.tasks.folder import prepare_whole
+        from payload.data.tasks.in_memory_writer import prepare_whole
         from payload.data.tasks.preference_job import preference_job
         from payload.data.writing.progress import Reporter
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from payload.core.errors import ConfigError, DataError
-from payload.core.untrusted import inside_folder, one_line, read_bytes
+from payload.core.validation import inside_folder, one_line, read_bytes
 from payload.data.templates.template_process import (
     TemplateFailedError,
     TemplateHopelessError,

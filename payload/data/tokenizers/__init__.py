@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from payload.core.errors import CheckpointError, DataError
-from payload.core.untrusted import home_path, one_line, shown
+from payload.core.validation import home_path, one_line, shown
 from payload.data.tokenizers.gguf import gguf_tokenizer_folder
 from payload.data.tokenizers.gpt2 import TOKENIZER_NAME, gpt2_encoding, gpt2_tokenizer
 from payload.data.tokenizers.probe import same_tokens
@@ -14,7 +14,7 @@ from payload.formats.checkpoint_files import require_own
 from payload.formats.hub_names import HubName, hub_name, require_one_meaning
 from payload.formats.tokenizer_identity import GPT2_PIPELINE_SHA256
 from payload.models.gguf import gguf_file
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 
 if TYPE_CHECKING:
     from payload.data.tokenizers.base import TextTokenizer

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from payload.core.errors import CheckpointError
-from payload.core.untrusted import is_failure, one_line, shown
-from payload.data.tokenizers.converted import alone, converted
+from payload.core.validation import is_failure, one_line, shown
+from payload.data.tokenizers.gguf_cache import alone, converted
 from payload.data.tokenizers.pre_tokenizers import IGNORES_MERGES, pre_tokenizer
 from payload.models.gguf import read_gguf
 from payload.models.gguf_header import read_header

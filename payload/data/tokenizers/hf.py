@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from payload.core.errors import DataError, TileforgeError
-from payload.core.remake import write_tokenizer_again
-from payload.core.untrusted import (
+from payload.core.validation import (
     inside_folder,
     is_failure,
     one_line,
@@ -28,8 +27,8 @@ from payload.core.untrusted import (
     shown,
 )
 from payload.data.tokenizers.base import FastTokenizer, TextTokenizer, Tokens
-from payload.data.tokenizers.declared import require_declared_tokens
-from payload.data.tokenizers.hf_fast import HfFast
+from payload.data.tokenizers.declared_tokens import require_declared_tokens
+from payload.data.tokenizers.gigatoken_adapter import HfFast
 from payload.data.tokenizers.special_tokens import (
     MAP_FILE,
     map_counts,
@@ -37,6 +36,7 @@ from payload.data.tokenizers.special_tokens import (
     tokenizer_config,
 )
 from payload.formats.hf_folder import CONFIG_FILE, read_tokenizer_files
+from payload.formats.prepare_hints import write_tokenizer_again
 from payload.formats.tokenizer_identity import TOKENIZER_FILE, identity_of, parse_tokenizer
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from payload.core.errors import DataError
-from payload.core.untrusted import inside_folder, parse_json, read_bytes, shown
+from payload.core.validation import inside_folder, parse_json, read_bytes, shown
 
 CONFIG_FILE = "tokenizer_config.json"
 MAP_FILE = "special_tokens_map.json"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from payload.core.errors import DataError
-from payload.core.untrusted import shown
+from payload.core.validation import shown
 from payload.data.sources.documents import MIB, Batch, Source, Survey
 from payload.data.sources.split import (
     NANOGPT_VAL_FRACTION,
@@ -30,7 +30,7 @@ from payload.data.tokenizers.special_tokens import (
 )
 from payload.data.writing.encode import Encoded, choose_encoder
 from payload.data.writing.meta import check_tokenizer_files
-from payload.data.writing.store import JOURNAL_NAME, remove_unfinished, unfinished_fingerprint
+from payload.data.writing.token_files import JOURNAL_NAME, remove_unfinished, unfinished_fingerprint
 from payload.formats.data_folder import (
     META_NAME,
     TRAIN_NAME,

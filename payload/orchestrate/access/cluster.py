@@ -16,8 +16,8 @@ from payload.machines.core_speed import typical_core_flops_per_s
 from payload.machines.inventory import Node
 from payload.orchestrate.access.local import LOOPBACK
 from payload.orchestrate.findings.trial import Measured
-from payload.orchestrate.ssh.streams import NodeLook
-from payload.run_record.results import RunPaths
+from payload.orchestrate.ssh.remote_calls import NodeLook
+from payload.run_record.run_files import RunPaths
 
 VENV = PurePosixPath("/opt/tileforge/venv")
 """The nodes' environment, which their bootstrap makes."""

@@ -19,7 +19,7 @@ from shutil import which
 from payload.config.training_sections import DtypeChoice
 from payload.core.dtype import Dtype
 from payload.core.errors import PreflightError, UsageError
-from payload.core.interpreter import code_environment, code_path, module_words
+from payload.core.python_processes import code_environment, code_path, module_words
 from payload.estimates.step_time import LOOPBACK_BYTES_PER_S
 from payload.launch.launcher import Launcher, Reach
 from payload.launch.launchers.registry import AUTO
@@ -28,7 +28,7 @@ from payload.machines.core_speed import has_bf16, typical_core_flops_per_s
 from payload.machines.inventory import RANK_PORTS, Node
 from payload.machines.machine import free_memory_bytes
 from payload.orchestrate.node import control
-from payload.run_record.results import (
+from payload.run_record.run_files import (
     RunPaths,
     StopRequest,
 )

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from payload.config.store_address import StoreAddress
 from payload.core.errors import ConfigError, PreflightError
-from payload.core.untrusted import open_regular, shown
+from payload.core.validation import open_regular, shown
 from payload.formats.checkpoint_files import MANIFEST_FILE, load_manifest
 from payload.formats.data_folder import META_NAME, load_meta
 from payload.formats.hf_folder import (
@@ -33,7 +33,7 @@ from payload.orchestrate.ssh.files import (
     send_code,
     send_files,
 )
-from payload.orchestrate.ssh.streams import NODE_FOLDER, NodeLook, all_or_raise, on_every_node
+from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, NodeLook, all_or_raise, on_every_node
 from payload.storage.here import TRY_STORE_S, check_words, require_stored
 from payload.weights.source import find_source
 

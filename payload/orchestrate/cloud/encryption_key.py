@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from payload.core.errors import TileforgeError
-from payload.core.untrusted import checked
+from payload.core.validation import checked
 from payload.orchestrate.cloud.google import CloudMissingError, Google
-from payload.orchestrate.cloud.project import Check, auth, unknown, wrong
+from payload.orchestrate.cloud.project_checks import Check, auth, unknown, wrong
 from payload.stack.cloud_need import KMS_KEY, Need, key_location_fits
 
 _NAME = "kmsKey"

@@ -14,8 +14,8 @@ from typing import Any, Literal, Protocol, TypeVar
 from urllib.parse import quote, urlsplit
 
 from payload.core.errors import CloudAuthError, CloudError, ConfigError, TileforgeError
-from payload.core.untrusted import build, parse_json, printable, shown
-from payload.orchestrate.cloud.refusals import access_refusal, other_refusal
+from payload.core.validation import build, parse_json, printable, shown
+from payload.orchestrate.cloud.error_catalog import access_refusal, other_refusal
 from payload.stack.cloud_need import CLOUD_NAME
 from payload.storage.credentials import load_credentials, quiet
 from payload.storage.google_login import GoogleLogin
@@ -192,7 +192,7 @@ class Google:
     def get(self, service: Service, path: str, *, what: str, shape: type[_T]) -> _T:
         """Return the JSON at `path` of a service that has no client library here.
 
-        `shape` is the dataclass that it is held to, as payload.core.untrusted.build does.
+        `shape` is the dataclass that it is held to, as payload.core.validation.build does.
         """
         return build(
             shape, self._request("GET", service, path, what=what), where=what, error=CloudError

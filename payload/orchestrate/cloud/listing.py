@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from payload.core.errors import CloudAuthError, CloudError, TileforgeError
-from payload.core.untrusted import checked, shown
+from payload.core.validation import checked, shown
 from payload.orchestrate.cloud.google import (
     MOST_PAGES,
     REQUEST_S,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from payload.orchestrate.cloud.firewall import StackState
+from payload.orchestrate.cloud.firewall_drift import StackState
 from payload.orchestrate.cloud.resources import (
     BUCKET,
     FILESTORE,

@@ -12,8 +12,8 @@ from shutil import which
 from typing import Any, BinaryIO, Literal, TypeVar
 
 from payload.core.errors import ConfigError, ExitCode
-from payload.core.hints import command
-from payload.core.untrusted import (
+from payload.core.suggested_commands import command
+from payload.core.validation import (
     NODE_NAME,
     build,
     check_type,
@@ -22,7 +22,7 @@ from payload.core.untrusted import (
     printable,
     shown,
 )
-from payload.orchestrate.cloud.environment import past_the_proxy
+from payload.orchestrate.cloud.proxy import past_the_proxy
 from payload.stack.cloud_need import Need
 from payload.storage.google_login import REFUSED_CREDENTIALS, GoogleLogin
 

@@ -15,9 +15,9 @@ from rich.table import Table
 
 from payload.core.errors import CloudAuthError, CloudError, ExitCode, TileforgeError, UsageError
 from payload.core.files import write_whole
-from payload.core.untrusted import checked
+from payload.core.validation import checked
 from payload.orchestrate.cloud.encryption_key import check_key
-from payload.orchestrate.cloud.firewall import check_firewall
+from payload.orchestrate.cloud.firewall_drift import check_firewall
 from payload.orchestrate.cloud.google import CloudMissingError, Endpoints, Google, UnreadableError
 from payload.orchestrate.cloud.machine_status import check_machines
 from payload.orchestrate.cloud.prerequisites import (
@@ -27,7 +27,7 @@ from payload.orchestrate.cloud.prerequisites import (
     check_proxy,
     check_quota_project,
 )
-from payload.orchestrate.cloud.project import (
+from payload.orchestrate.cloud.project_checks import (
     Check,
     ask_compute,
     check_gpus,

@@ -16,19 +16,19 @@ from rich.console import Console
 
 from payload.core.errors import ConfigError, ExitCode, TileforgeError, UsageError
 from payload.core.files import write_whole
-from payload.core.hints import command
-from payload.core.untrusted import read_bytes
+from payload.core.suggested_commands import command
+from payload.core.validation import read_bytes
 from payload.formats.checkpoint_files import checkpoint_step
 from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.cloud.filestore import may_delete, own_filestores
-from payload.orchestrate.cloud.firewall import StackState, stack_state
+from payload.orchestrate.cloud.firewall_drift import StackState, stack_state
 from payload.orchestrate.cloud.google import Endpoints, Google
 from payload.orchestrate.cloud.machine_status import start_head
-from payload.orchestrate.cloud.operations import Operations
 from payload.orchestrate.cloud.ownership import ownership_of
 from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError, cluster_name, settings
-from payload.orchestrate.cloud.stack import (
+from payload.orchestrate.cloud.pulumi_operations import Operations
+from payload.orchestrate.cloud.stack_outputs import (
     CACHE_FILE,
     MachineGoneError,
     StackOutputs,
@@ -39,8 +39,8 @@ from payload.orchestrate.cloud.stack import (
     recall_outputs,
     remember,
 )
-from payload.orchestrate.commands.same_name import own_identity, require_own_state
-from payload.orchestrate.commands.status import RunChoice, collect
+from payload.orchestrate.commands.cluster_name_conflict import own_identity, require_own_state
+from payload.orchestrate.commands.run_commands import RunChoice, collect
 from payload.orchestrate.commands.sweep import (
     Bucket,
     conclude,
@@ -51,10 +51,10 @@ from payload.orchestrate.commands.sweep import (
     project_of,
 )
 from payload.orchestrate.runs.mirror import Mirrored, read_mirrored
-from payload.orchestrate.runs.store import all_runs
+from payload.orchestrate.runs.run_index import all_runs
 from payload.orchestrate.ssh.keys import operator_key_path, require_private
 from payload.orchestrate.terminal.console import confirm, confirm_by_name, text_console
-from payload.run_record.results import RunPaths, Summary, read_json
+from payload.run_record.run_files import RunPaths, Summary, read_json
 from payload.stack.cluster_identity import recorded_cluster_identity
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _runs(inventory: ClusterInventory, env: Mapping[str, str], *, key: Path) -> 
     # paramiko takes half a second to import.
     from payload.orchestrate.ssh.connection import Cluster
     from payload.orchestrate.ssh.files import runs_on
-    from payload.orchestrate.ssh.streams import Login
+    from payload.orchestrate.ssh.remote_calls import Login
 
     login = Login(user=inventory.ssh_user, key=key)
     with Cluster(inventory, login=login, env=env) as cluster:

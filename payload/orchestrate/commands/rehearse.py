@@ -23,16 +23,16 @@ from payload import __version__
 from payload.config.run_config import load_run_config
 from payload.core.errors import INTERRUPTED, BudgetError, ConfigError, ExitCode, TileforgeError
 from payload.core.files import write_whole
-from payload.core.hints import command
-from payload.core.interpreter import code_environment, module_words
-from payload.core.untrusted import parse_json, printable, read_bytes
+from payload.core.python_processes import code_environment, module_words
+from payload.core.suggested_commands import command
+from payload.core.validation import parse_json, printable, read_bytes
 from payload.launch.ranks import place_ranks
 from payload.orchestrate.cloud.filestore import filestore_name
 from payload.orchestrate.cloud.google import REQUEST_LOG, Endpoints, Google
 from payload.orchestrate.cloud.listing import remove
 from payload.orchestrate.cloud.pulumi import Pulumi
 from payload.orchestrate.cloud.resources import Resource
-from payload.orchestrate.cloud.stack import StackOutputs, cluster_folder, read_outputs
+from payload.orchestrate.cloud.stack_outputs import StackOutputs, cluster_folder, read_outputs
 from payload.orchestrate.commands.sweep import project_of
 from payload.orchestrate.runs.start_checks import check_data
 from payload.orchestrate.terminal.console import confirm, text_console

@@ -15,24 +15,24 @@ from rich.console import Console
 
 from payload.config.run_config import RunConfig, load_run_config, parse_run_config
 from payload.core.errors import ConfigError, DataError, ExitCode
-from payload.core.untrusted import printable
+from payload.core.validation import printable
 from payload.estimates.batch_size import as_recorded, left_open
 from payload.formats.checkpoint_files import newest_sound
 from payload.launch.plan import auto_batch_size
 from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.follow.follow import EndOptions, Tails, follow
-from payload.orchestrate.follow.report import Estimate, estimate, print_plan, strategy_table
+from payload.orchestrate.follow.run_text import Estimate, estimate, print_plan, strategy_table
 from payload.orchestrate.inventories.chosen import Chosen, load_cluster
 from payload.orchestrate.runs.at_risk import run_warning
 from payload.orchestrate.runs.planning import PlannedRun
+from payload.orchestrate.runs.run_index import Order, all_runs, resumable_run
 from payload.orchestrate.runs.site import InventorySite, Site
 from payload.orchestrate.runs.start_checks import check_data, require_known_sizes, settle_initial
-from payload.orchestrate.runs.store import Order, all_runs, resumable_run
 from payload.orchestrate.sites.local import Local, require_disk
 from payload.orchestrate.sites.registry import find_site, run_at_site
 from payload.orchestrate.terminal.console import text_console
 from payload.run_record.named_settings import is_on_hub, named_by, reaching, require_named, unnamed
-from payload.run_record.results import RunPaths, new_run_id, require_own_folders
+from payload.run_record.run_files import RunPaths, new_run_id, require_own_folders
 from payload.run_record.run_repair import config_to_resume, known_summary
 from payload.run_record.write_report import add_samples
 from payload.storage.here import bring_data_here, settle_results

@@ -26,14 +26,13 @@ from payload.core.errors import (
     TileforgeError,
     UsageError,
 )
-from payload.core.hints import command
-from payload.core.untrusted import checked, shown
+from payload.core.suggested_commands import command
+from payload.core.validation import checked, shown
 from payload.orchestrate.cloud.failures import StackBusyError, explain
 from payload.orchestrate.cloud.filestore import may_delete
-from payload.orchestrate.cloud.firewall import StackState
+from payload.orchestrate.cloud.firewall_drift import StackState
 from payload.orchestrate.cloud.google import CloudMissingError, Endpoints, Google
 from payload.orchestrate.cloud.listing import bucket_in, list_everything, remove
-from payload.orchestrate.cloud.operations import Operations
 from payload.orchestrate.cloud.ownership import (
     NO_IDENTITY,
     Ownership,
@@ -42,6 +41,7 @@ from payload.orchestrate.cloud.ownership import (
     removable,
 )
 from payload.orchestrate.cloud.pulumi import PulumiError
+from payload.orchestrate.cloud.pulumi_operations import Operations
 from payload.orchestrate.cloud.resources import (
     BUCKET,
     CLUSTER_LABEL,
@@ -56,7 +56,7 @@ from payload.orchestrate.cloud.resources import (
     in_order,
     is_made_by_program,
 )
-from payload.orchestrate.cloud.stack import recall, remembered_clusters
+from payload.orchestrate.cloud.stack_outputs import recall, remembered_clusters
 from payload.orchestrate.terminal.console import confirm, confirm_by_name, text_console
 from payload.pricing.cloud_prices import filestore_price
 from payload.stack.cloud_need import CLOUD_NAME

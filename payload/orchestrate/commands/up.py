@@ -22,8 +22,8 @@ from payload.core.errors import (
     TileforgeError,
 )
 from payload.core.files import write_whole
-from payload.core.hints import command
-from payload.core.untrusted import build, check_schema, checked, parse_json, read_bytes
+from payload.core.suggested_commands import command
+from payload.core.validation import build, check_schema, checked, parse_json, read_bytes
 from payload.orchestrate.cloud.failures import (
     StackBusyError,
     StockOut,
@@ -40,7 +40,7 @@ from payload.orchestrate.cloud.filestore import (
     refuse_another_region,
     zone_words,
 )
-from payload.orchestrate.cloud.firewall import (
+from payload.orchestrate.cloud.firewall_drift import (
     INSTANCE,
     StackState,
     changes_metadata,
@@ -49,17 +49,6 @@ from payload.orchestrate.cloud.firewall import (
     stack_state,
 )
 from payload.orchestrate.cloud.google import Endpoints, Google
-from payload.orchestrate.cloud.kept import (
-    KEPT_VARIABLE,
-    Additions,
-    added_lines,
-    hand_added,
-    kept_metadata,
-    reasons,
-    refuse_another_project,
-    remove_machines,
-    use_kept_bucket,
-)
 from payload.orchestrate.cloud.machine_status import (
     CLOCK_SLACK_S,
     MachinesThere,
@@ -68,7 +57,6 @@ from payload.orchestrate.cloud.machine_status import (
     places_in,
     see_to_stopped,
 )
-from payload.orchestrate.cloud.operations import Operations, orphans, remove_orphans
 from payload.orchestrate.cloud.ownership import Ownership, ownership_of
 from payload.orchestrate.cloud.pulumi import (
     Pulumi,
@@ -79,10 +67,27 @@ from payload.orchestrate.cloud.pulumi import (
     settings,
     type_of,
 )
+from payload.orchestrate.cloud.pulumi_operations import Operations, orphans, remove_orphans
 from payload.orchestrate.cloud.resources import FILESTORE, Resource
-from payload.orchestrate.cloud.stack import outputs_if_any, read_outputs, remember, remember_plan
+from payload.orchestrate.cloud.stack_outputs import (
+    outputs_if_any,
+    read_outputs,
+    remember,
+    remember_plan,
+)
+from payload.orchestrate.cloud.stack_update import (
+    KEPT_VARIABLE,
+    Additions,
+    added_lines,
+    hand_added,
+    kept_metadata,
+    reasons,
+    refuse_another_project,
+    remove_machines,
+    use_kept_bucket,
+)
+from payload.orchestrate.commands.cluster_name_conflict import of_this_name, own_identity, take_over
 from payload.orchestrate.commands.down import AtStake, at_stake
-from payload.orchestrate.commands.same_name import of_this_name, own_identity, take_over
 from payload.orchestrate.commands.sweep import destroy_and_look, project_of
 from payload.orchestrate.runs.at_risk import cluster_warning, refuse_spot_without_bucket
 from payload.orchestrate.ssh.keys import make_operator_key, operator_key_path

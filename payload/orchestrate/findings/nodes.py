@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from payload.core.errors import ExitCode, TileforgeError
-from payload.core.untrusted import checked, printable, shown
+from payload.core.validation import checked, printable, shown
 from payload.launch.launchers.registry import names
 from payload.machines.inventory import RANK_PORTS, Node
 from payload.orchestrate.hardware.nvidia import GpuNeed, NvidiaFacts, gpu_faults
 from payload.orchestrate.node.mesh import BULK_BYTES
-from payload.orchestrate.ssh.streams import MeshAnswer, Pair
+from payload.orchestrate.ssh.remote_calls import MeshAnswer, Pair
 
 STRANGER = "operator"
 """The name of this machine in trials of ports that are open to others."""

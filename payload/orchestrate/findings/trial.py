@@ -13,7 +13,7 @@ from payload.config.training_sections import DtypeChoice
 from payload.core.dtype import Dtype
 from payload.core.errors import ConfigError
 from payload.core.files import write_whole
-from payload.core.untrusted import NODE_NAME, build, check_schema, checked, parse_json, read_bytes
+from payload.core.validation import NODE_NAME, build, check_schema, checked, parse_json, read_bytes
 from payload.estimates.step_time import sends_per_byte
 from payload.launch.launcher import BOOTSTRAP_AGAIN, MISSING_LIBRARY, Launcher
 from payload.machines.inventory import Node

@@ -19,14 +19,15 @@ from rich.console import Console
 from payload.config.training_sections import TrainSection
 from payload.core.errors import INTERRUPTED, ConfigError, ExitCode, TileforgeError
 from payload.core.interrupts import Presses
-from payload.core.untrusted import build, parse_json, printable
-from payload.orchestrate.follow.report import failure_lines, result_lines, straggler_line
+from payload.core.validation import build, parse_json, printable
+from payload.orchestrate.follow.run_text import failure_lines, result_lines, straggler_line
 from payload.orchestrate.runs.site import SiteRun, how_to_attach
 from payload.orchestrate.terminal.console import LiveLine, text_console
-from payload.run_record.checkpoint_watch import CheckpointWatch
+from payload.run_record.checkpoint_grace import CheckpointWatch
 from payload.run_record.metrics_log import StepMetrics
 from payload.run_record.named_settings import bounded_wait_s
-from payload.run_record.results import (
+from payload.run_record.run_commands import run_command
+from payload.run_record.run_files import (
     DEFAULT_GRACE_S,
     RankProgress,
     RunJob,
@@ -39,11 +40,10 @@ from payload.run_record.results import (
     read_json,
     to_json,
 )
-from payload.run_record.run_hints import run_command
 from payload.run_record.run_lock import FORCE_SIGNAL
 from payload.run_record.run_repair import known_config, known_state
 from payload.run_record.stragglers import StragglerNews, by_rank
-from payload.run_record.tracking import hand_over, tracked
+from payload.run_record.tracker_process import hand_over, tracked
 from payload.run_record.write_report import write_report
 
 

@@ -17,8 +17,8 @@ from typing import Literal
 
 from payload.config.run_config import RunConfig
 from payload.core.errors import ConfigError
-from payload.core.untrusted import checked, one_line, printable, shown
-from payload.machines.accelerators import NVIDIA_DRIVER_BRANCH, least_driver_branch
+from payload.core.validation import checked, one_line, printable, shown
+from payload.machines.gpu_catalog import NVIDIA_DRIVER_BRANCH, least_driver_branch
 from payload.machines.inventory import Node
 
 QUERY = (

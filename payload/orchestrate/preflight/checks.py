@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import payload
-from payload.config.engines import has_nvidia_device
+from payload.config.engine_packages import has_nvidia_device
 from payload.config.run_config import RunConfig
 from payload.config.store_address import StoreAddress, settled_results
 from payload.core.errors import ConfigError, SshAuthError, TileforgeError
 from payload.core.files import write_whole
-from payload.core.untrusted import build
+from payload.core.validation import build
 from payload.launch.launchers.registry import AUTO
 from payload.machines.inventory import RANK_PORTS, SHARED_FOLDER, ClusterInventory, Node
 from payload.machines.machine import discover
@@ -53,7 +53,7 @@ from payload.orchestrate.ssh.keys import (
     require_private,
     write_ssh_files,
 )
-from payload.orchestrate.ssh.streams import (
+from payload.orchestrate.ssh.remote_calls import (
     Login,
     MeshAnswer,
     ask,

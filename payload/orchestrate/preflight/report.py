@@ -40,7 +40,7 @@ from payload.orchestrate.findings.trial import (
 )
 from payload.orchestrate.hardware.nvidia import for_prediction, gpu_need
 from payload.orchestrate.inventories.chosen import Chosen
-from payload.orchestrate.preflight.trial import Trial, try_cluster, try_this_machine
+from payload.orchestrate.preflight.cluster_trial import Trial, try_cluster, try_this_machine
 from payload.orchestrate.runs.start_checks import initial_spec
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import this_code

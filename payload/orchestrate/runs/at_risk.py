@@ -7,7 +7,7 @@ from typing import Any
 
 from payload.config.run_config import RunConfig
 from payload.core.errors import ConfigError
-from payload.core.hints import command
+from payload.core.suggested_commands import command
 from payload.machines.inventory import Source
 from payload.stack.cloud_need import need_of
 

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from payload.core.errors import AnswerError, ConfigError
 from payload.core.files import require_file, write_whole
-from payload.core.untrusted import (
+from payload.core.validation import (
     build,
     check_schema,
     checked,
@@ -30,19 +30,19 @@ from payload.core.untrusted import (
 )
 from payload.formats.checkpoint_files import FOLDER_NAME
 from payload.launch.ranks import load_ranks
-from payload.orchestrate.ssh.streams import Part, Piece, require_known
-from payload.run_record.copies import inside, unwritable
-from payload.run_record.manifest_hashes import (
+from payload.orchestrate.ssh.remote_calls import Part, Piece, require_known
+from payload.run_record.checkpoint_manifest_hashes import (
     HASHES_FILE,
     ManifestHashes,
     known_hashes,
     parse_hashes,
 )
-from payload.run_record.results import (
+from payload.run_record.copy_paths import inside, unwritable
+from payload.run_record.run_commands import run_command
+from payload.run_record.run_files import (
     SCHEMA_VERSION as RESULTS_VERSION,
 )
-from payload.run_record.results import RankExit, RankProgress, RunPaths, RunState, Summary
-from payload.run_record.run_hints import run_command
+from payload.run_record.run_files import RankExit, RankProgress, RunPaths, RunState, Summary
 from payload.run_record.run_identity import (
     IDENTITY_FILE,
     RunIdentity,

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
-from payload.config.deepspeed_config import render_deepspeed
+from payload.config.deepspeed_json import render_deepspeed
 from payload.config.run_config import RunConfig
 from payload.config.settings import AUTO as AUTO_SIZE
 from payload.config.training_sections import DtypeChoice
@@ -22,23 +22,24 @@ from payload.core.errors import (
 from payload.core.files import write_whole
 from payload.estimates.batch_size import as_recorded, left_open, settle_batch
 from payload.formats.hub_names import HubName
-from payload.launch.arithmetic import work_out
 from payload.launch.budget import time_limit
-from payload.launch.compare import Compared, compare_strategies
 from payload.launch.environment import Rendezvous, common_environment
 from payload.launch.exports.base import ExportJob
 from payload.launch.exports.registry import export_job
-from payload.launch.files import render_accelerate, render_hosts
 from payload.launch.launcher import Job, Launcher, Reach
+from payload.launch.launcher_files import render_accelerate, render_hosts
 from payload.launch.launchers.registry import AUTO, candidates
 from payload.launch.plan import LaunchPlan, auto_batch_size, rank_words
 from payload.launch.ranks import Placement, render_ranks
+from payload.launch.run_estimate import work_out
+from payload.launch.strategy_comparison import Compared, compare_strategies
 from payload.machines.inventory import ClusterInventory, Node
-from payload.machines.mesh import require_tensor_ranks_on_a_node
+from payload.machines.rank_mesh import require_tensor_ranks_on_a_node
 from payload.models.spec import ModelSpec
 from payload.orchestrate.hardware.nvidia import GPU_GUESS, for_prediction
 from payload.orchestrate.inventories.chosen import Chosen
 from payload.orchestrate.inventories.placeable import memory_warning, require_launcher
+from payload.orchestrate.runs.run_index import Order
 from payload.orchestrate.runs.start_checks import (
     check_data,
     initial_spec,
@@ -46,10 +47,9 @@ from payload.orchestrate.runs.start_checks import (
     rate_warning,
     require_fp8_on,
 )
-from payload.orchestrate.runs.store import Order
-from payload.run_record.results import RunPaths, new_run_id
+from payload.run_record.run_files import RunPaths, new_run_id
 from payload.run_record.run_repair import known_dtype
-from payload.run_record.tracking import missing_notes
+from payload.run_record.tracker_process import missing_notes
 from payload.weights.source import SCRATCH
 
 _DTYPES: tuple[Dtype, ...] = ("bf16", "fp32")

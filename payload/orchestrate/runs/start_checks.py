@@ -13,7 +13,7 @@ from payload.config.run_config import RunConfig
 from payload.config.training_sections import PrecisionSection
 from payload.core.errors import CheckpointError, ConfigError, DataError
 from payload.core.tasks import TaskKind
-from payload.core.untrusted import home_path
+from payload.core.validation import home_path
 from payload.formats.checkpoint_files import MANIFEST_FILE
 from payload.formats.data_folder import TRAIN_NAME, load_meta, require_prepared_length, require_task
 from payload.formats.hub_names import HubName
@@ -22,7 +22,7 @@ from payload.formats.tokenizer_identity import (
     require_same_tokenizer,
     vocabulary_file,
 )
-from payload.machines.accelerators import FP8_CAPABILITY
+from payload.machines.gpu_catalog import FP8_CAPABILITY
 from payload.machines.inventory import Node
 from payload.models.spec import ModelSpec
 from payload.weights.adapter_files import has_adapter

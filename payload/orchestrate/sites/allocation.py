@@ -25,8 +25,8 @@ from pathlib import Path
 
 from payload.config.run_config import load_run_config
 from payload.core.errors import ConfigError, ExitCode, PreflightError, TileforgeError, UsageError
-from payload.core.interpreter import code_environment, module_words
-from payload.core.untrusted import NODE_NAME, build, checked, parse_json, printable
+from payload.core.python_processes import code_environment, module_words
+from payload.core.validation import NODE_NAME, build, checked, parse_json, printable
 from payload.launch.environment import launcher_environment
 from payload.launch.launcher import Launcher, Reach
 from payload.launch.launchers.srun import LAUNCHER, NODE_COMMAND, each_node_command
@@ -39,7 +39,7 @@ from payload.orchestrate.inventories.chosen import Chosen, nvidia_here
 from payload.orchestrate.node import control
 from payload.orchestrate.runs.planning import plan_run
 from payload.orchestrate.runs.start_checks import check_data
-from payload.run_record.results import DEFAULT_GRACE_S, RunJob, RunPaths, last_record, write_json
+from payload.run_record.run_files import DEFAULT_GRACE_S, RunJob, RunPaths, last_record, write_json
 from payload.run_record.run_repair import known_dtype, known_summary, make_room
 
 JOB_ID = "SLURM_JOB_ID"

@@ -12,21 +12,22 @@ from pathlib import Path
 
 from rich.console import Console
 
-from payload.config.engines import require_means_here
+from payload.config.engine_packages import require_means_here
 from payload.config.run_config import RunConfig
 from payload.core.errors import ExitCode, RankLostError, UsageError
 from payload.estimates.disk_room import require_room
 from payload.launch.plan import auto_batch_size
 from payload.orchestrate.access.local import LocalAccess, port_of
-from payload.orchestrate.follow.report import log_tail
+from payload.orchestrate.follow.run_text import log_tail
 from payload.orchestrate.hardware.nvidia import require_gpus
 from payload.orchestrate.inventories.chosen import Chosen
 from payload.orchestrate.inventories.placeable import require_one_machine
 from payload.orchestrate.runs.mirror import mirror_file
 from payload.orchestrate.runs.planning import PlannedRun, plan_run
+from payload.orchestrate.runs.run_index import Order, running_here, view_run
 from payload.orchestrate.runs.site import Home, InventorySite, Seen, SiteRun
-from payload.orchestrate.runs.store import Order, running_here, view_run
-from payload.run_record.results import (
+from payload.run_record.run_commands import run_command
+from payload.run_record.run_files import (
     RunPaths,
     RunState,
     StopRequest,
@@ -34,7 +35,6 @@ from payload.run_record.results import (
     last_record,
     write_json,
 )
-from payload.run_record.run_hints import run_command
 from payload.run_record.run_lock import is_supervised
 from payload.run_record.run_repair import known_dtype, known_state
 from payload.storage.here import require_new_in_store

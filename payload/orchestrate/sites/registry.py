@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from payload.core.errors import ConfigError
 from payload.orchestrate import sites
 from payload.orchestrate.runs.site import NamedSite, SiteRun
-from payload.run_record.results import RunJob, RunPaths, last_record
+from payload.run_record.run_files import RunJob, RunPaths, last_record
 
 _NOT_SITES = (
     "allocation",
-    "checkpoint_copies",
-    "cluster_run",
+    "checkpoint_download",
+    "ssh_run",
     "local",
     "registry",
     "ssh",

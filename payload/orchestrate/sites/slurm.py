@@ -16,16 +16,16 @@ from pathlib import Path
 from payload.config.run_config import RunConfig
 from payload.core.errors import INTERRUPTED, ConfigError, ExitCode, PreflightError
 from payload.core.files import write_whole
-from payload.core.interpreter import code_environment, module_words
-from payload.core.untrusted import PLAIN_TEXT, shown, shown_name
+from payload.core.python_processes import code_environment, module_words
+from payload.core.validation import PLAIN_TEXT, shown, shown_name
 from payload.orchestrate.access.local import LocalAccess
-from payload.orchestrate.follow.report import log_tail
+from payload.orchestrate.follow.run_text import log_tail
 from payload.orchestrate.inventories.placeable import require_launcher_of_jobs
 from payload.orchestrate.runs.mirror import mirror_file
+from payload.orchestrate.runs.run_index import Order
 from payload.orchestrate.runs.site import Home, NamedSite, Seen, SiteRun
-from payload.orchestrate.runs.store import Order
 from payload.orchestrate.sites.allocation import SlurmError, ask, fields, require_program
-from payload.run_record.results import (
+from payload.run_record.run_files import (
     RunJob,
     RunPaths,
     RunState,

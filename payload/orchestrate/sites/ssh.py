@@ -22,13 +22,13 @@ from payload.core.errors import (
     TileforgeError,
     UsageError,
 )
-from payload.core.untrusted import can_see, home_path
+from payload.core.validation import can_see, home_path
 from payload.launch.budget import time_limit
 from payload.launch.launchers.registry import candidates
 from payload.launch.ranks import Placement
 from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.access.cluster import VENV, Answers, ClusterAccess, programs_of
-from payload.orchestrate.access.dry_run import plan_dry_run
+from payload.orchestrate.access.offline_plan import plan_dry_run
 from payload.orchestrate.access.supply import (
     Weights,
     ask_nodes,
@@ -44,6 +44,8 @@ from payload.orchestrate.preflight.checks import check_cluster, lock_sha, operat
 from payload.orchestrate.preflight.report import Report, try_if_new, with_known_trial
 from payload.orchestrate.runs.mirror import take_hashes
 from payload.orchestrate.runs.planning import PlannedRun, plan_run
+from payload.orchestrate.runs.remote_run import RemoteRun, hashes_there, require_own_there
+from payload.orchestrate.runs.run_index import Order, is_copy, require_new, room_for
 from payload.orchestrate.runs.site import (
     InventorySite,
     SiteRun,
@@ -52,9 +54,7 @@ from payload.orchestrate.runs.site import (
     refuse_under_way,
     refuse_where_copied_alive,
 )
-from payload.orchestrate.runs.store import Order, is_copy, require_new, room_for
-from payload.orchestrate.runs.there import RemoteRun, hashes_there, require_own_there
-from payload.orchestrate.sites.cluster_run import ClusterRun, adopted, is_copy_of
+from payload.orchestrate.sites.ssh_run import ClusterRun, adopted, is_copy_of
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import Code, archive, look, make_room_for, this_code, unpack
 from payload.orchestrate.ssh.keys import (
@@ -66,7 +66,7 @@ from payload.orchestrate.ssh.keys import (
     remove_dead_keys,
     remove_run_key,
 )
-from payload.orchestrate.ssh.streams import (
+from payload.orchestrate.ssh.remote_calls import (
     NODE_FOLDER,
     Begun,
     Login,
@@ -74,9 +74,9 @@ from payload.orchestrate.ssh.streams import (
     all_or_raise,
     on_every_node,
 )
-from payload.run_record.manifest_hashes import HASHES_FILE, ManifestHashes
-from payload.run_record.results import RunPaths
-from payload.run_record.run_hints import run_command
+from payload.run_record.checkpoint_manifest_hashes import HASHES_FILE, ManifestHashes
+from payload.run_record.run_commands import run_command
+from payload.run_record.run_files import RunPaths
 from payload.run_record.run_identity import RunIdentity, known_identity
 from payload.run_record.run_lock import starting
 from payload.run_record.run_repair import known_config, known_dtype

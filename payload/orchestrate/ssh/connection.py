@@ -34,9 +34,9 @@ from payload.core.errors import (
     SshUnreachableError,
     TileforgeError,
 )
-from payload.core.untrusted import MAX_FILE_BYTES, printable
+from payload.core.validation import MAX_FILE_BYTES, printable
 from payload.machines.inventory import ClusterInventory, Node
-from payload.orchestrate.ssh.streams import (
+from payload.orchestrate.ssh.remote_calls import (
     Completed,
     Deadlines,
     Login,

@@ -26,8 +26,8 @@ from payload.core.errors import (
     TileforgeError,
 )
 from payload.core.files import is_odd_file
-from payload.core.interpreter import module_words
-from payload.core.untrusted import MAX_FILE_BYTES, RUN_ID, checked, no_follow, printable, shown
+from payload.core.python_processes import module_words
+from payload.core.validation import MAX_FILE_BYTES, RUN_ID, checked, no_follow, printable, shown
 from payload.formats.checkpoint_files import (
     FOLDER_NAME,
     MANIFEST_FILE,
@@ -37,9 +37,9 @@ from payload.formats.checkpoint_files import (
     sha256_of,
 )
 from payload.orchestrate.ssh.connection import Connection, SFTPClient
-from payload.orchestrate.ssh.streams import NODE_FOLDER, Finished, NodeLook, ask, require_known
-from payload.run_record.copies import inside, make_folder, set_aside_no_folder
-from payload.run_record.results import RunPaths
+from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, Finished, NodeLook, ask, require_known
+from payload.run_record.copy_paths import inside, make_folder, set_aside_no_folder
+from payload.run_record.run_files import RunPaths
 
 _CHUNK_BYTES = 256 * 2**10
 _SETTLE_S = 120.0

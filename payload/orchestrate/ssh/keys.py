@@ -23,12 +23,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from payload.core.errors import AnswerError, ConfigError, PreflightError, TileforgeError
 from payload.core.files import write_whole
-from payload.core.hints import command
-from payload.core.untrusted import RUN_ID, build, checked, parse_json
+from payload.core.suggested_commands import command
+from payload.core.validation import RUN_ID, build, checked, parse_json
 from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.ssh.connection import Cluster, Connection, shell_text
 from payload.orchestrate.ssh.files import put
-from payload.orchestrate.ssh.streams import (
+from payload.orchestrate.ssh.remote_calls import (
     Nothing,
     all_or_raise,
     ask,

@@ -22,10 +22,10 @@ from rich.text import Text
 from payload.config.training_sections import TrainSection
 from payload.core.durations import as_clock
 from payload.core.errors import UsageError
-from payload.core.untrusted import printable
+from payload.core.validation import printable
 from payload.orchestrate.terminal.time_left import Eta
-from payload.run_record.checkpoint_watch import START_PHASES
-from payload.run_record.results import RankProgress
+from payload.run_record.checkpoint_grace import START_PHASES
+from payload.run_record.run_files import RankProgress
 
 _PIPE_WIDTH = 200
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from payload.config.training_sections import TrainSection
-from payload.run_record.checkpoint_watch import START_PHASES
-from payload.run_record.results import RankProgress
+from payload.run_record.checkpoint_grace import START_PHASES
+from payload.run_record.run_files import RankProgress
 
 # Steps whose median time the ETA goes by.
 _RECENT = 20

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from payload.config.training_sections import Quantize
 from payload.core.errors import CheckpointError, TrainingError
-from payload.core.untrusted import build, check_schema, checked, parse_json, read_bytes
+from payload.core.validation import build, check_schema, checked, parse_json, read_bytes
 from payload.formats.checkpoint_files import (
     BEST_NAME,
     MANIFEST_FILE,

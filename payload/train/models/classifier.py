@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from payload.core.errors import CheckpointError
-from payload.core.untrusted import shown
+from payload.core.validation import shown
 from payload.models.classifier import ClassifierSpec
 from payload.train.models.base import CausalLM
-from payload.train.models.saved import require_tensors
+from payload.train.models.hf_layout import require_tensors
 from payload.train.tensors.lazy_tensors import copy_in, without
 
 SCORE = "score.weight"

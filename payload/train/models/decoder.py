@@ -19,9 +19,9 @@ from payload.train.models.base import CausalLM, OuterModules
 from payload.train.models.decoder_fast import JOINED, refusals, run_layers
 from payload.train.models.decoder_layers import Layer, make_norm
 from payload.train.models.gpt2 import Embedding, LayerCache, Linear
+from payload.train.models.hf_layout import load_named, require_tied, saved_config
 from payload.train.models.quantized import loading_targets
 from payload.train.models.rope import Table, frequencies, table
-from payload.train.models.saved import load_named, require_tied, saved_config
 from payload.train.models.split import Split, Splits, embed
 from payload.train.models.transformers_lm import TransformersLM
 

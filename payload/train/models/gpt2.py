@@ -21,8 +21,8 @@ from payload.kernels.linears import LayerContext
 from payload.models.gpt2 import Activation, Gpt2Spec
 from payload.models.spec import ModelSpec
 from payload.train.models.base import CausalLM, LayerModule, OuterModules
-from payload.train.models.recognised import layer_refusals, projection
-from payload.train.models.saved import require_tensors
+from payload.train.models.hf_layout import require_tensors
+from payload.train.models.kernel_support import layer_refusals, projection
 from payload.train.models.split import (
     Split,
     SplitModule,

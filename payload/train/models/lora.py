@@ -21,13 +21,13 @@ from payload.formats.hf_folder import CONFIG_FILE, own_file
 from payload.kernels.linears import lay_below_each_other
 from payload.models.adapter import AdaptedSpec, is_target, scale, target_names
 from payload.train.models.base import CausalLM
+from payload.train.models.hf_layout import require_tensors
 from payload.train.models.quantized import (
     QuantizedLinear,
     dequantize,
     require_quantizer,
     shrink,
 )
-from payload.train.models.saved import require_tensors
 from payload.train.tensors.lazy_tensors import LazyTensors
 from payload.train.tensors.tensor_file import write_tensors
 from payload.weights.adapter_files import (

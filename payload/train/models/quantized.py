@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from payload.config.engines import bitsandbytes_missing
+from payload.config.engine_packages import bitsandbytes_missing
 from payload.kernels.code_caches import keep_inductor_home
 from payload.models.nf4 import BLOCK_SIZE, GROUP_SIZE, num_blocks, num_groups
 from payload.train.tensors.lazy_tensors import copy_in

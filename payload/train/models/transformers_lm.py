@@ -18,13 +18,13 @@ from payload.core.errors import CheckpointError, ConfigError
 from payload.models.other import OtherSpec
 from payload.models.spec import ModelSpec
 from payload.train.models.base import CausalLM
-from payload.train.models.quantized import QuantizedLinear, loading_targets
-from payload.train.models.saved import (
+from payload.train.models.hf_layout import (
     load_named,
     require_tied,
     require_weight,
     saved_config,
 )
+from payload.train.models.quantized import QuantizedLinear, loading_targets
 from payload.train.models.transformers_module import (
     build_module,
     raw_config,

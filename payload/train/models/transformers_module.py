@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 
 from payload.core.errors import CheckpointError
-from payload.core.untrusted import shown
+from payload.core.validation import shown
 from payload.models.spec import ModelSpec
-from payload.train.models.saved import without_code
+from payload.train.models.hf_layout import without_code
 from payload.train.models.transformers_probes import first_line, require_causal
 
 _Module = Any

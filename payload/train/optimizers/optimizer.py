@@ -13,7 +13,7 @@ from payload.config.training_sections import EngineSection, OptimizerSection
 from payload.core.errors import CheckpointError, ConfigError
 from payload.kernels.kernels import Kernels
 from payload.train.models.base import CausalLM, trainable
-from payload.train.optimizers.eager import eager
+from payload.train.optimizers.uncompiled import eager
 
 
 @dataclass(slots=True)

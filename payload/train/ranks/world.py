@@ -16,12 +16,12 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from payload.config.engines import ccl_missing, require_known_backend
+from payload.config.engine_packages import ccl_missing, require_known_backend
 from payload.config.launch_sections import DeviceSection, DistributedSection
 from payload.core.errors import ConfigError, RankLostError, TrainingError
-from payload.core.hints import command
-from payload.core.untrusted import check_type, parse_json
-from payload.machines.accelerators import FP8_CAPABILITY
+from payload.core.suggested_commands import command
+from payload.core.validation import check_type, parse_json
+from payload.machines.gpu_catalog import FP8_CAPABILITY
 from payload.machines.rank_variables import TORCH, identify
 from payload.train.ranks.interface import interface_towards
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from payload.core.errors import ConfigError
-from payload.core.hints import command
+from payload.core.suggested_commands import command
 
 if TYPE_CHECKING:
     from payload.train.ranks.world import World
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None, env: Mapping[str, str]) -> int:
     """Run the command; return its exit code."""
     arguments = parser().parse_args(argv)
     # torch takes seconds to import; --help should not cost them.
-    from payload.train.ranks.rank_command import carry_out
+    from payload.train.ranks.multi_rank_cli import carry_out
 
     return carry_out(lambda world: _make(arguments, world), env)
 
@@ -70,7 +70,7 @@ def _make(arguments: argparse.Namespace, world: World) -> None:
     from payload.train.models.lora import widen_base
     from payload.train.models.registry import load
     from payload.train.models.weights import model_folder
-    from payload.train.ranks.rank_command import autocast, progress
+    from payload.train.ranks.multi_rank_cli import autocast, progress
     from payload.train.tasks.dpo import reference_log_probs
     from payload.train.tasks.evaluate import EvalPass
     from payload.train.tasks.preference import reference_model, store

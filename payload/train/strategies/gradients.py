@@ -16,7 +16,7 @@ from payload.kernels.accumulate import gradient_dtype
 from payload.train.models.base import CausalLM, trainable
 from payload.train.ranks.world import World
 from payload.train.strategies.buckets import Bucket, make_buckets
-from payload.train.strategies.token_exchange import TokenExchange
+from payload.train.strategies.embedding_gradients import TokenExchange
 
 
 @dataclass(frozen=True, slots=True)

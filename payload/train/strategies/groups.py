@@ -6,7 +6,7 @@ import datetime
 
 import torch.distributed as dist
 
-from payload.machines.mesh import Dimension, Mesh
+from payload.machines.rank_mesh import Dimension, Mesh
 
 
 def group_along(

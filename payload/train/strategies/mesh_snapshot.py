@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from payload.machines.mesh import Mesh, Place
+from payload.machines.rank_mesh import Mesh, Place
 from payload.train.checkpoints.snapshot import Snapshot
 from payload.train.models.base import CausalLM
 from payload.train.models.split import Split, Splits, bounds

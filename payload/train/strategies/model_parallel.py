@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from payload.config.launch_sections import DistributedSection
-from payload.machines.mesh import Dimension
+from payload.machines.rank_mesh import Dimension
 from payload.models.stages import stage_layers
 from payload.train.models.base import CausalLM, trainable
 from payload.train.models.split import SplitModule, Splits, TensorRanks
@@ -24,9 +24,9 @@ from payload.train.optimizers.optimizer import Optimizers
 from payload.train.ranks.world import World
 from payload.train.strategies.base import Strategy
 from payload.train.strategies.groups import group_along, group_of_ends
-from payload.train.strategies.mesh_check import require_one_mesh
 from payload.train.strategies.mesh_loading import PartsReader, read_part
 from payload.train.strategies.mesh_snapshot import Layout, MeshSnapshot
+from payload.train.strategies.mesh_sync_check import require_one_mesh
 from payload.train.strategies.replicate import Replicate
 from payload.train.tensors.lazy_tensors import LazyTensors
 

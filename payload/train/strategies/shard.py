@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from payload.config.launch_sections import DistributedSection
-from payload.machines.mesh import Mesh
+from payload.machines.rank_mesh import Mesh
 from payload.train.checkpoints.snapshot import checkpoint_weights
 from payload.train.models.base import CausalLM, LayerModule, Placement, trainable
 from payload.train.models.split import bounds

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from payload.config.launch_sections import DistributedSection
 from payload.estimates.step_time import CopyTimes, ShardTimes
-from payload.machines.mesh import Mesh
+from payload.machines.rank_mesh import Mesh
 from payload.models.spec import BYTES_PER_WEIGHT, ModelSpec
 from payload.train.ranks.world import World
 from payload.train.strategies.groups import group_along

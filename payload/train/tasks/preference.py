@@ -15,7 +15,7 @@ from payload.core.dtype import Dtype
 from payload.core.errors import CheckpointError, DataError
 from payload.data.reading.blocks import Indices
 from payload.data.reading.pairs import Pairs, open_pairs
-from payload.data.reference import (
+from payload.data.reference_logprobs import (
     LogProbs,
     Reference,
     ReferenceModel,

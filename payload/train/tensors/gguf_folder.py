@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from payload.core.errors import CheckpointError
-from payload.core.untrusted import one_line
-from payload.data.tokenizers.converted import alone, converted
+from payload.core.validation import one_line
 from payload.data.tokenizers.gguf import write_tokenizer
+from payload.data.tokenizers.gguf_cache import alone, converted
 from payload.formats.hf_folder import CONFIG_FILE, WEIGHTS_FILE
 from payload.models.gguf import gguf_config, read_gguf
 from payload.models.gguf_header import read_header

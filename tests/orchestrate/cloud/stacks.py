@@ -14,7 +14,7 @@ from payload.orchestrate.commands import down
 from payload.orchestrate.commands.down import Head
 from payload.orchestrate.runs.mirror import Mirrored, write_mirrored
 from payload.orchestrate.ssh.keys import make_operator_key, operator_key_path
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from tests.launch.inventories import make_inventory
 from tests.orchestrate.cloud.conftest import KEY, Site
 from tests.support.run_folders import make_run

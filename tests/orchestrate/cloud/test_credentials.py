@@ -20,7 +20,7 @@ from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud.failures import explain
 from payload.orchestrate.cloud.google import Endpoints, Google
 from payload.orchestrate.cloud.pulumi import refusal
-from payload.orchestrate.ssh.streams import ProxyProcess
+from payload.orchestrate.ssh.remote_calls import ProxyProcess
 from payload.storage.bucket import BucketStore
 from payload.storage.google_login import GoogleLogin
 from payload.storage.objects import StoreRefusedError

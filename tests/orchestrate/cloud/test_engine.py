@@ -15,8 +15,8 @@ from infra.labels import mark
 from payload.core.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud import failures
-from payload.orchestrate.cloud.operations import Operations, Progress
 from payload.orchestrate.cloud.pulumi import Pulumi, parse_event
+from payload.orchestrate.cloud.pulumi_operations import Operations, Progress
 from payload.orchestrate.terminal.console import text_console
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.fake_pulumi import ENGINE

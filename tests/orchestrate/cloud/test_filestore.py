@@ -11,7 +11,7 @@ from payload.orchestrate.__main__ import main
 from payload.orchestrate.cloud.filestore import may_delete
 from payload.orchestrate.cloud.resources import FILESTORE as FILESTORE_KIND
 from payload.orchestrate.cloud.resources import Resource
-from payload.orchestrate.commands.same_name import take_over
+from payload.orchestrate.commands.cluster_name_conflict import take_over
 from payload.orchestrate.terminal.console import text_console
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Answers, Capture, destroys, head_says, own_key, words

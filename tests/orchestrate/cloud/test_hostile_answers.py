@@ -18,10 +18,10 @@ import pytest
 
 from payload.core.errors import TileforgeError
 from payload.machines.inventory import ClusterInventory
-from payload.orchestrate.cloud import stack
+from payload.orchestrate.cloud import stack_outputs as stack
 from payload.orchestrate.cloud.encryption_key import check_key
 from payload.orchestrate.cloud.failures import explain
-from payload.orchestrate.cloud.firewall import stack_state
+from payload.orchestrate.cloud.firewall_drift import stack_state
 from payload.orchestrate.cloud.google import Google
 from payload.orchestrate.cloud.listing import (
     _buckets,
@@ -33,7 +33,7 @@ from payload.orchestrate.cloud.listing import (
     service_accounts,
 )
 from payload.orchestrate.cloud.prerequisites import check_billing, check_bucket, check_image
-from payload.orchestrate.cloud.project import (
+from payload.orchestrate.cloud.project_checks import (
     ask_compute,
     check_offers,
     check_policies,
@@ -42,7 +42,7 @@ from payload.orchestrate.cloud.project import (
 )
 from payload.orchestrate.cloud.pulumi import Pulumi, Update, cluster_name, settings
 from payload.orchestrate.cloud.resources import KINDS, Resource, by_cluster
-from payload.orchestrate.cloud.stack import read_outputs, recall, remember
+from payload.orchestrate.cloud.stack_outputs import read_outputs, recall, remember
 from payload.orchestrate.commands.doctor import fresh_catalog
 from payload.stack.cloud_need import Need, need_of
 from tests.orchestrate.cloud.conftest import KEY, Site

@@ -15,11 +15,11 @@ from payload.core.errors import ConfigError, ExitCode
 from payload.core.files import write_whole
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.cloud.firewall import StackState
+from payload.orchestrate.cloud.firewall_drift import StackState
 from payload.orchestrate.cloud.machine_status import start_head
 from payload.orchestrate.cloud.ownership import Ownership, ownership_of
 from payload.orchestrate.cloud.resources import DNS_ZONE, FILESTORE, SERVICE_ACCOUNT, Resource
-from payload.orchestrate.cloud.stack import (
+from payload.orchestrate.cloud.stack_outputs import (
     CACHE_FILE,
     cluster_folder,
     recall_outputs,

@@ -14,9 +14,9 @@ from payload.core.errors import ExitCode
 from payload.machines.inventory import Access, Source
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.runs.at_risk import cluster_warning, loses_checkpoints, run_warning
-from payload.orchestrate.runs.there import RemoteRun
-from payload.orchestrate.sites.checkpoint_copies import CheckpointCopies
-from payload.orchestrate.sites.cluster_run import ClusterRun
+from payload.orchestrate.runs.remote_run import RemoteRun
+from payload.orchestrate.sites.checkpoint_download import CheckpointCopies
+from payload.orchestrate.sites.ssh_run import ClusterRun
 from payload.orchestrate.ssh.keys import make_operator_key
 from payload.orchestrate.terminal.console import text_console
 from tests.launch.inventories import make_inventory
@@ -154,7 +154,7 @@ def test_a_run_without_a_store_on_a_stack_is_copied_when_it_is_followed(
         def close(self) -> None:
             begun.append("ended")
 
-    monkeypatch.setattr("payload.orchestrate.sites.cluster_run.CheckpointCopies", Copies)
+    monkeypatch.setattr("payload.orchestrate.sites.ssh_run.CheckpointCopies", Copies)
     run.inventory = replace(run.inventory, source=source)
     with ClusterRun(run, talk=text_console(stderr=True)).followed(print):
         pass

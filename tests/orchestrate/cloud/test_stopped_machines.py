@@ -20,14 +20,14 @@ from payload.orchestrate.cloud.machine_status import (
     start,
     stopped_machines,
 )
-from payload.orchestrate.cloud.stack import StackOutputs
+from payload.orchestrate.cloud.stack_outputs import StackOutputs
 from payload.orchestrate.commands import down
 from payload.orchestrate.commands.down import Head
 from payload.orchestrate.runs.mirror import read_mirrored, write_mirrored
-from payload.orchestrate.sites.cluster_run import remote_run
+from payload.orchestrate.sites.ssh_run import remote_run
 from payload.orchestrate.ssh.keys import make_operator_key
 from payload.orchestrate.terminal.console import text_console
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from tests.orchestrate.cloud.conftest import Site, inventory_output
 from tests.orchestrate.cloud.stacks import (
     Answers,

@@ -9,7 +9,7 @@ import pytest
 
 from payload.core.errors import ExitCode
 from payload.formats.checkpoint_files import manifest_problems
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from tests.orchestrate.cluster.conftest import STEPS, Trained
 from tests.orchestrate.cluster.operating import Operator
 from tests.orchestrate.damage import WAYS, damage_file

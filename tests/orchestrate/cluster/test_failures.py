@@ -9,7 +9,7 @@ import pytest
 
 from payload.core.errors import ExitCode
 from payload.run_record.metrics_log import read_metrics
-from payload.run_record.results import RunPaths, RunState
+from payload.run_record.run_files import RunPaths, RunState
 from tests.orchestrate.cluster.operating import (
     TIMEOUT_S,
     Operator,

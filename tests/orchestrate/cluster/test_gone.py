@@ -15,12 +15,12 @@ import pytest
 
 from payload.core.errors import ExitCode, NodesError
 from payload.machines.rank_variables import RUN_DIR
-from payload.orchestrate.runs import there
+from payload.orchestrate.runs import remote_run as there
 from payload.orchestrate.runs.mirror import Mirrored, write_mirrored
-from payload.orchestrate.runs.there import RemoteRun, planned_run_dir
-from payload.orchestrate.sites.cluster_run import bring_home, remote_run
+from payload.orchestrate.runs.remote_run import RemoteRun, planned_run_dir
+from payload.orchestrate.sites.ssh_run import bring_home, remote_run
 from payload.orchestrate.terminal.console import text_console
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from tests.orchestrate.cluster.conftest import STEPS, Trained
 from tests.orchestrate.cluster.test_run import as_stack
 from tests.support.ports import free_port

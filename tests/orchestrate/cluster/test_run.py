@@ -30,8 +30,8 @@ from payload.orchestrate.runs.mirror import read_mirrored
 from payload.orchestrate.sites import ssh as ssh_site
 from payload.orchestrate.ssh import files, keys
 from payload.orchestrate.ssh.connection import Connection
-from payload.run_record.manifest_hashes import known_hashes, note_hash
-from payload.run_record.results import RunPaths
+from payload.run_record.checkpoint_manifest_hashes import known_hashes, note_hash
+from payload.run_record.run_files import RunPaths
 from tests.orchestrate.cloud.fake_pulumi import FakePulumi
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, CloudStandIn
 from tests.orchestrate.cluster.conftest import STEPS, Trained

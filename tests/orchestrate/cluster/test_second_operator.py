@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from payload.core.errors import INTERRUPTED, ExitCode
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from payload.run_record.run_identity import known_identity
 from tests.orchestrate.cluster.operating import TIMEOUT_S, Operator, wait_for_nobody
 from tests.orchestrate.cluster.separate import SeparateNodes

@@ -14,7 +14,7 @@ from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.access.supply import ask_nodes, bring_weights, local_weights
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import this_code
-from payload.orchestrate.ssh.streams import Login
+from payload.orchestrate.ssh.remote_calls import Login
 from tests.orchestrate.cluster.conftest import STEPS, Trained
 from tests.orchestrate.conftest import PATIENT
 from tests.support.launching import losses

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from payload.config.run_config import parse_run_config
 from payload.config.training_sections import PrecisionSection
 from payload.core.errors import ConfigError, ExitCode
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from payload.train.models.float8 import convert_linears
 from tests.support.launching import losses
 from tests.support.slow_imports import float8_linear

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.architecture_cases import CASES, make_folder
 from payload.data.reading.blocks import BlockOrder, TokenData
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import losses, train_several
 from tests.train.alone import train_alone

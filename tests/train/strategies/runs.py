@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from tests.support.launching import (
     REPO,
     evaluations,

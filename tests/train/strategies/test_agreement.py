@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 
-from payload.config.engines import require_means_here
+from payload.config.engine_packages import require_means_here
 from payload.config.launch_sections import DistributedSection
 from payload.config.run_config import RunConfig, parse_run_config
 from payload.core.errors import ConfigError, RanksDifferError, TrainingError

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from payload.run_record.results import RunPaths
+from payload.run_record.run_files import RunPaths
 from tests.support.launching import losses, summary
 from tests.train.strategies.cases import (
     ADAPTERS,

@@ -1,0 +1,143 @@
+"""Hashes of a token file's parts: made while it is written, compared when a step reads a part."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+from payload.core.errors import DataError
+from payload.formats.data_folder import HASH_DIGITS, RANGE_BYTES, DataFile
+from payload.formats.prepare_hints import how_to_make_again
+
+
+class RangeHasher:
+    """The hashes of a growing file's ranges."""
+
+    def __init__(self) -> None:
+        self._whole: list[str] = []
+        self._last = hashlib.sha256()
+        self._last_bytes = 0
+
+    def update(self, content: memoryview | bytes) -> None:
+        """Append to the file."""
+        start = 0
+        while start < len(content):
+            part = content[start : start + RANGE_BYTES - self._last_bytes]
+            self._last.update(part)
+            self._last_bytes += len(part)
+            start += len(part)
+            if self._last_bytes == RANGE_BYTES:
+                self._whole.append(_digits(self._last))
+                self._last, self._last_bytes = hashlib.sha256(), 0
+
+    def hashes(self) -> tuple[str, ...]:
+        """Return the hash of each range so far, a shorter last one included."""
+        return (*self._whole, *([_digits(self._last)] if self._last_bytes else []))
+
+
+class RangeCheck:
+    """Compares the ranges of one token file with meta.json, each before it is first used.
+
+    A file that somebody writes to meanwhile is compared from the beginning again.
+    """
+
+    def __init__(
+        self, path: Path, *, size_bytes: int, hashes: tuple[str, ...], source: str
+    ) -> None:
+        """`source` is meta.json's, for the message. Raises DataError when it cannot be opened."""
+        self.path = path
+        self._size_bytes = size_bytes
+        self._hashes = hashes
+        self._source = source
+        self._is_good = bytearray(len(hashes))
+        try:
+            self._file = path.open("rb", buffering=0)
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}.") from None
+        self._changed_ns = self._stat().st_mtime_ns
+
+    def require(self, spans: list[tuple[int, int]]) -> None:
+        """Check what these bytes, (start, end) each, lie in. Raises DataError."""
+        found = self._stat()
+        if found.st_mtime_ns != self._changed_ns:
+            self._changed_ns = found.st_mtime_ns
+            self._is_good = bytearray(len(self._hashes))
+        # Beyond the end of a file that was cut, its memory is a signal that ends the process.
+        if found.st_size != self._size_bytes:
+            raise self._damaged(f"{found.st_size:,} bytes now, meta.json says {self._size_bytes:,}")
+        for start, end in spans:
+            for number in self._unchecked(start, end):
+                self._check(number)
+
+    def extended(self, start: int, end: int) -> tuple[int, int]:
+        """Return the bytes that reading (start, end) takes, the ranges to check included."""
+        numbers = self._unchecked(start, end)
+        if not numbers:
+            return start, end
+        first, last = numbers[0] * RANGE_BYTES, (numbers[-1] + 1) * RANGE_BYTES
+        return min(start, first), max(end, min(last, self._size_bytes))
+
+    def _unchecked(self, start: int, end: int) -> list[int]:
+        first, last = start // RANGE_BYTES, (end - 1) // RANGE_BYTES
+        return [number for number in range(first, last + 1) if not self._is_good[number]]
+
+    def _check(self, number: int) -> None:
+        start = number * RANGE_BYTES
+        size = min(RANGE_BYTES, self._size_bytes - start)
+        try:
+            content = os.pread(self._file.fileno(), size, start)
+        except OSError as error:
+            raise self._damaged(f"cannot be read at byte {start:,} ({error.strerror})") from None
+        if _digits(hashlib.sha256(content)) != self._hashes[number]:
+            raise self._damaged(
+                f"bytes {start:,} to {start + size - 1:,} are not those that meta.json has the "
+                "hash of"
+            )
+        self._is_good[number] = 1
+
+    def _stat(self) -> os.stat_result:
+        return os.fstat(self._file.fileno())
+
+    def _damaged(self, problem: str) -> DataError:
+        remedy = how_to_make_again(self.path.parent, source=self._source)
+        return DataError(f"{self.path}: {problem}. The file is damaged. {remedy}")
+
+
+def open_check(path: Path, file: DataFile, *, source: str) -> RangeCheck | None:
+    """Return the check of a file's ranges; a file without hashes of them is compared whole, here.
+
+    Raises DataError.
+    """
+    if file.range_sha256:
+        return RangeCheck(path, size_bytes=file.bytes, hashes=file.range_sha256, source=source)
+    require_content(path, file, source=source)
+    return None
+
+
+def require_content(path: Path, file: DataFile, *, source: str) -> None:
+    """Raise DataError when the whole file is not the one that meta.json has the hash of."""
+    try:
+        with path.open("rb") as opened:
+            found = hashlib.file_digest(opened, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}.") from None
+    if found != file.sha256:
+        raise DataError(
+            f"{path}: its content is not what meta.json has the hash of. "
+            f"{how_to_make_again(path.parent, source=source)}"
+        )
+
+
+def damaged_ranges(found: tuple[str, ...], expected: tuple[str, ...]) -> str:
+    """Say which ranges of RANGE_BYTES differ, as in `bytes 0 to 262,143 (1 of 7 ranges)`."""
+    numbers = [i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b]
+    if not numbers:
+        return ""
+    first, last = numbers[0] * RANGE_BYTES, (numbers[-1] + 1) * RANGE_BYTES - 1
+    return f" (within bytes {first:,} to {last:,}: {len(numbers)} of {len(expected)} ranges)"
+
+
+def _digits(digest: Any) -> str:
+    return str(digest.hexdigest()[:HASH_DIGITS])

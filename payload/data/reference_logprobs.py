@@ -1,0 +1,170 @@
+"""Log-probabilities that a model gave the answers of a preference folder before it was trained.
+
+They lie beside the data: reference.json says which model's they are, and a file for each dtype of
+the matmuls has two float64 numbers a pair, training's pairs first. A folder has one model's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from payload.core.dtype import Dtype
+from payload.core.errors import DataError
+from payload.core.files import write_whole
+from payload.core.suggested_commands import command
+from payload.core.validation import (
+    build,
+    check_schema,
+    checked,
+    inside_folder,
+    open_regular,
+    parse_json,
+    read_bytes,
+)
+from payload.formats.data_folder import DataFile, DataMeta
+
+REFERENCE_FILE = "reference.json"
+VALUES_FILES: Mapping[Dtype, str] = {"bf16": "reference.bf16.bin", "fp32": "reference.fp32.bin"}
+SCHEMA_VERSION = 1
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_DTYPE = np.dtype("<f8")
+
+LogProbs = npt.NDArray[np.float64]
+"""(pairs, 2) of the better and of the worse answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceModel:
+    """The model that the log-probabilities are of."""
+
+    source: str
+    """Folder or hub name."""
+    revision: str | None = None
+    sha256: str = checked(pattern=_SHA256, wanted="64 hexadecimal digits")
+    """Over the files with the weights."""
+    config_sha256: str | None = checked(None, pattern=_SHA256, wanted="64 hexadecimal digits")
+    """Over what config.json says of the arithmetic; None in older records."""
+    quantize: Literal["none", "nf4"] = "none"
+
+    def name(self) -> str:
+        """Return the model as a command line names it."""
+        return f"{self.source}@{self.revision}" if self.revision else self.source
+
+    def is_same(self, other: ReferenceModel) -> bool:
+        """Say whether both compute the same, wherever their files are."""
+        configs = {self.config_sha256, other.config_sha256} - {None}
+        same_weights = (self.sha256, self.quantize) == (other.sha256, other.quantize)
+        return same_weights and len(configs) <= 1
+
+    def has_same_hashes(self, other: ReferenceModel) -> bool:
+        """Say whether both are known by the same hashes, that of config.json included."""
+        return self.is_same(other) and self.config_sha256 == other.config_sha256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """reference.json"""
+
+    model: ReferenceModel
+    data_sha256: str = checked(pattern=_SHA256, wanted="64 hexadecimal digits")
+    """Over the hashes of the folder's files."""
+    files: dict[str, DataFile]
+    """The files of `VALUES_FILES` that are there."""
+    schema_version: int = SCHEMA_VERSION
+
+
+def how_to_make(folder: Path, model: ReferenceModel | None, *, dtype: Dtype | None = None) -> str:
+    """Return the command that computes and stores a model's log-probabilities."""
+    words = ["--model", "MODEL" if model is None else model.name(), "--data", str(folder)]
+    if dtype is not None:
+        words += ["--dtype", dtype]
+    if model is not None and model.quantize != "none":
+        words += ["--quantize", model.quantize]
+    return command("train.reference", *words)
+
+
+def read_reference(folder: Path, meta: DataMeta) -> Reference | None:
+    """Return what is stored for this data; None when nothing is, or for data that is gone.
+
+    Raises DataError for a damaged file.
+    """
+    path = folder / REFERENCE_FILE
+    fix = f"Remove it, or make it again with: {how_to_make(folder, None)}"
+    try:
+        raw = parse_json(read_bytes(inside_folder(path)), where=str(path), fix=fix, error=DataError)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}). {fix}") from None
+    check_schema(raw, SCHEMA_VERSION, where=str(path), fix=fix, error=DataError)
+    found = build(Reference, raw, where=str(path), fix=fix, error=DataError)
+    return found if found.data_sha256 == _data_sha256(meta) else None
+
+
+def read_values(folder: Path, meta: DataMeta, found: Reference, dtype: Dtype) -> LogProbs | None:
+    """Return the stored log-probabilities in this dtype; None when there are none.
+
+    Raises DataError for a damaged file.
+    """
+    name = VALUES_FILES[dtype]
+    if name not in found.files:
+        return None
+    path, again = folder / name, how_to_make(folder, found.model, dtype=dtype)
+    try:
+        with open_regular(inside_folder(path)) as file:
+            content = file.read()
+    except OSError as error:
+        raise DataError(
+            f"{path}: {error.strerror}, though {REFERENCE_FILE} lists it. Make it again with: "
+            f"{again}"
+        ) from None
+    count = meta.train_documents + meta.val_documents
+    is_sound = hashlib.sha256(content).hexdigest() == found.files[name].sha256
+    if not is_sound or len(content) != count * 2 * _DTYPE.itemsize:
+        raise DataError(
+            f"{path}: its content is not what {REFERENCE_FILE} has the hash of. Make it again "
+            f"with: {again}"
+        )
+    return np.frombuffer(content, dtype=_DTYPE).astype(np.float64).reshape(-1, 2)
+
+
+def write_reference(
+    folder: Path, meta: DataMeta, *, model: ReferenceModel, dtype: Dtype, values: LogProbs
+) -> None:
+    """Store log-probabilities; those of another model or of other data go. Raises DataError."""
+    before: Reference | None = None
+    with contextlib.suppress(DataError):  # What is damaged is replaced.
+        before = read_reference(folder, meta)
+    # A record without the hash of config.json may be of another one than the new record names.
+    is_kept = before is not None and before.model.has_same_hashes(model)
+    kept = before.files if before is not None and is_kept else {}
+    content = values.astype(_DTYPE).tobytes()
+    name = VALUES_FILES[dtype]
+    file = DataFile(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+    found = Reference(model=model, data_sha256=_data_sha256(meta), files={**dict(kept), name: file})
+    try:
+        for other in set(VALUES_FILES.values()) - set(found.files):
+            (folder / other).unlink(missing_ok=True)
+        write_whole(folder / name, content)
+        write_whole(folder / REFERENCE_FILE, json.dumps(asdict(found), indent=2) + "\n")
+    except OSError as error:
+        raise DataError(
+            f"{folder}: the reference's log-probabilities cannot be written ({error.strerror}). "
+            "Free space there, or copy the folder to where files can be written."
+        ) from None
+
+
+def _data_sha256(meta: DataMeta) -> str:
+    hashes = sorted(f"{name} {file.sha256}" for name, file in meta.files.items())
+    return hashlib.sha256("\n".join(hashes).encode()).hexdigest()

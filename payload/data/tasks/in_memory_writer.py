@@ -1,0 +1,142 @@
+"""A data folder written whole: for tasks whose data fits into memory while it is prepared."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+from payload.core.errors import DataError
+from payload.core.files import write_whole
+from payload.data.reading.range_hashes import RangeHasher
+from payload.data.rows.rows import Rows
+from payload.data.sources.split import Split
+from payload.data.writing.meta import write_meta, write_tokenizer
+from payload.data.writing.plan import (
+    Estimate,
+    PrepareSettings,
+    check_folder,
+    fingerprint_of,
+    free_bytes,
+    new_folder,
+)
+from payload.data.writing.prepare import Outcome, say_few
+from payload.data.writing.progress import Reporter
+from payload.data.writing.token_files import locked, writing_to
+from payload.data.writing.write import EXAMPLES_KEPT
+from payload.formats.data_folder import META_NAME, DataFile, DataMeta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """The arrays and counts that a task made of the rows."""
+
+    files: Mapping[str, npt.NDArray[Any]]
+    """Each file's content, in its own dtype."""
+    split: Split
+    fields: Mapping[str, Any]
+    """DataMeta's counts of tokens, documents and bytes, its task, and the task's record."""
+    encoder: str
+    """The encoder that made the tokens."""
+    tokenizer_files: Mapping[str, bytes] | None = None
+    """In place of the tokenizer's own, where the task changes one."""
+
+
+class WholeJob(Protocol):
+    """One prepare that makes all its arrays in memory."""
+
+    @property
+    def rows(self) -> Rows:
+        """The rows that it reads."""
+
+    @property
+    def settings(self) -> PrepareSettings:
+        """The settings of the command line."""
+
+    def make(self) -> Made:
+        """Return the folder's arrays and fields. Raises DataError."""
+
+
+def estimate_whole(job: WholeJob) -> tuple[str, Estimate]:
+    """Return the source's label and what a run would do: all but writing is done for it."""
+    job.rows.identity()
+    made = job.make()
+    return job.rows.label, Estimate(
+        documents=made.fields["train_documents"] + made.fields["val_documents"],
+        text_bytes=made.fields["text_bytes"],
+        tokens=made.fields["train_tokens"] + made.fields["val_tokens"],
+        need_bytes=sum(values.nbytes for values in made.files.values()),
+        free_bytes=free_bytes(job.settings.out),
+        note="; ".join(job.rows.notes()).removeprefix("note: ") or None,
+    )
+
+
+def prepare_whole(
+    rows: Rows, settings: PrepareSettings, reporter: Reporter, make: Callable[[], Made]
+) -> Outcome:
+    """Make the data folder from rows, or find that it is there. Raises DataError.
+
+    A run that is stopped leaves nothing behind and begins again.
+    """
+    reporter.say(f"source: {rows.label}")
+    started_s = time.monotonic()
+    try:
+        identity = rows.identity()
+        with new_folder(settings.out), locked(settings.out, wait=settings.wait):
+            ready = check_folder(settings, identity)
+            if ready is None:
+                meta = _written(rows, settings, fingerprint_of(identity, settings), make())
+                for note in rows.notes():
+                    reporter.say(note)
+                say_few(meta, reporter)
+                worked_s = time.monotonic() - started_s
+                return Outcome(meta=meta, was_ready=False, worked_s=worked_s)
+    except OSError as error:
+        raise DataError(f"{error.filename or rows.label}: {error.strerror or error}.") from None
+    reporter.say(f"{settings.out} already holds this data; nothing to do (--force makes it again)")
+    return Outcome(meta=ready, was_ready=True)
+
+
+def _written(rows: Rows, settings: PrepareSettings, fingerprint: str, made: Made) -> DataMeta:
+    """Write the files, then meta.json."""
+    out, tokenizer = settings.out, settings.tokenizer
+    files = tokenizer.files if made.tokenizer_files is None else made.tokenizer_files
+    with writing_to(out):
+        (out / META_NAME).unlink(missing_ok=True)
+        meta = DataMeta(
+            tokenizer=tokenizer.name,
+            tokenizer_sha256=tokenizer.sha256,
+            tokenizer_pipeline_sha256=tokenizer.pipeline_sha256,
+            tokenizer_files=write_tokenizer(out, files),
+            vocab_size=tokenizer.vocab_size,
+            end_of_text=tokenizer.end[-1],
+            dtype=settings.dtype(),
+            source=rows.label,
+            revision=rows.revision,
+            fingerprint=fingerprint,
+            split=made.split.record,
+            encoder=made.encoder,
+            skipped_documents=len(rows.skipped),
+            skipped_examples=rows.skipped[:EXAMPLES_KEPT],
+            files={name: _write(out / name, values) for name, values in made.files.items()},
+            **made.fields,
+        )
+        write_meta(out, meta)
+    return meta
+
+
+def _write(path: Path, values: npt.NDArray[Any]) -> DataFile:
+    content = values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
+    write_whole(path, content)
+    hasher = RangeHasher()
+    hasher.update(content)
+    return DataFile(
+        bytes=len(content),
+        sha256=hashlib.sha256(content).hexdigest(),
+        range_sha256=hasher.hashes(),
+    )

@@ -1,0 +1,135 @@
+"""The tokens that a tokenizer's files declare, compared with those that its tokenizer.json makes.
+
+Text is tokenized by tokenizer.json alone. transformers adds the tokens of the files beside it, so
+a token that only those have is one token there and several here.
+Source: `PreTrainedTokenizerBase._from_pretrained` and `TokenizersBackend.__init__` in
+transformers 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from payload.core.errors import DataError
+from payload.core.validation import is_failure, parse_json, shown
+from payload.data.tokenizers.special_tokens import (
+    CONFIG_FILE,
+    LISTED,
+    MAP_FILE,
+    map_counts,
+    named_tokens,
+    tokenizer_config,
+)
+from payload.formats.prepare_hints import write_tokenizer_again
+from payload.formats.tokenizer_identity import TOKENIZER_FILE
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+ADDED_FILE = "added_tokens.json"
+_FLAGS = ("lstrip", "rstrip", "single_word")
+
+
+@dataclass(frozen=True, slots=True)
+class _Declared:
+    """A token that a file declares."""
+
+    content: str
+    number: int | None
+    """None where the file names the token without its number."""
+    where: str
+    """The file, and what it calls the token."""
+    flags: Mapping[str, Any] | None = None
+    """Those by which it is found in a text; None where the file has none of its own."""
+
+
+def require_declared_tokens(
+    folder: Path, files: Mapping[str, bytes], raw: Mapping[str, Any], backend: Tokenizer
+) -> None:
+    """Raise DataError for a declared token that tokenizer.json lacks, or has by another id.
+
+    So it does where transformers takes special tokens in a text apart.
+
+    `files` are the folder's, `raw` is the parsed tokenizer.json, and `backend` is made from it.
+    """
+    if tokenizer_config(files, folder=folder).get("split_special_tokens"):
+        raise DataError(
+            f"tokenizer {folder}: split_special_tokens of {CONFIG_FILE} makes transformers split "
+            "special tokens; Tileforge does not. Remove the key."
+        )
+    known = {token.content: (n, token) for n, token in backend.get_added_tokens_decoder().items()}
+    for each in _declared(folder, files, raw):
+        number, token = known.get(each.content, (None, None))
+        wanted = "a token" if each.number is None else f"token {each.number}"
+        if number is None:
+            found = f"no added token: its text becomes {_pieces(each.content, backend)}"
+        elif each.number not in (None, number):
+            found = f"token {number}"
+        elif flag := _differing(each.flags, token):
+            wanted, found = f"with {flag} = {not getattr(token, flag)}", f"{getattr(token, flag)}"
+        else:
+            continue
+        raise DataError(
+            f"tokenizer {folder}: {each.where} has {shown(each.content)} as {wanted}, and in "
+            f"{TOKENIZER_FILE} it is {found}. Correct one of them, or have all written again: "
+            f"{write_tokenizer_again(folder)}"
+        )
+
+
+def _pieces(text: str, backend: Tokenizer) -> str:
+    try:
+        return shown(backend.encode(text, add_special_tokens=False).ids)
+    except BaseException as problem:
+        if not is_failure(problem):
+            raise
+        return "no tokens"
+
+
+def _differing(flags: Mapping[str, Any] | None, token: Any) -> str | None:
+    """Return the first flag with another value than the token's."""
+    return next(
+        (each for each in _FLAGS if flags and bool(flags.get(each)) != getattr(token, each)), None
+    )
+
+
+def _declared(
+    folder: Path, files: Mapping[str, bytes], raw: Mapping[str, Any]
+) -> Iterator[_Declared]:
+    """Yield what the files declare, except where transformers does not read it."""
+    for entry in raw.get("added_tokens") or ():
+        # The package numbers new ones in their order, whatever number they have here.
+        yield from _one(entry, entry.get("id"), "its added_tokens")
+    config = tokenizer_config(files, folder=folder)
+    decoder = config.get("added_tokens_decoder")
+    if isinstance(decoder, Mapping):
+        for number, entry in decoder.items():
+            if isinstance(entry, Mapping) and str(number).isdecimal():
+                where = f"added_tokens_decoder of {CONFIG_FILE}"
+                yield from _one(entry, int(number), where, flags=entry)
+    for name, text in named_tokens(config).items():
+        yield from _one(text, None, f"{name} of {_source(config, name, files)}")
+    for name in LISTED:
+        given = config.get(name)
+        for entry in given if isinstance(given, list) else ():
+            yield from _one(entry, None, f"{name} of {_source(config, name, files)}")
+    if map_counts(config):
+        added = parse_json(files.get(ADDED_FILE, b"{}"), where=ADDED_FILE, error=DataError)
+        for text, number in added.items() if isinstance(added, Mapping) else ():
+            yield from _one(text, number, ADDED_FILE)
+
+
+def _source(config: Mapping[str, Any], name: str, files: Mapping[str, bytes]) -> str:
+    """Return the file that the value of `name` is from."""
+    is_in_map = map_counts(config) and f'"{name}"'.encode() in files.get(MAP_FILE, b"")
+    return MAP_FILE if is_in_map else CONFIG_FILE
+
+
+def _one(
+    entry: object, number: object, where: str, *, flags: Mapping[str, Any] | None = None
+) -> Iterator[_Declared]:
+    text = entry.get("content") if isinstance(entry, Mapping) else entry
+    if isinstance(text, str) and text:
+        yield _Declared(text, number if type(number) is int else None, where, flags)

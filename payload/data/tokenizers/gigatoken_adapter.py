@@ -1,0 +1,153 @@
+"""gigatoken for a tokenizer.json: what it needs changed, and which texts it may not have.
+
+gigatoken 0.10 reads byte-level BPE with the split patterns of GPT-2, cl100k, o200k, Llama 3, Qwen
+2 and 3.5, OLMo 3, DeepSeek 3, Nemotron and Kimi, and SentencePiece BPE with byte fallback (Llama
+2, Gemma, Mistral). Two kinds of file need a change that leaves the tokens as they are:
+
+- A vocabulary without some of the 256 bytes. They get numbers behind the vocabulary; texts that
+  have such a byte go to the reference.
+- Digits cut apart before GPT-2's pattern (SmolLM, StarCoder). Each digit becomes an added token,
+  which divides a text in the same places.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from payload.core.validation import is_failure, one_line
+from payload.data.tokenizers.base import Agree, FastTokenizer, NotFastError
+
+PRINTED_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+"""Bytes that stand for themselves in a byte-level vocabulary, and come first in GPT-2's."""
+_CODE_POINTS = 0x110000
+_DIGITS = "0123456789"
+_PROBES = ("a{}b", " {}", "  {}", "1{}2", "{}{}", "!{}!", "\n{}\n", "{}  a")
+"""Neighbours that a character of another class would be joined with or cut from."""
+_CHARACTERS_AT_ONCE = 4096
+
+
+class HfFast(FastTokenizer):
+    """gigatoken for one tokenizer.json.
+
+    The packages know different versions of Unicode. So the first text with a character beyond ASCII
+    has it compared between neighbours of every kind; texts with one that differs go to the
+    reference.
+    """
+
+    def __init__(self, tokenizer_class: Any, raw: Mapping[str, Any]) -> None:
+        """Raises NotFastError when gigatoken cannot read the file."""
+        self._class = tokenizer_class
+        self._content, self._missing_bytes = _adapted(raw)
+        self._is_known: npt.NDArray[np.bool_] = np.zeros(_CODE_POINTS, dtype=np.bool_)
+        self._differs: npt.NDArray[np.bool_] = np.zeros(_CODE_POINTS, dtype=np.bool_)
+
+    def make(self) -> Any:
+        """Return a new tokenizer."""
+        try:
+            return self._class.from_json(self._content)
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            raise NotFastError(one_line(error).rstrip(".")) from None
+
+    def uncertain(self, texts: Sequence[bytes], agree: Agree) -> set[int]:
+        """Return the places of texts with bytes or characters that it may see differently."""
+        found = set()
+        if self._missing_bytes:
+            for place, text in enumerate(texts):
+                if len(text.translate(None, self._missing_bytes)) != len(text):
+                    found.add(place)
+        for place, text in enumerate(texts):
+            if not text.isascii() and self._has_different(_code_points(text), agree):
+                found.add(place)
+        return found
+
+    def _has_different(self, characters: npt.NDArray[np.uint32], agree: Agree) -> bool:
+        unknown = characters[~self._is_known[characters]]
+        if len(unknown):
+            self._learn(np.unique(unknown), agree)
+        return bool(self._differs[characters].any())
+
+    def _learn(self, characters: npt.NDArray[np.uint32], agree: Agree) -> None:
+        self._is_known[characters] = True
+        for start in range(0, len(characters), _CHARACTERS_AT_ONCE):
+            some = characters[start : start + _CHARACTERS_AT_ONCE]
+            # ASCII is compared in every run, by the nasty texts.
+            some = some[some >= 0x80]
+            probes = [probe.format(c, c).encode() for c in map(chr, some) for probe in _PROBES]
+            if probes:
+                equal = np.array(agree(probes), dtype=np.bool_).reshape(-1, len(_PROBES))
+                self._differs[some] = ~equal.all(axis=1)
+
+
+def _code_points(text: bytes) -> npt.NDArray[np.uint32]:
+    return np.frombuffer(text.decode("utf-8").encode("utf-32-le"), dtype="<u4")
+
+
+def _adapted(raw: Mapping[str, Any]) -> tuple[str, bytes]:
+    """Return the file as gigatoken can read it, and the bytes that the vocabulary lacks."""
+    model = raw["model"]
+    if model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict):
+        raise NotFastError(f"its model is {model.get('type')}, not BPE")
+    changed = {**raw, "truncation": None, "padding": None, "post_processor": None}
+    missing = b""
+    if not model.get("byte_fallback"):
+        changed["model"] = {**model, "vocab": dict(model["vocab"])}
+        missing = _add_missing_bytes(changed)
+        _replace_digits(changed)
+    return json.dumps(changed), missing
+
+
+def _add_missing_bytes(raw: dict[str, Any]) -> bytes:
+    vocabulary = raw["model"]["vocab"]
+    added = [int(each["id"]) for each in raw.get("added_tokens") or ()]
+    behind = max([*vocabulary.values(), *added]) + 1
+    missing = []
+    for byte, symbol in enumerate(byte_symbols()):
+        if symbol not in vocabulary:
+            missing.append(byte)
+            vocabulary[symbol] = behind
+            behind += 1
+    return bytes(missing)
+
+
+def _replace_digits(raw: dict[str, Any]) -> None:
+    """Turn single digits cut apart before GPT-2's pattern into added tokens."""
+    outer = raw.get("pre_tokenizer") or {}
+    steps = outer.get("pretokenizers") or []
+    if [step.get("type") for step in steps] != ["Digits", "ByteLevel"]:
+        return
+    digits, words = steps
+    vocabulary = raw["model"]["vocab"]
+    is_plain = words.get("use_regex", True) and not words.get("add_prefix_space")
+    if not digits.get("individual_digits") or not is_plain:
+        return
+    if raw.get("normalizer") is not None or any(digit not in vocabulary for digit in _DIGITS):
+        return
+    raw["pre_tokenizer"] = copy.deepcopy(words)
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    raw["added_tokens"] = [
+        *(raw.get("added_tokens") or ()),
+        *({"id": vocabulary[d], "content": d, **flags, "special": True} for d in _DIGITS),
+    ]
+
+
+def byte_symbols() -> list[str]:
+    """Return the character that stands for each byte in a byte-level vocabulary.
+
+    Source: https://github.com/openai/gpt-2/blob/master/src/encoder.py.
+    """
+    symbols, others = [], 0
+    for byte in range(256):
+        if byte in PRINTED_BYTES:
+            symbols.append(chr(byte))
+        else:
+            symbols.append(chr(0x100 + others))
+            others += 1
+    return symbols

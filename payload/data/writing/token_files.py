@@ -1,0 +1,353 @@
+"""train.bin and val.bin while they grow, and the journal that lets a killed run go on.
+
+The output so far is in *.partial files. After every shard they are flushed to disk and then the
+journal gets a line: how long they are, what is in them, and where the source goes on. A run that
+finds a journal cuts the files back to its last whole line and continues, so the result is the same
+as that of an unbroken run. At the end the files are renamed and meta.json is written last.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from payload.core.errors import DataError
+from payload.core.files import fsync_folder
+from payload.core.validation import build, no_follow, parse_json, read_bytes
+from payload.data.reading.range_hashes import RangeHasher
+from payload.data.sources.documents import MIB, Cursor
+from payload.formats.data_folder import META_NAME, TRAIN_NAME, VAL_NAME, DataFile
+
+JOURNAL_NAME = ".prepare.jsonl"
+LOCK_NAME = ".prepare.lock"
+
+
+@dataclass(slots=True, kw_only=True)
+class Totals:
+    """The output's contents so far."""
+
+    train_tokens: int = 0
+    val_tokens: int = 0
+    train_documents: int = 0
+    val_documents: int = 0
+    skipped_documents: int = 0
+    skipped_examples: list[str] = field(default_factory=list)
+    text_bytes: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """In both files."""
+        return self.train_tokens + self.val_tokens
+
+    @property
+    def documents(self) -> int:
+        """In both files."""
+        return self.train_documents + self.val_documents
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shard:
+    """One line of the journal: what the output held when a shard was finished."""
+
+    cursor: dict[str, Any]
+    totals: Totals
+    files: dict[str, DataFile]
+    is_complete: bool
+    in_document: bool = False
+    """True if the next text continues a document."""
+
+
+class Store:
+    """The growing output of one run in `folder`."""
+
+    def __init__(self, folder: Path, *, fingerprint: str, encoder: str) -> None:
+        self.folder = folder
+        self.totals = Totals()
+        self.cursor: Cursor = {}
+        self.is_complete = False
+        self.in_document = False
+        """Return True if the next text continues a document."""
+        self.has_shards = False
+        """Return True if a later run can go on from what is on the disk."""
+        self.encoder = encoder
+        """Return the encoder; a resumed run keeps to `tiktoken` once it had to fall back."""
+        self._fingerprint = fingerprint
+        self._files: dict[str, _GrowingFile] = {}
+        self._journal: BinaryIO | None = None
+        self._uncommitted_bytes = 0
+
+    def start(self) -> None:
+        """Begin with nothing; what an earlier unfinished run left is removed."""
+        self.close()
+        self.totals, self.cursor = Totals(), {}
+        self.is_complete = self.has_shards = self.in_document = False
+        with writing_to(self.folder):
+            self._journal = _open(self.folder / JOURNAL_NAME, "wb")
+            self._write_line({"fingerprint": self._fingerprint, "encoder": self.encoder})
+            for name in (TRAIN_NAME, VAL_NAME):
+                self._files[name] = _GrowingFile(self.folder, name, keep_bytes=0)
+
+    def resume(self) -> bool:
+        """Go on from the last finished shard; False when there is none. Raises DataError."""
+        lines = _read_journal(self.folder / JOURNAL_NAME)
+        last = _shard(lines[-1]) if len(lines) > 1 else None
+        if last is None or lines[0].get("fingerprint") != self._fingerprint:
+            return False
+        self.encoder = str(lines[0].get("encoder"))
+        self.totals, self.cursor = last.totals, dict(last.cursor)
+        self.is_complete, self.has_shards = last.is_complete, True
+        self.in_document = last.in_document
+        if not self.is_complete:
+            for name, entry in last.files.items():
+                file = self._files[name] = _GrowingFile(self.folder, name, keep_bytes=entry.bytes)
+                if file.describe(with_ranges=False) != entry:
+                    raise DataError(
+                        f"{_partial_path(self.folder, name)}: its content is not what the journal "
+                        "beside it has the hash of. Start again with --force."
+                    )
+        self._journal = _cut_journal(self.folder / JOURNAL_NAME, lines)
+        return True
+
+    def append(self, tokens: npt.NDArray[np.generic], *, is_val: bool) -> None:
+        """Write tokens behind the others of the same file."""
+        with writing_to(self.folder):
+            self._files[VAL_NAME if is_val else TRAIN_NAME].append(tokens)
+        self._uncommitted_bytes += tokens.nbytes
+
+    def commit_if_due(self, cursor: Cursor, *, shard_bytes: int) -> None:
+        """Finish a shard when there is enough for one."""
+        if self._uncommitted_bytes >= shard_bytes:
+            self.commit(cursor)
+
+    def commit(self, cursor: Cursor, *, is_complete: bool = False) -> None:
+        """Put everything so far on the disk and say so in the journal."""
+        with writing_to(self.folder):
+            for file in self._files.values():
+                file.sync()
+            self._write_line(
+                {
+                    "cursor": cursor,
+                    "totals": asdict(self.totals),
+                    # The hashes of ranges follow from the files; all are needed at the end alone.
+                    "files": {
+                        name: asdict(file.describe(with_ranges=is_complete))
+                        for name, file in self._files.items()
+                    },
+                    "is_complete": is_complete,
+                    "in_document": self.in_document,
+                }
+            )
+        self.cursor, self._uncommitted_bytes = cursor, 0
+        self.is_complete, self.has_shards = is_complete, True
+
+    def publish(self) -> dict[str, DataFile]:
+        """Rename the files into place, after `commit(is_complete=True)`.
+
+        A run killed in the middle of this does it again: what is renamed already stays.
+        """
+        last = _shard(_read_journal(self.folder / JOURNAL_NAME)[-1])
+        assert last is not None, "commit() wrote it"
+        with writing_to(self.folder):
+            (self.folder / META_NAME).unlink(missing_ok=True)
+            for name in last.files:
+                partial = _partial_path(self.folder, name)
+                if partial.exists():
+                    partial.replace(self.folder / name)
+            fsync_folder(self.folder)
+        return last.files
+
+    def discard(self) -> None:
+        """Remove the journal and the unfinished files."""
+        self.close()
+        remove_unfinished(self.folder)
+        self.has_shards = False
+
+    def close(self) -> None:
+        """Close all files; nothing is removed."""
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
+    def _write_line(self, value: dict[str, Any]) -> None:
+        assert self._journal is not None, "start() or resume() comes first"
+        self._journal.write(json.dumps(value).encode() + b"\n")
+        self._journal.flush()
+        os.fsync(self._journal.fileno())
+
+
+class _GrowingFile:
+    """One .partial file with its hash."""
+
+    def __init__(self, folder: Path, name: str, *, keep_bytes: int) -> None:
+        path = _partial_path(folder, name)
+        if keep_bytes and not path.exists():
+            raise DataError(f"{path}: gone, though the journal lists it. Start again with --force.")
+        self._hash, self._ranges = hashlib.sha256(), RangeHasher()
+        self.size = keep_bytes
+        self._file = _open(path, "r+b" if keep_bytes else "wb")
+        if keep_bytes:
+            self._cut(path, keep_bytes)
+
+    def _cut(self, path: Path, keep_bytes: int) -> None:
+        self._file.truncate(keep_bytes)
+        while chunk := self._file.read(8 * MIB):
+            self._update(chunk)
+        if self._file.tell() != keep_bytes or path.stat().st_size != keep_bytes:
+            raise DataError(
+                f"{path}: shorter than the journal beside it says. Start again with --force."
+            )
+
+    def append(self, tokens: npt.NDArray[np.generic]) -> None:
+        content = np.ascontiguousarray(tokens).view(np.uint8).data
+        self._file.write(content)
+        self._update(content)
+        self.size += tokens.nbytes
+
+    def _update(self, content: memoryview | bytes) -> None:
+        self._hash.update(content)
+        self._ranges.update(content)
+
+    def sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def describe(self, *, with_ranges: bool) -> DataFile:
+        ranges = self._ranges.hashes() if with_ranges else ()
+        return DataFile(bytes=self.size, sha256=self._hash.hexdigest(), range_sha256=ranges)
+
+    def close(self) -> None:
+        # After a failed write, closing fails as well; commit() has flushed what counts.
+        with suppress(OSError):
+            self._file.close()
+
+
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Turn a failed write, as to a full disk, into a DataError that says how to go on."""
+    try:
+        yield
+    except OSError as error:
+        free_mib = shutil.disk_usage(folder).free / MIB
+        raise DataError(
+            f"{folder}: {error.strerror or error} while writing, {free_mib:,.1f} MiB free. "
+            "Fix that and run the same command again, without --force: it goes on from the last "
+            "finished shard."
+        ) from None
+
+
+@contextmanager
+def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
+    """Keep a second `prepare` out of `folder`.
+
+    When one is there already: waits for its end with `wait`, else raises DataError. So it does for
+    anything but a regular file in the place of one that `prepare` opens there.
+    """
+    path = folder / LOCK_NAME
+    partials = (_partial_path(folder, name) for name in (TRAIN_NAME, VAL_NAME))
+    for each in (path, folder / JOURNAL_NAME, *partials):
+        _require_own(each)
+    while True:
+        file = _open(path, "wb")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.close()
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            raise DataError(
+                f"{folder}: another prepare is writing to it. Wait for it (--wait), or choose "
+                "another --out."
+            ) from None
+        # The one before us may have removed the file between our open and our lock.
+        if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+            break
+        file.close()
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        file.close()
+
+
+def unfinished_fingerprint(folder: Path) -> str | None:
+    """Return the fingerprint of the unfinished run in `folder`; None if it finished no shard."""
+    lines = _read_journal(folder / JOURNAL_NAME)
+    return lines[0].get("fingerprint") if len(lines) > 1 else None
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove the journal and the .partial files."""
+    for name in (TRAIN_NAME, VAL_NAME):
+        _partial_path(folder, name).unlink(missing_ok=True)
+    (folder / JOURNAL_NAME).unlink(missing_ok=True)
+
+
+def _require_own(path: Path) -> None:
+    """Raise DataError for anything but a regular file: through a link another would be written."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise DataError(
+                f"{path}: a link, or no regular file, where prepare writes a file of its own. "
+                "Remove it, or choose another --out."
+            )
+
+
+def _open(path: Path, mode: Literal["wb", "r+b"]) -> BinaryIO:
+    return open(path, mode, opener=no_follow)
+
+
+def _partial_path(folder: Path, name: str) -> Path:
+    return folder / f"{name}.partial"
+
+
+def _read_journal(path: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of a journal, up to one that a kill cut short or that is damaged."""
+    try:
+        content = read_bytes(path)
+    except FileNotFoundError:
+        return []
+    lines: list[dict[str, Any]] = []
+    for line in content.splitlines(keepends=True):
+        try:
+            value = parse_json(line, where=str(path), error=DataError)
+        except DataError:
+            break
+        is_whole = line.endswith(b"\n") and isinstance(value, dict)
+        if not is_whole or (lines and _shard(value) is None):
+            break
+        lines.append(value)
+    return lines
+
+
+def _shard(line: dict[str, Any]) -> _Shard | None:
+    """Return a line of the journal after its first, or None when it is damaged."""
+    try:
+        shard = build(_Shard, line, where=JOURNAL_NAME, error=DataError)
+    except DataError:
+        return None
+    return shard if set(shard.files) <= {TRAIN_NAME, VAL_NAME} else None
+
+
+def _cut_journal(path: Path, lines: list[dict[str, Any]]) -> BinaryIO:
+    """Open for appending behind `lines`."""
+    whole = b"".join(path.read_bytes().splitlines(keepends=True)[: len(lines)])
+    file = _open(path, "r+b")
+    file.truncate(len(whole))
+    file.seek(len(whole))
+    return file

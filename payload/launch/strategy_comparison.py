@@ -1,0 +1,139 @@
+"""The strategies that a run could have on its ranks, by what the plan predicts of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from payload.config.launch_sections import DistributedSection
+from payload.config.model_fit import require_split
+from payload.config.run_config import RunConfig
+from payload.core.errors import ConfigError
+from payload.launch.run_estimate import work_out
+from payload.machines.core_speed import typical_core_flops_per_s
+from payload.machines.rank_mesh import divisors
+from payload.models.spec import ModelSpec
+
+_ASSUMED_GPU_FLOPS_PER_S = 1.2e14
+"""A GPU's peak, for the order alone where no preflight has measured one: an L4's in bf16 by
+specification, 242 TFLOP/s with sparsity, half of it without
+(https://www.nvidia.com/en-us/data-center/l4). Faster GPUs wait for the network more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One strategy on the run's ranks."""
+
+    strategy: str
+    shard_size: int
+    """Ranks that hold the model together."""
+    mesh: str
+    """The mesh of ranks in words."""
+    memory_bytes: int
+    """Estimate of a rank's peak."""
+    sent_bytes: int
+    """Bytes that each rank sends in a step."""
+    sync_s: float
+    """Predicted time of a step's exchange if nothing of it overlapped."""
+    step_s: float | None
+    """Predicted time of a step; None where the peak was not measured."""
+    splits_model: bool = False
+    """True if several ranks compute one pass together."""
+    fits: bool | None
+    """True if a node's ranks fit into its free memory; None where that is not known."""
+
+    def name(self) -> str:
+        """Return the strategy in words."""
+        if self.splits_model:
+            return self.mesh
+        return "replicate" if self.shard_size == 1 else f"{self.strategy}, {self.shard_size} ranks"
+
+
+def compare_strategies(
+    config: RunConfig,
+    *,
+    spec: ModelSpec,
+    world_size: int,
+    ranks_per_node: int,
+    link_bytes_per_s: float,
+    peak_flops_per_s: float | None,
+    free_bytes: int | None,
+    threads: int = 1,
+) -> tuple[Compared, ...]:
+    """Return the possible strategies: those that fit first, each of them by its predicted step.
+
+    `free_bytes` is a node's free memory, which its ranks share. Where the peak was not measured,
+    an assumed one decides the order, as a pipeline's wait and a tensor rank's head take a share of
+    the computing.
+    """
+    on_gpus = config.device.kind == "cuda"
+    core = typical_core_flops_per_s(config.dtype(), emulates_bf16=False)
+    assumed = world_size * (_ASSUMED_GPU_FLOPS_PER_S if on_gpus else core * threads)
+    found: list[tuple[float, Compared]] = []
+    for distributed in _candidates(
+        config.distributed, world_size=world_size, ranks_per_node=ranks_per_node
+    ):
+        changed = replace(config, distributed=distributed)
+        if changed.strategy_conflicts() or not _is_possible(changed, spec, world_size):
+            continue
+        numbers = work_out(
+            changed,
+            spec=spec,
+            world_size=world_size,
+            link_bytes_per_s=link_bytes_per_s,
+            peak_flops_per_s=peak_flops_per_s or assumed,
+            threads=threads,
+        )
+        assert numbers.step_s is not None
+        need = numbers.memory_bytes_per_rank * ranks_per_node
+        each = Compared(
+            strategy=distributed.strategy,
+            shard_size=numbers.shards,
+            mesh=distributed.mesh(world_size).describe(),
+            splits_model=distributed.splits_model(),
+            memory_bytes=numbers.memory_bytes_per_rank,
+            sent_bytes=numbers.replicate_bytes
+            + numbers.shard_bytes
+            + numbers.tensor_bytes
+            + numbers.pipeline_bytes,
+            sync_s=numbers.sync_s,
+            step_s=numbers.step_s if peak_flops_per_s else None,
+            fits=None if free_bytes is None else need <= free_bytes,
+        )
+        found.append((numbers.step_s, each))
+    return tuple(each for _, each in sorted(found, key=_rank))
+
+
+def _candidates(
+    now: DistributedSection, *, world_size: int, ranks_per_node: int
+) -> Iterator[DistributedSection]:
+    plain = replace(
+        now, strategy="replicate", shard_size=None, tensor_parallel=1, pipeline_parallel=1
+    )
+    yield plain
+    for size in divisors(world_size)[1:]:
+        yield replace(plain, strategy="shard", shard_size=size)
+    if world_size > 1:
+        yield replace(plain, strategy="zero3")
+    for tensor in divisors(ranks_per_node):
+        for stages in divisors(world_size // tensor if world_size % tensor == 0 else 1):
+            if tensor * stages > 1 and world_size % (tensor * stages) == 0:
+                parts = replace(plain, tensor_parallel=tensor, pipeline_parallel=stages)
+                yield parts
+                for size in divisors(world_size // (tensor * stages))[1:]:
+                    yield replace(parts, strategy="shard", shard_size=size)
+
+
+def _is_possible(config: RunConfig, spec: ModelSpec, world_size: int) -> bool:
+    """Say whether the ranks can share out the model and its batch so."""
+    try:
+        require_split(spec, config)
+        config.passes(world_size)
+    except ConfigError:
+        return False
+    return True
+
+
+def _rank(found: tuple[float, Compared]) -> tuple[bool, float, int]:
+    step_s, each = found
+    return each.fits is False, step_s, each.memory_bytes

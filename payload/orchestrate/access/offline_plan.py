@@ -1,0 +1,105 @@
+"""The plan of a cluster's run that no node is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+from payload.config.run_config import RunConfig
+from payload.core.durations import as_clock
+from payload.machines.inventory import RANK_PORTS, ClusterInventory
+from payload.orchestrate.access.cluster import (
+    ASSUMED_LINK_BYTES_PER_S,
+    ClusterAccess,
+)
+from payload.orchestrate.findings.trial import Record, known_trial
+from payload.orchestrate.hardware.nvidia import gpu_need
+from payload.orchestrate.inventories.chosen import Chosen
+from payload.orchestrate.inventories.placeable import require_launcher
+from payload.orchestrate.runs.planning import PlannedRun, plan_run
+from payload.orchestrate.ssh.files import (
+    this_code,
+)
+from payload.orchestrate.ssh.remote_calls import NODE_FOLDER
+from payload.run_record.run_files import RunPaths
+
+_PORT = RANK_PORTS.start  # the first of those that `run` chooses from
+_INTERFACE = "ens4"  # Compute Engine's
+
+
+def plan_dry_run(
+    run_id: str,
+    config: RunConfig,
+    chosen: Chosen,
+    *,
+    vocab_size: int | None,
+    root: Path,
+    now_unix: float,
+) -> PlannedRun:
+    """Plan the run as it would be on the cluster; its newest trial is below `root`.
+
+    Raises ConfigError.
+    """
+    inventory = chosen.inventory
+    require_launcher(config, inventory)
+    home = default_home(inventory)
+    on_gpus = gpu_need(config, inventory.nodes) is not None
+    record = known_trial(inventory.cluster, inventory.nodes, root, on_gpus=on_gpus)
+    planned = plan_run(
+        RunPaths(Path(home / NODE_FOLDER / "runs" / run_id)),
+        config=config,
+        chosen=chosen,
+        access=dry_run_access(inventory, record, run_id=run_id),
+        vocab_size=vocab_size,
+        work_dir=Path(home),
+        port=_PORT,
+    )
+    notes = dry_run_notes(inventory, record, now_unix=now_unix)
+    return replace(planned, plan=replace(planned.plan, notes=(*planned.plan.notes, *notes)))
+
+
+def default_home(inventory: ClusterInventory) -> PurePosixPath:
+    """Return the login's home on Linux."""
+    user = inventory.ssh_user
+    return PurePosixPath("/root") if user == "root" else PurePosixPath("/home", user)
+
+
+def dry_run_access(
+    inventory: ClusterInventory, record: Record | None, *, run_id: str
+) -> ClusterAccess:
+    """Return the cluster as its inventory and its newest trial show it."""
+    home = default_home(inventory)
+    interfaces = record.interfaces if record else {}
+    alone = len(inventory.nodes) == 1
+    return ClusterAccess(
+        interface_of={
+            node.name: interfaces.get(node.name, None if alone else _INTERFACE)
+            for node in inventory.nodes
+        },
+        memory_bytes=int(min(node.memory_gib for node in inventory.nodes) * 2**30),
+        head=inventory.head.name,
+        code=home / NODE_FOLDER / f"payload-{this_code().digest}",
+        ssh_config=home / ".ssh" / "tileforge" / run_id / "ssh_config",
+        tcmalloc_library="libtcmalloc_minimal.so.4",
+        measured=record.measured if record else None,
+    )
+
+
+def dry_run_notes(
+    inventory: ClusterInventory, record: Record | None, *, now_unix: float
+) -> tuple[str, ...]:
+    """Return the assumptions in words."""
+    asked = "no node was asked: "
+    guesses = [f"home {default_home(inventory)}", f"port {_PORT}"]
+    if record is None:
+        if len(inventory.nodes) > 1:
+            speed = ASSUMED_LINK_BYTES_PER_S * 8 / 1e9
+            guesses += [f"interface {_INTERFACE}", f"a network of {speed:g} Gbit/s"]
+        guesses.append("the cores 0 to n-1 of each node")
+        return (f"{asked}{', '.join(guesses)} are assumed; preflight measures network and cores",)
+    guesses.append("the cores 0 to n-1 of each node")
+    age = as_clock(now_unix - record.time_unix)
+    return (
+        f"{asked}{', '.join(guesses)} are assumed",
+        f"interfaces, network and matmul speed are those of the trial {age} ago (preflight)",
+    )

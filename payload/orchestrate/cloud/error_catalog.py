@@ -1,0 +1,383 @@
+"""Refusals of Google, its provider and the network: the error of each, its cause and its fix.
+
+Pure. The texts are Google's and the provider's, as their users report them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from payload.core.errors import CloudAuthError, CloudError, ConfigError, TileforgeError
+from payload.core.suggested_commands import command
+from payload.storage.google_login import REFUSED_CREDENTIALS, GoogleLogin
+
+_UP = command("orchestrate", "up")
+_ASK = "Ask the organization's administrators for an exception for this project"
+_OTHER_WAYS = {
+    "compute.disableGuestAttributesAccess": "",
+    "compute.requireOsLogin": "use accessMode oslogin: pulumi config set accessMode oslogin",
+    "compute.requireShieldedVm": (
+        "use an image with the feature UEFI_COMPATIBLE: pulumi config set image NAME"
+    ),
+    "compute.restrictCloudNATUsage": (
+        "do without NAT: pulumi config set egress none (docs/operating.md: what it needs)"
+    ),
+    "compute.trustedImageProjects": (
+        "use an image of a project that is allowed: pulumi config set image NAME"
+    ),
+    "compute.vmExternalIpAccess": (
+        "reach the head through Google's proxy: pulumi config set accessMode iap"
+    ),
+    "gcp.resourceLocations": (
+        "use a region that is allowed: pulumi config set region REGION, and zones of it"
+    ),
+    "gcp.restrictCmekCryptoKeyProjects": (
+        "use a key of a project that is allowed: pulumi config set kmsKey NAME"
+    ),
+    "gcp.restrictNonCmekServices": "use a key of your own: pulumi config set kmsKey NAME",
+    "iam.allowedPolicyMemberDomains": "do without a bucket: pulumi config set bucket none",
+    "iam.disableServiceAccountCreation": "",
+}
+_ROLES = {
+    "compute": "roles/compute.admin",
+    "iam": "roles/iam.serviceAccountAdmin",
+    "storage": "roles/storage.admin",
+    "dns": "roles/dns.admin",
+    "file": "roles/file.editor",
+    "cloudkms": "roles/cloudkms.admin",
+    "iap": "roles/iap.tunnelResourceAccessor",
+}
+_READERS = {
+    "compute": "roles/compute.viewer",
+    "iam": "roles/iam.serviceAccountViewer",
+    "storage": "roles/storage.bucketViewer",
+    "dns": "roles/dns.reader",
+    "file": "roles/file.viewer",
+    "cloudkms": "roles/cloudkms.viewer",
+}
+_ACT_AS = "roles/iam.serviceAccountUser"
+QUOTA_PROJECT_FIX = (
+    "The login has no quota project. Set it: gcloud auth application-default set-quota-project "
+    "{project}"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """One refusal that is known."""
+
+    error: type[TileforgeError]
+    advice: str
+    """The cause where Google's text lacks it, and the fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    pattern: re.Pattern[str]
+    error: type[TileforgeError]
+    advice: str
+    """With `{project}`, and the pattern's groups by their names."""
+
+
+def _rule(pattern: str, error: type[TileforgeError], advice: str) -> _Rule:
+    return _Rule(re.compile(pattern), error, advice)
+
+
+def policy_fix(constraint: str) -> str:
+    """Return what to do about an organization's policy, such as gcp.resourceLocations."""
+    other = _OTHER_WAYS.get(constraint, "")
+    return f"{_ASK}, or {other}" if other else _ASK
+
+
+def billing_fix(project: str) -> str:
+    """Return what to do about a project without billing."""
+    return (
+        "The project has no billing account, or a closed one. Link one: gcloud billing projects "
+        f"link {project} --billing-account=ACCOUNT (`gcloud billing accounts list` shows yours)"
+    )
+
+
+def bucket_fix(bucket: str) -> str:
+    """Return what to do about a bucket that may not be used."""
+    return (
+        "The bucket is another project's, or this login may not use it. Its owner allows it: "
+        f"gcloud storage buckets add-iam-policy-binding gs://{bucket} --member=user:YOU "
+        "--role=roles/storage.admin; or take another: pulumi config set bucket NAME"
+    )
+
+
+# Credentials and permissions: one of them among several problems is the one to tell.
+_ACCESS = (
+    _rule(
+        r"rateLimitExceeded|RATE_LIMIT_EXCEEDED|[Qq]ueries per minute",
+        CloudError,
+        "Google limits the requests of a minute. Repeat the command in a minute",
+    ),
+    _rule(
+        r"requires a quota project|end user credentials from the Google Cloud SDK",
+        CloudAuthError,
+        QUOTA_PROJECT_FIX,
+    ),
+    _rule(
+        r"requires billing to be enabled|has billing disabled|BILLING_DISABLED"
+        r"|[Bb]illing account for (?:the owning )?project .{0,60}(?:not found|disabled|is closed)",
+        CloudAuthError,
+        billing_fix("{project}"),
+    ),
+    _rule(
+        r"vpcServiceControlsUniqueIdentifier|VPC_SERVICE_CONTROLS|SECURITY_POLICY_VIOLATED",
+        CloudAuthError,
+        "A perimeter of VPC Service Controls forbids requests from here, whatever the role. Work "
+        "from a network inside it, or ask the organization's administrators for an ingress rule; "
+        "they find the request by that identifier",
+    ),
+    _rule(
+        r"\bconstraints?/(?:constraints/)?(?P<constraint>[a-z]\w{1,30}\.\w{1,60})",
+        CloudAuthError,
+        "An organization's policy forbids it. {policy_fix}",
+    ),
+    _rule(
+        r"do not belong to a permitted customer",
+        CloudAuthError,
+        "The organization's policy iam.allowedPolicyMemberDomains forbids it. "
+        + policy_fix("iam.allowedPolicyMemberDomains"),
+    ),
+    _rule(
+        r"[Pp]roject \S{1,64} is not found and cannot be used for API calls"
+        r"|The resource 'projects/[^/' ]{1,64}' was not found|[Uu]nknown project id"
+        r"|Failed to find project",
+        ConfigError,
+        "There is no such project, or this login may not see it. `gcloud projects list` shows "
+        "yours; then: pulumi config set project ID",
+    ),
+    _rule(
+        r"has not been used in project|accessNotConfigured|SERVICE_DISABLED",
+        CloudAuthError,
+        "{api} is off. Enable it: gcloud services enable {api} --project={project}",
+    ),
+    _rule(
+        r"GOOGLE_APPLICATION_CREDENTIALS environment variable",
+        CloudAuthError,
+        "GOOGLE_APPLICATION_CREDENTIALS leads to a file that cannot be read. Give the right one, "
+        "or take the variable away and log in: gcloud auth application-default login",
+    ),
+    _rule(
+        r"(?i)could not find default credentials|No credentials loaded",
+        CloudAuthError,
+        "There are no Google Cloud credentials. Log in: gcloud auth application-default login",
+    ),
+    # Before everything that a role mends.
+    _rule(REFUSED_CREDENTIALS.pattern, CloudAuthError, "{credentials}"),
+    _rule(
+        r"does not have access to service account '?(?P<account>[^'\s]{1,256})"
+        r"|SERVICE_ACCOUNT_ACCESS_DENIED|(?i:iam\.serviceAccounts\.actAs)",
+        CloudAuthError,
+        "You may not start machines that run as this account. The project's owner allows it: "
+        f"gcloud projects add-iam-policy-binding {{project}} --member=user:YOU --role={_ACT_AS}",
+    ),
+    _rule(
+        r"storage bucket \"(?:b/)?(?P<bucket>[a-z0-9._-]{3,222})\".{0,200}?Error 403"
+        r"|does not have storage\.buckets\.\w+ access to (?:the Google Cloud Storage bucket|"
+        r"(?P<other>[a-z0-9._-]{3,222}))",
+        CloudAuthError,
+        bucket_fix("{bucket}"),
+    ),
+    _rule(
+        r"googleapi: Error 403|PERMISSION_DENIED|Permission denied"
+        r"|Required '[\w.]{1,99}' permission|[Pp]ermission '[\w.]{1,99}' denied",
+        CloudAuthError,
+        "{role_advice}",
+    ),
+)
+# The rest, of which the first problem counts.
+_OTHERS = (
+    _rule(
+        r"proxyconnect|Proxy Authentication Required|Tunnel connection failed: 407",
+        CloudError,
+        "The proxy does not let this through. With a login it is: "
+        "export https_proxy=http://USER:PASSWORD@HOST:PORT",
+    ),
+    _rule(
+        r"x509: |CERTIFICATE_VERIFY_FAILED|certificate verify failed",
+        CloudError,
+        "Something between here and Google, such as a proxy, answers with a certificate of its "
+        "own. Name the file of its authority: export SSL_CERT_FILE=FILE REQUESTS_CA_BUNDLE=FILE",
+    ),
+    _rule(
+        r"[Ff]ingerprint",
+        ConfigError,
+        "Somebody or something else has changed it at the same time. Repeat the command",
+    ),
+    _rule(
+        r"requested bucket name is not available",
+        ConfigError,
+        "Buckets have names that are unique in all of Google Cloud. Use it if it is yours, with "
+        "pulumi config set bucket NAME; or take another name",
+    ),
+    _rule(
+        r"Error 409\b|alreadyExists|already exists",
+        ConfigError,
+        "It is in Google Cloud, but not in the stack, as after an answer that was lost. Repeat: "
+        f"{_UP}, which first removes what carries this cluster's identity",
+    ),
+    _rule(
+        r"the change requires stopping it",
+        ConfigError,
+        "It was changed outside Pulumi, and only a stopped machine can be changed back. Build it "
+        f"again: {_UP}",
+    ),
+    _rule(
+        r"already being used by '(?:\S*/)?(?P<kind>[a-zA-Z]{1,40})/(?P<user>[a-z0-9-]{1,64})'",
+        ConfigError,
+        "The stack did not make {user} ({kind}). Delete it where it was made, then repeat the "
+        "command. Where nothing lists it, a service of Google's (Cloud Run, GKE, a private "
+        "connection) made it: delete what that service runs in the network; Google may take "
+        "hours until the network is free. It costs nothing meanwhile",
+    ),
+    _rule(
+        r"resourceInUseByAnotherResource|already being used by",
+        ConfigError,
+        "What uses it is not in the stack. `gcloud compute networks describe NAME` and the "
+        "console's page of the network show more. Delete it, then repeat the command",
+    ),
+    _rule(
+        r"[Dd]eletion [Pp]rotection is enabled|protected against deletion",
+        ConfigError,
+        "Somebody has switched on its deletion protection. Switch it off, then repeat the command: "
+        "gcloud compute instances update {machine} --no-deletion-protection --project={project}",
+    ),
+    _rule(
+        r"because it is protected",
+        ConfigError,
+        "A results bucket of an older release. Remove all but the bucket: "
+        + command("orchestrate", "down"),
+    ),
+    _rule(
+        r"No more than (?P<most>[0-9]{1,6}) instances? of machine type (?P<type>\S{1,64}) can be",
+        ConfigError,
+        "Google places at most {most} machines of {type} close together. Do without, at the "
+        "price of a slower network: pulumi config set compactPlacement false; or use fewer nodes: "
+        "pulumi config set nodeCount NUMBER",
+    ),
+    _rule(
+        r"is not enabled, current state is: (?P<state>[A-Z_]{1,40})",
+        ConfigError,
+        f"The key of the setting kmsKey is {{state}}. `{command('orchestrate', 'doctor')}` names "
+        "the command that enables it, or take another: pulumi config set kmsKey NAME",
+    ),
+    _rule(
+        r"Cloud KMS region '?(?P<location>[\w-]{1,64})'? not available|kms\S* .{0,120}"
+        r"(?:same|different|wrong) (?:location|region)|KMS_RESOURCE_NOT_FOUND_IN_LOCATION",
+        ConfigError,
+        "The key has to be in the cluster's region. Take one that is: "
+        "pulumi config set kmsKey NAME",
+    ),
+    _rule(
+        r"dial tcp|connection re(?:fused|set)|no such host|i/o timeout|TLS handshake|EOF",
+        CloudError,
+        "Google Cloud cannot be reached from here. See to the network, then repeat the command",
+    ),
+    _rule(
+        r"Error 5[0-9][0-9]\b|Internal error|backendError",
+        CloudError,
+        "The failure is on Google's side. Repeat the command",
+    ),
+    _rule(
+        r"Error 404\b.*images/|images/.*(?:not found|notFound)|[Cc]ould not find image"
+        r"|referenced image resource cannot be found",
+        ConfigError,
+        "There is no such image, or it may not be used. Look: gcloud compute images list; then: "
+        "pulumi config set image NAME",
+    ),
+    _rule(
+        r"(?i)Error 40[04]\b.*(?:serviceAccount|service account|iam\.gserviceaccount).*"
+        r"(?:not found|notFound|does not exist)",
+        CloudError,
+        "Google has not yet spread the account that was just made. Repeat the command",
+    ),
+    _rule(
+        r"specified bucket does not exist",
+        ConfigError,
+        "There is no bucket of the name that the setting has. `gcloud storage ls` shows yours; "
+        "then: pulumi config set bucket NAME, or let it be made: pulumi config set bucket create",
+    ),
+    _rule(
+        r"Error 404\b|notFound|couldn't find resource",
+        ConfigError,
+        f"It does not exist, or not any more. Repeat: {_UP}. Where it says the same again, a "
+        "setting has a name that is wrong: pulumi config",
+    ),
+    _rule(
+        r"Error 400\b",
+        ConfigError,
+        "Google does not allow these settings together. Change the one that it names: "
+        "pulumi config set KEY VALUE",
+    ),
+)
+_API = re.compile(r"apis/api/([a-z.]{1,64})/|\b([a-z]{2,40}\.googleapis\.com)\b")
+_PROJECT = re.compile(r"projects/([a-z][a-z0-9-]{4,28}[a-z0-9])\b|[?&]project=([\w-]{1,64})")
+_PERMISSION = re.compile(
+    r"Required '([\w.]{1,99})' permission|[Pp]ermission '([\w.]{1,99})'"
+    r"|[Pp]ermission ([a-z]\w{1,30}\.[\w.]{1,99}) is required"
+    r"|does not have ([a-z]\w{1,30}\.\w{1,30}\.\w{1,30}) access"
+)
+_INSTANCE = re.compile(r"instance ([a-z0-9-]{1,63})\b")
+
+
+def access_refusal(text: str, *, project: str = "", login: GoogleLogin) -> Refusal | None:
+    """Return the refusal of credentials, a permission, a policy or the project, or None.
+
+    `text` is on one line. `project` goes into commands; empty: the one that the text names. `login`
+    is whose request was refused.
+    """
+    return _first(_ACCESS, text, project=project, credentials=login.refusal(text))
+
+
+def other_refusal(text: str, *, project: str = "") -> Refusal | None:
+    """Return any other refusal that is known, or None."""
+    return _first(_OTHERS, text, project=project)
+
+
+def _first(
+    rules: tuple[_Rule, ...], text: str, *, project: str, credentials: str = ""
+) -> Refusal | None:
+    for rule in rules:
+        found = rule.pattern.search(text)
+        if found is not None:
+            groups = found.groupdict()
+            project = project or _group(_PROJECT, text) or "PROJECT"
+            advice = rule.advice.format(
+                project=project,
+                api=_group(_API, text) or "compute.googleapis.com",
+                bucket=groups.get("bucket") or groups.get("other") or "NAME",
+                policy_fix=policy_fix(groups.get("constraint") or ""),
+                role_advice=_role_advice(text, project),
+                credentials=credentials,
+                machine=_group(_INSTANCE, text) or "NAME",
+                **{
+                    name: groups.get(name) or name.upper()
+                    for name in ("kind", "user", "most", "type", "state")
+                },
+            )
+            return Refusal(error=rule.error, advice=advice)
+    return None
+
+
+def _group(pattern: re.Pattern[str], text: str) -> str:
+    """Return the group of an alternative that matched; empty where none did."""
+    found = pattern.search(text)
+    return next((each for each in found.groups() if each), "") if found else ""
+
+
+def _role_advice(text: str, project: str) -> str:
+    permission = _group(_PERMISSION, text)
+    reads = permission.endswith((".get", ".list"))
+    service = permission.partition(".")[0]
+    role = (_READERS.get(service) if reads else None) or _ROLES.get(service)
+    if role is None:
+        return "Ask for the roles in docs/operating.md"
+    return (
+        f"{permission} is in {role}. The project's owner gives it: gcloud projects "
+        f"add-iam-policy-binding {project} --member=user:YOU --role={role}"
+    )

@@ -1,0 +1,563 @@
+"""Text about plans, runs and results, with a plan's disk space and time."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from payload.config.run_config import RunConfig, load_run_config
+from payload.core.dtype import Dtype
+from payload.core.durations import as_clock
+from payload.core.errors import ConfigError, DataError
+from payload.core.validation import open_regular
+from payload.estimates.batch_size import USED
+from payload.estimates.disk_room import free_bytes, most_checkpoints
+from payload.estimates.quantized_cost import QuantizedCost, quantized_cost
+from payload.formats.data_folder import load_meta
+from payload.launch.environment import rank_environment
+from payload.launch.plan import LaunchPlan
+from payload.launch.ranks import Placement, load_ranks
+from payload.launch.run_estimate import Arithmetic
+from payload.orchestrate.hardware.nvidia import gpu_need
+from payload.orchestrate.runs.planning import PlannedRun
+from payload.orchestrate.runs.run_index import RunView
+from payload.orchestrate.terminal.time_left import evaluations_left
+from payload.pricing.cloud_prices import bucket_price
+from payload.run_record.metrics_log import describe_missing
+from payload.run_record.run_commands import run_command
+from payload.run_record.run_files import RunPaths, Summary, last_record, read_json
+from payload.run_record.run_repair import known_dtype
+from payload.run_record.stragglers import SlowRank
+
+# A forward pass is a third of the forward and backward pass.
+_EVALUATION_SHARE = 1 / 3
+_LOOKED_AT = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Time, disk space and cost of a run, before it has begun."""
+
+    checkpoints: int
+    """The most that are on disk at once."""
+    checkpoint_bytes: int
+    """Size of one checkpoint."""
+    data_bytes: int
+    """Size of the data folder, which is there already."""
+    free_bytes: int | None
+    """On the disk of the run's folder; None for nodes that were not asked."""
+    seconds: float
+    """Time of training and evaluation."""
+    basis: str
+    """Source of the time."""
+    usd: float | None
+    """Cost of the nodes in that time; None without prices."""
+    store: str | None = None
+    """Address of the run's results besides its folder; None without one."""
+    store_checkpoints: int = 0
+    """Kept there."""
+    store_usd_per_month: float | None = None
+    """Price of keeping them; None for a folder, and where the region's price is not known."""
+    quantized: QuantizedCost | None = None
+    """Savings and cost of a base of 4 bits; None for a run that cannot have one."""
+
+    def lines(self) -> list[str]:
+        """Return disk and duration in words."""
+        disk = self.checkpoints * self.checkpoint_bytes
+        free = "" if self.free_bytes is None else f"; {self.free_bytes / 1e9:,.1f} GB are free"
+        cost = "" if self.usd is None else f", ${self.usd:,.2f}"
+        return [
+            f"disk             about {disk / 1e9:,.2f} GB: up to {self.checkpoints} checkpoints of "
+            f"{self.checkpoint_bytes / 1e9:,.2f} GB{free}",
+            f"data             {self.data_bytes / 1e9:,.2f} GB, there already"
+            if self.data_bytes
+            else "data             not there yet",
+            f"duration         about {as_clock(self.seconds)}{cost}, {self.basis}",
+            *([f"store            {self._store_words()}"] if self.store else []),
+            *([f"base of 4 bits   {self.quantized.sentence()}"] if self.quantized else []),
+        ]
+
+    def _store_words(self) -> str:
+        kept = self.store_checkpoints * self.checkpoint_bytes
+        usd = self.store_usd_per_month
+        cost = "" if usd is None else f", ${usd:,.2f} a month"
+        return (
+            f"about {kept / 1e9:,.2f} GB in {self.store}: {self.store_checkpoints} checkpoints "
+            f"kept{cost}"
+        )
+
+
+def estimate(
+    planned: PlannedRun, *, data: Path, earlier: Sequence[RunPaths], is_local: bool
+) -> Estimate:
+    """Estimate a run from its nodes' measured speed, else that of earlier runs, else a typical one.
+
+    `earlier` are the runs of this machine, the newest first.
+    """
+    numbers, train = planned.plan.arithmetic, planned.config.train
+    quantized = _quantized(planned, earlier if is_local else ())
+    speed = _measured_speed(planned, quantized, earlier if is_local else ())
+    speed = speed or _typical_speed(planned, quantized)
+    sizes = {path.name: path.stat().st_size for path in data.glob("*.bin")}
+    val_tokens = _val_tokens(data)
+    evaluated = min(val_tokens, train.eval_tokens or val_tokens)
+    evaluations = 1 + evaluations_left(train, 0)
+    flops_per_token = numbers.flops_per_step / numbers.tokens_per_step
+    flops = evaluations * evaluated * flops_per_token * _EVALUATION_SHARE
+    seconds = train.steps * speed.step_s + flops / speed.flops_per_s
+    hourly_usd = planned.inventory.hourly_usd()
+    address = planned.config.storage.address()
+    kept = train.keep_checkpoints + 1  # the best one besides
+    return Estimate(
+        checkpoints=most_checkpoints(keep=train.keep_checkpoints, uploads=address is not None),
+        checkpoint_bytes=numbers.checkpoint_bytes,
+        data_bytes=sum(sizes.values()),
+        free_bytes=free_bytes(planned.paths.root) if is_local else None,
+        seconds=seconds,
+        basis=speed.basis,
+        usd=None if not hourly_usd else hourly_usd * seconds / 3600,
+        store=None if address is None else str(address),
+        store_checkpoints=kept,
+        store_usd_per_month=_store_usd(planned, kept * numbers.checkpoint_bytes),
+        quantized=quantized,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Speed:
+    """Time of a step, and the rate at which evaluation computes."""
+
+    step_s: float
+    flops_per_s: float
+    basis: str
+    """Source of the time, for people."""
+
+
+def _measured_speed(
+    planned: PlannedRun, quantized: QuantizedCost | None, earlier: Sequence[RunPaths]
+) -> _Speed | None:
+    """Return the speed that these nodes' trial or an earlier run has measured, if one has.
+
+    The trial dequantises nothing.
+    """
+    numbers = planned.plan.arithmetic
+    step_s, basis = numbers.step_s, "from what was measured on these nodes"
+    if step_s is not None:
+        step_s += _dequantize_s(planned, quantized)
+    else:
+        measured = _measured_tokens_per_s(planned, earlier)
+        if measured is None:
+            return None
+        tokens_per_s, run_id = measured
+        step_s = numbers.tokens_per_step / tokens_per_s
+        basis = f"at the {tokens_per_s:,.0f} tokens/s of run {run_id}"
+    return _Speed(step_s=step_s, flops_per_s=numbers.flops_per_step / step_s, basis=basis)
+
+
+def _typical_speed(planned: PlannedRun, quantized: QuantizedCost | None) -> _Speed:
+    """Return the speed of typical cores, on nodes with GPUs too: no speed of theirs is known."""
+    numbers = planned.plan.arithmetic
+    cores = sum(node.physical_cores for node in planned.inventory.nodes)
+    device = replace(planned.predicted.device, kind="cpu")
+    predicted = replace(planned.predicted, device=device)
+    core = planned.core_flops_per_s[predicted.dtype()]
+    spec = predicted.adapted(planned.base)
+    flops_per_s = cores * core * predicted.typical_mfu(spec, core_flops_per_s=core)
+    step_s = numbers.flops_per_step / flops_per_s * predicted.recomputation()
+    step_s += _dequantize_s(planned, quantized)
+    basis = (
+        f"at {numbers.tokens_per_step / step_s:,.0f} tokens/s, typical of {cores} AVX-512 core(s) "
+        f"in {predicted.dtype()}, not measured"
+    )
+    if gpu_need(planned.config, planned.inventory.nodes) is not None:
+        basis += "; GPUs are faster: run preflight to measure them"
+    return _Speed(step_s=step_s, flops_per_s=flops_per_s, basis=basis)
+
+
+def _dequantize_s(planned: PlannedRun, quantized: QuantizedCost | None) -> float:
+    """Return the part of a step in which the run dequantises its base."""
+    if quantized is None or planned.config.model.quantize == "none":
+        return 0.0
+    return quantized.dequantize_s
+
+
+def _store_usd(planned: PlannedRun, size: int) -> float | None:
+    """Return what a bucket beside the nodes costs a month for so many bytes, if that is known.
+
+    Another bucket than the cluster's may be in any region.
+    """
+    address, head = planned.config.storage.address(), planned.inventory.head
+    if address is None or address.bucket is None or address.bucket != planned.inventory.bucket:
+        return None
+    price = bucket_price(region=(head.zone or "").rpartition("-")[0])
+    return None if price is None else price * size / 2**30
+
+
+def _quantized(planned: PlannedRun, earlier: Sequence[RunPaths]) -> QuantizedCost | None:
+    """Return what 4 bits save and cost, by the dequantising that the newest run has measured.
+
+    That of a run in the same dtype: fp32 takes longer than bf16.
+    """
+    free, dtype = planned.free_memory_bytes, planned.auto_dtype
+    alike = (each for each in earlier[:_LOOKED_AT] if known_dtype(each) == dtype)
+    summaries = (last_record(Summary, paths.summary) for paths in alike)
+    rates = (each.dequantized_per_s for each in summaries if each is not None)
+    return quantized_cost(
+        planned.predicted,
+        planned.base,
+        world_size=planned.plan.world_size,
+        dtype=dtype,
+        core_flops_per_s=planned.core_flops_per_s,
+        dequantized_per_s=next((rate for rate in rates if rate), None),
+        cores=sum(node.physical_cores for node in planned.inventory.nodes),
+        room_bytes=None if free is None else USED * free / planned.plan.ranks_per_node,
+    )
+
+
+def _val_tokens(data: Path) -> int:
+    """Return the tokens that an evaluation of the whole set reads; 0 where there is no data yet."""
+    try:
+        return load_meta(data).val_tokens
+    except DataError:
+        return 0
+
+
+def _measured_tokens_per_s(
+    planned: PlannedRun, earlier: Sequence[RunPaths]
+) -> tuple[float, str] | None:
+    """Return the speed and id of the newest run whose steps cost the same here."""
+    for paths in earlier[:_LOOKED_AT]:
+        try:
+            summary = read_json(Summary, paths.summary)
+            if summary is None or not summary.tokens_per_s:
+                continue
+            plan, config = LaunchPlan.load(paths.plan), load_run_config(paths.config)
+        except ConfigError:
+            continue
+        dtype = planned.predicted.dtype()
+        # Without checkpoints the dtype is not known; with 4 bits it was bf16 in earlier versions.
+        unknown = dtype if config.model.quantize == "none" else None
+        wanted = _speed_key(planned.plan, planned.config, dtype=dtype)
+        if _speed_key(plan, config, dtype=known_dtype(paths) or unknown) == wanted:
+            return summary.tokens_per_s, paths.run_id
+    return None
+
+
+def _speed_key(plan: LaunchPlan, config: RunConfig, *, dtype: Dtype | None) -> tuple[object, ...]:
+    """Return what decides how fast a run, which computes in `dtype`, goes on one machine."""
+    return (
+        plan.arithmetic.params,
+        plan.world_size,
+        plan.nodes,
+        config.data.sequence_length,
+        config.batch,
+        config.engine,
+        config.precision,
+        config.model.quantize,
+        config.adapter,
+        config.memory,
+        dtype,
+    )
+
+
+_MIB, _GIB = 2**20, 2**30
+_TAIL_LINES = 12
+_TAIL_BYTES = 2**16
+
+
+def print_plan(planned: PlannedRun, estimated: Estimate, console: Console) -> None:
+    """Print hosts, ranks, environment, command line, Accelerate config and arithmetic."""
+    plan = planned.plan
+    console.print(f"run folder\n  {planned.paths.root}\n")
+    console.print(f"hosts\n{_indent(planned.hosts())}")
+    console.print("ranks")
+    rank_lines = _rank_lines(planned.placement, width=console.width - 2)
+    console.print(_indent("\n".join(rank_lines)))
+    console.print("environment of every rank")
+    console.print(_indent("\n".join(f"{k}={v}" for k, v in sorted(plan.environment.items()))))
+    first = rank_environment(
+        planned.placement.ranks[0],
+        world_size=plan.world_size,
+        ranks_per_node=plan.ranks_per_node,
+        interfaces=plan.interfaces,
+    )
+    console.print("environment of rank 0 besides")
+    console.print(_indent("\n".join(f"{k}={v}" for k, v in sorted(first.items()))))
+    console.print(f"{plan.launcher} and its environment")
+    settings = [f"{k}={v}" for k, v in sorted(plan.launcher_environment.items())]
+    console.print(_indent("\n".join([*settings, shlex.join(plan.argv)])))
+    console.print("each rank runs")
+    console.print(_indent(shlex.join(plan.program)))
+    for node_rank, node in enumerate(planned.inventory.nodes):
+        console.print(f"accelerate config of {node.name}")
+        console.print(_indent(planned.accelerate(node_rank)))
+    console.print("arithmetic")
+    lines = [*arithmetic_lines(planned.plan), *estimated.lines()]
+    console.print(_indent("\n".join(lines)))
+
+
+def arithmetic_lines(plan: LaunchPlan) -> list[str]:
+    """Return the plan's numbers in words."""
+    numbers = plan.arithmetic
+    sync = (
+        f"{_exchanged(numbers)} a step, about {numbers.sync_s:.3f} s to exchange"
+        if plan.world_size > 1
+        else "none with one rank"
+    )
+    computing = []
+    if numbers.compute_s is not None and numbers.mfu is not None:
+        share = f"{numbers.mfu:.0%} of the measured peak"
+        computing.append(f"computing        about {numbers.compute_s:.3g} s a step, at {share}")
+    whole = []
+    if numbers.step_s is not None:
+        hidden = ", with what the backward pass does not hide" if plan.world_size > 1 else ""
+        whole.append(f"step             about {numbers.step_s:.3g} s{hidden}")
+    return [
+        f"parameters       {numbers.params:,}",
+        f"tokens per step  {numbers.tokens_per_step:,} ({numbers.tokens_total:,} in the run)",
+        f"accumulation     {numbers.grad_accum_steps} pass(es) of {numbers.micro_batch_size} "
+        f"sequence(s) per step on each of {plan.world_size} rank(s)",
+        f"arithmetic       {numbers.flops_per_step / 1e12:,.3f} TFLOP per step",
+        f"memory           about {numbers.memory_bytes_per_rank / _GIB:.1f} GiB a rank",
+        *computing,
+        f"synchronisation  {sync}",
+        *whole,
+    ]
+
+
+def strategy_table(planned: PlannedRun) -> str:
+    """Return the strategies of the run's ranks as a table, the best first."""
+    rows = [("strategy", "GiB a rank", "MiB sent a step", "exchange s", "step s", "fits")]
+    for each in planned.strategies:
+        step = "not measured" if each.step_s is None else f"{each.step_s:.3g}"
+        fits = {True: "yes", False: "no", None: "not known"}[each.fits]
+        memory, sent = each.memory_bytes / _GIB, each.sent_bytes / _MIB
+        rows.append(
+            (each.name(), f"{memory:.1f}", f"{sent:,.0f}", f"{each.sync_s:.3g}", step, fits)
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _exchanged(numbers: Arithmetic) -> str:
+    """Return what is exchanged in a step, and the mesh of ranks where it goes over several."""
+    dimensions = [
+        ("tensor", numbers.tensor, numbers.tensor_bytes),
+        ("shard", numbers.shards, numbers.shard_bytes),
+        ("replicate", numbers.replicas, numbers.replicate_bytes),
+        ("pipeline", numbers.pipeline, numbers.pipeline_bytes),
+    ]
+    if all(size == 1 for name, size, _ in dimensions if name != "replicate"):
+        return f"{numbers.grad_bytes / _MIB:,.1f} MiB of gradients"
+    shown = [each for each in dimensions if each[1] > 1 or each[0] == "replicate"]
+    mesh = " x ".join(f"{name} {size}" for name, size, _ in reversed(shown))
+    (first, _, first_bytes), *others = (each for each in shown if each[1] > 1)
+    sent = f"{first_bytes / _MIB:,.1f} MiB sent over {first}"
+    for name, _, num_bytes in others:
+        sent += f" and {num_bytes / _MIB:,.1f} over {name}"
+    return f"mesh {mesh}: {sent} by each rank"
+
+
+def result_lines(summary: Summary, *, checkpoint: Path | None, width: int) -> list[str]:
+    """Return the short table at the end of a run."""
+    rows = [
+        ("run", summary.run_id),
+        ("status", summary.status),
+        ("nodes", f"{summary.nodes} ({summary.world_size} rank(s))"),
+        ("steps", f"{summary.steps:,}"),
+        ("tokens", f"{summary.tokens:,}"),
+        ("loss", f"{_number(summary.first_loss)} -> {_number(summary.final_loss)}"),
+        (
+            "validation loss",
+            f"{_number(summary.final_val_loss)} (best {_number(summary.best_val_loss)})",
+        ),
+        ("tokens/s", _number(summary.tokens_per_s, ",.0f")),
+        ("MFU", _number(summary.mfu, ".1%")),
+        ("ranks identical", "yes" if summary.ranks_identical else "not shown"),
+        ("wall time", as_clock(summary.wall_s)),
+        ("checkpoint", str(checkpoint) if checkpoint else "none"),
+    ]
+    if summary.store:
+        drained = "" if summary.store.is_drained else "; not all that there was"
+        rows.append(("store", f"{summary.store.words()}{drained}"))
+    if summary.missing_metrics:
+        rows.insert(4, ("metrics lost", f"steps {describe_missing(summary.missing_metrics)}"))
+    if summary.resumes:
+        rows.insert(2, ("resumes", str(summary.resumes)))
+    if summary.restarts:
+        rows.insert(2, ("restarts", str(summary.restarts)))
+    if summary.cost_usd is not None:
+        per_million = _number(summary.usd_per_million_tokens, ".2f")
+        rows.insert(-1, ("cost", f"${summary.cost_usd:.2f} (${per_million} per million tokens)"))
+    return _aligned(rows, width=width)
+
+
+def failure_lines(error: str, *, log: Path) -> list[str]:
+    """Return the error itself, where to read on, and the log's end."""
+    lines = [f"error: {error}", f"log: {log}"]
+    tail = log_tail(log)
+    repeated = [line for line in tail if line.startswith("error: ") and line[7:] in error]
+    return [*lines, *(f"  | {line}" for line in tail if line not in repeated)]
+
+
+def straggler_line(slow: SlowRank, paths: RunPaths) -> str:
+    """Return which rank holds the others up, since when, by how much, and where to look."""
+    node = None
+    with suppress(ConfigError):
+        node = next((r.node for r in load_ranks(paths.ranks) if r.rank == slow.rank), None)
+    if not slow.is_slow:
+        return f"note: {slow.words(node=node)}"
+    look = run_command("logs", paths, "--rank", str(slow.rank))
+    return f"warning: {slow.words(node=node)}. Look at its log: {look}"
+
+
+def log_tail(log: Path) -> list[str]:
+    """Return a log's last lines; none where it cannot be read."""
+    try:
+        with open_regular(log) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return file.read(_TAIL_BYTES).decode(errors="replace").splitlines()[-_TAIL_LINES:]
+    except OSError:
+        return []
+
+
+def status_lines(view: RunView, *, width: int) -> list[str]:
+    """Return one run as a whole."""
+    rows = [
+        ("run", view.run_id),
+        ("status", view.status if not view.exit_class else f"{view.status} ({view.exit_class})"),
+        ("step", f"{view.step:,} of {view.steps:,}"),
+        ("loss", _number(view.loss)),
+        ("validation loss", _number(view.val_loss)),
+        ("tokens/s", _number(view.tokens_per_s, ",.0f")),
+        ("last heartbeat", _age(view.age_s)),
+    ]
+    if view.store:
+        rows.append(("store", view.store.words()))
+        if view.store.problem:
+            rows.append(("store fails", view.store.problem))
+    rows += [("damaged", problem) for problem in view.damaged]
+    if view.error:
+        rows.append(("error", view.error))
+    elif view.note:
+        rows.append(("note", view.note))
+    return _aligned(rows, width=width)
+
+
+def ranks_lines(view: RunView, *, width: int) -> list[str]:
+    """Return one run's ranks as lines of at most `width`."""
+    rows = [
+        (
+            str(rank.rank),
+            rank.node,
+            "-" if rank.step is None else str(rank.step),
+            rank.phase or "-",
+            _age(rank.age_s),
+            "-" if rank.exit_code is None else f"status {rank.exit_code}",
+        )
+        for rank in view.ranks
+    ]
+    return table_lines(
+        ("rank", "node", "step", "phase", "last heartbeat", "ended"), rows, width=width
+    )
+
+
+def list_lines(views: Sequence[RunView], *, width: int) -> list[str]:
+    """Return all runs as lines of at most `width`."""
+    rows = [
+        (
+            view.run_id,
+            view.status,
+            f"{view.step}/{view.steps}",
+            _number(view.loss),
+            _number(view.val_loss),
+        )
+        for view in views
+    ]
+    return table_lines(("run", "status", "step", "loss", "validation"), rows, width=width)
+
+
+def table_lines(names: Sequence[str], rows: Sequence[Sequence[str]], *, width: int) -> list[str]:
+    """Return a table; where it is wider than `width`, each row under its first cell instead."""
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+    if sum(widths) + 2 * (len(widths) - 1) <= width:
+        padded = (
+            [f"{cell:<{size}}" for cell, size in zip(row, widths, strict=True)]
+            for row in (names, *rows)
+        )
+        return ["  ".join(row).rstrip() for row in padded]
+    lines = []
+    for first, *rest in rows:
+        lines.append(f"{names[0]} {first}")
+        cells = [f"{name} {cell}" for name, cell in zip(names[1:], rest, strict=True)]
+        lines += _filled(cells, width=width)
+    return lines
+
+
+def _filled(cells: Sequence[str], *, width: int) -> list[str]:
+    """Return cells in as few indented lines as fit."""
+    lines = ["  " + cells[0]]
+    for cell in cells[1:]:
+        if len(lines[-1]) + 2 + len(cell) <= width:
+            lines[-1] += "  " + cell
+        else:
+            lines.append("  " + cell)
+    return lines
+
+
+def _aligned(rows: Sequence[tuple[str, str]], *, width: int) -> list[str]:
+    """Return names and values; a value that does not fit beside its name goes below it."""
+    column = max(len(name) for name, _ in rows)
+    lines: list[str] = []
+    for name, value in rows:
+        beside = f"{name:<{column}}  {value}"
+        lines += [beside] if len(beside) <= width else [name, f"  {value}"]
+    return lines
+
+
+def _rank_lines(placement: Placement, *, width: int) -> list[str]:
+    rows = [
+        (
+            str(rank.rank),
+            rank.node,
+            str(rank.local_rank),
+            "several" if rank.numa_domain is None else str(rank.numa_domain),
+            _ranges(rank.cores),
+            str(rank.threads),
+        )
+        for rank in placement.ranks
+    ]
+    names = ("rank", "node", "local rank", "NUMA domain", "cores", "threads")
+    return table_lines(names, rows, width=width)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return `0-3,8` for 0, 1, 2, 3, 8."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" if line else "" for line in text.rstrip("\n").split("\n")) + "\n"
+
+
+def _number(value: float | None, spec: str = ".4f") -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def _age(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{as_clock(seconds)} ago"

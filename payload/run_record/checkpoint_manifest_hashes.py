@@ -1,0 +1,107 @@
+"""CONTRACT: the hashes of the manifests of a run's checkpoints, as the run's head wrote them.
+
+Every node of a cluster with a bucket may write to the run's store, so a manifest there does not say
+who wrote it. The head keeps these hashes on its own disk. They reach other machines over SSH alone,
+and are neither uploaded to a store nor taken from one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+from payload.core.errors import ConfigError
+from payload.core.files import write_whole
+from payload.core.validation import (
+    MAX_SECONDS,
+    build,
+    check_schema,
+    checked,
+    parse_json,
+    read_bytes,
+)
+from payload.formats.checkpoint_files import FOLDER_NAME, SHA256
+from payload.run_record.run_files import RunPaths
+
+SCHEMA_VERSION = 1
+HASHES_FILE = "manifest_hashes.json"
+MOST_HASHES = 500
+"""A record of as many has 90 kB, and is read again whenever the run is looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestHash:
+    """The hash of one checkpoint's manifest."""
+
+    checkpoint: str = checked(pattern=FOLDER_NAME, wanted="a checkpoint's name")
+    sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
+    time_unix: float = checked(low=0, high=MAX_SECONDS)
+    """When the head began to upload it, by the head's clock. A step that is trained again has a
+    later one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestHashes:
+    """manifest_hashes.json: over all attempts, also of checkpoints that were removed since."""
+
+    hashes: tuple[ManifestHash, ...] = checked((), max_items=MOST_HASHES)
+    """One a checkpoint, the oldest step first."""
+    schema_version: int = SCHEMA_VERSION
+
+    def by_name(self) -> dict[str, str]:
+        """Return the hashes by the checkpoints' names."""
+        return {each.checkpoint: each.sha256 for each in self.hashes}
+
+    def merged(self, others: Iterable[ManifestHash]) -> ManifestHashes:
+        """Return both, the latest of each checkpoint; of too many those of the last steps."""
+        latest: dict[str, ManifestHash] = {}
+        for each in sorted((*self.hashes, *others), key=lambda each: each.time_unix):
+            latest[each.checkpoint] = each
+        ordered = sorted(latest.values(), key=lambda each: (len(each.checkpoint), each.checkpoint))
+        return ManifestHashes(hashes=tuple(ordered[-MOST_HASHES:]))
+
+    def to_json(self) -> str:
+        """Return the file's text."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def parse_hashes(content: str | bytes, *, where: str) -> ManifestHashes:
+    """Read the text of a manifest_hashes.json. Raises ConfigError."""
+    raw = parse_json(content, where=where)
+    check_schema(raw, SCHEMA_VERSION, where=where)
+    return build(ManifestHashes, raw, where=where)
+
+
+def known_hashes(paths: RunPaths) -> ManifestHashes:
+    """Return what this machine has of the head's hashes; none where the file is damaged."""
+    with suppress(OSError, ConfigError):
+        path = paths.manifest_hashes
+        return parse_hashes(read_bytes(path), where=str(path))
+    return ManifestHashes()
+
+
+def note_hash(paths: RunPaths, checkpoint: str, sha256: str) -> None:
+    """Record the hash of a checkpoint that this machine, the run's head, uploads. Raises OSError.
+
+    The time of an unchanged hash stays.
+    """
+    known = known_hashes(paths)
+    if known.by_name().get(checkpoint) == sha256:
+        return
+    # Also after a clock was set back: what is written now replaces what was known.
+    latest = max((each.time_unix for each in known.hashes), default=0.0)
+    fresh = ManifestHash(checkpoint=checkpoint, sha256=sha256, time_unix=max(time.time(), latest))
+    write_whole(paths.manifest_hashes, known.merged([fresh]).to_json())
+
+
+def verdict(checkpoint: str, known: ManifestHashes) -> str:
+    """Return in words how far a checkpoint from a store, which was not refused, is known."""
+    if checkpoint in known.by_name():
+        return "checked against the hashes that the head wrote"
+    words = "nothing but the store vouches for it: no hash of it by the head is known here"
+    if known.hashes:
+        words += f", the last one known is that of {known.hashes[-1].checkpoint}"
+    return words

@@ -1,0 +1,22 @@
+"""Commands on one run that messages tell the user to type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from payload.core.suggested_commands import command
+from payload.run_record.run_files import DEFAULT_RUNS_DIR, RunPaths
+
+
+def run_command(verb: str, paths: RunPaths, *arguments: str) -> str:
+    """Return the command line by which orchestrate does `verb` to this run, wherever its folder is.
+
+    The run's id comes last in `verb`, as in `status` or `run --resume`.
+    """
+    words = [*verb.split(), paths.run_id, *arguments]
+    runs_dir = paths.root.absolute().parent
+    default = Path(DEFAULT_RUNS_DIR)
+    if default.is_symlink() or runs_dir.resolve() != default.resolve():
+        within = runs_dir.is_relative_to(Path.cwd())
+        words += ["--runs-dir", str(runs_dir.relative_to(Path.cwd()) if within else runs_dir)]
+    return command("orchestrate", *words)

@@ -1,0 +1,92 @@
+"""CONTRACT: a run's trackers run in a process of their own, beside whoever follows the run.
+
+They may not take a step's time, nor end a run: what they do wrong is a note.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from payload.config.launch_sections import AUTO_TRACKER
+from payload.config.run_config import RunConfig
+from payload.core.validation import one_line
+from payload.run_record.run_files import RunPaths
+from payload.run_record.write_report import report_process
+
+_END_S = 120.0
+_LEAVE_S = 10.0
+
+
+def wanted_trackers(to: Sequence[str]) -> tuple[str, ...]:
+    """Return the trackers' names; `auto` is trackio where it is installed."""
+    auto = (AUTO_TRACKER,) if _is_installed(AUTO_TRACKER) else ()
+    names = [name for each in to for name in (auto if each == "auto" else (each,))]
+    return tuple(dict.fromkeys(names))
+
+
+def installed_trackers(to: Sequence[str]) -> tuple[str, ...]:
+    """Return those of the wanted ones whose packages are here."""
+    return tuple(name for name in wanted_trackers(to) if _is_installed(name))
+
+
+def missing_notes(config: RunConfig) -> list[str]:
+    """Return a line for each tracker whose package is not installed."""
+    missing = set(wanted_trackers(config.track.to)) - set(installed_trackers(config.track.to))
+    return [
+        f"note: track.to = {name}: its package is not installed here, so the run goes on without "
+        f"it. Install it with: pip install {name}"
+        for name in sorted(missing)
+    ]
+
+
+@contextmanager
+def tracked(paths: RunPaths, config: RunConfig) -> Iterator[None]:
+    """Within it, new rows go to the run's trackers as they come."""
+    process = None
+    if installed_trackers(config.track.to):
+        with suppress(OSError):
+            process = report_process([str(paths.root), "--track", "--live"], is_live=True)
+    try:
+        yield
+    finally:
+        if process is not None:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                process.wait(_LEAVE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def hand_over(paths: RunPaths, config: RunConfig) -> list[str]:
+    """Give a run that has ended to its trackers, whole; return what went wrong, a line each."""
+    if not installed_trackers(config.track.to):
+        return []
+    try:
+        process = report_process([str(paths.root), "--track"])
+    except OSError as error:
+        return [f"note: no tracker was started: {one_line(error)}"]
+    try:
+        _, said = process.communicate(timeout=_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return [f"note: the trackers took longer than {_END_S:g} s and were ended"]
+    lines = said.splitlines()
+    said_before = missing_notes(config)
+    notes = [line for line in lines if line.startswith("note: ") and line not in said_before]
+    if process.returncode and not notes:
+        notes = [f"note: the trackers ended: {one_line(lines[-1] if lines else 'no reason given')}"]
+    return notes
+
+
+def _is_installed(name: str) -> bool:
+    with suppress(ImportError, ValueError):
+        found = importlib.util.find_spec(name)
+        # A folder of that name where the user is, as wandb leaves one, is no package.
+        return found is not None and found.origin is not None
+    return False

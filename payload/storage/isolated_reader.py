@@ -1,0 +1,252 @@
+"""A store that is read by a helper process, so that one that hangs cannot hang its reader.
+
+A read of a mount whose server is gone may be uninterruptible; then not even its process can be
+killed. The helper is `python -m payload.storage serve`. It answers each request on its stdin with
+frames on its stdout: a line of JSON, and after `{"bytes": n}` as many bytes of content.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import select
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from typing import Any, BinaryIO, cast
+
+from payload.config.store_address import StoreAddress
+from payload.core.errors import TileforgeError
+from payload.core.python_processes import code_environment, module_words
+from payload.storage.objects import (
+    ConflictError,
+    MissingObjectError,
+    ObjectStore,
+    StoredObject,
+    StoreError,
+    StoreReader,
+    StoreRefusedError,
+    TooLargeError,
+)
+from payload.storage.opening import open_store
+
+_NOTE_S = 10.0
+_FOLDER_S = 60.0
+_BUCKET_S = 150.0
+"""The client itself gives a request up after two minutes, and says more."""
+_END_S = 0.2
+_READ_BYTES = 2**20
+_ERRORS: Mapping[str, type[TileforgeError]] = {
+    error.__name__: error
+    for error in (StoreError, MissingObjectError, TooLargeError, ConflictError, StoreRefusedError)
+}
+
+
+@contextmanager
+def watched_store(
+    address: StoreAddress,
+    *,
+    env: Mapping[str, str],
+    say: Callable[[str], None],
+    most_s: float | None = None,
+    note_s: float = _NOTE_S,
+) -> Iterator[StoreReader]:
+    """Yield a store to read from, whose silence is a StoreError after `most_s`.
+
+    After `note_s` without an answer `say` gets a line. `most_s` None is a minute for a folder, and
+    for a bucket more than its client waits. `env` is the helper's environment.
+    """
+    if most_s is None:
+        most_s = _FOLDER_S if address.bucket is None else _BUCKET_S
+    store = _WatchedStore(address, env=env, say=say, most_s=most_s, note_s=note_s)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+class _WatchedStore:
+    """Carries out every method in the helper. For one thread."""
+
+    def __init__(
+        self,
+        address: StoreAddress,
+        *,
+        env: Mapping[str, str],
+        say: Callable[[str], None],
+        most_s: float,
+        note_s: float,
+    ) -> None:
+        self.address = address
+        self._say = say
+        self._most_s = most_s
+        self._note_s = note_s
+        words = ["serve", "--below", str(address.num_below), str(address)]
+        self._process = subprocess.Popen(
+            module_words("payload.storage", *words),
+            env=code_environment(env),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the reader, which ends the helper
+        )
+        self._received = bytearray()
+
+    def close(self) -> None:
+        """End the helper; one that hangs in the kernel stays until its mount answers."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.close()
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+
+    def entries(self, prefix: str = "") -> list[StoredObject]:
+        """List the objects whose names begin with `prefix`."""
+        return [StoredObject(**each) for each in self._ask("entries", prefix)]
+
+    def groups(self) -> list[str]:
+        """List the first parts of names that have more parts."""
+        return list(self._ask("groups"))
+
+    def siblings(self) -> list[str]:
+        """List the groups of the address that this one lies in."""
+        return list(self._ask("siblings"))
+
+    def read(self, name: str) -> tuple[bytes, int]:
+        """Return a small object's content and generation."""
+        content = io.BytesIO()
+        generation = self._ask("read", name, into=content)
+        return content.getvalue(), int(generation)
+
+    def fetch(
+        self, name: str, into: BinaryIO, *, most_bytes: int, progressed: Callable[[], None]
+    ) -> None:
+        """Write a whole object to `into`."""
+        self._ask("fetch", name, str(most_bytes), into=into, progressed=progressed)
+
+    def _ask(
+        self,
+        verb: str,
+        *words: str,
+        into: BinaryIO | None = None,
+        progressed: Callable[[], None] = lambda: None,
+    ) -> Any:
+        """Return the helper's answer; content goes to `into`. Raises what the store raises."""
+        assert self._process.stdin is not None
+        with self._unbroken():
+            self._process.stdin.write(json.dumps([verb, *words]).encode() + b"\n")
+            self._process.stdin.flush()
+        while True:
+            frame = json.loads(self._line())
+            if "error" in frame:
+                raise _ERRORS[frame["kind"]](frame["error"])
+            if "bytes" not in frame:
+                return frame["done"]
+            assert into is not None
+            left = int(frame["bytes"])
+            while left:
+                part = self._some(left)
+                into.write(part)
+                left -= len(part)
+            progressed()
+
+    def _line(self) -> bytes:
+        while (end := self._received.find(b"\n")) < 0:
+            self._receive()
+        line = bytes(self._received[:end])
+        del self._received[: end + 1]
+        return line
+
+    def _some(self, most: int) -> bytes:
+        if not self._received:
+            self._receive()
+        part = bytes(self._received[:most])
+        del self._received[:most]
+        return part
+
+    def _receive(self) -> None:
+        """Wait for more of the answer, but not for too long."""
+        assert self._process.stdout is not None
+        began_s, has_said = time.monotonic(), False
+        while True:
+            waited_s = time.monotonic() - began_s
+            until_s = self._most_s if has_said else min(self._note_s, self._most_s)
+            if select.select([self._process.stdout], [], [], max(0.0, until_s - waited_s))[0]:
+                break
+            if until_s == self._most_s:
+                raise StoreError(
+                    f"{self.address} did not answer within {self._most_s:.0f} s. Is it mounted, "
+                    "and does its server run?"
+                )
+            has_said = True
+            self._say(
+                f"waiting for {self.address}: no answer for {self._note_s:.0f} s; given up after "
+                f"{self._most_s:.0f} s"
+            )
+        with self._unbroken():
+            part = os.read(self._process.stdout.fileno(), _READ_BYTES)
+            if not part:
+                raise BrokenPipeError
+            self._received += part
+
+    @contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            raise StoreError(
+                f"{self.address}: the process that reads it has ended. Try again."
+            ) from None
+
+
+def serve(address: StoreAddress, requests: BinaryIO, answers: BinaryIO) -> None:
+    """Carry out a reader's requests until there are no more; the helper's side."""
+
+    def tell(**frame: object) -> None:
+        answers.write(json.dumps(frame).encode() + b"\n")
+        answers.flush()
+
+    def send(content: bytes) -> None:
+        tell(bytes=len(content))
+        answers.write(content)
+        answers.flush()
+
+    store: ObjectStore | None = None
+    for line in requests:
+        verb, *words = json.loads(line)
+        try:
+            store = store or open_store(address)
+            if verb == "entries":
+                tell(done=[asdict(entry) for entry in store.entries(*words)])
+            elif verb == "groups":
+                tell(done=store.groups())
+            elif verb == "siblings":
+                tell(done=store.siblings())
+            elif verb == "read":
+                content, generation = store.read(*words)
+                send(content)
+                tell(done=generation)
+            else:
+                name, most_bytes = words
+                sink = cast(BinaryIO, _Sink(send))
+                store.fetch(name, sink, most_bytes=int(most_bytes), progressed=lambda: None)
+                tell(done=None)
+        except (StoreError, StoreRefusedError) as error:
+            tell(error=str(error), kind=type(error).__name__)
+
+
+class _Sink:
+    """The part of a file that `ObjectStore.fetch` uses; sends what is written to it."""
+
+    def __init__(self, send: Callable[[bytes], None]) -> None:
+        self._send = send
+
+    def write(self, content: bytes) -> int:
+        """Send it; return its size in bytes."""
+        self._send(content)
+        return len(content)

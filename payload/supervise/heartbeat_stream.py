@@ -1,0 +1,326 @@
+"""A node's heartbeats as they reach the supervisor: one ssh or srun, opened again if it breaks.
+
+There is one for each node but the supervisor's own.
+
+`wait_for_nodes` is where a node that is gone for good would be replaced: it would ask for another
+machine instead of giving up, and the run folder's inventory, hosts, ranks and plan would be written
+again before the next attempt reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shlex
+import socket
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from signal import SIGKILL
+from typing import Any
+
+from payload.core.errors import ConfigError
+from payload.core.python_processes import module_words
+from payload.core.validation import MAX_FILE_BYTES, MAX_SECONDS, build, checked, parse_json
+from payload.launch.liveness import SILENT_S, NodeHeartbeat
+from payload.launch.plan import LaunchPlan
+from payload.machines.inventory import Node
+from payload.supervise.heartbeat import EVERY_S
+from payload.supervise.processes import die_with_parent
+from payload.supervise.shared_folders import short
+
+_PROBE_S = 3.0
+# Until the first line: a login, and the start of a program on a busy node.
+_FIRST_S = 25.0
+_RETRY_S = 1.0
+_CLOSE_S = 5.0
+_LOOK_S = 0.5
+_RETURN_S = 60.0
+"""A machine that restarts is back by then, or counts as gone."""
+# The nodes' sshd may answer late; what is silent for longer is given up and retried.
+_SSH_OPTIONS = ("-o", "ConnectTimeout=6", "-o", "ServerAliveInterval=5")
+
+
+class NodeStream:
+    """Listens to one node from `start` until it is asked to close, in a thread of its own."""
+
+    def __init__(
+        self,
+        node: Node,
+        *,
+        plan: LaunchPlan,
+        run_dir: Path,
+        lifeline_s: float,
+        env: Mapping[str, str],
+        folders: Sequence[str] = (),
+    ) -> None:
+        """`lifeline_s`: without a word from here for so long, the node ends the run's processes.
+
+        `folders` are watched there if they are a server's.
+        """
+        self.node = node
+        self._argv = heartbeat_argv(
+            node, plan=plan, run_dir=run_dir, lifeline_s=lifeline_s, folders=folders
+        )
+        self._troubles: Mapping[str, str] = {}
+        self._env = dict(env)
+        self._messages: deque[dict[str, Any]] = deque(maxlen=100)
+        self._closing = threading.Event()
+        self._asked = 0
+        self._stop_pid: int | None = None
+        self._ended = threading.Event()
+        self._left: list[int] = []
+        self._heard_s = time.monotonic()
+        self._unreachable_since_s: float | None = None
+        self._thread = threading.Thread(target=self._listen, name=node.name, daemon=True)
+
+    def start(self) -> None:
+        """Begin to listen."""
+        self._thread.start()
+
+    def beat(self) -> NodeHeartbeat:
+        """Return how long the node has been silent or out of reach."""
+        now, since_s = time.monotonic(), self._unreachable_since_s
+        return NodeHeartbeat(
+            node=self.node.name,
+            quiet_s=now - self._heard_s,
+            unreachable_s=None if since_s is None else now - since_s,
+        )
+
+    def troubles(self) -> Mapping[str, str]:
+        """Return the shared folders that do not answer on the node, by its last word."""
+        return self._troubles
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the node's messages since the last call; `skew_s` is its clock less ours."""
+        taken = []
+        with contextlib.suppress(IndexError):
+            while True:
+                taken.append(self._messages.popleft())
+        return taken
+
+    def ask_to_stop(self, pid: int) -> None:
+        """Let the node send SIGTERM to a process of the run there, also once it is back."""
+        self._stop_pid = pid
+
+    def ask_to_end(self) -> None:
+        """Let the node end every process of the run there."""
+        self._ended.clear()
+        self._asked += 1
+
+    def wait_ended(self, timeout_s: float) -> list[int] | None:
+        """Return the ids of the processes that would not end, or None without an answer."""
+        return self._left if self._ended.wait(timeout_s) else None
+
+    def ask_to_close(self) -> None:
+        """Stop listening soon; the program on the node ends, too."""
+        self._closing.set()
+
+    def wait_closed(self, timeout_s: float) -> None:
+        """Return when it does not listen any more, or after so long."""
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _listen(self) -> None:
+        while not self._closing.is_set():
+            if self._takes_connections():
+                self._talk()
+            self._closing.wait(_RETRY_S)
+
+    def _takes_connections(self) -> bool:
+        began_s = time.monotonic()
+        try:
+            address = (self.node.address, self.node.ssh_port)
+            socket.create_connection(address, timeout=_PROBE_S).close()
+        except OSError:
+            if self._unreachable_since_s is None:
+                self._unreachable_since_s = began_s
+            return False
+        self._unreachable_since_s = None
+        return True
+
+    def _talk(self) -> None:
+        """Talk until the connection breaks, the node is silent for too long, or we close."""
+        try:
+            ssh = subprocess.Popen(
+                self._argv,
+                env=self._env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=die_with_parent(SIGKILL),
+            )
+        except OSError:
+            return
+        assert ssh.stdin is not None and ssh.stdout is not None
+        cutter, patient_until_s = LineCutter(), time.monotonic() + _FIRST_S
+        ping_s, asked = 0.0, 0
+        with ssh.stdin, ssh.stdout:
+            while not self._closing.is_set() and time.monotonic() < patient_until_s:
+                now = time.monotonic()
+                if now >= ping_s or self._asked != asked:
+                    ping_s, asked = now + EVERY_S / 2, self._asked
+                    if not self._ping(ssh.stdin.fileno()):
+                        break
+                if not select.select([ssh.stdout], [], [], EVERY_S / 2)[0]:
+                    continue
+                content = os.read(ssh.stdout.fileno(), 65536)
+                if not content:
+                    break
+                patient_until_s = time.monotonic() + SILENT_S
+                for line in cutter.cut(content):
+                    self._take(line)
+                if cutter.is_over_limit():
+                    break
+            if self._closing.is_set():
+                # Its input's end ends the program there, and then ssh by itself.
+                ssh.stdin.close()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    ssh.wait(_CLOSE_S)
+            ssh.kill()
+            ssh.wait()
+
+    def _ping(self, descriptor: int) -> bool:
+        """Say that we are here, and until it is answered, what we asked for."""
+        words = ["ping"]
+        if self._stop_pid is not None:
+            words.append(f"stop:{self._stop_pid}")
+        if self._asked and not self._ended.is_set():
+            words.append(f"end:{self._asked}")
+        try:
+            os.write(descriptor, "".join(f"{word}\n" for word in words).encode())
+        except OSError:
+            return False
+        return True
+
+    def _take(self, line: bytes) -> None:
+        message = parse_message(line, now_unix=time.time(), now_s=time.monotonic())
+        if message is None:
+            return
+        self._heard_s = time.monotonic()
+        self._unreachable_since_s = None
+        self._troubles = {short(name): short(words) for name, words in message["folders"].items()}
+        self._messages.append(message)
+        if message["asked"] == self._asked and message["ended"] is not None:
+            self._left = list(message["ended"])
+            self._ended.set()
+
+
+class LineCutter:
+    """Cuts what comes in pieces into lines; each byte is copied a fixed number of times."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def cut(self, content: bytes) -> list[bytes]:
+        """Return the lines that `content` completes."""
+        *lines, rest = content.split(b"\n")
+        if lines:
+            lines[0] = bytes(self._rest) + lines[0]
+            self._rest.clear()
+        self._rest += rest
+        return lines
+
+    def is_over_limit(self) -> bool:
+        """Return True if the unfinished line is longer than any that a node sends."""
+        return len(self._rest) > MAX_FILE_BYTES
+
+
+def close_all(streams: Sequence[NodeStream]) -> None:
+    """Stop listening to every node, at the same time: one that is frozen takes seconds."""
+    for stream in streams:
+        stream.ask_to_close()
+    ends_s = time.monotonic() + 2 * _CLOSE_S
+    for stream in streams:
+        stream.wait_closed(max(0.0, ends_s - time.monotonic()))
+
+
+def wait_for_nodes(
+    streams: Sequence[NodeStream],
+    *,
+    pause: Callable[[float], bool],
+    timeout_s: float = _RETURN_S,
+) -> str | None:
+    """Return the reason that keeps the run from being restarted, or None.
+
+    `pause` sleeps, and says false when somebody wants the run to stop.
+    """
+    for stream in streams:
+        stream.ask_to_end()
+    ends = time.monotonic() + timeout_s
+    while True:
+        found = {stream.node.name: stream.wait_ended(0.0) for stream in streams}
+        if all(left == [] for left in found.values()):
+            return None
+        stuck = [name for name, left in found.items() if left]
+        if stuck:
+            return f"processes on {', '.join(stuck)} could not be ended"
+        if time.monotonic() > ends or not pause(_LOOK_S):
+            away = [name for name, left in found.items() if left is None]
+            return f"{', '.join(away)} did not come back within {timeout_s:.0f} s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Message:
+    """One line of a worker's heartbeat."""
+
+    now: float = checked(low=0, high=MAX_SECONDS)
+    monotonic_s: float = checked(low=0, high=MAX_SECONDS)
+    progress: tuple[Any, ...] = ()
+    exits: tuple[Any, ...] = ()
+    states: Mapping[str, str | None] = field(default_factory=dict)
+    ended: tuple[int, ...] | None = None
+    asked: int | None = None
+    folders: Mapping[str, str] = field(default_factory=dict)
+
+
+def parse_message(line: bytes, *, now_unix: float, now_s: float) -> dict[str, Any] | None:
+    """Return a line's content, or None for what a login prints besides.
+
+    With it are `skew_s`, the node's wall clock less ours, and `lag_s`, our monotonic clock less
+    the node's.
+    """
+    try:
+        message = build(_Message, parse_json(line, where="heartbeat"), where="heartbeat")
+    except ConfigError:
+        return None
+    times = {"skew_s": message.now - now_unix, "lag_s": now_s - message.monotonic_s}
+    return asdict(message) | times
+
+
+def heartbeat_argv(
+    node: Node, *, plan: LaunchPlan, run_dir: Path, lifeline_s: float, folders: Sequence[str] = ()
+) -> list[str]:
+    """Return ssh or srun as the launcher uses it, with the program that tells how the node is."""
+    words = ["--run-dir", str(run_dir), "--lifeline", f"{lifeline_s:g}"]
+    words += [f"--folder={folder}" for folder in folders]
+    python_path = plan.environment.get("PYTHONPATH")
+    return remote_argv(
+        node.name,
+        ssh=(*plan.ssh, *_SSH_OPTIONS),
+        node_command=plan.node_command,
+        words=module_words("payload.supervise.heartbeat", *words, python=plan.program[0]),
+        environment={"PYTHONPATH": python_path} if python_path else {},
+    )
+
+
+def remote_argv(
+    host: str,
+    *,
+    ssh: Sequence[str],
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    node_command: Sequence[str] = (),
+) -> list[str]:
+    """Return the command line that runs `words` on another node, with `environment` besides."""
+    settings = [f"{name}={value}" for name, value in environment.items()]
+    prefix = ["env", *settings] if settings else []
+    if node_command:
+        return [*(word.replace("{node}", host) for word in node_command), *prefix, *words]
+    return ["ssh", *ssh, host, shlex.join([*prefix, *words])]

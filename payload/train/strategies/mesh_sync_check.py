@@ -1,0 +1,100 @@
+"""Comparison of ranks that each hold a part of a model: which have to hold the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from payload.machines.rank_mesh import Mesh
+from payload.train.ranks.world import World
+from payload.train.strategies.sync_check import (
+    RankState,
+    digest_each,
+    digest_of,
+    require_equal,
+    require_finite,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MeshState:
+    """State of one rank after a step: digests of its weights and of its optimizer state.
+
+    The weights are those that the rank computes with; the state is of its shard of them.
+    """
+
+    own: RankState
+    """All of it. Equal on the ranks of its replicas; of these, shards have equal weights."""
+    whole: RankState
+    """Digest of the parameters that tensor ranks do not split: equal on these, too."""
+    tied: RankState
+    """The embedding that is the output head: equal on the first and the last pipeline stage."""
+
+
+def require_one_mesh(
+    world: World,
+    mesh: Mesh,
+    *,
+    weights: Iterable[tuple[str, Tensor]],
+    state: Mapping[str, Tensor],
+    split: Collection[str],
+    tied: str | None,
+    step: int,
+    passed_step: int | None,
+) -> None:
+    """Compare what all ranks hold; raise what `require_sound_ranks` raises, on every rank.
+
+    `weights` are those that this rank computes with, `state` its optimizers'. Tensor ranks have
+    parts of the parameters in `split`; the first and the last stage both have the one that is
+    `tied`.
+    """
+    digests, bad_weight = digest_each(weights)
+    of_state, bad_state = digest_each(state.items())
+
+    def of(is_wanted: Callable[[str], bool]) -> RankState:
+        chosen = {name: each for name, each in digests.items() if is_wanted(name)}
+        found = {name: each for name, each in of_state.items() if is_wanted(_parameter(name))}
+        return RankState(weights=digest_of(chosen), optimizer=digest_of(found), not_finite=None)
+
+    states = world.gather(
+        _MeshState(
+            own=replace(of(lambda _name: True), not_finite=bad_weight or bad_state),
+            whole=of(lambda name: name not in split),
+            tied=of(lambda name: name == tied),
+        ),
+        _MeshState,
+    )
+    _require_equal_copies(
+        states, mesh, is_tied=tied is not None, step=step, passed_step=passed_step
+    )
+    require_finite([each.own for each in states], step=step, passed_step=passed_step)
+
+
+def _require_equal_copies(
+    states: Sequence[_MeshState], mesh: Mesh, *, is_tied: bool, step: int, passed_step: int | None
+) -> None:
+    """Require that ranks which hold the same have the same digests of it."""
+    owns, wholes = [each.own for each in states], [each.whole for each in states]
+    for rank in range(mesh.world_size):
+        line = mesh.along(rank, "pipeline")
+        ends = (line[0], line[-1]) if is_tied else (rank,)
+        for held, peers in (
+            (_weights(wholes), mesh.along(rank, "replicate", "shard", "tensor")),
+            (_weights(owns), mesh.along(rank, "replicate", "shard")),
+            (wholes, mesh.along(rank, "replicate", "tensor")),
+            (owns, mesh.along(rank, "replicate")),
+            ([each.tied for each in states], ends),
+        ):
+            require_equal(held, peers, step=step, passed_step=passed_step)
+
+
+def _parameter(of_state: str) -> str:
+    """Return the name of the parameter that a tensor of optimizer state belongs to."""
+    return of_state.partition(".")[2]
+
+
+def _weights(states: Sequence[RankState]) -> list[RankState]:
+    """Return the states without what may differ between shards."""
+    return [replace(each, optimizer="", not_finite=None) for each in states]
