@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from payload.config.run_config import parse_run_config
@@ -126,13 +126,22 @@ def wait_for(what: Callable[[], bool], description: str, *, timeout_s: float = D
 
 
 def wait_for_steps(
-    paths: RunPaths, *, ranks: int = 2, step: int = 1, timeout_s: float = DEADLINE_S
+    paths: RunPaths,
+    *,
+    ranks: int = 2,
+    step: int = 1,
+    timeout_s: float = DEADLINE_S,
+    after: Collection[int] = (),
 ) -> list[int]:
-    """The process ids of all ranks, once each has reached that step."""
+    """The process ids of all ranks, once each has reached that step.
+
+    `after` are those of an earlier attempt, whose last words are still there when this one begins.
+    """
 
     def progress() -> list[RankProgress]:
         found = [last_record(RankProgress, paths.rank_progress(rank)) for rank in range(ranks)]
-        return [entry for entry in found if entry is not None and entry.step >= step]
+        new = [entry for entry in found if entry is not None and entry.pid not in after]
+        return [entry for entry in new if entry.step >= step]
 
     wait_for(lambda: len(progress()) == ranks, f"every rank's step {step}", timeout_s=timeout_s)
     return [entry.pid for entry in progress()]
