@@ -38,7 +38,7 @@ def sampled(values: Iterable[Any], *, sample: Collection[Any]) -> list[Any]:
 @pytest.mark.parametrize("name", sampled(VARIANTS, sample=SAMPLE))
 def test_a_variant_comes_up_stays_as_it_is_and_goes(engine: Engine, name: str) -> None:
     settings = VARIANTS[name]
-    engine.configure(nodeCount=settings.get("nodeCount", 3), **settings)
+    engine.configure(**{"nodeCount": 3, **settings})
     engine.up()
     assert len(engine.machines()) == settings.get("nodeCount", 3)
     second = engine.pulumi("preview", "--expect-no-changes")
