@@ -188,8 +188,9 @@ class Engine:
         return process
 
     def interrupt(self, process: subprocess.Popen[bytes]) -> None:
-        """Press Ctrl-C: every process of the group gets it."""
-        os.killpg(process.pid, signal.SIGINT)
+        """Press Ctrl-C: every process of the group gets it, unless the command has ended."""
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGINT)
 
     def kill(self, process: subprocess.Popen[bytes]) -> None:
         """End the whole group at once, as a crash of the machine does."""
