@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from payload.core.suggested_commands import command
-from payload.run_record.run_commands import run_command
 from payload.run_record.run_files import RunPaths
+from payload.run_record.suggested_run_commands import run_command
 
 pytestmark = pytest.mark.processes
 

@@ -1,9 +1,10 @@
-"""Files that are written whole or not at all, and what lies in a file's place and is none."""
+"""Files that are written whole or not at all, what stands in the way of one, and free space."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def set_aside(path: Path) -> Path:
 
 
 def is_odd_file(path: Path) -> bool:
-    """Tell whether something lies in a file's place and is none: a folder, a pipe, a dead link."""
+    """Tell whether something else has a file's name: a folder, a pipe, a dead link."""
     try:
         return not stat.S_ISREG(path.stat().st_mode)
     except OSError:
@@ -27,12 +28,12 @@ def is_odd_file(path: Path) -> bool:
 
 
 def require_file(path: Path) -> Path | None:
-    """Set aside what lies in a file's place and is none; return its new name, or None."""
+    """Set aside a folder, pipe or dead link with a file's name; return its new name, or None."""
     return set_aside(path) if is_odd_file(path) else None
 
 
 def discard(path: Path) -> None:
-    """Remove a file that is not needed any more; what is none is set aside. Raises OSError."""
+    """Remove a file that is not needed any more; what is no file is set aside. Raises OSError."""
     if require_file(path) is None:
         path.unlink(missing_ok=True)
 
@@ -69,3 +70,10 @@ def fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free space on the disk that `folder` is on, or will be."""
+    whole = folder.absolute()
+    there = next(each for each in (whole, *whole.parents) if each.is_dir())
+    return shutil.disk_usage(there).free

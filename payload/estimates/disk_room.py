@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from payload.core.errors import ConfigError
+from payload.core.files import free_bytes
 from payload.formats.checkpoint_files import checkpoint_folders, partial_checkpoints
 
 _BLOCK_BYTES = 512  # st_blocks', whatever the file system's are.
@@ -39,13 +39,6 @@ def most_checkpoints(*, keep: int, uploads: bool) -> int:
     The uploader keeps one open, whose space a removal does not give back.
     """
     return keep + 2 + uploads
-
-
-def free_bytes(folder: Path) -> int:
-    """Return the free space on the disk that `folder` is on, or will be."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
 
 
 def _bytes_of(folders: Iterable[Path]) -> int:

@@ -83,7 +83,7 @@ class _TrainerDtype:
 
 
 def folder_name(step: int) -> str:
-    """Return the name of the folder of the checkpoint after so many steps."""
+    """Return the name of the folder of the checkpoint of this step."""
     return f"step_{step:08d}"
 
 

@@ -12,7 +12,7 @@ from payload.formats.data_folder import FOLDER_WORD, DataMeta
 from payload.report.markup import Html, figure, join, plain, tag, text
 from payload.report.sections import section
 from payload.report.source import Run
-from payload.run_record.run_commands import run_command
+from payload.run_record.suggested_run_commands import run_command
 
 _NAMED = ("stdlib", "openwebtext")
 """Sources of `prepare` whose name is all that it needs."""

@@ -15,8 +15,8 @@ from typing import Self
 from payload.core.errors import UsageError
 from payload.core.files import require_file, set_aside
 from payload.core.validation import no_follow
-from payload.run_record.run_commands import run_command
 from payload.run_record.run_files import RunPaths
+from payload.run_record.suggested_run_commands import run_command
 
 FORCE_SIGNAL = signal.SIGUSR1
 """Makes a supervisor end its run at once; SIGTERM, however often, lets the ranks save first."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from payload.core.errors import PreflightError
+from payload.core.files import free_bytes
 from payload.core.validation import is_own_folder, no_follow, open_regular
 from payload.run_record.run_files import RunPaths
 from payload.storage.objects import (
@@ -140,12 +140,7 @@ def log_room(folder: Path, *, taken_bytes: int = 0) -> int:
 
     All of them may take 4 GiB, and half of the disk space that would be free without them.
     """
-    return min(_MOST_LOG_BYTES, (_free_bytes(folder) + taken_bytes) // 2) - taken_bytes
-
-
-def _free_bytes(folder: Path) -> int:
-    there = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
-    return shutil.disk_usage(there).free
+    return min(_MOST_LOG_BYTES, (free_bytes(folder) + taken_bytes) // 2) - taken_bytes
 
 
 def _bring(

@@ -236,7 +236,7 @@ def test_logs_and_profiles_together_have_a_limit_and_leave_half_of_the_disk(
 ) -> None:
     logs = {f"logs/{name}.log": bytes(size) for name, size in (("a", 300), ("b", 300), ("c", 99))}
     stored.put({**logs, "logs/rank_0000.log": b"", "profile/operators.json": bytes(300)})
-    monkeypatch.setattr("payload.storage.records._free_bytes", lambda folder: 800)
+    monkeypatch.setattr("payload.storage.records.free_bytes", lambda folder: 800)
     said: list[str] = []
     assert collect_from_store(stored.store, stored.paths, say=said.append) is not None
     brought = sorted(path.name for path in stored.paths.logs.iterdir())

@@ -1,1 +1,1 @@
-"""Where documents come from: a file for each kind of source."""
+"""Sources of documents, a file for each kind."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from payload.core.errors import DataError
-from payload.core.files import write_whole
+from payload.core.files import free_bytes, write_whole
 from payload.data.reading.range_hashes import RangeHasher
 from payload.data.rows.rows import Rows
 from payload.data.sources.split import Split
@@ -22,7 +22,6 @@ from payload.data.writing.plan import (
     PrepareSettings,
     check_folder,
     fingerprint_of,
-    free_bytes,
     new_folder,
 )
 from payload.data.writing.prepare import Outcome, say_few

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from payload.core.errors import DataError
+from payload.core.files import free_bytes
 from payload.core.validation import shown
 from payload.data.sources.documents import MIB, Batch, Source, Survey
 from payload.data.sources.split import (
@@ -252,11 +252,3 @@ def _fingerprints_of_same(
         # The default for every source before `default_val_fraction`.
         shares.add(used)
     return {fingerprint_of(identity, replace(settings, val_fraction=share)) for share in shares}
-
-
-def free_bytes(out: Path) -> int:
-    """Free on the disk that `out` is or will be on."""
-    folder = out.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free

@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 from payload.core.errors import DataError
+from payload.core.files import free_bytes
 from payload.data.sources.documents import Batch, Source, Survey, prefetch
 from payload.data.sources.split import Split
 from payload.data.writing.encode import (
@@ -21,7 +22,6 @@ from payload.data.writing.plan import (
     check_folder,
     expected_tokens,
     fingerprint_of,
-    free_bytes,
     limit,
     limited,
     new_folder,

@@ -23,7 +23,7 @@ from payload.formats.hf_folder import (
     own_file,
     weight_files,
 )
-from payload.machines.inventory import ClusterInventory, Node
+from payload.machines.inventory import Node
 from payload.orchestrate.access.cluster import VENV, Answers
 from payload.orchestrate.ssh.connection import Cluster, Connection
 from payload.orchestrate.ssh.files import (
@@ -107,12 +107,12 @@ def _sha256(path: Path, *, init: str) -> str:
 
 
 def bring_code(
-    inventory: ClusterInventory, cluster: Cluster, answers: Answers, *, code: Code, talk: Console
+    nodes: Sequence[Node], cluster: Cluster, answers: Answers, *, code: Code, talk: Console
 ) -> None:
     """Bring the code to nodes that lack it and compile it there; a failed build is a note."""
     lacking = {name: a.missing for name, a in answers.items() if a.missing is not None}
-    nodes = [node for node in inventory.nodes if node.name in lacking]
-    if not nodes:
+    behind = [node for node in nodes if node.name in lacking]
+    if not behind:
         return
     counts = ", ".join(f"{name} {len(missing)}" for name, missing in lacking.items())
     talk.print(f"payload {code.digest}: sending changed files ({counts})")
@@ -122,7 +122,7 @@ def bring_code(
         send_code(connection, code, lacking[node.name], home=home)
         return build_kernels(connection, code, home=home, venv=VENV)
 
-    reasons = all_or_raise(on_every_node(nodes, send), what="sending the payload")
+    reasons = all_or_raise(on_every_node(behind, send), what="sending the payload")
     built = ", ".join(name for name, reason in reasons.items() if reason is None)
     if built:
         talk.print(f"kernels: built on {built}")
@@ -150,32 +150,34 @@ def try_store(
 
 
 def bring_data(
-    inventory: ClusterInventory,
+    nodes: Sequence[Node],
     cluster: Cluster,
     answers: Answers,
     *,
     source: Path,
     talk: Console,
 ) -> PurePosixPath:
-    """Bring the data to the nodes that lack it, each from here; return where it is."""
+    """Bring the data to the nodes that lack it, each from here; return where it is there."""
     whole = _whole_data(source)
-    target = _home(answers, inventory.head) / NODE_FOLDER / PurePosixPath(whole).parent
+    target = _home(answers, nodes[0]) / NODE_FOLDER / PurePosixPath(whole).parent
     known = load_meta(source).all_files()
     files = {**{name: entry.sha256 for name, entry in known.items()}, META_NAME: None}
-    nodes = [node for node in inventory.nodes if whole not in answers[node.name].has]
-    if nodes:
+    lacking = [node for node in nodes if whole not in answers[node.name].has]
+    if lacking:
         size = sum(path.stat().st_size for path in source.iterdir()) / 1e6
-        names = ", ".join(node.name for node in nodes)
+        names = ", ".join(node.name for node in lacking)
         talk.print(f"data {source}: sending {size:,.0f} MB to each of {names}")
     all_or_raise(
-        on_every_node(nodes, lambda node: send_files(cluster.connect(node), source, target, files)),
+        on_every_node(
+            lacking, lambda node: send_files(cluster.connect(node), source, target, files)
+        ),
         what="sending the data",
     )
     return target
 
 
 def bring_weights(
-    inventory: ClusterInventory,
+    head: Node,
     cluster: Cluster,
     answers: Answers,
     *,
@@ -183,7 +185,6 @@ def bring_weights(
     talk: Console,
 ) -> PurePosixPath:
     """Bring the weights to the head, if it lacks them; return where. Rank 0 alone reads them."""
-    head = inventory.head
     whole = _whole_weights(weights)
     target = _home(answers, head) / NODE_FOLDER / PurePosixPath(whole).parent
     if whole not in answers[head.name].has:
@@ -208,7 +209,7 @@ def _home(answers: Answers, node: Node) -> PurePosixPath:
 
 
 def ask_nodes(
-    inventory: ClusterInventory,
+    nodes: Sequence[Node],
     cluster: Cluster,
     *,
     code: Code,
@@ -223,7 +224,7 @@ def ask_nodes(
     wholes = [_whole_data(data), *([_whole_weights(weights)] if weights else [])]
     answers = all_or_raise(
         on_every_node(
-            inventory.nodes,
+            nodes,
             lambda node: look(
                 cluster.connect(node), code, venv=VENV, programs=programs, wholes=wholes
             ),

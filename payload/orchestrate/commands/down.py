@@ -58,7 +58,7 @@ from payload.run_record.run_files import RunPaths, Summary, read_json
 from payload.stack.cluster_identity import recorded_cluster_identity
 
 if TYPE_CHECKING:
-    from payload.orchestrate.ssh.files import RunsThere, RunThere
+    from payload.orchestrate.ssh.files import RunThere
 
 
 # A machine that has no host keys yet is booting, and nobody has reached it over SSH.
@@ -123,6 +123,11 @@ def _ask(
     ends: float,
     talk: Console,
 ) -> Head:
+    # paramiko takes half a second to import.
+    from payload.orchestrate.ssh.connection import Cluster
+    from payload.orchestrate.ssh.files import runs_on
+    from payload.orchestrate.ssh.remote_calls import Login
+
     inventory = outputs.inventory
     own = cluster_folder(folder, inventory.cluster)
     try:
@@ -143,26 +148,17 @@ def _ask(
         return Head(machine=node.instance_id, unasked=f"there is no key here: {keys[0]}")
     if key == keys[0]:
         require_private(key)
+    pinned, login = replace(inventory, nodes=(node,)), Login(user=inventory.ssh_user, key=key)
     while True:
         try:
-            found = _runs(replace(inventory, nodes=(node,)), env, key=key)
+            with Cluster(pinned, login=login, env=env) as cluster:
+                found = runs_on(cluster.connect(node))
             break
         except TileforgeError as error:
             if time.monotonic() + _RETRY_S > ends:
                 return Head(machine=node.instance_id, unasked=str(error))
         time.sleep(_RETRY_S)
     return Head(machine=node.instance_id, running=found.running, runs=found.runs)
-
-
-def _runs(inventory: ClusterInventory, env: Mapping[str, str], *, key: Path) -> RunsThere:
-    # paramiko takes half a second to import.
-    from payload.orchestrate.ssh.connection import Cluster
-    from payload.orchestrate.ssh.files import runs_on
-    from payload.orchestrate.ssh.remote_calls import Login
-
-    login = Login(user=inventory.ssh_user, key=key)
-    with Cluster(inventory, login=login, env=env) as cluster:
-        return runs_on(cluster.connect(inventory.head))
 
 
 Copies = Sequence[tuple[RunPaths, Mirrored, ClusterInventory]]

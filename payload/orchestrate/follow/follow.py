@@ -26,7 +26,6 @@ from payload.orchestrate.terminal.console import LiveLine, text_console
 from payload.run_record.checkpoint_grace import CheckpointWatch
 from payload.run_record.metrics_log import StepMetrics
 from payload.run_record.named_settings import bounded_wait_s
-from payload.run_record.run_commands import run_command
 from payload.run_record.run_files import (
     DEFAULT_GRACE_S,
     RankProgress,
@@ -43,6 +42,7 @@ from payload.run_record.run_files import (
 from payload.run_record.run_lock import FORCE_SIGNAL
 from payload.run_record.run_repair import known_config, known_state
 from payload.run_record.stragglers import StragglerNews, by_rank
+from payload.run_record.suggested_run_commands import run_command
 from payload.run_record.tracker_process import hand_over, tracked
 from payload.run_record.write_report import write_report
 

@@ -15,9 +15,10 @@ from payload.config.run_config import RunConfig, load_run_config
 from payload.core.dtype import Dtype
 from payload.core.durations import as_clock
 from payload.core.errors import ConfigError, DataError
+from payload.core.files import free_bytes
 from payload.core.validation import open_regular
 from payload.estimates.batch_size import USED
-from payload.estimates.disk_room import free_bytes, most_checkpoints
+from payload.estimates.disk_room import most_checkpoints
 from payload.estimates.quantized_cost import QuantizedCost, quantized_cost
 from payload.formats.data_folder import load_meta
 from payload.launch.environment import rank_environment
@@ -30,10 +31,10 @@ from payload.orchestrate.runs.run_index import RunView
 from payload.orchestrate.terminal.time_left import evaluations_left
 from payload.pricing.cloud_prices import bucket_price
 from payload.run_record.metrics_log import describe_missing
-from payload.run_record.run_commands import run_command
 from payload.run_record.run_files import RunPaths, Summary, last_record, read_json
 from payload.run_record.run_repair import known_dtype
 from payload.run_record.stragglers import SlowRank
+from payload.run_record.suggested_run_commands import run_command
 
 # A forward pass is a third of the forward and backward pass.
 _EVALUATION_SHARE = 1 / 3

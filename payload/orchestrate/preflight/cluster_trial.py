@@ -194,7 +194,7 @@ def try_cluster(
         with claimed(cluster, inventory, run_dir=run_dir, say=talk.print) as claim:
             if claim.running is not None:
                 return _not_measured(claim.running)
-            bring_code(inventory, cluster, answers, code=code, talk=talk)
+            bring_code(inventory.nodes, cluster, answers, code=code, talk=talk)
             try:
                 outcome, folder = _start(
                     inventory,

@@ -22,10 +22,10 @@ from payload.orchestrate.runs.mirror import mirror_file, read_mirrored
 from payload.orchestrate.runs.planning import PlannedRun
 from payload.orchestrate.runs.run_index import Order, is_copy, room_for
 from payload.orchestrate.terminal.console import text_console
-from payload.run_record.run_commands import run_command
 from payload.run_record.run_files import RunJob, RunPaths, StopRequest
 from payload.run_record.run_lock import FORCE_SIGNAL, is_supervised, starting
 from payload.run_record.run_repair import known_config
+from payload.run_record.suggested_run_commands import run_command
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,6 @@ from payload.orchestrate.runs.mirror import mirror_file
 from payload.orchestrate.runs.planning import PlannedRun, plan_run
 from payload.orchestrate.runs.run_index import Order, running_here, view_run
 from payload.orchestrate.runs.site import Home, InventorySite, Seen, SiteRun
-from payload.run_record.run_commands import run_command
 from payload.run_record.run_files import (
     RunPaths,
     RunState,
@@ -37,6 +36,7 @@ from payload.run_record.run_files import (
 )
 from payload.run_record.run_lock import is_supervised
 from payload.run_record.run_repair import known_dtype, known_state
+from payload.run_record.suggested_run_commands import run_command
 from payload.storage.here import require_new_in_store
 
 _START_S = 30.0

@@ -75,11 +75,11 @@ from payload.orchestrate.ssh.remote_calls import (
     on_every_node,
 )
 from payload.run_record.checkpoint_manifest_hashes import HASHES_FILE, ManifestHashes
-from payload.run_record.run_commands import run_command
 from payload.run_record.run_files import RunPaths
 from payload.run_record.run_identity import RunIdentity, known_identity
 from payload.run_record.run_lock import starting
 from payload.run_record.run_repair import known_config, known_dtype
+from payload.run_record.suggested_run_commands import run_command
 
 # A machine of ours lives for 30 days at most; on others a run that has no limit may go on for
 # longer, and needs the key again only to bring a lost rank back.
@@ -205,7 +205,7 @@ class Ssh(InventorySite):
         """
         inventory = self._inventory
         answers = ask_nodes(
-            inventory,
+            inventory.nodes,
             cluster,
             code=this_code(),
             programs=programs_of(candidates(order.config.launch.launcher)[0]),
@@ -301,7 +301,7 @@ class Ssh(InventorySite):
         `name` is the attempt's, which has the claim on the head.
         """
         inventory, talk, code = self._inventory, self._talk, this_code()
-        bring_code(inventory, cluster, answers, code=code, talk=talk)
+        bring_code(inventory.nodes, cluster, answers, code=code, talk=talk)
         address = order.config.storage.address()
         if address is not None:
             try_store(
@@ -311,10 +311,10 @@ class Ssh(InventorySite):
                 code=code,
                 new_run=None if order.resumes else order.paths.run_id,
             )
-        there = bring_data(inventory, cluster, answers, source=local.data, talk=talk)
+        there = bring_data(inventory.nodes, cluster, answers, source=local.data, talk=talk)
         config = replace(order.config, data=replace(order.config.data, dir=str(there)))
         if local.weights is not None:
-            init = bring_weights(inventory, cluster, answers, weights=local.weights, talk=talk)
+            init = bring_weights(inventory.head, cluster, answers, weights=local.weights, talk=talk)
             config = replace(config, model=replace(config.model, init=str(init)))
         for dead in remove_dead_keys(cluster, inventory):
             talk.print(f"note: the key {dead} was left on the nodes; it is gone now")

@@ -33,10 +33,10 @@ from payload.orchestrate.sites.checkpoint_download import CheckpointCopies
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, Login
 from payload.orchestrate.terminal.console import text_console
-from payload.run_record.run_commands import run_command
 from payload.run_record.run_files import RunPaths, StopRequest
 from payload.run_record.run_identity import known_identity
 from payload.run_record.run_repair import known_config
+from payload.run_record.suggested_run_commands import run_command
 
 _POLL_S = 1.0
 _TICK_S = 0.1

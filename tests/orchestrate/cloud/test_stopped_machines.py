@@ -212,7 +212,8 @@ def test_a_head_that_boots_is_asked_again_until_it_answers(
             raise SshUnreachableError("mine-0: cannot be reached")
         return Head()
 
-    monkeypatch.setattr(down, "_runs", runs)
+    monkeypatch.setattr("payload.orchestrate.ssh.connection.Cluster.connect", lambda *_: None)
+    monkeypatch.setattr("payload.orchestrate.ssh.files.runs_on", runs)
     monkeypatch.setattr(down, "_RETRY_S", 0.0)
     assert main(["down", "--yes"], site.env) == ExitCode.OK
     assert len(tries) == 4  # three before the question, one after it

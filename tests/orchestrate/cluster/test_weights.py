@@ -50,12 +50,12 @@ def test_a_checkpoint_here_is_brought_to_the_head_once_and_trained_on(trained: T
     with Cluster(inventory, login=login, env=os.environ, deadlines=PATIENT) as cluster:
         code_here = this_code()
         answers = ask_nodes(
-            inventory,
+            inventory.nodes,
             cluster,
             code=code_here,
             programs=["python"],
             data=operator.data,
             weights=weights,
         )
-        bring_weights(inventory, cluster, answers, weights=weights, talk=Console(file=heard))
+        bring_weights(inventory.head, cluster, answers, weights=weights, talk=Console(file=heard))
     assert heard.getvalue() == ""
