@@ -289,7 +289,7 @@ def test_logs_that_come_over_ssh_leave_half_of_the_disk(
     """The attack: a worker's rank printed until the operator's disk was full."""
     free = 1000
     monkeypatch.setattr(
-        "payload.storage.records._free_bytes", lambda _: free - here.rank_log(0).stat().st_size
+        "payload.storage.records.free_bytes", lambda _: free - here.rank_log(0).stat().st_size
     )
     write_whole(here.rank_log(0), "")
     there.metrics.write_text('{"step": 1}\n')
