@@ -17,16 +17,17 @@ from infra.bootstrap_values import boots_alike, user_data
 from infra.cloud_init import BootstrapFiles
 from infra.config_reading import load_config
 from infra.cost import describe, price_of_cluster
-from infra.encryption import KeyAccess, KeyAccessArgs
 from infra.error_display import shown_plainly
-from infra.identity import ClusterIdentity, IdentityArgs
-from infra.inventory_output import inventory_output
-from infra.labels import cluster_labels, last_expiry, program_identity
+from infra.gcp.encryption import KeyAccess, KeyAccessArgs
+from infra.gcp.identity import ClusterIdentity, IdentityArgs
+from infra.gcp.inventory_output import inventory_output
+from infra.gcp.labels import cluster_labels, last_expiry, program_identity
+from infra.gcp.network import ClusterNetwork, NetworkArgs
+from infra.gcp.nodes import ClusterNodes, NodesArgs
+from infra.gcp.shared_storage import FilestoreArgs, SharedFilestore
+from infra.gcp.storage import ResultsBucket, StorageArgs
 from infra.measured import last_measured_speed
-from infra.network import ClusterNetwork, NetworkArgs
-from infra.nodes import ClusterNodes, NodesArgs, node_address
-from infra.shared_storage import FilestoreArgs, SharedFilestore
-from infra.storage import ResultsBucket, StorageArgs
+from infra.node_addresses import node_address
 from payload import __version__
 from payload.pricing.cloud_prices import read_catalog
 from payload.stack.cluster_files import cluster_path

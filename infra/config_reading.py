@@ -65,7 +65,7 @@ def _check_login_keys(keys: Iterable[str]) -> None:
 def _from_provider(values: Mapping[str, str]) -> dict[str, str]:
     """Return project and region of the provider's settings, where this program's are not set.
 
-    `doctor` reads them so, too: payload/orchestrate/cloud/pulumi.py.
+    `doctor` reads them so, too: payload/orchestrate/clouds/pulumi/engine.py.
     """
     provider = pulumi.Config("gcp")
     return {

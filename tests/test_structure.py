@@ -117,12 +117,12 @@ def test_only_a_command_line_s_own_files_take_what_argparse_has_parsed() -> None
 
 
 def test_an_inventory_passes_few_files_on_its_way_to_the_launcher() -> None:
-    """Files that need less take nodes, ranks or routes. Those of cloud/ make the inventory."""
+    """Files that need less take nodes, ranks or routes. Those of clouds/ make the inventory."""
     found = {
         path
         for within in ("payload/orchestrate", "payload/launch")
         for path, _ in takers_of("ClusterInventory", "Chosen", within=within)
-        if "/cloud/" not in path
+        if "/clouds/" not in path
     }
     assert len(found) <= MOST_INVENTORY_FILES, sorted(found)
     assert not {path for path in found if path.startswith("payload/launch/launchers/")}

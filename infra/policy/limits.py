@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from infra.security_checks import Resource
+from infra.gcp.security_checks import Resource
 from payload.pricing.cloud_prices import filestore_price
 from payload.pricing.cluster_cost import Billed, cluster_cost
 

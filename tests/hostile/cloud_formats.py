@@ -9,9 +9,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from payload.orchestrate.cloud.firewall_drift import machines_that_go, stack_state
-from payload.orchestrate.cloud.pulumi import EventReader, Pulumi, Update, cluster_name, settings
-from payload.orchestrate.cloud.stack_outputs import Remembered, read_outputs, recall
+from payload.orchestrate.clouds.pulumi.engine import (
+    EventReader,
+    Pulumi,
+    Update,
+    cluster_name,
+    settings,
+)
+from payload.orchestrate.clouds.pulumi.firewall_drift import machines_that_go, stack_state
+from payload.orchestrate.clouds.pulumi.stack_outputs import Remembered, read_outputs, recall
 from payload.stack.cloud_need import text_list
 from tests.hostile.formats import INVENTORY, Format, in_file
 

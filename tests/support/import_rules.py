@@ -121,7 +121,7 @@ RULES = {
     ),
 }
 GOOGLE_MODULES = (
-    PurePosixPath("payload/orchestrate/cloud/google.py"),
+    PurePosixPath("payload/orchestrate/clouds/gcp/client.py"),
     PurePosixPath("payload/storage/bucket.py"),
     PurePosixPath("payload/storage/credentials.py"),
 )

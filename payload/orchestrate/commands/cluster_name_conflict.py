@@ -9,16 +9,16 @@ from rich.console import Console
 
 from payload.core.errors import CloudError, ConfigError
 from payload.core.suggested_commands import command
-from payload.orchestrate.cloud.filestore import MayDelete
-from payload.orchestrate.cloud.google import Google
-from payload.orchestrate.cloud.listing import list_everything, remove
-from payload.orchestrate.cloud.ownership import (
+from payload.orchestrate.clouds.gcp.client import Google
+from payload.orchestrate.clouds.gcp.listing import list_everything, remove
+from payload.orchestrate.clouds.gcp.resources import FILESTORE, Resource, is_made_by_program
+from payload.orchestrate.clouds.pulumi.filestore import MayDelete
+from payload.orchestrate.clouds.pulumi.ownership import (
     NO_IDENTITY,
     Ownership,
     describe_others,
     removable,
 )
-from payload.orchestrate.cloud.resources import FILESTORE, Resource, is_made_by_program
 from payload.orchestrate.terminal.console import confirm_by_name
 from payload.stack.cluster_files import cluster_path
 from payload.stack.cluster_identity import (

@@ -16,18 +16,21 @@ from rich.table import Table
 from payload.core.errors import CloudAuthError, CloudError, ExitCode, TileforgeError, UsageError
 from payload.core.files import write_whole
 from payload.core.validation import checked
-from payload.orchestrate.cloud.encryption_key import check_key
-from payload.orchestrate.cloud.firewall_drift import check_firewall
-from payload.orchestrate.cloud.google import CloudMissingError, Endpoints, Google, UnreadableError
-from payload.orchestrate.cloud.machine_status import check_machines
-from payload.orchestrate.cloud.prerequisites import (
+from payload.orchestrate.clouds.gcp.client import (
+    CloudMissingError,
+    Endpoints,
+    Google,
+    UnreadableError,
+)
+from payload.orchestrate.clouds.gcp.encryption_key import check_key
+from payload.orchestrate.clouds.gcp.prerequisites import (
     check_billing,
     check_bucket,
     check_image,
     check_proxy,
     check_quota_project,
 )
-from payload.orchestrate.cloud.project_checks import (
+from payload.orchestrate.clouds.gcp.project_checks import (
     Check,
     ask_compute,
     check_gpus,
@@ -39,7 +42,9 @@ from payload.orchestrate.cloud.project_checks import (
     denied,
     unknown,
 )
-from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError, cluster_name, settings
+from payload.orchestrate.clouds.pulumi.engine import Pulumi, PulumiError, cluster_name, settings
+from payload.orchestrate.clouds.pulumi.firewall_drift import check_firewall
+from payload.orchestrate.clouds.pulumi.machine_status import check_machines
 from payload.orchestrate.commands.sweep import project_of
 from payload.orchestrate.inventories.chosen import nvidia_here
 from payload.orchestrate.terminal.console import text_console

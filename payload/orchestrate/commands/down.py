@@ -21,14 +21,14 @@ from payload.core.validation import read_bytes
 from payload.formats.checkpoint_files import checkpoint_step
 from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.access.local import LocalAccess
-from payload.orchestrate.cloud.filestore import may_delete, own_filestores
-from payload.orchestrate.cloud.firewall_drift import StackState, stack_state
-from payload.orchestrate.cloud.google import Endpoints, Google
-from payload.orchestrate.cloud.machine_status import start_head
-from payload.orchestrate.cloud.ownership import ownership_of
-from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError, cluster_name, settings
-from payload.orchestrate.cloud.pulumi_operations import Operations
-from payload.orchestrate.cloud.stack_outputs import (
+from payload.orchestrate.clouds.gcp.client import Endpoints, Google
+from payload.orchestrate.clouds.pulumi.engine import Pulumi, PulumiError, cluster_name, settings
+from payload.orchestrate.clouds.pulumi.filestore import may_delete, own_filestores
+from payload.orchestrate.clouds.pulumi.firewall_drift import StackState, stack_state
+from payload.orchestrate.clouds.pulumi.machine_status import start_head
+from payload.orchestrate.clouds.pulumi.operations import Operations
+from payload.orchestrate.clouds.pulumi.ownership import ownership_of
+from payload.orchestrate.clouds.pulumi.stack_outputs import (
     CACHE_FILE,
     MachineGoneError,
     StackOutputs,

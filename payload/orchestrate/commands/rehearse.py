@@ -27,12 +27,16 @@ from payload.core.python_processes import code_environment, module_words
 from payload.core.suggested_commands import command
 from payload.core.validation import parse_json, printable, read_bytes
 from payload.launch.ranks import place_ranks
-from payload.orchestrate.cloud.filestore import filestore_name
-from payload.orchestrate.cloud.google import REQUEST_LOG, Endpoints, Google
-from payload.orchestrate.cloud.listing import remove
-from payload.orchestrate.cloud.pulumi import Pulumi
-from payload.orchestrate.cloud.resources import Resource
-from payload.orchestrate.cloud.stack_outputs import StackOutputs, cluster_folder, read_outputs
+from payload.orchestrate.clouds.gcp.client import REQUEST_LOG, Endpoints, Google
+from payload.orchestrate.clouds.gcp.listing import remove
+from payload.orchestrate.clouds.gcp.resources import Resource
+from payload.orchestrate.clouds.pulumi.engine import Pulumi
+from payload.orchestrate.clouds.pulumi.filestore import filestore_name
+from payload.orchestrate.clouds.pulumi.stack_outputs import (
+    StackOutputs,
+    cluster_folder,
+    read_outputs,
+)
 from payload.orchestrate.commands.sweep import project_of
 from payload.orchestrate.runs.start_checks import check_data
 from payload.orchestrate.terminal.console import confirm, text_console

@@ -28,21 +28,9 @@ from payload.core.errors import (
 )
 from payload.core.suggested_commands import command
 from payload.core.validation import checked, shown
-from payload.orchestrate.cloud.failures import StackBusyError, explain
-from payload.orchestrate.cloud.filestore import may_delete
-from payload.orchestrate.cloud.firewall_drift import StackState
-from payload.orchestrate.cloud.google import CloudMissingError, Endpoints, Google
-from payload.orchestrate.cloud.listing import bucket_in, list_everything, remove
-from payload.orchestrate.cloud.ownership import (
-    NO_IDENTITY,
-    Ownership,
-    describe_others,
-    ownership_of,
-    removable,
-)
-from payload.orchestrate.cloud.pulumi import PulumiError
-from payload.orchestrate.cloud.pulumi_operations import Operations
-from payload.orchestrate.cloud.resources import (
+from payload.orchestrate.clouds.gcp.client import CloudMissingError, Endpoints, Google
+from payload.orchestrate.clouds.gcp.listing import bucket_in, list_everything, remove
+from payload.orchestrate.clouds.gcp.resources import (
     BUCKET,
     CLUSTER_LABEL,
     FILESTORE,
@@ -56,7 +44,19 @@ from payload.orchestrate.cloud.resources import (
     in_order,
     is_made_by_program,
 )
-from payload.orchestrate.cloud.stack_outputs import recall, remembered_clusters
+from payload.orchestrate.clouds.pulumi.engine import PulumiError
+from payload.orchestrate.clouds.pulumi.failures import StackBusyError, explain
+from payload.orchestrate.clouds.pulumi.filestore import may_delete
+from payload.orchestrate.clouds.pulumi.firewall_drift import StackState
+from payload.orchestrate.clouds.pulumi.operations import Operations
+from payload.orchestrate.clouds.pulumi.ownership import (
+    NO_IDENTITY,
+    Ownership,
+    describe_others,
+    ownership_of,
+    removable,
+)
+from payload.orchestrate.clouds.pulumi.stack_outputs import recall, remembered_clusters
 from payload.orchestrate.terminal.console import confirm, confirm_by_name, text_console
 from payload.pricing.cloud_prices import filestore_price
 from payload.stack.cloud_need import CLOUD_NAME

@@ -24,41 +24,9 @@ from payload.core.errors import (
 from payload.core.files import write_whole
 from payload.core.suggested_commands import command
 from payload.core.validation import build, check_schema, checked, parse_json, read_bytes
-from payload.orchestrate.cloud.failures import (
-    StackBusyError,
-    StockOut,
-    explain,
-    problems_of,
-    stock_out_of,
-)
-from payload.orchestrate.cloud.filestore import (
-    MayDelete,
-    billed_words,
-    filestores_that_go,
-    has_filestore,
-    may_delete,
-    refuse_another_region,
-    zone_words,
-)
-from payload.orchestrate.cloud.firewall_drift import (
-    INSTANCE,
-    StackState,
-    changes_metadata,
-    machines_that_go,
-    settle,
-    stack_state,
-)
-from payload.orchestrate.cloud.google import Endpoints, Google
-from payload.orchestrate.cloud.machine_status import (
-    CLOCK_SLACK_S,
-    MachinesThere,
-    StoppedChoice,
-    machines_there,
-    places_in,
-    see_to_stopped,
-)
-from payload.orchestrate.cloud.ownership import Ownership, ownership_of
-from payload.orchestrate.cloud.pulumi import (
+from payload.orchestrate.clouds.gcp.client import Endpoints, Google
+from payload.orchestrate.clouds.gcp.resources import FILESTORE, Resource
+from payload.orchestrate.clouds.pulumi.engine import (
     Pulumi,
     Step,
     Update,
@@ -67,15 +35,47 @@ from payload.orchestrate.cloud.pulumi import (
     settings,
     type_of,
 )
-from payload.orchestrate.cloud.pulumi_operations import Operations, orphans, remove_orphans
-from payload.orchestrate.cloud.resources import FILESTORE, Resource
-from payload.orchestrate.cloud.stack_outputs import (
+from payload.orchestrate.clouds.pulumi.failures import (
+    StackBusyError,
+    StockOut,
+    explain,
+    problems_of,
+    stock_out_of,
+)
+from payload.orchestrate.clouds.pulumi.filestore import (
+    MayDelete,
+    billed_words,
+    filestores_that_go,
+    has_filestore,
+    may_delete,
+    refuse_another_region,
+    zone_words,
+)
+from payload.orchestrate.clouds.pulumi.firewall_drift import (
+    INSTANCE,
+    StackState,
+    changes_metadata,
+    machines_that_go,
+    settle,
+    stack_state,
+)
+from payload.orchestrate.clouds.pulumi.machine_status import (
+    CLOCK_SLACK_S,
+    MachinesThere,
+    StoppedChoice,
+    machines_there,
+    places_in,
+    see_to_stopped,
+)
+from payload.orchestrate.clouds.pulumi.operations import Operations, orphans, remove_orphans
+from payload.orchestrate.clouds.pulumi.ownership import Ownership, ownership_of
+from payload.orchestrate.clouds.pulumi.stack_outputs import (
     outputs_if_any,
     read_outputs,
     remember,
     remember_plan,
 )
-from payload.orchestrate.cloud.stack_update import (
+from payload.orchestrate.clouds.pulumi.stack_update import (
     KEPT_VARIABLE,
     Additions,
     added_lines,

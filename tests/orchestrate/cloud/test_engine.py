@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from infra.labels import mark
+from infra.gcp.labels import mark
 from payload.core.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.cloud import failures
-from payload.orchestrate.cloud.pulumi import Pulumi, parse_event
-from payload.orchestrate.cloud.pulumi_operations import Operations, Progress
+from payload.orchestrate.clouds.pulumi import failures
+from payload.orchestrate.clouds.pulumi.engine import Pulumi, parse_event
+from payload.orchestrate.clouds.pulumi.operations import Operations, Progress
 from payload.orchestrate.terminal.console import text_console
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.fake_pulumi import ENGINE

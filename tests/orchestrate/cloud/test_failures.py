@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from payload.core.errors import ExitCode
-from payload.orchestrate.cloud.failures import explain, find_stock_out, stock_out_of
-from payload.orchestrate.cloud.pulumi import Diagnostic, Event, Step, Update
+from payload.orchestrate.clouds.pulumi.engine import Diagnostic, Event, Step, Update
+from payload.orchestrate.clouds.pulumi.failures import explain, find_stock_out, stock_out_of
 
 # As pulumi-gcp prints it; the provider passes on the operation's error and its details.
 PLAIN = """

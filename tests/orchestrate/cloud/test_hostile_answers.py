@@ -18,12 +18,9 @@ import pytest
 
 from payload.core.errors import TileforgeError
 from payload.machines.inventory import ClusterInventory
-from payload.orchestrate.cloud import stack_outputs as stack
-from payload.orchestrate.cloud.encryption_key import check_key
-from payload.orchestrate.cloud.failures import explain
-from payload.orchestrate.cloud.firewall_drift import stack_state
-from payload.orchestrate.cloud.google import Google
-from payload.orchestrate.cloud.listing import (
+from payload.orchestrate.clouds.gcp.client import Google
+from payload.orchestrate.clouds.gcp.encryption_key import check_key
+from payload.orchestrate.clouds.gcp.listing import (
     _buckets,
     _of_kind,
     dns_zones,
@@ -32,17 +29,20 @@ from payload.orchestrate.cloud.listing import (
     remove,
     service_accounts,
 )
-from payload.orchestrate.cloud.prerequisites import check_billing, check_bucket, check_image
-from payload.orchestrate.cloud.project_checks import (
+from payload.orchestrate.clouds.gcp.prerequisites import check_billing, check_bucket, check_image
+from payload.orchestrate.clouds.gcp.project_checks import (
     ask_compute,
     check_offers,
     check_policies,
     check_quotas,
     check_services,
 )
-from payload.orchestrate.cloud.pulumi import Pulumi, Update, cluster_name, settings
-from payload.orchestrate.cloud.resources import KINDS, Resource, by_cluster
-from payload.orchestrate.cloud.stack_outputs import read_outputs, recall, remember
+from payload.orchestrate.clouds.gcp.resources import KINDS, Resource, by_cluster
+from payload.orchestrate.clouds.pulumi import stack_outputs as stack
+from payload.orchestrate.clouds.pulumi.engine import Pulumi, Update, cluster_name, settings
+from payload.orchestrate.clouds.pulumi.failures import explain
+from payload.orchestrate.clouds.pulumi.firewall_drift import stack_state
+from payload.orchestrate.clouds.pulumi.stack_outputs import read_outputs, recall, remember
 from payload.orchestrate.commands.doctor import fresh_catalog
 from payload.stack.cloud_need import Need, need_of
 from tests.orchestrate.cloud.conftest import KEY, Site
@@ -231,7 +231,7 @@ def with_value(document: Any, path: tuple[Any, ...], value: object) -> Any:
 def test_every_field_of_googles_answers_may_be_hostile(
     full: Site, name: str, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("payload.orchestrate.cloud.listing._OPERATION_S", 0.0)
+    monkeypatch.setattr("payload.orchestrate.clouds.gcp.listing._OPERATION_S", 0.0)
     pattern, read = READS[name]
     seen: list[Any] = []
 
@@ -281,8 +281,8 @@ def test_a_guest_attribute_of_blanks_alone_is_refused(full: Site) -> None:
 def test_a_list_of_google_that_never_ends_is_given_up(
     full: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("payload.orchestrate.cloud.google.MOST_PAGES", 5)
-    monkeypatch.setattr("payload.orchestrate.cloud.listing.MOST_PAGES", 5)
+    monkeypatch.setattr("payload.orchestrate.clouds.gcp.client.MOST_PAGES", 5)
+    monkeypatch.setattr("payload.orchestrate.clouds.gcp.listing.MOST_PAGES", 5)
     # Machines are listed first and alone: an error there is one of everything.
     full.cloud.tamper = lambda target, document: (
         None if "instances" in target else json.dumps(document | {"nextPageToken": "0"}).encode()

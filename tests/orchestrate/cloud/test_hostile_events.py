@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from payload.orchestrate.cloud.failures import explain
-from payload.orchestrate.cloud.firewall_drift import machines_that_go, wanted_rules
-from payload.orchestrate.cloud.pulumi import EventReader, Update
-from payload.orchestrate.cloud.pulumi_operations import Progress
+from payload.orchestrate.clouds.pulumi.engine import EventReader, Update
+from payload.orchestrate.clouds.pulumi.failures import explain
+from payload.orchestrate.clouds.pulumi.firewall_drift import machines_that_go, wanted_rules
+from payload.orchestrate.clouds.pulumi.operations import Progress
 from payload.orchestrate.commands.up import remaining
 from tests.orchestrate.cloud.test_hostile_answers import BODIES, URN, is_sound, places, with_value
 from tests.orchestrate.test_inventory_fuzz import HOSTILE

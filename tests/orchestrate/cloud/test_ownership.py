@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from infra.labels import mark
+from infra.gcp.labels import mark
 from payload.core.errors import ConfigError, ExitCode
 from payload.core.files import write_whole
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.cloud.firewall_drift import StackState
-from payload.orchestrate.cloud.machine_status import start_head
-from payload.orchestrate.cloud.ownership import Ownership, ownership_of
-from payload.orchestrate.cloud.resources import DNS_ZONE, FILESTORE, SERVICE_ACCOUNT, Resource
-from payload.orchestrate.cloud.stack_outputs import (
+from payload.orchestrate.clouds.gcp.resources import DNS_ZONE, FILESTORE, SERVICE_ACCOUNT, Resource
+from payload.orchestrate.clouds.pulumi.firewall_drift import StackState
+from payload.orchestrate.clouds.pulumi.machine_status import start_head
+from payload.orchestrate.clouds.pulumi.ownership import Ownership, ownership_of
+from payload.orchestrate.clouds.pulumi.stack_outputs import (
     CACHE_FILE,
     cluster_folder,
     recall_outputs,

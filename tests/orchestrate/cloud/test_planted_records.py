@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.labels import program_identity
+from infra.gcp.labels import program_identity
 from payload.core.errors import ConfigError, ExitCode
 from payload.core.files import write_whole
 from payload.orchestrate.__main__ import main
@@ -103,10 +103,10 @@ def test_the_program_builds_nothing_with_an_identity_that_came_with_the_folder(
 ) -> None:
     path = tmp_path / ".cluster" / "dev" / "identity.json"
     write_whole(path, json.dumps({"identity": CLUSTER, "schema_version": 1}))
-    monkeypatch.setattr("infra.labels.pulumi.get_stack", lambda: "dev")
-    monkeypatch.setattr("infra.labels.pulumi.runtime.is_dry_run", lambda: True)
+    monkeypatch.setattr("infra.gcp.labels.pulumi.get_stack", lambda: "dev")
+    monkeypatch.setattr("infra.gcp.labels.pulumi.runtime.is_dry_run", lambda: True)
     assert program_identity(tmp_path, "dev") == CLUSTER
-    monkeypatch.setattr("infra.labels.pulumi.runtime.is_dry_run", lambda: False)
+    monkeypatch.setattr("infra.gcp.labels.pulumi.runtime.is_dry_run", lambda: False)
     with pytest.raises(ConfigError, match="nothing shows that you have written it"):
         program_identity(tmp_path, "dev")
     accept_cluster_identity(tmp_path, "dev")

@@ -13,14 +13,14 @@ import pytest
 from payload.core.errors import ExitCode, HostKeyError, SshUnreachableError
 from payload.machines.inventory import Access, ClusterInventory, Node
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.cloud.google import Google
-from payload.orchestrate.cloud.machine_status import (
+from payload.orchestrate.clouds.gcp.client import Google
+from payload.orchestrate.clouds.pulumi.machine_status import (
     StoppedMachine,
     follow_head,
     start,
     stopped_machines,
 )
-from payload.orchestrate.cloud.stack_outputs import StackOutputs
+from payload.orchestrate.clouds.pulumi.stack_outputs import StackOutputs
 from payload.orchestrate.commands import down
 from payload.orchestrate.commands.down import Head
 from payload.orchestrate.runs.mirror import read_mirrored, write_mirrored

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from infra.labels import mark
+from infra.gcp.labels import mark
 from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.commands import down

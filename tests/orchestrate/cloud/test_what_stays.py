@@ -10,10 +10,10 @@ import pytest
 
 from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.cloud.firewall_drift import StackState
-from payload.orchestrate.cloud.pulumi import Pulumi
-from payload.orchestrate.cloud.stack_outputs import Remembered
-from payload.orchestrate.cloud.stack_update import remove_machines, use_kept_bucket
+from payload.orchestrate.clouds.pulumi.engine import Pulumi
+from payload.orchestrate.clouds.pulumi.firewall_drift import StackState
+from payload.orchestrate.clouds.pulumi.stack_outputs import Remembered
+from payload.orchestrate.clouds.pulumi.stack_update import remove_machines, use_kept_bucket
 from payload.orchestrate.terminal.console import text_console
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.fake_pulumi import step

@@ -15,7 +15,7 @@ from urllib.parse import quote, urlsplit
 
 from payload.core.errors import CloudAuthError, CloudError, ConfigError, TileforgeError
 from payload.core.validation import build, parse_json, printable, shown
-from payload.orchestrate.cloud.error_catalog import access_refusal, other_refusal
+from payload.orchestrate.clouds.gcp.error_catalog import access_refusal, other_refusal
 from payload.stack.cloud_need import CLOUD_NAME
 from payload.storage.credentials import load_credentials, quiet
 from payload.storage.google_login import GoogleLogin

@@ -10,15 +10,11 @@ from pulumi import ComponentResource, Input, ResourceOptions
 from pulumi_gcp import compute, dns
 
 from infra.config import MTU
-from infra.labels import EXPIRES, IGNORED, mark
+from infra.gcp.labels import EXPIRES, IGNORED, mark
+from infra.node_addresses import FILESTORE_RANGE, SUBNET
 from payload.machines.inventory import RANK_PORTS
 
-SUBNET = "10.60.0.0/24"
-FILESTORE_RANGE = "10.60.1.0/26"
-"""Range of a Filestore instance's addresses, beside the subnet; the zonal tier needs a /26."""
 NFS_PORT = "2049"
-FIRST_HOST = 10
-"""The head's last number within the subnet; the workers' follow."""
 
 # ssh; where ranks meet; the kernel's own range, which gloo and mpirun take their ports from.
 NODE_PORTS = ("22", f"{RANK_PORTS[0]}-{RANK_PORTS[-1]}", "32768-60999")

@@ -22,7 +22,7 @@ from payload.core.validation import (
     printable,
     shown,
 )
-from payload.orchestrate.cloud.proxy import past_the_proxy
+from payload.orchestrate.clouds.proxy import past_the_proxy
 from payload.stack.cloud_need import Need
 from payload.storage.google_login import REFUSED_CREDENTIALS, GoogleLogin
 

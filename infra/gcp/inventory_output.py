@@ -9,9 +9,10 @@ from pulumi import Output
 
 from infra.cloud_init import NODE_USER
 from infra.config import ClusterConfig
+from infra.gcp.nodes import ClusterNodes
+from infra.gcp.storage import ResultsBucket, bucket_output
 from infra.machines import MachineType
-from infra.nodes import ClusterNodes, node_address, node_name
-from infra.storage import ResultsBucket, bucket_output
+from infra.node_addresses import node_address, node_name
 from payload.machines.inventory import Access, ClusterInventory, Node
 from payload.pricing.cluster_cost import Cost
 

@@ -12,10 +12,11 @@ from rich.console import Console
 from payload.core.errors import CloudError, ExitCode, TileforgeError
 from payload.core.suggested_commands import command
 from payload.core.validation import build, checked, parse_json, printable
-from payload.orchestrate.cloud.google import Google, request_of
-from payload.orchestrate.cloud.listing import remove
-from payload.orchestrate.cloud.project_checks import Check, unknown
-from payload.orchestrate.cloud.pulumi import (
+from payload.orchestrate.clouds.gcp.client import Google, request_of
+from payload.orchestrate.clouds.gcp.listing import remove
+from payload.orchestrate.clouds.gcp.project_checks import Check, unknown
+from payload.orchestrate.clouds.gcp.resources import Resource, last_word, marks
+from payload.orchestrate.clouds.pulumi.engine import (
     NEWER,
     Pulumi,
     PulumiError,
@@ -25,7 +26,6 @@ from payload.orchestrate.cloud.pulumi import (
     type_of,
     urn_field,
 )
-from payload.orchestrate.cloud.resources import Resource, last_word, marks
 from payload.stack.cluster_identity import identity_in
 
 INSTANCE = "gcp:compute/instance:Instance"

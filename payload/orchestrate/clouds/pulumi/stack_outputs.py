@@ -33,14 +33,14 @@ from payload.core.validation import (
     shown,
 )
 from payload.machines.inventory import ClusterInventory, Node
-from payload.orchestrate.cloud.google import (
+from payload.orchestrate.clouds.gcp.client import (
     REQUEST_S,
     CloudMissingError,
     Endpoints,
     Google,
     request_of,
 )
-from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError
+from payload.orchestrate.clouds.pulumi.engine import Pulumi, PulumiError
 from payload.orchestrate.ssh.remote_calls import all_or_raise, on_every_node
 from payload.stack.cloud_need import CLOUD_NAME, Need
 from payload.stack.cluster_files import cluster_path
@@ -422,7 +422,7 @@ def load_stack(
 
     Raises CloudAuthError, RankLostError, BootstrapError, CloudError.
     """
-    from payload.orchestrate.cloud.google import Google
+    from payload.orchestrate.clouds.gcp.client import Google
 
     remember(outputs, folder=folder)
     google = Google(outputs.project, endpoints=Endpoints.from_env(env))

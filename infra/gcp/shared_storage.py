@@ -8,9 +8,8 @@ from pulumi import ComponentResource, Input, Output, Resource, ResourceOptions
 from pulumi_gcp import filestore
 
 from infra.config import ClusterConfig
-from infra.labels import EXPIRES, IGNORED, mark
-from infra.network import FILESTORE_RANGE
-from infra.nodes import node_address
+from infra.gcp.labels import EXPIRES, IGNORED, mark
+from infra.node_addresses import FILESTORE_RANGE, node_address
 
 SHARE = "shared"
 # NFS 4.1 needs port 2049 alone; the basic tiers have NFS 3 only, which needs five more, and some of

@@ -13,13 +13,13 @@ from rich.console import Console
 from payload.core.errors import CloudError, ConfigError
 from payload.core.suggested_commands import command
 from payload.core.validation import printable
-from payload.orchestrate.cloud.firewall_drift import INSTANCE, StackState
-from payload.orchestrate.cloud.google import Google, request_of
-from payload.orchestrate.cloud.listing import bucket_in, remove
-from payload.orchestrate.cloud.machine_status import places_in
-from payload.orchestrate.cloud.pulumi import Pulumi, Update, name_of, type_of
-from payload.orchestrate.cloud.resources import CLUSTER_LABEL, KEPT_LABEL, Resource, last_word
-from payload.orchestrate.cloud.stack_outputs import recall
+from payload.orchestrate.clouds.gcp.client import Google, request_of
+from payload.orchestrate.clouds.gcp.listing import bucket_in, remove
+from payload.orchestrate.clouds.gcp.resources import CLUSTER_LABEL, KEPT_LABEL, Resource, last_word
+from payload.orchestrate.clouds.pulumi.engine import Pulumi, Update, name_of, type_of
+from payload.orchestrate.clouds.pulumi.firewall_drift import INSTANCE, StackState
+from payload.orchestrate.clouds.pulumi.machine_status import places_in
+from payload.orchestrate.clouds.pulumi.stack_outputs import recall
 from payload.stack.cluster_identity import identity_in
 
 _NETWORK, _BOOT = "its network", "what it boots with"

@@ -15,7 +15,11 @@ from rich.table import Table
 
 from payload.core.errors import CloudError
 from payload.core.files import write_whole
-from payload.orchestrate.cloud.failures import (
+from payload.orchestrate.clouds.gcp.client import Google
+from payload.orchestrate.clouds.gcp.listing import list_everything, remove
+from payload.orchestrate.clouds.gcp.resources import Resource
+from payload.orchestrate.clouds.pulumi.engine import Event, Pulumi, Step, Update, name_of, type_of
+from payload.orchestrate.clouds.pulumi.failures import (
     Lock,
     are_dead,
     explain,
@@ -23,13 +27,9 @@ from payload.orchestrate.cloud.failures import (
     kind_in_words,
     locks_in,
 )
-from payload.orchestrate.cloud.firewall_drift import StackState
-from payload.orchestrate.cloud.google import Google
-from payload.orchestrate.cloud.listing import list_everything, remove
-from payload.orchestrate.cloud.ownership import ownership_of, removable
-from payload.orchestrate.cloud.pulumi import Event, Pulumi, Step, Update, name_of, type_of
-from payload.orchestrate.cloud.resources import Resource
-from payload.orchestrate.cloud.stack_outputs import cluster_folder
+from payload.orchestrate.clouds.pulumi.firewall_drift import StackState
+from payload.orchestrate.clouds.pulumi.ownership import ownership_of, removable
+from payload.orchestrate.clouds.pulumi.stack_outputs import cluster_folder
 from payload.orchestrate.terminal.console import confirm
 
 # What an operation does to a resource, while it does and afterwards. Others change nothing.

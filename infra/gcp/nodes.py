@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,9 +10,9 @@ from pulumi import ComponentResource, Input, Output, Resource, ResourceOptions
 from pulumi_gcp import compute
 
 from infra.config import ClusterConfig
-from infra.labels import EXPIRES, IGNORED, mark
-from infra.network import FIRST_HOST, SUBNET
-from infra.scheduling import scheduling
+from infra.gcp.labels import EXPIRES, IGNORED, mark
+from infra.gcp.scheduling import scheduling
+from infra.node_addresses import node_address, node_name
 
 # A change of these rebuilds the nodes. In place, Google would stop a machine, which sets the
 # clock of its run time back, and cloud-init would not run again.
@@ -204,16 +203,6 @@ class ClusterNodes(ComponentResource):
             # Where a node publishes its host keys.
             "enable-guest-attributes": "TRUE",
         }
-
-
-def node_name(config: ClusterConfig, index: int) -> str:
-    """Name of an instance, and of the node in the inventory."""
-    return f"{config.cluster}-node-{index}"
-
-
-def node_address(index: int) -> str:
-    """Address within the network: known before boot, and kept when the node is rebuilt."""
-    return str(ipaddress.ip_network(SUBNET)[FIRST_HOST + index])
 
 
 def replacement_trigger(config: ClusterConfig, user_data: str) -> str:

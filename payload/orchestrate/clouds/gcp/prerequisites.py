@@ -11,9 +11,9 @@ from urllib.parse import urlencode
 
 from payload.core.errors import CloudAuthError, ExitCode, TileforgeError
 from payload.core.validation import checked
-from payload.orchestrate.cloud.error_catalog import QUOTA_PROJECT_FIX, billing_fix, bucket_fix
-from payload.orchestrate.cloud.google import REQUEST_S, CloudMissingError, Google, request_of
-from payload.orchestrate.cloud.project_checks import (
+from payload.orchestrate.clouds.gcp.client import REQUEST_S, CloudMissingError, Google, request_of
+from payload.orchestrate.clouds.gcp.error_catalog import QUOTA_PROJECT_FIX, billing_fix, bucket_fix
+from payload.orchestrate.clouds.gcp.project_checks import (
     Check,
     auth,
     check_boolean_policy,
@@ -21,7 +21,7 @@ from payload.orchestrate.cloud.project_checks import (
     unknown,
     wrong,
 )
-from payload.orchestrate.cloud.proxy import address_of, proxy_of, spares_loopback
+from payload.orchestrate.clouds.proxy import address_of, proxy_of, spares_loopback
 from payload.stack.cloud_need import Need
 
 _CONNECT_S = 5.0

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from infra import security_checks as check
-from infra.security_checks import Resource
+from infra.gcp import security_checks as check
+from infra.gcp.security_checks import Resource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

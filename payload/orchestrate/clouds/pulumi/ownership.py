@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from payload.orchestrate.cloud.firewall_drift import StackState
-from payload.orchestrate.cloud.resources import (
+from payload.orchestrate.clouds.gcp.resources import (
     BUCKET,
     FILESTORE,
     KINDS,
@@ -20,6 +19,7 @@ from payload.orchestrate.cloud.resources import (
     is_made_by_program,
     is_zone,
 )
+from payload.orchestrate.clouds.pulumi.firewall_drift import StackState
 from payload.stack.cluster_identity import identity_in
 
 NO_IDENTITY = "none"

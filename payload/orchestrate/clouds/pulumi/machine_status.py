@@ -28,15 +28,15 @@ from payload.core.errors import (
 from payload.core.files import write_whole
 from payload.core.suggested_commands import command
 from payload.machines.inventory import Access, ClusterInventory, Node
-from payload.orchestrate.cloud.failures import find_stock_out
-from payload.orchestrate.cloud.firewall_drift import INSTANCE, StackState, stack_state
-from payload.orchestrate.cloud.google import REQUEST_S, Endpoints, Google, one_line, request_of
-from payload.orchestrate.cloud.listing import list_machines, see_to_its_end
-from payload.orchestrate.cloud.ownership import Ownership
-from payload.orchestrate.cloud.project_checks import Check, ask_compute, unknown
-from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError, type_of
-from payload.orchestrate.cloud.resources import EXPIRES_LABEL
-from payload.orchestrate.cloud.stack_outputs import ENDING, STOPPED, external_address
+from payload.orchestrate.clouds.gcp.client import REQUEST_S, Endpoints, Google, one_line, request_of
+from payload.orchestrate.clouds.gcp.listing import list_machines, see_to_its_end
+from payload.orchestrate.clouds.gcp.project_checks import Check, ask_compute, unknown
+from payload.orchestrate.clouds.gcp.resources import EXPIRES_LABEL
+from payload.orchestrate.clouds.pulumi.engine import Pulumi, PulumiError, type_of
+from payload.orchestrate.clouds.pulumi.failures import find_stock_out
+from payload.orchestrate.clouds.pulumi.firewall_drift import INSTANCE, StackState, stack_state
+from payload.orchestrate.clouds.pulumi.ownership import Ownership
+from payload.orchestrate.clouds.pulumi.stack_outputs import ENDING, STOPPED, external_address
 from payload.orchestrate.terminal.console import confirm
 from payload.run_record.run_files import RunPaths
 

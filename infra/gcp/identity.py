@@ -8,7 +8,7 @@ import pulumi
 from pulumi import ComponentResource, ResourceOptions
 from pulumi_gcp import serviceaccount
 
-from infra.labels import IGNORED, mark
+from infra.gcp.labels import IGNORED, mark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

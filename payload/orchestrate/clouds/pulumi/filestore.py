@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 from payload.core.errors import CloudAuthError, CloudError, ConfigError, TileforgeError
 from payload.core.validation import printable
-from payload.orchestrate.cloud.firewall_drift import StackState, inputs_in_state
-from payload.orchestrate.cloud.google import Google
-from payload.orchestrate.cloud.listing import filestores
-from payload.orchestrate.cloud.ownership import Ownership
-from payload.orchestrate.cloud.pulumi import Pulumi, Step, Update, name_of, type_of
-from payload.orchestrate.cloud.resources import last_word
+from payload.orchestrate.clouds.gcp.client import Google
+from payload.orchestrate.clouds.gcp.listing import filestores
+from payload.orchestrate.clouds.gcp.resources import last_word
+from payload.orchestrate.clouds.pulumi.engine import Pulumi, Step, Update, name_of, type_of
+from payload.orchestrate.clouds.pulumi.firewall_drift import StackState, inputs_in_state
+from payload.orchestrate.clouds.pulumi.ownership import Ownership
 from payload.orchestrate.terminal.console import confirm_by_name
 from payload.pricing.cloud_prices import filestore_price
 

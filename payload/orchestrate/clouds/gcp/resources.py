@@ -198,7 +198,7 @@ class Resource:
         return shlex.join([*words, f"--project={project}", "--quiet"])
 
     def _zone_removal(self, project: str) -> str:
-        # A zone with records cannot be removed; these two are all that infra/network.py puts there.
+        # A zone with records cannot be removed; infra/gcp/network.py puts these two there.
         records = (("restricted.googleapis.com.", "A"), ("*.googleapis.com.", "CNAME"))
         where = [f"--project={project}", "--quiet"]
         delete = ["gcloud", "dns", "record-sets", "delete"]

@@ -8,7 +8,7 @@ import pulumi
 from pulumi import ComponentResource, Input, Output, Resource, ResourceOptions
 from pulumi_gcp import storage
 
-from infra.labels import EXPIRES, KEPT
+from infra.gcp.labels import EXPIRES, KEPT
 
 ROLE = "roles/storage.objectUser"
 """Read, write and delete objects; nothing about the bucket itself."""

@@ -14,8 +14,8 @@ from typing import Literal
 from payload.core.errors import CapacityError, ConfigError, QuotaError, TileforgeError
 from payload.core.suggested_commands import command
 from payload.core.validation import printable
-from payload.orchestrate.cloud.error_catalog import access_refusal, other_refusal
-from payload.orchestrate.cloud.pulumi import STACK_TYPE, Update, name_of, refusal, type_of
+from payload.orchestrate.clouds.gcp.error_catalog import access_refusal, other_refusal
+from payload.orchestrate.clouds.pulumi.engine import STACK_TYPE, Update, name_of, refusal, type_of
 from payload.storage.google_login import GoogleLogin
 
 _ZONE = r"[a-z]+(?:-[a-z]+)+\d+-[a-z]"

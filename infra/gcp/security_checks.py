@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from infra.labels import CLUSTER, EXPIRES
+from infra.gcp.labels import CLUSTER, EXPIRES
 
 Resource = Mapping[str, Any]
 """`type`, `name` and `inputs`, by Pulumi's names."""

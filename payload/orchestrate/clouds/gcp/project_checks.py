@@ -12,8 +12,8 @@ from payload.core.errors import CloudAuthError, CloudError, ExitCode, TileforgeE
 from payload.core.validation import checked, shown
 from payload.machines.gpu_catalog import FP8_CAPABILITY, NVIDIA_DRIVER_BRANCH, SPOT_ALONE, gpus_of
 from payload.machines.inventory import Node
-from payload.orchestrate.cloud.error_catalog import policy_fix
-from payload.orchestrate.cloud.google import REQUEST_S, CloudMissingError, Google, request_of
+from payload.orchestrate.clouds.gcp.client import REQUEST_S, CloudMissingError, Google, request_of
+from payload.orchestrate.clouds.gcp.error_catalog import policy_fix
 from payload.orchestrate.hardware.nvidia import GpuNeed, NvidiaFacts, gpu_faults
 from payload.stack.cloud_need import KMS_KEY, Need, Scope
 

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from payload.core.errors import CloudAuthError, CloudError, TileforgeError
 from payload.core.validation import checked, shown
-from payload.orchestrate.cloud.google import (
+from payload.orchestrate.clouds.gcp.client import (
     MOST_PAGES,
     REQUEST_S,
     CloudMissingError,
@@ -25,7 +25,7 @@ from payload.orchestrate.cloud.google import (
     one_line,
     request_of,
 )
-from payload.orchestrate.cloud.resources import (
+from payload.orchestrate.clouds.gcp.resources import (
     BUCKET,
     CLUSTER_LABEL,
     DNS_ZONE,
@@ -44,7 +44,7 @@ from payload.orchestrate.cloud.resources import (
 )
 from payload.stack.cloud_need import CLOUD_NAME
 
-# infra/identity.py gives it, from the first on; descriptions came later.
+# infra/gcp/identity.py gives it, from the first on; descriptions came later.
 _DISPLAYED = re.compile(r"Nodes of the Tileforge cluster ([a-z0-9-]+)")
 # Every zone has these; they go with it.
 _OWN_RECORDS = ("NS", "SOA")
