@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import yaml
 
-from payload.orchestrate.clouds.gcp.client import VARIABLE
+from payload.orchestrate.clouds.gcp.endpoints import VARIABLE
 from tests.orchestrate.cloud.standin import PROJECT, CloudStandIn
 from tests.support import forked
 from tests.support.fork_server import server_name

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import serialization
 
 from infra.gcp.labels import CLUSTER, EXPIRES, last_expiry, mark
 from payload.machines.inventory import ClusterInventory
-from payload.orchestrate.clouds.pulumi.stack_update import KEPT_VARIABLE, OWN_METADATA
+from payload.orchestrate.clouds.gcp.hand_additions import KEPT_VARIABLE, OWN_METADATA
 from tests.infra.stacks import (
     CASES,
     FILESTORE,

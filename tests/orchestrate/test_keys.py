@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from payload.core.errors import ConfigError
 from payload.machines.inventory import Access, ClusterInventory, Node
-from payload.orchestrate.clouds.pulumi.stack_outputs import cluster_folder
+from payload.orchestrate.clouds.cluster_records import cluster_folder
 from payload.orchestrate.findings.trial import record_path
 from payload.orchestrate.preflight.checks import operator_key
 from payload.orchestrate.ssh.keys import (

@@ -16,13 +16,12 @@ from rich.table import Table
 from payload.core.errors import CloudAuthError, CloudError, ExitCode, TileforgeError, UsageError
 from payload.core.files import write_whole
 from payload.core.validation import checked
-from payload.orchestrate.clouds.gcp.client import (
-    CloudMissingError,
-    Endpoints,
-    Google,
-    UnreadableError,
-)
+from payload.orchestrate.clouds.gcp.checks import Check, denied, unknown
+from payload.orchestrate.clouds.gcp.client import CloudMissingError, Google, UnreadableError
+from payload.orchestrate.clouds.gcp.compute_resource import ask_compute
 from payload.orchestrate.clouds.gcp.encryption_key import check_key
+from payload.orchestrate.clouds.gcp.endpoints import Endpoints
+from payload.orchestrate.clouds.gcp.organization_policies import check_policies
 from payload.orchestrate.clouds.gcp.prerequisites import (
     check_billing,
     check_bucket,
@@ -31,20 +30,17 @@ from payload.orchestrate.clouds.gcp.prerequisites import (
     check_quota_project,
 )
 from payload.orchestrate.clouds.gcp.project_checks import (
-    Check,
-    ask_compute,
     check_gpus,
     check_offers,
     check_own_gpus,
-    check_policies,
-    check_quotas,
     check_services,
-    denied,
-    unknown,
 )
-from payload.orchestrate.clouds.pulumi.engine import Pulumi, PulumiError, cluster_name, settings
+from payload.orchestrate.clouds.gcp.quotas import check_quotas
+from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.firewall_drift import check_firewall
 from payload.orchestrate.clouds.pulumi.machine_status import check_machines
+from payload.orchestrate.clouds.pulumi.refusals import PulumiError
+from payload.orchestrate.clouds.pulumi.stack_config import cluster_name, settings
 from payload.orchestrate.commands.sweep import project_of
 from payload.orchestrate.inventories.chosen import nvidia_here
 from payload.orchestrate.terminal.console import text_console

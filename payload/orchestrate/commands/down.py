@@ -21,24 +21,24 @@ from payload.core.validation import read_bytes
 from payload.formats.checkpoint_files import checkpoint_step
 from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.access.local import LocalAccess
-from payload.orchestrate.clouds.gcp.client import Endpoints, Google
-from payload.orchestrate.clouds.pulumi.engine import Pulumi, PulumiError, cluster_name, settings
-from payload.orchestrate.clouds.pulumi.filestore import may_delete, own_filestores
-from payload.orchestrate.clouds.pulumi.firewall_drift import StackState, stack_state
-from payload.orchestrate.clouds.pulumi.machine_status import start_head
+from payload.orchestrate.clouds.cluster_records import cluster_folder, forget_bucket
+from payload.orchestrate.clouds.gcp.client import Google
+from payload.orchestrate.clouds.gcp.endpoints import Endpoints
+from payload.orchestrate.clouds.gcp.filestore_deletion import may_delete
+from payload.orchestrate.clouds.gcp.host_keys import CACHE_FILE, MachineGoneError, pin_node
+from payload.orchestrate.clouds.gcp.machine_start import start_head
+from payload.orchestrate.clouds.pulumi.engine import Pulumi
+from payload.orchestrate.clouds.pulumi.filestore import own_filestores
 from payload.orchestrate.clouds.pulumi.operations import Operations
-from payload.orchestrate.clouds.pulumi.ownership import ownership_of
+from payload.orchestrate.clouds.pulumi.refusals import PulumiError
+from payload.orchestrate.clouds.pulumi.stack_config import cluster_name, settings
 from payload.orchestrate.clouds.pulumi.stack_outputs import (
-    CACHE_FILE,
-    MachineGoneError,
     StackOutputs,
-    cluster_folder,
-    forget_bucket,
     outputs_if_any,
-    pin_node,
     recall_outputs,
     remember,
 )
+from payload.orchestrate.clouds.pulumi.stack_state import StackState, ownership_of, stack_state
 from payload.orchestrate.commands.cluster_name_conflict import own_identity, require_own_state
 from payload.orchestrate.commands.run_commands import RunChoice, collect
 from payload.orchestrate.commands.sweep import (

@@ -27,16 +27,14 @@ from payload.core.python_processes import code_environment, module_words
 from payload.core.suggested_commands import command
 from payload.core.validation import parse_json, printable, read_bytes
 from payload.launch.ranks import place_ranks
-from payload.orchestrate.clouds.gcp.client import REQUEST_LOG, Endpoints, Google
-from payload.orchestrate.clouds.gcp.listing import remove
+from payload.orchestrate.clouds.cluster_records import cluster_folder
+from payload.orchestrate.clouds.gcp.client import Google
+from payload.orchestrate.clouds.gcp.endpoints import REQUEST_LOG, Endpoints
+from payload.orchestrate.clouds.gcp.filestore_deletion import filestore_name
+from payload.orchestrate.clouds.gcp.removal import remove
 from payload.orchestrate.clouds.gcp.resources import Resource
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
-from payload.orchestrate.clouds.pulumi.filestore import filestore_name
-from payload.orchestrate.clouds.pulumi.stack_outputs import (
-    StackOutputs,
-    cluster_folder,
-    read_outputs,
-)
+from payload.orchestrate.clouds.pulumi.stack_outputs import StackOutputs, read_outputs
 from payload.orchestrate.commands.sweep import project_of
 from payload.orchestrate.runs.start_checks import check_data
 from payload.orchestrate.terminal.console import confirm, text_console

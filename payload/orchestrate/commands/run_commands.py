@@ -169,7 +169,7 @@ def _stopped(paths: RunPaths, env: Mapping[str, str], *, since_unix: float) -> l
     if mirrored is None or mirrored.collected is not None or mirrored.seen_unix >= since_unix:
         return []
     # Google's libraries take a second to import.
-    from payload.orchestrate.clouds.pulumi.machine_status import stopped_words
+    from payload.orchestrate.clouds.gcp.stopped_machines import stopped_words
 
     with suppress(ConfigError):
         return stopped_words(ClusterInventory.load(paths.inventory), env)

@@ -28,35 +28,38 @@ from payload.core.errors import (
 )
 from payload.core.suggested_commands import command
 from payload.core.validation import checked, shown
-from payload.orchestrate.clouds.gcp.client import CloudMissingError, Endpoints, Google
-from payload.orchestrate.clouds.gcp.listing import bucket_in, list_everything, remove
-from payload.orchestrate.clouds.gcp.resources import (
+from payload.orchestrate.clouds.cluster_records import recall, remembered_clusters
+from payload.orchestrate.clouds.gcp.buckets import bucket_in
+from payload.orchestrate.clouds.gcp.client import CloudMissingError, Google
+from payload.orchestrate.clouds.gcp.cluster_resources import (
+    by_cluster,
+    check_cluster_name,
+    expiry_of,
+    is_made_by_program,
+)
+from payload.orchestrate.clouds.gcp.endpoints import Endpoints
+from payload.orchestrate.clouds.gcp.filestore_deletion import may_delete
+from payload.orchestrate.clouds.gcp.listing import list_everything
+from payload.orchestrate.clouds.gcp.ownership import (
+    NO_IDENTITY,
+    Ownership,
+    describe_others,
+    removable,
+)
+from payload.orchestrate.clouds.gcp.removal import remove
+from payload.orchestrate.clouds.gcp.resource_kinds import (
     BUCKET,
     CLUSTER_LABEL,
     FILESTORE,
     KEPT_LABEL,
     KINDS,
     RUNNING,
-    Resource,
-    by_cluster,
-    check_cluster_name,
-    expiry_of,
-    in_order,
-    is_made_by_program,
 )
-from payload.orchestrate.clouds.pulumi.engine import PulumiError
+from payload.orchestrate.clouds.gcp.resources import Resource, in_order
 from payload.orchestrate.clouds.pulumi.failures import StackBusyError, explain
-from payload.orchestrate.clouds.pulumi.filestore import may_delete
-from payload.orchestrate.clouds.pulumi.firewall_drift import StackState
 from payload.orchestrate.clouds.pulumi.operations import Operations
-from payload.orchestrate.clouds.pulumi.ownership import (
-    NO_IDENTITY,
-    Ownership,
-    describe_others,
-    ownership_of,
-    removable,
-)
-from payload.orchestrate.clouds.pulumi.stack_outputs import recall, remembered_clusters
+from payload.orchestrate.clouds.pulumi.refusals import PulumiError
+from payload.orchestrate.clouds.pulumi.stack_state import StackState, ownership_of
 from payload.orchestrate.terminal.console import confirm, confirm_by_name, text_console
 from payload.pricing.cloud_prices import filestore_price
 from payload.stack.cloud_need import CLOUD_NAME

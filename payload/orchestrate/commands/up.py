@@ -24,67 +24,57 @@ from payload.core.errors import (
 from payload.core.files import write_whole
 from payload.core.suggested_commands import command
 from payload.core.validation import build, check_schema, checked, parse_json, read_bytes
-from payload.orchestrate.clouds.gcp.client import Endpoints, Google
-from payload.orchestrate.clouds.gcp.resources import FILESTORE, Resource
-from payload.orchestrate.clouds.pulumi.engine import (
-    Pulumi,
-    Step,
-    Update,
-    cluster_name,
-    name_of,
-    settings,
-    type_of,
-)
-from payload.orchestrate.clouds.pulumi.failures import (
-    StackBusyError,
-    StockOut,
-    explain,
-    problems_of,
-    stock_out_of,
-)
-from payload.orchestrate.clouds.pulumi.filestore import (
-    MayDelete,
-    billed_words,
-    filestores_that_go,
-    has_filestore,
-    may_delete,
-    refuse_another_region,
-    zone_words,
-)
-from payload.orchestrate.clouds.pulumi.firewall_drift import (
-    INSTANCE,
-    StackState,
-    changes_metadata,
-    machines_that_go,
-    settle,
-    stack_state,
-)
-from payload.orchestrate.clouds.pulumi.machine_status import (
-    CLOCK_SLACK_S,
-    MachinesThere,
-    StoppedChoice,
-    machines_there,
-    places_in,
-    see_to_stopped,
-)
-from payload.orchestrate.clouds.pulumi.operations import Operations, orphans, remove_orphans
-from payload.orchestrate.clouds.pulumi.ownership import Ownership, ownership_of
-from payload.orchestrate.clouds.pulumi.stack_outputs import (
-    outputs_if_any,
-    read_outputs,
-    remember,
-    remember_plan,
-)
-from payload.orchestrate.clouds.pulumi.stack_update import (
+from payload.orchestrate.clouds.cluster_records import remember_plan
+from payload.orchestrate.clouds.gcp.client import Google
+from payload.orchestrate.clouds.gcp.endpoints import Endpoints
+from payload.orchestrate.clouds.gcp.filestore_deletion import MayDelete, may_delete
+from payload.orchestrate.clouds.gcp.hand_additions import (
     KEPT_VARIABLE,
     Additions,
     added_lines,
     hand_added,
     kept_metadata,
-    reasons,
-    refuse_another_project,
+)
+from payload.orchestrate.clouds.gcp.machine_start import StoppedChoice, see_to_stopped
+from payload.orchestrate.clouds.gcp.ownership import Ownership
+from payload.orchestrate.clouds.gcp.resource_kinds import FILESTORE
+from payload.orchestrate.clouds.gcp.resources import Resource
+from payload.orchestrate.clouds.gcp.stock_outs import StockOut
+from payload.orchestrate.clouds.pulumi.engine import Pulumi
+from payload.orchestrate.clouds.pulumi.events import Step, Update, name_of, type_of
+from payload.orchestrate.clouds.pulumi.failures import (
+    StackBusyError,
+    explain,
+    problems_of,
+    stock_out_of,
+)
+from payload.orchestrate.clouds.pulumi.filestore import (
+    billed_words,
+    filestores_that_go,
+    has_filestore,
+    refuse_another_region,
+    zone_words,
+)
+from payload.orchestrate.clouds.pulumi.firewall_drift import settle
+from payload.orchestrate.clouds.pulumi.kept_bucket import use_kept_bucket
+from payload.orchestrate.clouds.pulumi.machine_status import (
+    CLOCK_SLACK_S,
+    MachinesThere,
+    machines_there,
+    places_in,
     remove_machines,
-    use_kept_bucket,
+)
+from payload.orchestrate.clouds.pulumi.operations import Operations
+from payload.orchestrate.clouds.pulumi.orphans import orphans, remove_orphans
+from payload.orchestrate.clouds.pulumi.previews import changes_metadata, machines_that_go, reasons
+from payload.orchestrate.clouds.pulumi.resource_types import INSTANCE
+from payload.orchestrate.clouds.pulumi.stack_config import cluster_name, settings
+from payload.orchestrate.clouds.pulumi.stack_outputs import outputs_if_any, read_outputs, remember
+from payload.orchestrate.clouds.pulumi.stack_state import (
+    StackState,
+    ownership_of,
+    refuse_another_project,
+    stack_state,
 )
 from payload.orchestrate.commands.cluster_name_conflict import of_this_name, own_identity, take_over
 from payload.orchestrate.commands.down import AtStake, at_stake

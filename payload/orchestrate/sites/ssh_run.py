@@ -246,7 +246,7 @@ def news_of_head(paths: RunPaths, env: Mapping[str, str]) -> str:
     They are empty for nothing.
     """
     # Google's libraries take a second to import.
-    from payload.orchestrate.clouds.pulumi.machine_status import follow_head
+    from payload.orchestrate.clouds.gcp.head_address import follow_head
 
     return follow_head(paths, env)
 

@@ -8,7 +8,7 @@ import pytest
 
 from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.clouds.pulumi.stack_outputs import remember_plan
+from payload.orchestrate.clouds.cluster_records import remember_plan
 from payload.orchestrate.ssh.files import RunThere
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Capture, head_says, words

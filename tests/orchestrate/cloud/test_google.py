@@ -12,7 +12,7 @@ import pytest
 import requests
 
 from payload.core.errors import CloudAuthError, CloudError, ConfigError
-from payload.orchestrate.clouds.gcp.client import VARIABLE, Endpoints
+from payload.orchestrate.clouds.gcp.endpoints import VARIABLE, Endpoints
 from payload.orchestrate.clouds.gcp.listing import list_everything
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.standin import Fault

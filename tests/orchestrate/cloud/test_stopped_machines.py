@@ -14,12 +14,9 @@ from payload.core.errors import ExitCode, HostKeyError, SshUnreachableError
 from payload.machines.inventory import Access, ClusterInventory, Node
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.clouds.gcp.client import Google
-from payload.orchestrate.clouds.pulumi.machine_status import (
-    StoppedMachine,
-    follow_head,
-    start,
-    stopped_machines,
-)
+from payload.orchestrate.clouds.gcp.head_address import follow_head
+from payload.orchestrate.clouds.gcp.machine_start import start
+from payload.orchestrate.clouds.gcp.stopped_machines import StoppedMachine, stopped_machines
 from payload.orchestrate.clouds.pulumi.stack_outputs import StackOutputs
 from payload.orchestrate.commands import down
 from payload.orchestrate.commands.down import Head

@@ -25,7 +25,7 @@ from payload.core.errors import INTERRUPTED, ExitCode, PreflightError
 from payload.core.interrupts import PRESS_S
 from payload.launch.plan import LaunchPlan
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.clouds.gcp.client import VARIABLE
+from payload.orchestrate.clouds.gcp.endpoints import VARIABLE
 from payload.orchestrate.runs.mirror import read_mirrored
 from payload.orchestrate.sites import ssh as ssh_site
 from payload.orchestrate.ssh import files, keys

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from payload.core.errors import TileforgeError
 from payload.core.validation import checked
+from payload.orchestrate.clouds.gcp.checks import Check, auth, unknown, wrong
 from payload.orchestrate.clouds.gcp.client import CloudMissingError, Google
-from payload.orchestrate.clouds.gcp.project_checks import Check, auth, unknown, wrong
 from payload.stack.cloud_need import KMS_KEY, Need, key_location_fits
 
 _NAME = "kmsKey"

@@ -1,249 +1,36 @@
-"""Lists and removes what is in a project, through Google's client libraries and interfaces."""
+"""Lists what is in a project: Compute Engine's kinds, and all the others."""
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from typing import Any
-from urllib.parse import quote
 
 from payload.core.errors import CloudAuthError, CloudError, TileforgeError
-from payload.core.validation import checked, shown
+from payload.orchestrate.clouds.gcp.buckets import buckets
 from payload.orchestrate.clouds.gcp.client import (
-    MOST_PAGES,
-    REQUEST_S,
-    CloudMissingError,
     Google,
     UnreadableError,
-    endless,
     one_line,
     request_of,
 )
+from payload.orchestrate.clouds.gcp.dns_zones import dns_zones
+from payload.orchestrate.clouds.gcp.filestore_instances import filestores
+from payload.orchestrate.clouds.gcp.resource_kinds import KINDS, RUNNING, Kind
 from payload.orchestrate.clouds.gcp.resources import (
-    BUCKET,
-    CLUSTER_LABEL,
-    DNS_ZONE,
-    FILESTORE,
-    KINDS,
-    RUNNING,
-    SERVICE_ACCOUNT,
-    Kind,
+    PAGE,
     Resource,
-    in_order,
-    is_zone,
+    checked_name,
     last_word,
     marks,
     parse_time,
     printable_labels,
 )
-from payload.stack.cloud_need import CLOUD_NAME
+from payload.orchestrate.clouds.gcp.service_accounts import service_accounts
 
-# infra/gcp/identity.py gives it, from the first on; descriptions came later.
-_DISPLAYED = re.compile(r"Nodes of the Tileforge cluster ([a-z0-9-]+)")
-# Every zone has these; they go with it.
-_OWN_RECORDS = ("NS", "SOA")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Account:
-    email: str = checked(pattern=CLOUD_NAME, wanted="an e-mail address")
-    display_name: str = checked("", key="displayName")
-    description: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _AccountPage:
-    accounts: tuple[_Account, ...] = ()
-    next_page_token: str = checked("", key="nextPageToken")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Zone:
-    name: str = checked(pattern=CLOUD_NAME, wanted="a zone's name")
-    labels: dict[str, str] = field(default_factory=dict)
-    creation_time: str | None = checked(None, key="creationTime")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ZonePage:
-    zones: tuple[_Zone, ...] = checked((), key="managedZones")
-    next_page_token: str = checked("", key="nextPageToken")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Record:
-    name: str
-    type: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RecordPage:
-    rrsets: tuple[_Record, ...] = ()
-    next_page_token: str = checked("", key="nextPageToken")
-
-
-def service_accounts(google: Google) -> Iterator[Resource]:
-    """Yield those of clusters; an account's name alone says little, so others are left out."""
-    path, what = f"/v1/projects/{google.project}/serviceAccounts?pageSize=100", "service accounts"
-    for page in google.get_pages("iam", path, what=f"listing {what}", shape=_AccountPage):
-        for account in page.accounts:
-            labels = marks(account.description)
-            shown = _DISPLAYED.fullmatch(account.display_name)
-            if shown and CLUSTER_LABEL not in labels:
-                labels[CLUSTER_LABEL] = shown[1]
-            yield Resource(
-                kind=SERVICE_ACCOUNT, name=account.email, location="global", labels=labels
-            )
-
-
-def remove_service_account(google: Google, email: str) -> None:
-    """Remove one; it is gone at once. Raises as Google.ask does."""
-    path = f"/v1/projects/{google.project}/serviceAccounts/{quote(email)}"
-    google.delete("iam", path, what=f"removing {SERVICE_ACCOUNT} {email}")
-
-
-def dns_zones(google: Google) -> Iterator[Resource]:
-    """Yield the project's zones; where the API is off, as in most projects, there are none."""
-    path = f"/dns/v1/projects/{google.project}/managedZones?maxResults=100"
-    try:
-        for page in google.get_pages("dns", path, what="listing DNS zones", shape=_ZonePage):
-            for zone in page.zones:
-                yield Resource(
-                    kind=DNS_ZONE,
-                    name=zone.name,
-                    location="global",
-                    labels=printable_labels(zone.labels),
-                    created_unix=parse_time(zone.creation_time),
-                )
-    except CloudAuthError as error:
-        if "Enable it" not in str(error):
-            raise
-
-
-def remove_dns_zone(google: Google, name: str) -> None:
-    """Remove one with its records; it is gone at once. Raises as Google.ask does."""
-    what = f"removing {DNS_ZONE} {name}"
-    zone = f"/dns/v1/projects/{google.project}/managedZones/{quote(name)}"
-    pages = google.get_pages("dns", f"{zone}/rrsets?maxResults=100", what=what, shape=_RecordPage)
-    for record in [each for page in pages for each in page.rrsets]:
-        if record.type not in _OWN_RECORDS:
-            with suppress(CloudMissingError):
-                words = f"{quote(record.name, safe='')}/{quote(record.type, safe='')}"
-                google.delete("dns", f"{zone}/rrsets/{words}", what=what)
-    google.delete("dns", zone, what=what)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Share:
-    capacity_gb: str | None = checked(None, key="capacityGb", pattern=re.compile("[0-9]{1,9}"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Attached:
-    network: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Filestore:
-    name: str = checked(
-        pattern=re.compile(r"projects/[\w.:-]+/locations/[a-z0-9-]+/instances/[a-z0-9-]+", re.A),
-        wanted="an instance's name",
-    )
-    labels: dict[str, str] = field(default_factory=dict)
-    create_time: str | None = checked(None, key="createTime")
-    state: str = ""
-    networks: tuple[_Attached, ...] = ()
-    shares: tuple[_Share, ...] = checked((), key="fileShares")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FilestorePage:
-    instances: tuple[_Filestore, ...] = ()
-    unreachable: tuple[str, ...] = ()
-    next_page_token: str = checked("", key="nextPageToken")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Status:
-    message: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Operation:
-    name: str = checked(
-        pattern=re.compile(r"projects/[\w:-]+/locations/[\w-]+/operations/[\w.:-]+", re.A),
-        wanted="an operation's name",
-    )
-    done: bool = False
-    error: _Status | None = None
-
-
-def filestores(google: Google) -> Iterator[Resource]:
-    """Yield the project's Filestore instances; where the API is off there are none.
-
-    Raises CloudError for places that do not answer, after what was found.
-    """
-    path = f"/v1/projects/{google.project}/locations/-/instances?pageSize=100"
-    what = "listing Filestore instances"
-    silent: set[str] = set()
-    try:
-        for page in google.get_pages("file", path, what=what, shape=_FilestorePage):
-            silent.update(page.unreachable)
-            yield from map(_filestore, page.instances)
-    except CloudAuthError as error:
-        if "Enable it" not in str(error):
-            raise
-    if silent:
-        places = one_line(", ".join(sorted(last_word(place) for place in silent)))
-        raise CloudError(f"{what}: {places} does not answer. Try again.")
-
-
-def _filestore(found: _Filestore) -> Resource:
-    sizes = [int(share.capacity_gb) for share in found.shares if share.capacity_gb]
-    return Resource(
-        kind=FILESTORE,
-        name=last_word(found.name),
-        location=found.name.split("/")[3],
-        labels=printable_labels(found.labels),
-        created_unix=parse_time(found.create_time),
-        network=last_word(found.networks[0].network) or None if found.networks else None,
-        status=found.state or None,
-        gib=sum(sizes) if sizes else None,
-    )
-
-
-def begin_to_remove_filestore(google: Google, resource: Resource) -> Callable[[], None]:
-    """Ask for the removal; what is returned waits for its end. Raises as Google.ask does."""
-    what = f"removing {FILESTORE} {resource.name}"
-    path = f"/v1/projects/{google.project}/locations/{resource.location}/instances/{resource.name}"
-    begun = google.begin_to_delete("file", path, what=what, shape=_Operation)
-    ends = time.monotonic() + _FILESTORE_S
-
-    def see_to_its_end() -> None:
-        operation = begun
-        while not operation.done:
-            if time.monotonic() > ends:
-                raise CloudError(f"{what}: it is not done after {_FILESTORE_S:g} s. Look again.")
-            time.sleep(_FILESTORE_PAUSE_S)
-            operation = google.get("file", f"/v1/{operation.name}", what=what, shape=_Operation)
-        if operation.error is not None:
-            raise CloudError(f"{what}: {one_line(operation.error.message)}")
-
-    return see_to_its_end
-
-
-_OPERATION_S = 300.0
-# Google's operations of Filestore take minutes, and are not held back until they are done.
-_FILESTORE_S, _FILESTORE_PAUSE_S = 900.0, 2.0
-# Google holds the answer back for up to two minutes, until the operation is done.
-_WAIT_S = 150.0
-_PAGE = 500
 # Warnings of a list that is whole; without one the code is empty.
 _WHOLE = ("", "NO_RESULTS_ON_PAGE")
 
@@ -266,7 +53,7 @@ def list_everything(google: Google) -> Listing:
     blind: list[str] = []
     # The first one alone: without credentials there is one error and not a dozen.
     first, *others = KINDS
-    with _noted(blind, UnreadableError):
+    with noted(blind, UnreadableError):
         found.extend(_of_kind(google, first, blind))
     ways = [partial(_of_kind, google, kind, blind) for kind in others]
     with ThreadPoolExecutor(max_workers=4) as pool:
@@ -291,27 +78,8 @@ def list_machines(google: Google) -> list[Resource]:
     return found
 
 
-def remove(google: Google, resources: Sequence[Resource]) -> list[str]:
-    """Remove each, in order and to its end, but no bucket; returns what went wrong.
-
-    Those of a kind go at once: each may take minutes, and machines cost until they are gone.
-    """
-    failed: list[str] = []
-    going = in_order(each for each in resources if each.kind != BUCKET)
-    for _, alike in groupby(going, key=lambda each: each.kind):
-        ends: list[Callable[[], None]] = []
-        for resource in alike:
-            # Something else may have removed it, which is as good.
-            with _noted(failed, TileforgeError), suppress(CloudMissingError):
-                ends.append(_begin_to_remove(google, resource))
-        for see_to_its_end in ends:
-            with _noted(failed, TileforgeError), suppress(CloudMissingError):
-                see_to_its_end()
-    return failed
-
-
 @contextmanager
-def _noted(said: list[str], *errors: type[TileforgeError]) -> Iterator[None]:
+def noted(said: list[str], *errors: type[TileforgeError]) -> Iterator[None]:
     """Put the message of an error into `said` and go on."""
     try:
         yield
@@ -322,7 +90,7 @@ def _noted(said: list[str], *errors: type[TileforgeError]) -> Iterator[None]:
 def _attempt(way: Callable[[], Iterator[Resource]], blind: list[str]) -> list[Resource]:
     """Return what was found before an error, too."""
     found: list[Resource] = []
-    with _noted(blind, CloudError, CloudAuthError):
+    with noted(blind, CloudError, CloudAuthError):
         found.extend(way())
     return found
 
@@ -336,7 +104,7 @@ def _aggregated(google: Google, kind: Kind, blind: list[str]) -> Iterator[Resour
     request = request_of(
         f"AggregatedList{kind.client}Request",
         project=google.project,
-        max_results=_PAGE,
+        max_results=PAGE,
         # Else one zone that is down makes the whole list fail.
         return_partial_success=True,
     )
@@ -350,14 +118,14 @@ def _aggregated(google: Google, kind: Kind, blind: list[str]) -> Iterator[Resour
             # (googlecloudsdk/api_lib/compute/request_helper.py).
             if place not in silent:
                 _see_warning(listed.warning, f"{what}: {place}", blind)
-            for item in getattr(listed, _snake(kind.client)):
+            for item in getattr(listed, snake(kind.client)):
                 yield _resource(kind, item, location=place)
         blind += [f"{what}: {place} does not answer. Try again." for place in sorted(silent)]
 
 
 def _global(google: Google, kind: Kind, blind: list[str]) -> Iterator[Resource]:
     client = google.compute(kind.client)
-    request = request_of(f"List{kind.client}Request", project=google.project, max_results=_PAGE)
+    request = request_of(f"List{kind.client}Request", project=google.project, max_results=PAGE)
     what = f"listing {kind.gcloud}"
     for page in google.pages(what, client.list, request):
         _see_warning(page.warning, what, blind)
@@ -376,8 +144,8 @@ def _resource(kind: Kind, item: Any, *, location: str) -> Resource:
     network = last_word(_network(item)) or None
     return Resource(
         kind=kind.name,
-        name=_checked_name(item.name, kind.name),
-        location=_checked_name(location, f"{kind.name} {item.name}: place"),
+        name=checked_name(item.name, kind.name),
+        location=checked_name(location, f"{kind.name} {item.name}: place"),
         labels=labels,
         created_unix=parse_time(item.creation_timestamp),
         network=None if kind.name == "network" else network,
@@ -399,15 +167,6 @@ def _end_of(machine: Any) -> float | None:
     return started + float(limit_s)
 
 
-def _checked_name(name: str, what: str) -> str:
-    """Return a name that Google can have given; it becomes a word of requests and commands."""
-    if not CLOUD_NAME.fullmatch(name):
-        raise CloudError(
-            f"listing: {one_line(what)}: Google Cloud names one {shown(name)}, which is no name."
-        )
-    return name
-
-
 def _network(item: Any) -> str:
     interfaces = getattr(item, "network_interfaces", None)
     if interfaces:
@@ -415,127 +174,9 @@ def _network(item: Any) -> str:
     return str(getattr(item, "network", "") or "")
 
 
-def _buckets(google: Google) -> Iterator[Resource]:
-    client = google.storage()
-    token: str | None = None
-
-    def next_page(token: str | None) -> tuple[list[Resource], str | None]:
-        listed = client.list_buckets(
-            max_results=_PAGE, page_token=token, timeout=REQUEST_S, retry=None
-        )
-        # Within the request: the library reads a bucket's fields, which may be damaged, only now.
-        return [_bucket(each) for each in next(listed.pages)], listed.next_page_token
-
-    for _ in range(MOST_PAGES):
-        buckets, token = google.ask("listing buckets", partial(next_page, token))
-        yield from buckets
-        if not token:
-            return
-    raise endless("listing buckets")
+_OTHERS = (buckets, service_accounts, dns_zones, filestores)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundBucket:
-    """A bucket of the project."""
-
-    name: str
-    location: str = ""
-    labels: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _BucketPage:
-    items: tuple[FoundBucket, ...] = ()
-    next_page_token: str = checked("", key="nextPageToken")
-
-
-def bucket_in(google: Google, name: str, *, what: str) -> FoundBucket | None:
-    """Return the bucket of this name; None where the project has none, whoever else has one.
-
-    The name of a bucket that is gone is anybody's to take. Raises as Google.ask does.
-    """
-    path = f"/storage/v1/b?project={google.project}&prefix={quote(name)}&maxResults=100"
-    pages = google.get_pages("storage", path, what=what, shape=_BucketPage)
-    return next((each for page in pages for each in page.items if each.name == name), None)
-
-
-def _bucket(bucket: Any) -> Resource:
-    created = bucket.time_created
-    location = bucket.location or "global"
-    return Resource(
-        kind=BUCKET,
-        name=_checked_name(bucket.name, BUCKET),
-        location=_checked_name(location.lower(), f"{BUCKET} {bucket.name}: place"),
-        labels=printable_labels(bucket.labels),
-        created_unix=created.timestamp() if created else None,
-    )
-
-
-_OTHERS = (_buckets, service_accounts, dns_zones, filestores)
-
-
-def _begin_to_remove(google: Google, resource: Resource) -> Callable[[], None]:
-    """Ask for the removal; what is returned waits for its end."""
-    for known, way in ((SERVICE_ACCOUNT, remove_service_account), (DNS_ZONE, remove_dns_zone)):
-        if resource.kind == known:
-            way(google, resource.name)
-            return lambda: None
-    if resource.kind == FILESTORE:
-        return begin_to_remove_filestore(google, resource)
-    kind = next(kind for kind in KINDS if kind.name == resource.kind)
-    client_name, singular = kind.client, kind.singular
-    place, operations = {"project": google.project}, "Global"
-    if kind.aggregated and resource.location == "global":
-        client_name, singular = f"Global{client_name}", f"Global{singular}"
-    elif kind.aggregated:
-        operations = "Zone" if is_zone(resource.location) else "Region"
-        place[operations.lower()] = resource.location
-    request = request_of(
-        f"Delete{singular}Request", **place, **{_snake(kind.singular): resource.name}
-    )
-    client = google.compute(client_name)
-    what = f"removing {kind.name} {resource.name}"
-    operation = google.ask(
-        what, lambda: client.delete_unary(request=request, retry=None, timeout=REQUEST_S)
-    )
-    ends = time.monotonic() + _OPERATION_S
-    return partial(
-        see_to_its_end, google, operation, what, operations=operations, place=place, ends=ends
-    )
-
-
-def see_to_its_end(
-    google: Google,
-    operation: Any,
-    what: str,
-    *,
-    operations: str,
-    place: dict[str, str],
-    ends: float,
-) -> None:
-    """Wait until one of Compute Engine's operations is done, or until `ends` (monotonic, seconds).
-
-    Raises CloudError when it fails or takes longer, and as Google.ask does.
-    """
-    # Not client.delete(): what it returns asks the public address, whatever api_endpoint says
-    # (google-cloud-compute 1.48, _zone_operations_client).
-    client = google.compute(f"{operations}Operations")
-    request = request_of(f"Wait{operations}OperationRequest", operation=operation.name, **place)
-    is_late = False
-    # A status that the library does not know is a bare number.
-    while getattr(operation.status, "name", "") != "DONE":
-        if is_late:
-            raise CloudError(f"{what}: it is not done after {_OPERATION_S:g} s. Look again later.")
-        # Asked once even when the time is over, which others of its kind may have taken.
-        is_late = time.monotonic() > ends
-        operation = google.ask(
-            what, lambda: client.wait(request=request, retry=None, timeout=_WAIT_S)
-        )
-    said = [one_line(error.message) for error in operation.error.errors]
-    if said or operation.http_error_status_code:
-        raise CloudError(f"{what}: {' '.join(said) or operation.http_error_message}")
-
-
-def _snake(name: str) -> str:
+def snake(name: str) -> str:
     """Return `forwarding_rules` of ForwardingRules."""
     return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")

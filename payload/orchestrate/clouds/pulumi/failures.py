@@ -1,215 +1,29 @@
-"""Why an operation of Pulumi's failed: the resource, Google's message, the lock, and what to do."""
+"""Why an operation of Pulumi's failed: the resource, Google's message, and what to do."""
 
 from __future__ import annotations
 
-import os
 import re
-import socket
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Literal
 
-from payload.core.errors import CapacityError, ConfigError, QuotaError, TileforgeError
+from payload.core.errors import ConfigError, QuotaError, TileforgeError
 from payload.core.suggested_commands import command
 from payload.core.validation import printable
 from payload.orchestrate.clouds.gcp.error_catalog import access_refusal, other_refusal
-from payload.orchestrate.clouds.pulumi.engine import STACK_TYPE, Update, name_of, refusal, type_of
+from payload.orchestrate.clouds.gcp.stock_outs import StockOut, find_stock_out
+from payload.orchestrate.clouds.pulumi.events import STACK_TYPE, Update, name_of, type_of
+from payload.orchestrate.clouds.pulumi.locks import is_busy, locks_in
+from payload.orchestrate.clouds.pulumi.refusals import refusal
+from payload.orchestrate.clouds.pulumi.resource_types import INSTANCE, kind_in_words
 from payload.storage.google_login import GoogleLogin
 
-_ZONE = r"[a-z]+(?:-[a-z]+)+\d+-[a-z]"
-_NO_CAPACITY = re.compile(
-    r"(ZONE|REGION)_RESOURCE_POOL_EXHAUSTED|does not have enough resources available|STOCKOUT"
-    r"|insufficientCapacity|VM instance[^.]* is currently unavailable in the|zonesAvailable"
-)
-_FULL_ZONES = (
-    rf"zones/({_ZONE})'? does not have enough resources",
-    rf"currently unavailable in the ({_ZONE}) zone",
-    rf"not supported in the ({_ZONE}) zone",
-    rf"""["']?\bzone["']?\s*[:=]>?\s*["']?({_ZONE})\b""",
-)
-_FREE_ZONES = (
-    rf"[Cc]onsider trying your request in the ((?:{_ZONE}(?:, )?)+) zone\(s\)",
-    rf"""zonesAvailable["']?\s*[:=]>?\s*["']?((?:{_ZONE},? ?)+)""",
-)
-_MACHINE = re.compile(r"\bAn? ([a-z0-9]+-[a-z0-9-]+) VM instance")
-_NOT_OFFERED = re.compile(
-    r"Machine type with name '(?P<name>[a-z0-9-]{1,63})' does not exist in zone "
-    rf"'(?P<zone>{_ZONE})'"
-    rf"|zones/(?P<in>{_ZONE})/(?:machineTypes|diskTypes)/(?P<type>[a-z0-9-]{{1,63}})' was not found"
-)
-_PREEMPTED = re.compile(r"failed to start due to preemption|\bPREEMPTED\b")
 # Google deletes a spot machine that it takes back, and the provider waits for it in vain. SkyPilot
 # has met UNSUPPORTED_OPERATION instead (sky/provision/gcp/instance_utils.py).
 _GONE = re.compile(
     r"couldn't find resource|/instances/[a-z0-9-]{1,63}' was not found|UNSUPPORTED_OPERATION"
     r"|was present, but now absent"
 )
-_INSTANCE = "gcp:compute/instance:Instance"
 _CREATIONS = ("create", "create-replacement", "replace")
-
-Reason = Literal["full", "not offered", "preempted"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StockOut:
-    """A zone that has no machine for the cluster, by the cloud's message."""
-
-    machine_type: str | None
-    full: Sequence[str]
-    """Zones without one, in the order of the output."""
-    free: Sequence[str]
-    """Zones that the error says have some."""
-    reason: Reason = "full"
-
-    @property
-    def shown_reason(self) -> str:
-        """Return why the zone is passed over, for the list of such zones."""
-        if self.reason == "preempted":
-            return "took spot machines back"
-        word = "free" if self.reason == "full" else "offered"
-        return f"no {self.machine_type or 'such machine'} {word}"
-
-    def error(self, what: str) -> TileforgeError:
-        """Return the error of the operation `what`."""
-        kind = ConfigError if self.reason == "not offered" else CapacityError
-        return kind(f"{what}: {self.describe()}")
-
-    def describe(self) -> str:
-        """Return the cause and the next command."""
-        machine = self.machine_type or "such machine"
-        build = command("orchestrate", "up")
-        tried = ", ".join(self.full) or "the zone that was tried"
-        if self.reason == "not offered":
-            return (
-                f"{machine} is not offered in {tried}. Try the next zone of the config: {build} "
-                f"--next-zone; or see what each has: {command('orchestrate', 'doctor')}"
-            )
-        if self.reason == "preempted":
-            return (
-                f"Google took a spot machine back while it was created, in {tried}. Try the next "
-                f"zone of the config: {build} --next-zone; or later"
-            )
-        if self.free:
-            zone = self.free[0]
-            return (
-                f"no {machine} is free in {tried}. Google Cloud says that {', '.join(self.free)} "
-                f"has: pulumi config set --path 'zones[0]' {zone} && {build}"
-            )
-        return (
-            f"no {machine} is free in {tried}, and Google Cloud names no zone that has one. Try "
-            f"the next zone of the config: {build} --next-zone; or later, or another machineType"
-        )
-
-
-def find_stock_out(output: str) -> StockOut | None:
-    """Return the stock-out that Pulumi's output tells of, or None."""
-    flat = " ".join(output.split())
-    missing = _NOT_OFFERED.search(flat)
-    if missing is not None:
-        name, zone = missing["name"] or missing["type"], missing["zone"] or missing["in"]
-        return StockOut(machine_type=name, full=[zone], free=[], reason="not offered")
-    if _PREEMPTED.search(flat):
-        return StockOut(machine_type=None, full=[], free=[], reason="preempted")
-    if not _NO_CAPACITY.search(flat):
-        return None
-    machine = _MACHINE.search(flat)
-    free = [zone for each in _found(_FREE_ZONES, flat) for zone in re.findall(_ZONE, each)]
-    full = _once(_found(_FULL_ZONES, flat))
-    return StockOut(
-        machine_type=machine.group(1) if machine else None,
-        full=full,
-        free=[zone for zone in _once(free) if zone not in full],
-    )
-
-
-def _found(patterns: Sequence[str], text: str) -> list[str]:
-    hits = [(m.start(), m.group(1)) for each in patterns for m in re.finditer(each, text)]
-    return [name for _, name in sorted(hits)]
-
-
-def _once(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(names))
-
-
-_BUSY = re.compile(r"stack is currently locked|Another update is currently in progress")
-# Of a backend that the project keeps itself: pkg/backend/diy/lock.go.
-_HOLDER = re.compile(
-    r"created by (?P<user>[^\s@]{1,64})@(?P<host>[^\s()]{1,253}) \(pid (?P<pid>[0-9]{1,10})\) at "
-    r"(?P<time>[0-9TZ:.+-]{1,40})"
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lock:
-    """One lock of a stack."""
-
-    user: str
-    host: str
-    pid: int
-    since_unix: float | None
-    since: str
-
-    def __str__(self) -> str:
-        return f"{self.user}@{self.host} (process {self.pid}) since {self.since}"
-
-    def is_dead(self, *, host: str, boot_unix: float | None) -> bool:
-        """Tell whether its process is gone for certain: on `host`, which booted at `boot_unix`."""
-        if self.host != host:
-            return False
-        if boot_unix is not None and self.since_unix is not None and self.since_unix < boot_unix:
-            return True
-        return not _exists(self.pid)
-
-
-def is_busy(text: str) -> bool:
-    """Tell whether Pulumi printed that the stack is locked."""
-    return _BUSY.search(" ".join(text.split())) is not None
-
-
-def locks_in(text: str) -> list[Lock]:
-    """Return the locks that Pulumi's message names; none where the backend does not say."""
-    return [
-        Lock(
-            user=found["user"],
-            host=found["host"],
-            pid=int(found["pid"]),
-            since_unix=_unix(found["time"]),
-            since=found["time"],
-        )
-        for found in _HOLDER.finditer(printable(text))
-    ]
-
-
-def are_dead(locks: list[Lock]) -> bool:
-    """Tell whether there are locks, and all of them of dead processes on this machine."""
-    host, boot_unix = socket.gethostname(), _boot_unix()
-    return bool(locks) and all(each.is_dead(host=host, boot_unix=boot_unix) for each in locks)
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _boot_unix() -> float | None:
-    """Return when this machine started; None where the system does not count sleep in."""
-    clock = getattr(time, "CLOCK_BOOTTIME", None)
-    return None if clock is None else time.time() - time.clock_gettime(clock)
-
-
-def _unix(text: str) -> float | None:
-    try:
-        return datetime.fromisoformat(text).astimezone(UTC).timestamp()
-    except (OverflowError, ValueError):
-        return None
-
 
 _QUOTA = re.compile(
     r"Quota '(?P<metric>\w{1,64})' exceeded\.? +Limit: (?P<limit>\d{1,19}(?:\.\d{1,9})?) *"
@@ -244,23 +58,6 @@ _SHORTENED = (
 )
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
 _MOST_CHARS = 300
-_WORDS = {
-    "gcp:compute/instance:Instance": "machine",
-    "gcp:compute/network:Network": "network",
-    "gcp:compute/subnetwork:Subnetwork": "subnetwork",
-    "gcp:compute/router:Router": "router",
-    "gcp:compute/routerNat:RouterNat": "NAT",
-    "gcp:compute/firewall:Firewall": "firewall rule",
-    "gcp:compute/resourcePolicy:ResourcePolicy": "placement policy",
-    "gcp:serviceaccount/account:Account": "service account",
-    "gcp:storage/bucket:Bucket": "bucket",
-    "gcp:filestore/instance:Instance": "Filestore instance",
-    "gcp:storage/bucketIAMMember:BucketIAMMember": "bucket permission",
-    "gcp:dns/managedZone:ManagedZone": "DNS zone",
-    "gcp:dns/recordSet:RecordSet": "DNS record",
-    "gcp:kms/cryptoKeyIAMMember:CryptoKeyIAMMember": "key permission",
-    "pulumi:providers:gcp": "provider",
-}
 _UP = command("orchestrate", "up")
 _DOWN = command("orchestrate", "down")
 
@@ -313,7 +110,7 @@ def stock_out_of(update: Update, *, spot: bool = False) -> StockOut | None:
         return found
     created = {step.urn for step in update.failures if step.op in _CREATIONS}
     if any(
-        type_of(each.urn) == _INSTANCE and each.urn in created and _GONE.search(each.message)
+        type_of(each.urn) == INSTANCE and each.urn in created and _GONE.search(each.message)
         for each in problems
     ):
         return StockOut(machine_type=None, full=[], free=[], reason="preempted")
@@ -366,7 +163,7 @@ def _quota_error(what: str, problems: Sequence[Problem]) -> TileforgeError | Non
     flat = " ".join(each.message for each in problems)
     if _PER_MINUTE.search(flat):
         return None
-    quotas = "; ".join(_once(_quota_words(flat)))
+    quotas = "; ".join(dict.fromkeys(_quota_words(flat)))
     if not quotas and not _QUOTA_WORDS.search(flat):
         return None
     if not quotas:
@@ -401,12 +198,6 @@ def _other_error(what: str, problems: Sequence[Problem]) -> TileforgeError:
             "report it with the log file"
         )
     return ConfigError(f"{what}: {_cut(str(first))}{more}")
-
-
-def kind_in_words(urn: str) -> str:
-    """Return a resource's type as people say it: firewall rule."""
-    kind = type_of(urn)
-    return _WORDS.get(kind, kind.rpartition(":")[2].lower() or "resource")
 
 
 def _plain(message: str) -> str:

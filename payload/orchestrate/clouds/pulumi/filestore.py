@@ -1,57 +1,23 @@
-"""Filestore instances: they end only by their name, as data may be on them; zone and price."""
+"""A stack's Filestore instances: which end, where they are, and what they cost."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from payload.core.errors import CloudAuthError, CloudError, ConfigError, TileforgeError
 from payload.core.validation import printable
 from payload.orchestrate.clouds.gcp.client import Google
-from payload.orchestrate.clouds.gcp.listing import filestores
+from payload.orchestrate.clouds.gcp.filestore_instances import filestores
+from payload.orchestrate.clouds.gcp.ownership import Ownership
 from payload.orchestrate.clouds.gcp.resources import last_word
-from payload.orchestrate.clouds.pulumi.engine import Pulumi, Step, Update, name_of, type_of
-from payload.orchestrate.clouds.pulumi.firewall_drift import StackState, inputs_in_state
-from payload.orchestrate.clouds.pulumi.ownership import Ownership
-from payload.orchestrate.terminal.console import confirm_by_name
+from payload.orchestrate.clouds.pulumi.engine import Pulumi
+from payload.orchestrate.clouds.pulumi.events import Step, Update, name_of, type_of
+from payload.orchestrate.clouds.pulumi.resource_types import FILESTORE
+from payload.orchestrate.clouds.pulumi.stack_state import StackState, inputs_in_state
 from payload.pricing.cloud_prices import filestore_price
 
-_TYPE = "gcp:filestore/instance:Instance"
 _ENDS = ("delete", "replace", "delete-replaced")
-
-
-class MayDelete(Protocol):
-    """Asks whether instances may be deleted, as `may_delete` does."""
-
-    def __call__(self, names: Iterable[str], *, kept: str) -> bool:
-        """Return True if they may."""
-        ...
-
-
-def may_delete(names: Iterable[str], *, named: Collection[str], kept: str) -> bool:
-    """Return whether these instances may be deleted, with the data that may be on them.
-
-    The option --delete-filestore has `named`; the name of every other one has to be typed. --yes
-    answers neither. `kept` says what is not done otherwise. Raises UsageError where nobody can be
-    asked.
-    """
-    unnamed = [name for name in dict.fromkeys(names) if name not in named]
-    options = " ".join(f"--delete-filestore {name}" for name in unnamed)
-    return all(
-        confirm_by_name(
-            f"This deletes Filestore {name} with all data on it.",
-            name=name,
-            otherwise=f"--yes does not answer this, so {kept}. Copy what you need from it, then "
-            f"repeat with {options}",
-        )
-        for name in unnamed
-    )
-
-
-def filestore_name(cluster: str) -> str:
-    """Return the name that the cluster program gives to the instance."""
-    return f"{cluster}-shared"
 
 
 def has_filestore(state: StackState) -> bool:
@@ -71,7 +37,7 @@ def own_filestores(google: Google, state: StackState, own: Ownership) -> list[st
 
 
 def _in_state(state: StackState) -> list[str]:
-    found = [(urn, known) for urn, known in state.parts if type_of(urn) == _TYPE]
+    found = [(urn, known) for urn, known in state.parts if type_of(urn) == FILESTORE]
     return [last_word(known) if known else name_of(urn) for urn, known in found]
 
 
@@ -110,7 +76,7 @@ def billed_words(pulumi: Pulumi) -> str:
     Empty where there is none, or the state cannot be read.
     """
     try:
-        found = inputs_in_state(pulumi, _TYPE)
+        found = inputs_in_state(pulumi, FILESTORE)
     except TileforgeError:
         return ""
     return "".join(_billed(inputs) for inputs in found)
@@ -131,7 +97,9 @@ def _billed(inputs: Any) -> str:
 
 
 def _steps(update: Update) -> list[Step]:
-    return [step for step in update.steps if type_of(step.urn) == _TYPE and step.op != "refresh"]
+    return [
+        step for step in update.steps if type_of(step.urn) == FILESTORE and step.op != "refresh"
+    ]
 
 
 def _place(step: Step) -> str:

@@ -1,10 +1,8 @@
-"""Runs Pulumi's operations with a live table, and finds what the stack does not know: orphans."""
+"""Runs Pulumi's operations for an operator who watches and is asked."""
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,34 +11,16 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from payload.core.errors import CloudError
 from payload.core.files import write_whole
-from payload.orchestrate.clouds.gcp.client import Google
-from payload.orchestrate.clouds.gcp.listing import list_everything, remove
-from payload.orchestrate.clouds.gcp.resources import Resource
-from payload.orchestrate.clouds.pulumi.engine import Event, Pulumi, Step, Update, name_of, type_of
-from payload.orchestrate.clouds.pulumi.failures import (
-    Lock,
-    are_dead,
-    explain,
-    is_busy,
-    kind_in_words,
-    locks_in,
-)
-from payload.orchestrate.clouds.pulumi.firewall_drift import StackState
-from payload.orchestrate.clouds.pulumi.ownership import ownership_of, removable
-from payload.orchestrate.clouds.pulumi.stack_outputs import cluster_folder
+from payload.orchestrate.clouds.cluster_records import cluster_folder
+from payload.orchestrate.clouds.pulumi.engine import Pulumi
+from payload.orchestrate.clouds.pulumi.events import Update, name_of
+from payload.orchestrate.clouds.pulumi.failures import explain
+from payload.orchestrate.clouds.pulumi.locks import Lock, are_dead, is_busy, locks_in
+from payload.orchestrate.clouds.pulumi.progress import Progress, is_real
+from payload.orchestrate.clouds.pulumi.resource_types import kind_in_words
 from payload.orchestrate.terminal.console import confirm
 
-# What an operation does to a resource, while it does and afterwards. Others change nothing.
-_DOING = {
-    "create": ("creating", "created"),
-    "create-replacement": ("creating again", "created again"),
-    "update": ("updating", "updated"),
-    "delete": ("deleting", "deleted"),
-    "delete-replaced": ("deleting, to be created again", "deleted, to be created again"),
-    "import": ("importing", "imported"),
-}
 _PLANNED = {
     "create": "+ create",
     "update": "~ update",
@@ -83,7 +63,7 @@ class Operations:
         update = self.run("preview", *words)
         if update.status != 0:
             raise explain(update)
-        plan = [step for step in update.steps if step.op in _PLANNED and _is_real(step)]
+        plan = [step for step in update.steps if step.op in _PLANNED and is_real(step)]
         if plan:
             table = Table(box=None, pad_edge=False, show_header=False)
             for step in plan:
@@ -123,91 +103,6 @@ class Operations:
             return False
         self.pulumi.ask("cancel", "--yes")
         return True
-
-
-@dataclass(slots=True)
-class _Row:
-    step: Step
-    began_s: float
-    ended_s: float | None = None
-    failed: bool = False
-    is_gone: bool = False
-
-    def state(self) -> str:
-        """Return the state in words."""
-        if self.is_gone:
-            return "gone from Google Cloud"
-        doing, done = _DOING[self.step.op]
-        if self.failed:
-            return f"{doing} FAILED"
-        return doing if self.ended_s is None else done
-
-
-@dataclass(slots=True)
-class Progress:
-    """Progress of an operation so far."""
-
-    shown: str
-    say: Callable[[str], object] | None = None
-    """Gets a line for each resource that is done; None where the table is on a terminal."""
-    clock: Callable[[], float] = time.monotonic
-    _rows: dict[tuple[str, str], _Row] = field(default_factory=dict)
-    _began_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._began_s = self.clock()
-
-    def see(self, event: Event) -> None:
-        """Take in one event."""
-        now_s = self.clock()
-        if event.began is not None and event.began.op in _DOING and _is_real(event.began):
-            self._rows[event.began.op, event.began.urn] = _Row(event.began, now_s)
-        step = event.done or event.failed
-        if step is None:
-            return
-        row = self._rows.get((step.op, step.urn))
-        if row is None and step.op == "delete" and event.done is not None and _is_real(step):
-            # No deletion was begun: the refresh before everything else has not found it.
-            row = self._rows[step.op, step.urn] = _Row(step, now_s, is_gone=True)
-        if row is None or row.ended_s is not None:
-            return
-        row.ended_s, row.failed = now_s, event.failed is not None
-        if self.say is not None and (self.shown != "pulumi preview" or row.is_gone):
-            took = "" if row.is_gone else f" ({now_s - row.began_s:.0f} s)"
-            self.say(f"{kind_in_words(step.urn)} {name_of(step.urn)}: {row.state()}{took}")
-
-    def to_json(self) -> str:
-        """Return the same for programs."""
-        now_s = self.clock()
-        rows = [
-            {
-                "kind": kind_in_words(row.step.urn),
-                "name": name_of(row.step.urn),
-                "state": row.state(),
-                "seconds": round((now_s if row.ended_s is None else row.ended_s) - row.began_s, 3),
-            }
-            for row in self._rows.values()
-        ]
-        return json.dumps({"schema_version": 1, "resources": rows}, indent=1)
-
-    def table(self) -> Table:
-        """Return the table of resource, state and seconds."""
-        now_s = self.clock()
-        table = Table(box=None, pad_edge=False)
-        for name in ("resource", "name", "state", "s"):
-            table.add_column(name, no_wrap=True, justify="right" if name == "s" else "left")
-        for row in self._rows.values():
-            seconds = (now_s if row.ended_s is None else row.ended_s) - row.began_s
-            urn = row.step.urn
-            table.add_row(kind_in_words(urn), name_of(urn), row.state(), f"{seconds:.0f}")
-        state = "running" if self._rows else "starting"
-        table.add_row(self.shown, "", state, f"{now_s - self._began_s:.0f}")
-        return table
-
-
-def _is_real(step: Step) -> bool:
-    """Tell whether it is something in Google Cloud, and no component or provider."""
-    return type_of(step.urn).startswith("gcp:")
 
 
 def _log_file(word: str, *, cluster: str, folder: Path) -> Path:
@@ -250,42 +145,3 @@ def _in_all(update: Update) -> str:
         return ""
     words = [f"{count} {op}" for op, count in sorted(changes.items())]
     return ", ".join([*words, f"{same} unchanged"])
-
-
-def orphans(google: Google, state: StackState, identity: str) -> list[Resource]:
-    """Return what carries the cluster's identity and is not in the stack's state.
-
-    A boot disk goes with its machine, so it counts only when that is gone. Raises CloudError when
-    not everything could be listed.
-    """
-    listing = list_everything(google)
-    if listing.blind:
-        raise CloudError(f"what the cluster has is not all seen: {'; '.join(listing.blind)}")
-    own = ownership_of(state, identity, project=google.project)
-    stack = ownership_of(state, project=google.project)
-    machines = {(each.name, each.location) for each in listing.resources if each.kind == "instance"}
-    return [
-        each
-        for each in removable(filter(own.owns, listing.resources))
-        if not stack.lists(each)
-        and not (each.kind == "disk" and (each.name, each.location) in machines)
-    ]
-
-
-def remove_orphans(
-    google: Google,
-    cluster: str,
-    found: Sequence[Resource],
-    *,
-    assume_yes: bool,
-    talk: Console,
-) -> bool:
-    """List the orphans, ask, and remove them; False after a no. Raises CloudError if one stays."""
-    names = ", ".join(f"{each.kind} {each.name}" for each in found)
-    talk.print(f"in Google Cloud with the identity of {cluster}, but not in the stack: {names}")
-    if not confirm(f"Remove these {len(found)}, to build them again?", assume_yes=assume_yes):
-        return False
-    failed = remove(google, found)
-    if failed:
-        raise CloudError(f"not everything was removed: {'; '.join(failed)}")
-    return True

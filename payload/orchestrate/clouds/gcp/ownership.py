@@ -9,17 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from payload.orchestrate.clouds.gcp.resources import (
-    BUCKET,
-    FILESTORE,
-    KINDS,
-    SERVICE_ACCOUNT,
-    Resource,
-    in_order,
-    is_made_by_program,
-    is_zone,
-)
-from payload.orchestrate.clouds.pulumi.firewall_drift import StackState
+from payload.orchestrate.clouds.gcp.cluster_resources import is_made_by_program
+from payload.orchestrate.clouds.gcp.resource_kinds import BUCKET, FILESTORE, KINDS, SERVICE_ACCOUNT
+from payload.orchestrate.clouds.gcp.resources import Resource, in_order, is_zone
 from payload.stack.cluster_identity import identity_in
 
 NO_IDENTITY = "none"
@@ -70,15 +62,6 @@ class Ownership:
         for each in resources:
             (own if self.owns(each) else others).append(each)
         return own, others
-
-
-def ownership_of(state: StackState, *identities: str | None, project: str) -> Ownership:
-    """Return what the stack's state and these identities prove of a project's resources."""
-    return Ownership(
-        identities=frozenset(filter(None, (*state.identities, *identities))),
-        known=tuple(found for _, found in state.parts if found),
-        project=project,
-    )
 
 
 def removable(resources: Iterable[Resource]) -> list[Resource]:
