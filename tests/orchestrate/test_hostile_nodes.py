@@ -12,7 +12,7 @@ from payload.core.errors import AnswerError, ConfigError, TileforgeError
 from payload.core.validation import printable
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.access.local import LocalAccess
-from payload.orchestrate.commands.run_commands import AttachOptions, attach
+from payload.orchestrate.commands.attach import AttachOptions, attach
 from payload.orchestrate.runs.mirror import note_seen
 from payload.orchestrate.runs.remote_run import RemoteRun
 from payload.orchestrate.ssh.connection import Cluster

@@ -20,6 +20,7 @@ from payload.core.errors import TileforgeError
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.clouds.cluster_records import recall
 from payload.orchestrate.clouds.gcp import host_keys
+from payload.orchestrate.clouds.gcp.billing_catalog import fresh_catalog
 from payload.orchestrate.clouds.gcp.buckets import buckets as _buckets
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.cluster_resources import by_cluster
@@ -42,7 +43,6 @@ from payload.orchestrate.clouds.pulumi.failures import explain
 from payload.orchestrate.clouds.pulumi.stack_config import cluster_name, settings
 from payload.orchestrate.clouds.pulumi.stack_outputs import read_outputs, remember
 from payload.orchestrate.clouds.pulumi.stack_state import stack_state
-from payload.orchestrate.commands.doctor import fresh_catalog
 from payload.stack.cloud_need import Need, need_of
 from tests.orchestrate.cloud.conftest import KEY, Site
 from tests.orchestrate.cloud.standin import NUMBER, PROJECT, REGION, ZONE, Fault

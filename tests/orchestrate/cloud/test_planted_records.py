@@ -12,8 +12,8 @@ from infra.gcp.labels import program_identity
 from payload.core.errors import ConfigError, ExitCode
 from payload.core.files import write_whole
 from payload.orchestrate.__main__ import main
+from payload.orchestrate.clouds.gcp.project_choice import project_of
 from payload.orchestrate.commands.cluster_name_conflict import own_identity
-from payload.orchestrate.commands.sweep import project_of
 from payload.orchestrate.ssh.keys import make_operator_key
 from payload.stack.cluster_identity import (
     accept_cluster_identity,

@@ -18,8 +18,8 @@ from payload.orchestrate.clouds.gcp.head_address import follow_head
 from payload.orchestrate.clouds.gcp.machine_start import start
 from payload.orchestrate.clouds.gcp.stopped_machines import StoppedMachine, stopped_machines
 from payload.orchestrate.clouds.pulumi.stack_outputs import StackOutputs
-from payload.orchestrate.commands import down
-from payload.orchestrate.commands.down import Head
+from payload.orchestrate.commands import head_runs, results_at_stake
+from payload.orchestrate.commands.head_runs import Head
 from payload.orchestrate.runs.mirror import read_mirrored, write_mirrored
 from payload.orchestrate.sites.ssh_run import remote_run
 from payload.orchestrate.ssh.keys import make_operator_key
@@ -177,7 +177,7 @@ def test_down_starts_the_head_to_collect_and_destroys_without_it_only_when_told(
         asked.append((machine(site, "mine-0")["status"], patience_s))
         return Head()
 
-    monkeypatch.setattr(down, "ask_head", ask)
+    monkeypatch.setattr(results_at_stake, "ask_head", ask)
     assert main(["down", "--yes"], site.env) == ExitCode.OK
     assert asked[0] == ("RUNNING", 300.0)
     assert site.cloud.items["instances", ZONE] == []
@@ -211,7 +211,7 @@ def test_a_head_that_boots_is_asked_again_until_it_answers(
 
     monkeypatch.setattr("payload.orchestrate.ssh.connection.Cluster.connect", lambda *_: None)
     monkeypatch.setattr("payload.orchestrate.ssh.files.runs_on", runs)
-    monkeypatch.setattr(down, "_RETRY_S", 0.0)
+    monkeypatch.setattr(head_runs, "_RETRY_S", 0.0)
     assert main(["down", "--yes"], site.env) == ExitCode.OK
     assert len(tries) == 4  # three before the question, one after it
 
@@ -393,7 +393,7 @@ def test_a_started_head_has_another_address_and_the_copies_of_its_runs_get_it(
         asked.append(outputs.inventory.head.external_address)
         return Head(machine="77")
 
-    monkeypatch.setattr(down, "ask_head", ask)
+    monkeypatch.setattr(results_at_stake, "ask_head", ask)
     assert main(["down", "--yes"], site.env) == ExitCode.OK
     assert asked[0] == "203.0.113.99"
     heads = [ClusterInventory.load(paths.inventory).head for paths in (ours, others)]

@@ -11,7 +11,9 @@ from payload.orchestrate.clouds.gcp.resources import last_word
 from payload.orchestrate.clouds.pulumi.events import Update, name_of, type_of
 from payload.orchestrate.clouds.pulumi.refusals import NEWER, PulumiError
 from payload.orchestrate.clouds.pulumi.resource_types import INSTANCE
-from payload.orchestrate.clouds.pulumi.stack_state import machine_names
+from payload.orchestrate.clouds.pulumi.stack_state import (
+    machine_names,
+)
 
 # Operations of a preview that end what is there; a replacement is one of them.
 _DELETING = ("delete", "replace", "delete-replaced")
@@ -93,3 +95,12 @@ def _change(setting: str, old: Any, new: Any) -> str:
 
 def _shown(value: Any) -> str:
     return "none" if value is None else printable(last_word(str(value)))
+
+
+_CREATING = ("create", "create-replacement", "replace")
+
+
+def creates_anything(preview: Update) -> bool:
+    """Return whether `pulumi up` would make anything in Google Cloud."""
+    made = (step.urn for step in preview.steps if step.op in _CREATING)
+    return any(type_of(urn).startswith("gcp:") for urn in made)
