@@ -24,7 +24,7 @@ from payload.core.errors import PreflightError, UsageError
 from payload.monitor.local import in_origins_of_their_own, local_stack
 from payload.monitor.tunnel import forwarded
 from payload.orchestrate.commands import dashboard
-from payload.orchestrate.ssh.connection import Cluster
+from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.remote_calls import Login
 from payload.run_record.run_files import RunPaths
 from tests.orchestrate.conftest import PATIENT, StartSshd

@@ -18,8 +18,8 @@ import pytest
 
 from payload.core.errors import ConfigError
 from payload.machines.inventory import ClusterInventory, Node
-from payload.orchestrate.ssh.keys import render_known_hosts, render_ssh_config
 from payload.orchestrate.ssh.remote_calls import iap_argv
+from payload.orchestrate.ssh.ssh_config import render_known_hosts, render_ssh_config
 
 CASES = 3000
 HOSTILE: tuple[object, ...] = (

@@ -16,14 +16,10 @@ from payload.core.errors import ConfigError
 from payload.machines.inventory import Access, ClusterInventory, Node
 from payload.orchestrate.clouds.cluster_records import cluster_folder
 from payload.orchestrate.findings.trial import record_path
-from payload.orchestrate.preflight.checks import operator_key
-from payload.orchestrate.ssh.keys import (
-    make_operator_key,
-    operator_key_path,
-    render_known_hosts,
-    render_ssh_config,
-)
+from payload.orchestrate.ssh.operator_login import operator_key
+from payload.orchestrate.ssh.ssh_config import render_known_hosts, render_ssh_config
 from payload.stack.cluster_identity import settle_cluster_identity
+from payload.stack.operator_key import make_operator_key, operator_key_path
 from tests.support.golden_files import assert_golden
 
 

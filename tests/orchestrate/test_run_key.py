@@ -32,18 +32,17 @@ from payload.launch.launcher import Reach
 from payload.launch.launcher_files import render_hosts
 from payload.launch.launchers.registry import find
 from payload.machines.inventory import ClusterInventory, Node
-from payload.orchestrate.ssh import keys
-from payload.orchestrate.ssh.connection import Cluster, Connection
-from payload.orchestrate.ssh.keys import (
-    Claim,
-    HeadBusyError,
+from payload.orchestrate.ssh import run_keys, start_claim
+from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.connection import Connection
+from payload.orchestrate.ssh.remote_calls import Completed, Login, ask, parse_answer
+from payload.orchestrate.ssh.run_keys import (
     RunKey,
-    claimed,
     install_run_key,
     remove_dead_keys,
     remove_run_key,
 )
-from payload.orchestrate.ssh.remote_calls import Completed, Login, ask, parse_answer
+from payload.orchestrate.ssh.start_claim import Claim, HeadBusyError, claimed
 from tests.orchestrate.conftest import PATIENT, StartSshd
 from tests.orchestrate.sshd import Sshd, make_cluster, make_key
 from tests.support.launching import BIN
@@ -334,7 +333,7 @@ def test_the_claim_of_an_operator_whose_connection_breaks_is_free_again(
 def test_a_claim_that_a_broken_connection_still_holds_ends_as_that_connection_did(
     nodes: list[Sshd], login: Login, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keys, "_RETRY_S", 0.1)
+    monkeypatch.setattr(start_claim, "_RETRY_S", 0.1)
     inventory = make_cluster(*(sshd.node for sshd in nodes))
     lost = ConnectionLostError("node-0: the connection broke")
     said: list[str] = []
@@ -392,7 +391,7 @@ def test_a_head_that_answers_with_another_key_than_asked_for_reaches_no_worker(
         text = json.dumps(asdict(found) | answer).encode()
         return parse_answer(cls, text, node=connection.node.name)
 
-    monkeypatch.setattr(keys, "ask", lie)
+    monkeypatch.setattr(run_keys, "ask", lie)
     inventory = make_cluster(*(sshd.node for sshd in nodes))
     with cluster_of(inventory, login) as cluster, pytest.raises(PreflightError, match="node-0: "):
         install_run_key(cluster, inventory, name=NAME, lasts_s=600)

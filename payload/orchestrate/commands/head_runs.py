@@ -19,10 +19,10 @@ from payload.orchestrate.clouds.gcp.host_keys import CACHE_FILE, MachineGoneErro
 from payload.orchestrate.clouds.pulumi.stack_outputs import (
     StackOutputs,
 )
-from payload.orchestrate.ssh.keys import operator_key_path, require_private
+from payload.stack.operator_key import operator_key_path, require_private
 
 if TYPE_CHECKING:
-    from payload.orchestrate.ssh.files import RunThere
+    from payload.orchestrate.ssh.node_code import RunThere
 
 
 # A machine that has no host keys yet is booting, and nobody has reached it over SSH.
@@ -88,8 +88,8 @@ def _ask(
     talk: Console,
 ) -> Head:
     # paramiko takes half a second to import.
-    from payload.orchestrate.ssh.connection import Cluster
-    from payload.orchestrate.ssh.files import runs_on
+    from payload.orchestrate.ssh.cluster import Cluster
+    from payload.orchestrate.ssh.node_code import runs_on
     from payload.orchestrate.ssh.remote_calls import Login
 
     inventory = outputs.inventory

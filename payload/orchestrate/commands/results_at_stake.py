@@ -28,7 +28,7 @@ from payload.orchestrate.runs.run_index import all_runs
 from payload.run_record.run_files import RunPaths, Summary, read_json
 
 if TYPE_CHECKING:
-    from payload.orchestrate.ssh.files import RunThere
+    from payload.orchestrate.ssh.node_code import RunThere
 from payload.orchestrate.commands.head_runs import Head, ask_head
 
 Copies = Sequence[tuple[RunPaths, Mirrored, ClusterInventory]]

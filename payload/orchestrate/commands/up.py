@@ -16,7 +16,6 @@ from payload.core.errors import (
     ExitCode,
     TileforgeError,
 )
-from payload.core.files import write_whole
 from payload.core.suggested_commands import command
 from payload.core.validation import read_bytes
 from payload.orchestrate.clouds.cluster_records import remember_plan
@@ -72,11 +71,11 @@ from payload.orchestrate.clouds.pulumi.stack_state import (
 from payload.orchestrate.commands.cluster_name_conflict import of_this_name, own_identity, take_over
 from payload.orchestrate.commands.results_at_stake import AtStake, at_stake
 from payload.orchestrate.runs.at_risk import cluster_warning, refuse_spot_without_bucket
-from payload.orchestrate.ssh.keys import make_operator_key, operator_key_path
 from payload.orchestrate.terminal.console import confirm, text_console
 from payload.stack.cloud_need import need_of, text_list
 from payload.stack.cluster_files import cluster_path
 from payload.stack.cluster_identity import settle_cluster_identity
+from payload.stack.operator_key import make_operator_key, operator_key_path, write_public_half
 
 _FORCE = "up --without-collect"
 _WORDS = {"kept": "nothing was built", "force": _FORCE}
@@ -372,5 +371,5 @@ def _make_key(known: dict[str, Any], cluster: str, *, there: Sequence[str], talk
             "machine(s) know no other. Bring it from where the cluster was built; or remove the "
             f"cluster and build it from here: {command('orchestrate', 'down')}"
         )
-    write_whole(public, f"{make_operator_key(path)}\n")
+    write_public_half(path)
     talk.print(f"made the key that opens the cluster: {path}")

@@ -230,7 +230,7 @@ def with_value(document: Any, path: tuple[Any, ...], value: object) -> Any:
 def test_every_field_of_googles_answers_may_be_hostile(
     full: Site, name: str, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("payload.orchestrate.clouds.gcp.compute_operations.OPERATION_S", 0.0)
+    monkeypatch.setattr("payload.orchestrate.clouds.gcp.compute_operations._OPERATION_S", 0.0)
     pattern, read = READS[name]
     seen: list[Any] = []
 

@@ -14,13 +14,13 @@ from payload.core.files import write_whole
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.clouds.gcp.project_choice import project_of
 from payload.orchestrate.commands.cluster_name_conflict import own_identity
-from payload.orchestrate.ssh.keys import make_operator_key
 from payload.stack.cluster_identity import (
     accept_cluster_identity,
     known_cluster_identity,
     recorded_cluster_identity,
     settle_cluster_identity,
 )
+from payload.stack.operator_key import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Answers, Capture, own_key
 from tests.orchestrate.cloud.standin import PROJECT, REGION

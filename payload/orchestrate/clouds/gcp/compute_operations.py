@@ -12,9 +12,14 @@ from payload.orchestrate.clouds.gcp.client import (
     request_of,
 )
 
-OPERATION_S = 300.0
+_OPERATION_S = 300.0
 # Google holds the answer back for up to two minutes, until the operation is done.
 _WAIT_S = 150.0
+
+
+def operation_deadline() -> float:
+    """Return when an operation that begins now has to be done, in monotonic seconds."""
+    return time.monotonic() + _OPERATION_S
 
 
 def see_to_its_end(
@@ -38,7 +43,7 @@ def see_to_its_end(
     # A status that the library does not know is a bare number.
     while getattr(operation.status, "name", "") != "DONE":
         if is_late:
-            raise CloudError(f"{what}: it is not done after {OPERATION_S:g} s. Look again later.")
+            raise CloudError(f"{what}: it is not done after {_OPERATION_S:g} s. Look again later.")
         # Asked once even when the time is over, which others of its kind may have taken.
         is_late = time.monotonic() > ends
         operation = google.ask(

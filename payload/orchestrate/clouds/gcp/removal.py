@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -15,7 +14,7 @@ from payload.orchestrate.clouds.gcp.client import (
     Google,
     request_of,
 )
-from payload.orchestrate.clouds.gcp.compute_operations import OPERATION_S, see_to_its_end
+from payload.orchestrate.clouds.gcp.compute_operations import operation_deadline, see_to_its_end
 from payload.orchestrate.clouds.gcp.dns_zones import remove_dns_zone
 from payload.orchestrate.clouds.gcp.filestore_instances import begin_to_remove_filestore
 from payload.orchestrate.clouds.gcp.listing import noted, snake
@@ -73,7 +72,7 @@ def _begin_to_remove(google: Google, resource: Resource) -> Callable[[], None]:
     operation = google.ask(
         what, lambda: client.delete_unary(request=request, retry=None, timeout=REQUEST_S)
     )
-    ends = time.monotonic() + OPERATION_S
+    ends = operation_deadline()
     return partial(
         see_to_its_end, google, operation, what, operations=operations, place=place, ends=ends
     )
