@@ -21,7 +21,7 @@ from pulumi_policy.proxy import UnknownValueError
 
 from infra.gcp.security import RULES, Rule, applies
 from infra.gcp.security_checks import NOT_KNOWN, Resource
-from infra.policy.limits import number_of_nodes, too_dear
+from infra.gcp.stack_limits import number_of_nodes, too_dear
 
 _LEVELS = {"mandatory": EnforcementLevel.MANDATORY, "advisory": EnforcementLevel.ADVISORY}
 

@@ -100,8 +100,7 @@ def _cluster_pages(
     """Forward the head's Grafana and Prometheus to here. Raises PreflightError without them."""
     # paramiko takes half a second to import.
     from payload.orchestrate.sites.ssh_run import news_of_head
-    from payload.orchestrate.ssh.cluster import Cluster
-    from payload.orchestrate.ssh.operator_login import operator_key
+    from payload.orchestrate.ssh.cluster import Cluster, operator_key
     from payload.orchestrate.ssh.remote_calls import Login
 
     key = operator_key(inventory, given=options.ssh_key)

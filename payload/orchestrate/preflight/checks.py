@@ -43,10 +43,9 @@ from payload.orchestrate.inventories.placeable import require_placeable
 from payload.orchestrate.node.look import probe
 from payload.orchestrate.preflight.report import BootWait, Report, try_here, try_there
 from payload.orchestrate.runs.planning import choose_launcher
-from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.cluster import Cluster, operator_key
 from payload.orchestrate.ssh.connection import Connection
 from payload.orchestrate.ssh.node_code import look, this_code
-from payload.orchestrate.ssh.operator_login import operator_key
 from payload.orchestrate.ssh.remote_calls import (
     Login,
     MeshAnswer,

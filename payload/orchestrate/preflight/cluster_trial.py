@@ -187,7 +187,7 @@ def try_cluster(
     run_id = f"preflight-{secrets.token_hex(4)}"
     run_dir = PurePosixPath(head.home, NODE_FOLDER, "runs", run_id)
     try:
-        with claimed(cluster, inventory, run_dir=run_dir, say=talk.print) as claim:
+        with claimed(cluster, inventory.head, run_dir=run_dir, say=talk.print) as claim:
             if claim.running is not None:
                 return _not_measured(claim.running)
             bring_code(inventory.nodes, cluster, answers, code=code, talk=talk)

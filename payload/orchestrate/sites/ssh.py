@@ -55,9 +55,8 @@ from payload.orchestrate.runs.site import (
     refuse_where_copied_alive,
 )
 from payload.orchestrate.sites.ssh_run import ClusterRun, adopted, is_copy_of
-from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.cluster import Cluster, operator_key
 from payload.orchestrate.ssh.node_code import Code, archive, look, make_room_for, this_code, unpack
-from payload.orchestrate.ssh.operator_login import operator_key
 from payload.orchestrate.ssh.remote_calls import (
     NODE_FOLDER,
     Begun,
@@ -227,7 +226,7 @@ class Ssh(InventorySite):
         claim = held.enter_context(
             claimed(
                 cluster,
-                inventory,
+                inventory.head,
                 run_dir=run.run_dir,
                 say=self._talk.print,
                 name=name,

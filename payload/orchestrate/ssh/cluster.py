@@ -1,12 +1,14 @@
-"""Connections to all nodes of a cluster: the head from here, the workers through the head."""
+"""A cluster's login: the operator's key, and connections to its nodes, through the head."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import TracebackType
 
 from payload.core.errors import (
+    SshAuthError,
     SshUnreachableError,
     TileforgeError,
 )
@@ -18,9 +20,12 @@ from payload.orchestrate.ssh.remote_calls import (
     Login,
     ProxyProcess,
     open_tcp,
+    os_login_command,
     route_to,
 )
+from payload.orchestrate.ssh.ssh_config import write_ssh_files
 from payload.orchestrate.ssh.transport import Stream
+from payload.stack.operator_key import operator_key_path, require_private, write_public_half
 
 _DEFAULT_DEADLINES = Deadlines()
 
@@ -113,3 +118,28 @@ class Cluster:
         if route.proxy:
             return ProxyProcess(route.proxy, node=node.name, env=self._env)
         return open_tcp(node, timeout_s=timeout_s)
+
+
+def operator_key(inventory: ClusterInventory, *, given: Path | None) -> Path:
+    """Return the operator's key, and beside the cluster's own one, files for `ssh -F`."""
+    own = operator_key_path(Path.cwd(), cluster=inventory.cluster)
+    if given is None and not own.exists():
+        public = write_public_half(own)
+        os_login = ""
+        if inventory.source == "pulumi" or inventory.project or inventory.access.project:
+            os_login = f", or, with accessMode oslogin, to your account: {os_login_command(own)}"
+        raise SshAuthError(
+            f"there was no key of cluster {inventory.cluster}; {own} is new. Add its public half "
+            f"to authorized_keys of {inventory.ssh_user} on every node: {public}{os_login} "
+            "(or name the key that they know with --ssh-key.)"
+        )
+    if given is None:
+        require_private(own)
+    write_ssh_files(
+        own.parent,
+        inventory.nodes,
+        user=inventory.ssh_user,
+        access=inventory.access,
+        key=given or own,
+    )
+    return given or own

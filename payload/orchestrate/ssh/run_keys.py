@@ -69,9 +69,14 @@ def install_run_key(
         raise AnswerError(f"{head.name}: it made another key than {name!r}. Look at the machine.")
     known_hosts = folder / "known_hosts"
     config = render_ssh_config(
-        inventory, key=folder / "id_ed25519", known_hosts=known_hosts, on_head=True
+        inventory.nodes,
+        user=inventory.ssh_user,
+        access=inventory.access,
+        key=folder / "id_ed25519",
+        known_hosts=known_hosts,
+        on_head=True,
     )
-    _put_text(cluster.connect(head), render_known_hosts(inventory), known_hosts)
+    _put_text(cluster.connect(head), render_known_hosts(inventory.nodes), known_hosts)
     _put_text(cluster.connect(head), config, RunKey(folder=folder).config)
 
     def trust(node: Node) -> None:

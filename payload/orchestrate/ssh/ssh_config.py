@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path, PurePath
 
 from payload.core.errors import ConfigError
 from payload.core.files import write_whole
-from payload.machines.inventory import ClusterInventory, Node
+from payload.machines.inventory import Access, Node
 from payload.orchestrate.ssh.connection import shell_text
 from payload.orchestrate.ssh.remote_calls import (
     route_to,
@@ -16,13 +17,19 @@ from payload.orchestrate.ssh.remote_calls import (
 _UNWRITABLE = frozenset('"\\\n\r$')
 
 
-def render_known_hosts(inventory: ClusterInventory) -> str:
+def render_known_hosts(nodes: Sequence[Node]) -> str:
     """Return every node's host keys under its name, which is its HostKeyAlias in the config."""
-    return "".join(f"{node.name} {key}\n" for node in inventory.nodes for key in node.host_keys)
+    return "".join(f"{node.name} {key}\n" for node in nodes for key in node.host_keys)
 
 
 def render_ssh_config(
-    inventory: ClusterInventory, *, key: PurePath, known_hosts: PurePath, on_head: bool
+    nodes: Sequence[Node],
+    *,
+    user: str,
+    access: Access,
+    key: PurePath,
+    known_hosts: PurePath,
+    on_head: bool,
 ) -> str:
     """Return an ssh_config for `ssh -F`: nodes by name and address, host keys checked.
 
@@ -31,7 +38,7 @@ def render_ssh_config(
     """
     shared = [
         "Host *",
-        f"  User {inventory.ssh_user}",
+        f"  User {user}",
         f"  IdentityFile {_quoted(key)}",
         "  IdentitiesOnly yes",
         "  IdentityAgent none",
@@ -46,23 +53,30 @@ def render_ssh_config(
         "  ServerAliveInterval 15",
         "  ServerAliveCountMax 4",
     ]
-    blocks = [_host_block(inventory, node, on_head=on_head) for node in inventory.nodes]
+    blocks = [_host_block(node, head=nodes[0], access=access, on_head=on_head) for node in nodes]
     return "\n\n".join("\n".join(block) for block in [*blocks, shared]) + "\n"
 
 
-def write_ssh_files(folder: Path, inventory: ClusterInventory, *, key: Path) -> Path:
+def write_ssh_files(
+    folder: Path, nodes: Sequence[Node], *, user: str, access: Access, key: Path
+) -> Path:
     """Put known_hosts and ssh_config in `folder`, for `ssh -F CONFIG NODE`; returns the config."""
     config, known_hosts = folder / "ssh_config", folder / "known_hosts"
     text = render_ssh_config(
-        inventory, key=key.absolute(), known_hosts=known_hosts.absolute(), on_head=False
+        nodes,
+        user=user,
+        access=access,
+        key=key.absolute(),
+        known_hosts=known_hosts.absolute(),
+        on_head=False,
     )
-    write_whole(known_hosts, render_known_hosts(inventory))
+    write_whole(known_hosts, render_known_hosts(nodes))
     write_whole(config, text)
     return config
 
 
-def _host_block(inventory: ClusterInventory, node: Node, *, on_head: bool) -> list[str]:
-    route = route_to(node, head=inventory.head, access=inventory.access, on_head=on_head)
+def _host_block(node: Node, *, head: Node, access: Access, on_head: bool) -> list[str]:
+    route = route_to(node, head=head, access=access, on_head=on_head)
     block = [
         f"Host {node.name} {node.address}",
         f"  HostName {route.host}",

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from payload.core.errors import ConfigError, PreflightError, TileforgeError
 from payload.core.suggested_commands import command
 from payload.core.validation import RUN_ID, build, checked, parse_json
-from payload.machines.inventory import ClusterInventory
+from payload.machines.inventory import Node
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.connection import Connection
 from payload.orchestrate.ssh.remote_calls import (
@@ -73,7 +73,7 @@ def attempt_name(run_id: str) -> str:
 @contextmanager
 def claimed(
     cluster: Cluster,
-    inventory: ClusterInventory,
+    head: Node,
     *,
     run_dir: PurePosixPath,
     say: Callable[[str], None],
@@ -92,15 +92,15 @@ def claimed(
     ends = time.monotonic() + timeout_s
     has_told = False
     while True:
-        with _asked(cluster.connect(inventory.head), run_dir, name) as answer:
+        with _asked(cluster.connect(head), run_dir, name) as answer:
             if answer.claim or answer.running is not None:
                 yield Claim(name=name, running=answer.running)
                 return
-        holder = _holder(answer.held, head=inventory.head.name)
+        holder = _holder(answer.held, head=head.name)
         is_own = lost is not None and holder.name == name
-        held = f"{inventory.head.name}: somebody (from {holder.origin}) is starting {holder.run_id}"
+        held = f"{head.name}: somebody (from {holder.origin}) is starting {holder.run_id}"
         if is_own:
-            held = f"{inventory.head.name}: the connection that broke still has the claim on it"
+            held = f"{head.name}: the connection that broke still has the claim on it"
         if time.monotonic() > ends:
             if lost is not None and is_own:
                 raise lost
