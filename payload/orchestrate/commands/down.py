@@ -19,6 +19,7 @@ from payload.orchestrate.clouds.gcp.endpoints import Endpoints
 from payload.orchestrate.clouds.gcp.filestore_deletion import may_delete
 from payload.orchestrate.clouds.gcp.leftovers import conclude, look
 from payload.orchestrate.clouds.gcp.machine_start import start_head
+from payload.orchestrate.clouds.gcp.ownership import Ownership
 from payload.orchestrate.clouds.gcp.project_choice import project_of
 from payload.orchestrate.clouds.gcp.results_bucket import Bucket, delete_bucket, find_bucket
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
@@ -62,8 +63,76 @@ class DownOptions:
     yes: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Target:
+    """The cluster that is to end, and what proves that resources are its own."""
+
+    options: DownOptions
+    env: Mapping[str, str]
+    pulumi: Pulumi
+    folder: Path
+    talk: Console
+    state: StackState
+    cluster: str
+    project: str
+    outputs: StackOutputs | None
+    """None where it never came up."""
+    places: Sequence[tuple[Google, Ownership]]
+    """The cluster's project, and others that the stack's state lists resources in."""
+
+    @property
+    def google(self) -> Google:
+        """Return the client of the cluster's project."""
+        return self.places[0][0]
+
+    @property
+    def own(self) -> Ownership:
+        """Return the proof for resources of the cluster's project."""
+        return self.places[0][1]
+
+
 def down(options: DownOptions, env: Mapping[str, str]) -> int:
     """Take the three steps and print each result. Raises TeardownError when something is left."""
+    target = _target(options, env)
+    google, own, cluster, talk = target.google, target.own, target.cluster, target.talk
+    # Before anything is destroyed: without these the last step could not look.
+    google.check_credentials()
+    for where, proof in target.places if target.state.parts else ():
+        require_own_state(where, cluster, proof, kept="nothing was destroyed", talk=talk)
+    instances = (own_filestores(where, target.state, proof) for where, proof in target.places)
+    data = sorted(set(chain.from_iterable(instances)))
+    # First of all: without the instance nothing of its network can be destroyed, and a stopped head
+    # is started, and billed, only for a cluster that goes.
+    if not options.dry_run and not may_delete(
+        data, named=options.delete_filestore, kept=_WORDS["kept"]
+    ):
+        talk.print("nothing was destroyed")
+        return ExitCode.OK
+    stake = None if options.without_collect else _stake(target)
+    bucket = None
+    if options.delete_bucket is not None:
+        bucket = find_bucket(google, options.delete_bucket, cluster=cluster, own=own)
+    _say_plan(stake, cluster, target.project, bucket, data, talk=talk)
+    if options.dry_run:
+        found = look(google, cluster, folder=target.folder, keep_buckets=True, ownership=own)
+        text_console(stderr=False).print(found.table())
+        talk.print("dry run: nothing was collected or destroyed")
+        return ExitCode.OK
+    if stake is not None:
+        stake.refuse_losses(**_WORDS)
+    is_agreed = confirm(f"Destroy cluster {cluster}?", assume_yes=options.yes)
+    if is_agreed and bucket is not None:
+        is_agreed = confirm_by_name(f"Delete {bucket} for good?", name=bucket.name)
+    if not is_agreed:
+        talk.print("nothing was destroyed")
+        return ExitCode.OK
+    brought = [] if stake is None else stake.bring_home(env, **_WORDS)
+    talk.print(f"1/3 collect: {len(brought)} run(s) brought home")
+    _destroy(target, data, bucket)
+    return ExitCode.OK
+
+
+def _target(options: DownOptions, env: Mapping[str, str]) -> _Target:
     talk = text_console(stderr=True)
     folder = Path.cwd()
     pulumi = Pulumi(env, folder=folder, stack=options.stack)
@@ -81,87 +150,81 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
         )
         for each in dict.fromkeys((project, *state.projects))
     ]
-    google, own = places[0]
-    # Before anything is destroyed: without these the last step could not look.
-    google.check_credentials()
-    for where, proof in places if state.parts else ():
-        require_own_state(where, cluster, proof, kept="nothing was destroyed", talk=talk)
-    instances = (own_filestores(where, state, proof) for where, proof in places)
-    data = sorted(set(chain.from_iterable(instances)))
-    # First of all: without the instance nothing of its network can be destroyed, and a stopped head
-    # is started, and billed, only for a cluster that goes.
-    if not options.dry_run and not may_delete(
-        data, named=options.delete_filestore, kept=_WORDS["kept"]
-    ):
-        talk.print("nothing was destroyed")
-        return ExitCode.OK
-    stake = None
-    if not options.without_collect:
-        started = None
-        if outputs is not None:
-            started = start_head(
-                google,
-                outputs.inventory,
-                own,
-                dry_run=options.dry_run,
-                assume_yes=options.yes,
-                talk=talk,
-            )
-        if outputs is not None and started is not None:
-            outputs = replace(outputs, inventory=started)
-        stake = at_stake(
-            cluster,
-            outputs,
-            env,
-            folder=folder,
-            runs_dir=options.runs_dir,
-            talk=talk,
-            patience_s=0.0 if started is None else BOOT_S,
+    return _Target(
+        options=options,
+        env=env,
+        pulumi=pulumi,
+        folder=folder,
+        talk=talk,
+        state=state,
+        cluster=cluster,
+        project=project,
+        outputs=outputs,
+        places=places,
+    )
+
+
+def _stake(target: _Target) -> AtStake:
+    """Return the results that would be lost; a head that was stopped is started first."""
+    outputs, started = target.outputs, None
+    if outputs is not None:
+        started = start_head(
+            target.google,
+            outputs.inventory,
+            target.own,
+            dry_run=target.options.dry_run,
+            assume_yes=target.options.yes,
+            talk=target.talk,
         )
-        if started is not None:
-            stake.note_address(started.head)
-    bucket = None
-    if options.delete_bucket is not None:
-        bucket = find_bucket(google, options.delete_bucket, cluster=cluster, own=own)
-    _say_plan(stake, cluster, project, bucket, data, talk=talk)
-    if options.dry_run:
-        found = look(google, cluster, folder=folder, keep_buckets=True, ownership=own)
-        text_console(stderr=False).print(found.table())
-        talk.print("dry run: nothing was collected or destroyed")
-        return ExitCode.OK
-    if stake is not None:
-        stake.refuse_losses(**_WORDS)
-    if not confirm(f"Destroy cluster {cluster}?", assume_yes=options.yes):
-        talk.print("nothing was destroyed")
-        return ExitCode.OK
-    if bucket is not None and not confirm_by_name(f"Delete {bucket} for good?", name=bucket.name):
-        talk.print("nothing was destroyed")
-        return ExitCode.OK
-    brought = [] if stake is None else stake.bring_home(env, **_WORDS)
-    talk.print(f"1/3 collect: {len(brought)} run(s) brought home")
+    if outputs is not None and started is not None:
+        outputs = replace(outputs, inventory=started)
+    stake = at_stake(
+        target.cluster,
+        outputs,
+        target.env,
+        folder=target.folder,
+        runs_dir=target.options.runs_dir,
+        talk=target.talk,
+        patience_s=0.0 if started is None else BOOT_S,
+    )
+    if started is not None:
+        stake.note_address(started.head)
+    return stake
+
+
+def _destroy(target: _Target, data: Sequence[str], bucket: Bucket | None) -> None:
+    """Destroy the stack and look in every project; then delete the bucket."""
+    cluster, folder, talk = target.cluster, target.folder, target.talk
     try:
         operations = Operations(
-            pulumi=pulumi, cluster=cluster, folder=folder, talk=talk, assume_yes=options.yes
+            pulumi=target.pulumi,
+            cluster=cluster,
+            folder=folder,
+            talk=talk,
+            assume_yes=target.options.yes,
         )
         destroy_and_look(
-            operations, google, state=state, steps=3, may_go=lambda each: each.name in data
+            operations,
+            target.google,
+            state=target.state,
+            steps=3,
+            may_go=lambda each: each.name in data,
         )
-        for where, proof in places[1:]:
+        for where, proof in target.places[1:]:
             left = look(where, cluster, folder=folder, keep_buckets=True, ownership=proof)
             conclude(left, talk=talk)
         if bucket is not None:
-            delete_bucket(google, bucket)
+            delete_bucket(target.google, bucket)
             talk.print(f"gs://{bucket.name}: deleted")
-            _forget(bucket.name, cluster, pulumi, folder=folder, talk=talk)
+            _forget(bucket.name, cluster, target.pulumi, folder=folder, talk=talk)
     except KeyboardInterrupt:
         talk.print(
             f"down was interrupted: what is left of {cluster} is billed until its lifetime ends, "
             "and it was not looked what that is. Go on with: "
             f"{command('orchestrate', 'down')}; "
-            f"look with: sweep --cluster {cluster} --project {project}"
+            f"look with: sweep --cluster {cluster} --project {target.project}"
         )
         raise
-    return ExitCode.OK
 
 
 def _forget(bucket: str, cluster: str, pulumi: Pulumi, *, folder: Path, talk: Console) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from payload.core.errors import (
     TileforgeError,
 )
 from payload.core.suggested_commands import command
-from payload.core.validation import read_bytes
 from payload.orchestrate.clouds.cluster_records import remember_plan
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.endpoints import Endpoints
@@ -49,6 +47,7 @@ from payload.orchestrate.clouds.pulumi.machine_status import (
     places_in,
 )
 from payload.orchestrate.clouds.pulumi.operations import Operations
+from payload.orchestrate.clouds.pulumi.operator_key import settle_operator_key
 from payload.orchestrate.clouds.pulumi.previews import (
     changes_metadata,
     creates_anything,
@@ -62,23 +61,21 @@ from payload.orchestrate.clouds.pulumi.rollback import (
     what_is_there,
 )
 from payload.orchestrate.clouds.pulumi.stack_config import cluster_name, settings
-from payload.orchestrate.clouds.pulumi.stack_outputs import outputs_if_any, read_outputs, remember
+from payload.orchestrate.clouds.pulumi.stack_outputs import read_outputs, remember
 from payload.orchestrate.clouds.pulumi.stack_state import (
+    StackState,
     ownership_of,
     refuse_another_project,
     stack_state,
 )
 from payload.orchestrate.commands.cluster_name_conflict import of_this_name, own_identity, take_over
-from payload.orchestrate.commands.results_at_stake import AtStake, at_stake
+from payload.orchestrate.commands.machine_results import WORDS, MachineResults
+from payload.orchestrate.commands.results_at_stake import AtStake
 from payload.orchestrate.runs.at_risk import cluster_warning, refuse_spot_without_bucket
 from payload.orchestrate.terminal.console import confirm, text_console
 from payload.stack.cloud_need import need_of, text_list
 from payload.stack.cluster_files import cluster_path
 from payload.stack.cluster_identity import settle_cluster_identity
-from payload.stack.operator_key import make_operator_key, operator_key_path, write_public_half
-
-_FORCE = "up --without-collect"
-_WORDS = {"kept": "nothing was built", "force": _FORCE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +98,113 @@ class UpOptions:
     yes: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stack:
+    """The stack that is to be built, as it was before."""
+
+    options: UpOptions
+    env: Mapping[str, str]
+    known: dict[str, Any]
+    """Its config."""
+    operations: Operations
+    before: StackState
+    identity: str
+    """The cluster's own."""
+
+    def google(self) -> Google:
+        """Return the project's client; its libraries take a second to import."""
+        cluster, folder = self.operations.cluster, self.operations.folder
+        project = project_of(self.known.get("project"), cluster, self.env, folder=folder)
+        return Google(project, endpoints=Endpoints.from_env(self.env))
+
+    def of_others(self) -> Sequence[Resource]:
+        """Return what another cluster of the name has, and is to be taken over."""
+        # With other credentials than Pulumi's, nothing that is built could be removed.
+        self.google().check_access()
+        own = ownership_of(self.before, self.identity, project=self.google().project)
+        return of_this_name(
+            self.google(),
+            self.operations.cluster,
+            own,
+            take_over=self.options.take_over,
+            talk=self.operations.talk,
+        )
+
+    def may_delete(self, names: Iterable[str], *, kept: str) -> bool:
+        """Return whether these Filestore instances may be deleted with their data."""
+        return may_delete(names, named=self.options.delete_filestore, kept=kept)
+
+    def start_stopped(self) -> list[str]:
+        """See to machines that were stopped; return the words that replace some of them."""
+        places = {}
+        if self.before.parts:
+            places = places_in(self.before, project=self.google().project)
+        if not places:
+            return []
+        urns = see_to_stopped(
+            self.google(),
+            places,
+            choice=self.options.stopped,
+            dry_run=self.options.dry_run,
+            assume_yes=self.options.yes,
+            talk=self.operations.talk,
+        )
+        return replacing(urns)
+
+
 def up(options: UpOptions, env: Mapping[str, str]) -> int:
     """Build the cluster, or bring it up to date."""
+    stack = _settled(options, env)
+    operations, talk = stack.operations, stack.operations.talk
+    # Before a machine is started that the stack lists: it may be another cluster's by now.
+    others = stack.of_others() if stack.before.parts else ()
+    added = _see_additions(stack)
+    use_kept_bucket(
+        operations.pulumi,
+        stack.known,
+        operations.cluster,
+        stack.before,
+        stack.google,
+        identity=stack.identity,
+        folder=operations.folder,
+        dry_run=options.dry_run,
+        talk=talk,
+    )
+    replaces = stack.start_stopped()
+    preview = operations.preview(*replaces)
+    refuse_another_region(preview, need_of(stack.known).region)
+    if not stack.before.parts and creates_anything(preview):
+        others = stack.of_others()
+    results = MachineResults(
+        pulumi=operations.pulumi,
+        runs_dir=options.runs_dir,
+        without_collect=options.without_collect,
+        assume_yes=options.yes,
+        env=env,
+        added=added,
+        talk=talk,
+    )
+    stake = _show_plan(stack, preview, results)
+    if options.dry_run:
+        talk.print("dry run: nothing was built")
+        return ExitCode.OK
+    if not _agreed(stack, preview, stake, others):
+        talk.print("nothing was built")
+        return ExitCode.OK
+    remember_plan(operations.cluster, stack.known, folder=operations.folder)
+    if stake is not None:
+        stake.bring_home(env, **WORDS)
+    builder = _builder(stack, results, replaces)
+    update = _built(stack, builder, preview)
+    return _conclude(operations.pulumi, builder, update, options, talk=talk)
+
+
+def _settled(options: UpOptions, env: Mapping[str, str]) -> _Stack:
+    """Return the stack with its key and identity. Raises ConfigError for what cannot be built."""
     talk, folder = text_console(stderr=True), Path.cwd()
     pulumi = Pulumi(env, folder=folder, stack=options.stack)
     known = settings(pulumi)
-    zones = text_list(known.get("zones")) if options.next_zone else []
+    zones = _zones(options, known)
     if options.next_zone and len(zones) < 2:
         raise ConfigError(
             f"--next-zone: the config has {len(zones)} zone(s). Give more, in the order to try: "
@@ -119,57 +217,28 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
         pulumi=pulumi, cluster=cluster, folder=folder, talk=talk, assume_yes=options.yes
     )
     before = stack_state(pulumi)
-    there = before.machines
     # Without a project the preview refuses the config.
     if known.get("project"):
         refuse_another_project(before, str(known["project"]))
-
-    def google() -> Google:
-        project = project_of(known.get("project"), cluster, env, folder=folder)
-        return Google(project, endpoints=Endpoints.from_env(env))
-
-    may_delete_data = partial(may_delete, named=options.delete_filestore)
-    _make_key(known, cluster, there=there, talk=talk)
+    settle_operator_key(known, cluster, there=before.machines, talk=talk)
     own_identity(folder, cluster, told=before.identities)
-    identity = settle_cluster_identity(folder, cluster, told=before.identities)
-
-    def of_others() -> Sequence[Resource]:
-        # With other credentials than Pulumi's, nothing that is built could be removed.
-        google().check_access()
-        own = ownership_of(before, identity, project=google().project)
-        return of_this_name(google(), cluster, own, take_over=options.take_over, talk=talk)
-
-    # Before a machine is started that the stack lists: it may be another cluster's by now.
-    others = of_others() if before.parts else ()
-    added = _see_additions(pulumi, known, cluster, google, there=there)
-    use_kept_bucket(
-        pulumi,
-        known,
-        cluster,
-        before,
-        google,
-        identity=identity,
-        folder=folder,
-        dry_run=options.dry_run,
-        talk=talk,
+    return _Stack(
+        options=options,
+        env=env,
+        known=known,
+        operations=operations,
+        before=before,
+        identity=settle_cluster_identity(folder, cluster, told=before.identities),
     )
-    replaces: list[str] = []
-    places = places_in(before, project=google().project) if before.parts else {}
-    if places:
-        replaces = replacing(
-            see_to_stopped(
-                google(),
-                places,
-                choice=options.stopped,
-                dry_run=options.dry_run,
-                assume_yes=options.yes,
-                talk=talk,
-            )
-        )
-    preview = operations.preview(*replaces)
-    refuse_another_region(preview, need_of(known).region)
-    if not before.parts and creates_anything(preview):
-        others = of_others()
+
+
+def _zones(options: UpOptions, known: Mapping[str, Any]) -> list[str]:
+    return text_list(known.get("zones")) if options.next_zone else []
+
+
+def _show_plan(stack: _Stack, preview: Update, results: MachineResults) -> AtStake | None:
+    """Say what becomes of machines that are up; return the results that are on those that go."""
+    talk, there = stack.operations.talk, stack.before.machines
     going = machines_that_go(preview) if there else []
     for line in reasons(preview, going):
         talk.print(line)
@@ -178,70 +247,79 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
             "machines that are up keep the operator's keys that they booted with; others reach "
             "only machines that are built from now on"
         )
-    results = _Results(pulumi, options, env, added=added, talk=talk)
-    for line in added_lines(added, going):
+    for line in added_lines(results.added, going):
         talk.print(line)
     stake = results.look(going)
-    warning = cluster_warning(known)
+    warning = cluster_warning(stack.known)
     if warning is not None:
         talk.print(f"warning: {warning}")
-    if options.dry_run:
-        talk.print("dry run: nothing was built")
-        return ExitCode.OK
+    return stake
+
+
+def _agreed(
+    stack: _Stack, preview: Update, stake: AtStake | None, others: Sequence[Resource]
+) -> bool:
+    """Ask, and take over what another cluster has; False after a no."""
     if stake is not None:
-        stake.refuse_losses(**_WORDS)
-    if not confirm("Build this?", assume_yes=options.yes) or not may_delete_data(
-        filestores_that_go(preview), kept="nothing was built"
-    ):
-        talk.print("nothing was built")
-        return ExitCode.OK
-    refuse_if_changed(pulumi, before, kept="nothing was built")
-    if others and not take_over(
-        google(), others, cluster=cluster, may_delete=may_delete_data, talk=talk
-    ):
-        talk.print("nothing was built")
-        return ExitCode.OK
-    remember_plan(cluster, known, folder=folder)
-    if stake is not None:
-        stake.bring_home(env, **_WORDS)
-    builder = Builder(
-        operations=operations,
-        google=google,
-        identity=identity,
-        zones=zones,
-        spot=need_of(known).spot,
-        there=there,
+        stake.refuse_losses(**WORDS)
+    data = filestores_that_go(preview)
+    if not confirm("Build this?", assume_yes=stack.options.yes):
+        return False
+    if not stack.may_delete(data, kept="nothing was built"):
+        return False
+    refuse_if_changed(stack.operations.pulumi, stack.before, kept="nothing was built")
+    return not others or take_over(
+        stack.google(),
+        others,
+        cluster=stack.operations.cluster,
+        may_delete=stack.may_delete,
+        talk=stack.operations.talk,
+    )
+
+
+def _builder(stack: _Stack, results: MachineResults, replaces: Sequence[str]) -> Builder:
+    cluster, folder = stack.operations.cluster, stack.operations.folder
+    return Builder(
+        operations=stack.operations,
+        google=stack.google,
+        identity=stack.identity,
+        zones=_zones(stack.options, stack.known),
+        spot=need_of(stack.known).spot,
+        there=stack.before.machines,
         save=results.save,
-        may_delete=may_delete_data,
+        may_delete=stack.may_delete,
         full_zones=cluster_path(folder, cluster, "zones.json"),
         replaces=replaces,
     )
-    began_unix = time.time()
+
+
+def _built(stack: _Stack, builder: Builder, preview: Update) -> Update:
+    """Build; after a failure take back what was built, where there was nothing before."""
+    operations, began_unix = stack.operations, time.time()
     try:
-        update = builder.build()
+        return builder.build()
     except StackBusyError:
         # What is there now is being built by somebody else.
         raise
     except TileforgeError as error:
-        if there or options.keep_on_failure:
-            last = with_words(error, how_to_remove(pulumi))
+        if stack.before.machines or stack.options.keep_on_failure:
+            last = with_words(error, how_to_remove(operations.pulumi))
         else:
             last = take_back(
                 error,
                 operations,
-                google(),
+                stack.google(),
                 preview,
                 since_unix=began_unix,
-                has_data=has_filestore(before),
+                has_data=has_filestore(stack.before),
             )
         builder.restore_zones()
         raise last from None
     except KeyboardInterrupt:
-        what = what_is_there(operations, google(), preview)
-        talk.print(f"up was interrupted: {what}. {how_to_remove(pulumi)}")
+        what = what_is_there(operations, stack.google(), preview)
+        operations.talk.print(f"up was interrupted: {what}. {how_to_remove(operations.pulumi)}")
         builder.restore_zones()
         raise
-    return _conclude(pulumi, builder, update, options, talk=talk)
 
 
 def _conclude(
@@ -271,105 +349,14 @@ def _conclude(
     return ExitCode.OK
 
 
-class _Results:
-    """Results on the machines of a cluster that is up, before some of them are removed."""
-
-    def __init__(
-        self,
-        pulumi: Pulumi,
-        options: UpOptions,
-        env: Mapping[str, str],
-        *,
-        added: Sequence[Additions],
-        talk: Console,
-    ) -> None:
-        self._added = added
-        self._pulumi = pulumi
-        self._options = options
-        self._env = env
-        self._talk = talk
-
-    def look(self, going: Sequence[str]) -> AtStake | None:
-        """Say which machines go, and what is to be collected first; None where nothing is."""
-        if not going:
-            return None
-        self._talk.print(
-            f"this ends {len(going)} machine(s), with all that is on them: {', '.join(going)}"
-        )
-        outputs = outputs_if_any(self._pulumi)
-        if outputs is None or self._options.without_collect:
-            return None
-        stake = at_stake(
-            outputs.inventory.cluster,
-            outputs,
-            self._env,
-            folder=Path.cwd(),
-            runs_dir=self._options.runs_dir,
-            talk=self._talk,
-        )
-        self._talk.print(f"to collect first: {stake.names()}")
-        return stake
-
-    def save(self, going: Sequence[str], kept: str, question: str) -> bool:
-        """Look, ask, and collect; False after a no. Raises when something would be lost."""
-        for line in added_lines([each for each in self._added if each.machine in going], going):
-            self._talk.print(line)
-        stake = self.look(going)
-        if not going or self._options.without_collect:
-            return True
-        if stake is not None:
-            stake.refuse_losses(kept=kept, force=_FORCE)
-        if not confirm(question, assume_yes=self._options.yes):
-            return False
-        if stake is not None:
-            stake.bring_home(self._env, kept=kept, force=_FORCE)
-        return True
-
-
-def _see_additions(
-    pulumi: Pulumi,
-    known: Mapping[str, Any],
-    cluster: str,
-    google: Callable[[], Google],
-    *,
-    there: Sequence[str],
-) -> list[Additions]:
+def _see_additions(stack: _Stack) -> list[Additions]:
     """Return what people have added to the machines, and tell the cluster program to leave it."""
+    known, machines = stack.known, stack.before.machines
     # Without a project the preview refuses the config.
-    if not there or not known.get("project"):
+    if not machines or not known.get("project"):
         return []
     labels = {label.partition("=")[0] for label in text_list(known.get("labels"))}
-    added = hand_added(google(), cluster, machines=there, labels=labels)
-    pulumi.tell_program(**{KEPT_VARIABLE: kept_metadata(added)})
+    cluster = stack.operations.cluster
+    added = hand_added(stack.google(), cluster, machines=machines, labels=labels)
+    stack.operations.pulumi.tell_program(**{KEPT_VARIABLE: kept_metadata(added)})
     return added
-
-
-def _make_key(known: dict[str, Any], cluster: str, *, there: Sequence[str], talk: Console) -> None:
-    """Make the operator's key, whose public half the cluster program reads, unless there is one.
-
-    Raises ConfigError when machines are up: they know another key, and a new one ends them. So too
-    for a public half alone, or of another key, as may come with the folder: it would log in.
-    """
-    if known.get("operatorPublicKeyFile") or known.get("accessMode") == "oslogin":
-        return
-    path = operator_key_path(Path.cwd(), cluster=cluster)
-    public = path.with_name(f"{path.name}.pub")
-    if public.exists():
-        if path.exists():
-            is_ours = read_bytes(public).split()[:2] == make_operator_key(path).encode().split()[:2]
-        else:
-            is_ours = bool(there)
-        if is_ours:
-            return
-        raise ConfigError(
-            f"{public}: its private half is not here, so somebody else may have it. Move it away "
-            f"for a new key; or, if it is yours: pulumi config set operatorPublicKeyFile {public}"
-        )
-    if there and not path.exists():
-        raise ConfigError(
-            f"{path}: the key that opens cluster {cluster} is not here, and its {len(there)} "
-            "machine(s) know no other. Bring it from where the cluster was built; or remove the "
-            f"cluster and build it from here: {command('orchestrate', 'down')}"
-        )
-    write_public_half(path)
-    talk.print(f"made the key that opens the cluster: {path}")
