@@ -185,15 +185,8 @@ def look(
     others: list[Resource] = []
     if cluster is not None:
         proof = proofs[cluster] = ownership or proofs.get(cluster) or Ownership()
-        group = owned.get(cluster, [])
-        mine, others = proof.split(group)
-        if not proof.is_known:
-            mine = [each for each in group if is_made_by_program(each, cluster)]
-            others = [each for each in group if each not in mine]
-        # A bucket of results is nobody else's where it says nothing of an identity.
-        old = [each for each in others if each.kind == BUCKET and not identity_in(each.labels)]
-        others = [each for each in others if each not in old]
-        owned = {cluster: [*mine, *old]} if mine or old else {}
+        mine, others = _split(owned.get(cluster, []), proof, cluster)
+        owned = {cluster: mine} if mine else {}
     buckets = [r for found in owned.values() for r in found if r.kind == BUCKET]
     kept = [r for r in buckets if keep_buckets or KEPT_LABEL in r.labels]
     rest = {n: [r for r in found if r not in kept] for n, found in owned.items()}
@@ -215,6 +208,19 @@ def look(
         node_usd={n: usd for each in remembered for n, usd in each.node_usd.items()},
         now_unix=now_unix,
     )
+
+
+def _split(
+    group: Sequence[Resource], proof: Ownership, cluster: str
+) -> tuple[list[Resource], list[Resource]]:
+    """Return what counts as the named cluster's own, and what others have of its name."""
+    mine, others = proof.split(group)
+    if not proof.is_known:
+        mine = [each for each in group if is_made_by_program(each, cluster)]
+        others = [each for each in group if each not in mine]
+    # A bucket of results is nobody else's where it says nothing of an identity.
+    old = [each for each in others if each.kind == BUCKET and not identity_in(each.labels)]
+    return [*mine, *old], [each for each in others if each not in old]
 
 
 def conclude(found: Sweep, *, talk: Console) -> None:
