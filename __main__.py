@@ -11,22 +11,23 @@ import time
 from pathlib import Path
 
 import pulumi
-import pulumi_gcp
 
 from infra.bootstrap_values import boots_alike, user_data
 from infra.cloud_init import BootstrapFiles
 from infra.config_reading import load_config
 from infra.cost import describe, price_of_cluster
-from infra.encryption import KeyAccess, KeyAccessArgs
 from infra.error_display import shown_plainly
-from infra.identity import ClusterIdentity, IdentityArgs
-from infra.inventory_output import inventory_output
-from infra.labels import cluster_labels, last_expiry, program_identity
+from infra.gcp.encryption import KeyAccess, KeyAccessArgs
+from infra.gcp.identity import ClusterIdentity, IdentityArgs
+from infra.gcp.inventory_output import inventory_output
+from infra.gcp.labels import cluster_labels, last_expiry, program_identity
+from infra.gcp.network import ClusterNetwork, NetworkArgs
+from infra.gcp.nodes import ClusterNodes, NodesArgs
+from infra.gcp.provider import on_google
+from infra.gcp.shared_storage import FilestoreArgs, SharedFilestore
+from infra.gcp.storage import ResultsBucket, StorageArgs
 from infra.measured import last_measured_speed
-from infra.network import ClusterNetwork, NetworkArgs
-from infra.nodes import ClusterNodes, NodesArgs, node_address
-from infra.shared_storage import FilestoreArgs, SharedFilestore
-from infra.storage import ResultsBucket, StorageArgs
+from infra.node_addresses import node_address
 from payload import __version__
 from payload.pricing.cloud_prices import read_catalog
 from payload.stack.cluster_files import cluster_path
@@ -45,8 +46,7 @@ speed = last_measured_speed(
 )
 pulumi.info(describe(config, cost, speed=speed, catalog=catalog))
 
-google = pulumi_gcp.Provider("google", project=config.project, region=config.region)
-on_google = pulumi.ResourceOptions(providers=[google])
+google = on_google(project=config.project, region=config.region)
 labels = cluster_labels(
     cluster=config.cluster,
     identity=identity_of_cluster,
@@ -55,7 +55,7 @@ labels = cluster_labels(
 )
 
 identity = ClusterIdentity(
-    config.cluster, IdentityArgs(cluster=config.cluster, labels=labels), opts=on_google
+    config.cluster, IdentityArgs(cluster=config.cluster, labels=labels), opts=google
 )
 network = ClusterNetwork(
     config.cluster,
@@ -72,7 +72,7 @@ network = ClusterNetwork(
         node_account=identity.email,
         labels=labels,
     ),
-    opts=on_google,
+    opts=google,
 )
 key_access = None
 if config.kms_key and config.kms_grant:
@@ -85,7 +85,7 @@ if config.kms_key and config.kms_grant:
             makes_bucket=config.bucket == "create",
             makes_filestore=config.shared_storage == "filestore",
         ),
-        opts=on_google,
+        opts=google,
     )
 results = ResultsBucket(
     config.cluster,
@@ -98,7 +98,7 @@ results = ResultsBucket(
         node_account=identity.email,
         after=(key_access,) if key_access else (),
     ),
-    opts=on_google,
+    opts=google,
 )
 filestore = None
 if config.shared_storage == "filestore":
@@ -110,7 +110,7 @@ if config.shared_storage == "filestore":
             labels=labels,
             after=(key_access,) if key_access else (),
         ),
-        opts=on_google,
+        opts=google,
     )
 nodes = ClusterNodes(
     config.cluster,
@@ -128,7 +128,7 @@ nodes = ClusterNodes(
         service_account=identity.email,
         after=(network, key_access) if key_access else (network,),
     ),
-    opts=on_google,
+    opts=google,
 )
 
 pulumi.export("inventory", inventory_output(config, cost, nodes=nodes, results=results))

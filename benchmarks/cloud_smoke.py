@@ -27,11 +27,13 @@ from payload import __version__
 from payload.config.run_config import load_run_config
 from payload.core.errors import BudgetError, ConfigError, ExitCode, TileforgeError, UsageError
 from payload.launch.ranks import place_ranks
-from payload.orchestrate.cloud.google import Endpoints, Google
-from payload.orchestrate.cloud.listing import remove
-from payload.orchestrate.cloud.pulumi import Pulumi, settings
-from payload.orchestrate.cloud.resources import Resource
-from payload.orchestrate.cloud.stack_outputs import StackOutputs, read_outputs
+from payload.orchestrate.clouds.gcp.client import Google
+from payload.orchestrate.clouds.gcp.endpoints import Endpoints
+from payload.orchestrate.clouds.gcp.removal import remove
+from payload.orchestrate.clouds.gcp.resources import Resource
+from payload.orchestrate.clouds.pulumi.engine import Pulumi
+from payload.orchestrate.clouds.pulumi.stack_config import settings
+from payload.orchestrate.clouds.pulumi.stack_outputs import StackOutputs, read_outputs
 from payload.orchestrate.runs.start_checks import check_data
 from payload.stack.cloud_need import need_of
 

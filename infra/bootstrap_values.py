@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from infra.cloud_init import BootstrapFiles, NodeBootstrap, render_user_data
 from infra.config import ClusterConfig
-from infra.network import SUBNET
-from infra.nodes import node_address, node_name
+from infra.node_addresses import SUBNET, node_address, node_name
 
 _ANY_KEY = f"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI{'A' * 43} any-operator"
 """A key of nobody's, for a text that is the same whoever the operator is."""

@@ -12,10 +12,10 @@ from pulumi.runtime.config import CONFIG, get_config_env
 from infra.cloud_init import key_problem
 from infra.config import KEYS, PROJECT, ClusterConfig
 from infra.config_checks import problems
-from infra.operator_key import make_key, would_make_key
 from payload.core.errors import ConfigError
 from payload.core.validation import parse_json, read_bytes, shown
 from payload.stack.cluster_files import cluster_path
+from payload.stack.operator_key import make_key, would_make_key
 
 _MOST_KEY_BYTES = 2**18
 """Limit of the public key file: the most that user-data may have."""
@@ -65,7 +65,7 @@ def _check_login_keys(keys: Iterable[str]) -> None:
 def _from_provider(values: Mapping[str, str]) -> dict[str, str]:
     """Return project and region of the provider's settings, where this program's are not set.
 
-    `doctor` reads them so, too: payload/orchestrate/cloud/pulumi.py.
+    `doctor` reads them so, too: payload/orchestrate/clouds/pulumi/engine.py.
     """
     provider = pulumi.Config("gcp")
     return {

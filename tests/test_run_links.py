@@ -15,8 +15,8 @@ from payload.core.errors import CheckpointError, ConfigError, DataError, ExitCod
 from payload.data.tokenizers import load_tokenizer
 from payload.formats.checkpoint_files import checkpoint_folders, newest_sound, sha256_of
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.preflight.checks import operator_key
 from payload.orchestrate.runs.run_index import collect_from_store
+from payload.orchestrate.ssh.cluster import operator_key
 from payload.report.source import Run
 from payload.report.track import track
 from payload.run_record.named_settings import note_named

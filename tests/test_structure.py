@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
 from tests.support.import_graph import cycles, folder_graph, import_graph
-from tests.support.import_rules import tree_of
+from tests.support.import_rules import imports, tree_of
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_INVENTORY_FILES = 15
@@ -75,6 +75,77 @@ def test_one_module_formats_durations_and_one_sums_a_cluster_s_prices() -> None:
     assert {path.relative_to(ROOT).as_posix() for path in prices} == {*homes}
 
 
+_GOOGLE_HOMES = (
+    *("payload/orchestrate/clouds/gcp/", "payload/orchestrate/clouds/pulumi/", "infra/gcp/"),
+    # The store's client and its login.
+    *(f"payload/storage/{name}.py" for name in ("bucket", "credentials", "google_login")),
+)
+_GOOGLE_NAMES = re.compile(
+    r"googleapis\.com|\bgcp:[a-z]+/|\bprojects/[^ ]+/(zones|regions|global|locations)/"
+)
+# Settings of a stack whose values have Google's form: an image, and a key.
+_GOOGLE_SETTINGS = {"payload/stack/cloud_need.py", "infra/config.py", "infra/config_checks.py"}
+
+
+def googles_names_in(path: Path) -> Iterator[str]:
+    """Yield imports of Google's libraries in a file, and its strings with Google's names."""
+    tree = tree_of(path.read_text(encoding="utf-8"))
+    for _, module in imports(tree, path=PurePosixPath(path.relative_to(ROOT).as_posix())):
+        if module.split(".")[0] in ("google", "pulumi_gcp"):
+            yield module
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if (is_text or isinstance(node, ast.JoinedStr)) and id(node) not in prose:
+            text = str(node.value) if isinstance(node, ast.Constant) else ast.unparse(node)
+            if _GOOGLE_NAMES.search(text):
+                yield text
+
+
+def test_only_google_s_own_folders_know_its_libraries_and_its_names() -> None:
+    files = [
+        ROOT / "__main__.py",
+        *(ROOT / "payload").rglob("*.py"),
+        *(ROOT / "infra").rglob("*.py"),
+    ]
+    found = {
+        name: names
+        for path in [ROOT / "__main__.py", *sorted(files)]
+        if not (name := path.relative_to(ROOT).as_posix()).startswith(_GOOGLE_HOMES)
+        if re.search("google|gcp|projects/", path.read_text(encoding="utf-8"))
+        if (names := list(googles_names_in(path)))
+    }
+    assert found.keys() == _GOOGLE_SETTINGS, found
+    assert all(re.search("images|keyRings", text) for names in found.values() for text in names), (
+        found
+    )
+
+
+def test_google_s_own_side_knows_nothing_of_pulumi(graph: dict[str, set[str]]) -> None:
+    gcp, pulumi = (f"payload.orchestrate.clouds.{name}" for name in ("gcp", "pulumi"))
+    found = {name: graph[name] for name in graph if name.startswith(gcp)}
+    assert len(found) > 10
+    assert not [each for names in found.values() for each in names if each.startswith(pulumi)]
+
+
+def test_one_module_makes_and_reads_the_operator_s_key() -> None:
+    makers, starters = set(), set()
+    for path in [each for top in ("payload", "infra") for each in (ROOT / top).rglob("*.py")]:
+        for node in ast.walk(tree_of(path.read_text(encoding="utf-8"))):
+            name = path.relative_to(ROOT).as_posix()
+            if isinstance(node, ast.Attribute) and node.attr in (
+                "generate",
+                "load_ssh_private_key",
+            ):
+                makers.add(name)
+            first = node.elts[0] if isinstance(node, ast.List) and node.elts else None
+            if isinstance(first, ast.Constant) and first.value == "ssh-keygen":
+                starters.add(name)
+    assert makers == {"payload/stack/operator_key.py"}
+    # A run's own key, which never leaves the head.
+    assert starters == {"payload/orchestrate/node/run_key.py"}
+
+
 _SPLITS = {"partition", "rpartition", "split", "rsplit"}
 
 
@@ -117,12 +188,12 @@ def test_only_a_command_line_s_own_files_take_what_argparse_has_parsed() -> None
 
 
 def test_an_inventory_passes_few_files_on_its_way_to_the_launcher() -> None:
-    """Files that need less take nodes, ranks or routes. Those of cloud/ make the inventory."""
+    """Files that need less take nodes, ranks or routes. Those of clouds/ make the inventory."""
     found = {
         path
         for within in ("payload/orchestrate", "payload/launch")
         for path, _ in takers_of("ClusterInventory", "Chosen", within=within)
-        if "/cloud/" not in path
+        if "/clouds/" not in path
     }
     assert len(found) <= MOST_INVENTORY_FILES, sorted(found)
     assert not {path for path in found if path.startswith("payload/launch/launchers/")}

@@ -1,1 +1,1 @@
-"""The policy pack: infra.security's rules, and limits of size and price, for `pulumi preview`."""
+"""The policy pack: infra.gcp.security's rules, limits of size and price, for `pulumi preview`."""

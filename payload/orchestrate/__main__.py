@@ -18,8 +18,16 @@ from payload.core.suggested_commands import command, quoted
 from payload.launch.exports.registry import ENGINES
 from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.commands import run
-from payload.orchestrate.commands import run_commands as status
+from payload.orchestrate.commands.attach import AttachOptions, attach
 from payload.orchestrate.commands.cloud_arguments import add_cloud_commands, add_runs_dir, typed
+from payload.orchestrate.commands.collect import collect
+from payload.orchestrate.commands.dashboard import DashboardOptions, dashboard
+from payload.orchestrate.commands.logs import LogsOptions, logs
+from payload.orchestrate.commands.remove import RemoveOptions, remove
+from payload.orchestrate.commands.run_choice import RunChoice
+from payload.orchestrate.commands.run_list import ListOptions, list_runs
+from payload.orchestrate.commands.status import StatusOptions, status
+from payload.orchestrate.commands.stop import StopOptions, stop
 from payload.orchestrate.inventories.chosen import load_cluster
 from payload.orchestrate.runs.planning import plan_export
 from payload.orchestrate.runs.run_index import check_named_id, check_new_id
@@ -293,14 +301,14 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("status", help="show a run and its ranks")
-    parser.set_defaults(command=partial(_typed, status.StatusOptions, status.status))
+    parser.set_defaults(command=partial(_typed, StatusOptions, status))
     _add_which(parser)
     parser.add_argument("--json", action="store_true", help="print as JSON")
 
 
 def _add_logs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("logs", help="print what a rank or the launcher printed")
-    parser.set_defaults(command=partial(_typed, status.LogsOptions, status.logs))
+    parser.set_defaults(command=partial(_typed, LogsOptions, logs))
     _add_which(parser)
     parser.add_argument(
         "--rank", type=int, default=0, metavar="N", help="whose log (default: %(default)s)"
@@ -311,7 +319,7 @@ def _add_logs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _add_list(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("list", help="show all runs, the newest first")
-    parser.set_defaults(command=partial(_typed, status.ListOptions, status.list_runs))
+    parser.set_defaults(command=partial(_typed, ListOptions, list_runs))
     add_runs_dir(parser)
     parser.add_argument("--json", action="store_true", help="print as JSON")
 
@@ -323,7 +331,7 @@ def _add_stop(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         description="Stop a run with a checkpoint; with --inventory also one that another machine "
         "started on that cluster.",
     )
-    parser.set_defaults(command=partial(_typed, status.StopOptions, status.stop))
+    parser.set_defaults(command=partial(_typed, StopOptions, stop))
     _add_inventory(parser)
     _add_ssh_key(parser)
     _add_which(parser)
@@ -344,7 +352,7 @@ def _add_attach(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description="Follow a run on a cluster to its end, from any terminal; with --inventory "
         "also one that another machine started. Ctrl-C detaches.",
     )
-    parser.set_defaults(command=partial(_typed, status.AttachOptions, status.attach))
+    parser.set_defaults(command=partial(_typed, AttachOptions, attach))
     _add_inventory(parser)
     _add_ssh_key(parser)
     _add_which(parser)
@@ -359,7 +367,7 @@ def _add_dashboard(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         "a cluster with `monitoring: prometheus` they come through SSH. For a run on this machine "
         "Prometheus is started here, and Grafana where it is installed.",
     )
-    parser.set_defaults(command=partial(_typed, status.DashboardOptions, status.dashboard))
+    parser.set_defaults(command=partial(_typed, DashboardOptions, dashboard))
     _add_inventory(parser)
     _add_ssh_key(parser)
     _add_which(parser)
@@ -370,9 +378,7 @@ def _add_collect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = commands.add_parser(
         "collect", help="bring a cluster run's logs, metrics and newest checkpoint here"
     )
-    parser.set_defaults(
-        command=partial(_typed, status.RunChoice, status.collect), takes_address=("run",)
-    )
+    parser.set_defaults(command=partial(_typed, RunChoice, collect), takes_address=("run",))
     _add_which(parser)
 
 
@@ -383,7 +389,7 @@ def _add_remove(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description="Remove runs with all their checkpoints. One that is running stays, and one on "
         "a cluster that was not collected.",
     )
-    parser.set_defaults(command=partial(_typed, status.RemoveOptions, status.remove))
+    parser.set_defaults(command=partial(_typed, RemoveOptions, remove))
     parser.add_argument("runs", nargs="*", metavar="RUN", help="ids of the runs to remove")
     parser.add_argument("--keep", type=int, metavar="N", help="remove all but the newest N instead")
     parser.add_argument("--dry-run", action="store_true", help="say what would be removed")

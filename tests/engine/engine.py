@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import yaml
 
-from payload.orchestrate.cloud.google import VARIABLE
+from payload.orchestrate.clouds.gcp.endpoints import VARIABLE
 from tests.orchestrate.cloud.standin import PROJECT, CloudStandIn
 from tests.support import forked
 from tests.support.fork_server import server_name
@@ -31,9 +31,14 @@ _PROGRAM = ("__main__.py", "bootstrap", "infra", "payload", "pyproject.toml")
 _PROGRAM_OF_FORKS = ("__main__.py", "bootstrap", "pyproject.toml")
 _LIBRARIES = (
     *("paramiko", "google.cloud.compute_v1", "google.cloud.storage", "yaml"),
-    *("infra.config_reading", "infra.bootstrap_values", "infra.encryption", "infra.error_display"),
-    *("infra.identity", "infra.inventory_output", "infra.measured", "infra.nodes"),
-    *("infra.shared_storage", "infra.storage", "tests.engine.fake_pulumi.warm"),
+    *(
+        "infra.config_reading",
+        "infra.bootstrap_values",
+        "infra.gcp.encryption",
+        "infra.error_display",
+    ),
+    *("infra.gcp.identity", "infra.gcp.inventory_output", "infra.measured", "infra.gcp.nodes"),
+    *("infra.gcp.shared_storage", "infra.gcp.storage", "tests.engine.fake_pulumi.warm"),
 )
 _SHIM = """#!{python} -IS
 import os, runpy, sys

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from payload.orchestrate.cloud.failures import are_dead, locks_in
-from payload.orchestrate.cloud.pulumi import Event, parse_event
+from payload.orchestrate.clouds.pulumi.events import Event, parse_event
+from payload.orchestrate.clouds.pulumi.locks import are_dead, locks_in
 from tests.engine.engine import Done, Engine
 from tests.orchestrate.cloud.fake_pulumi import ENGINE
 from tests.orchestrate.cloud.standin import CloudStandIn, Fault

@@ -15,8 +15,8 @@ import yaml
 from infra.config import KEYS, ClusterConfig
 from infra.config_reading import load_config, read_config
 from infra.machines import machine_type, machine_types
-from infra.operator_key import make_key
 from payload.core.errors import ConfigError
+from payload.stack.operator_key import make_key
 from tests.infra.stacks import KEY, ROOT, as_pulumi_hands_over
 
 PULUMI: dict[str, Any] = yaml.safe_load((ROOT / "Pulumi.yaml").read_text(encoding="utf-8"))

@@ -12,9 +12,9 @@ import pulumi
 import pytest
 from cryptography.hazmat.primitives import serialization
 
-from infra.labels import CLUSTER, EXPIRES, last_expiry, mark
+from infra.gcp.labels import CLUSTER, EXPIRES, last_expiry, mark
 from payload.machines.inventory import ClusterInventory
-from payload.orchestrate.cloud.stack_update import KEPT_VARIABLE, OWN_METADATA
+from payload.orchestrate.clouds.gcp.hand_additions import KEPT_VARIABLE, OWN_METADATA
 from tests.infra.stacks import (
     CASES,
     FILESTORE,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from infra.cloud_init import GRAFANA_VERSION, MAX_BYTES
-from infra.network import NODE_PORTS
+from infra.gcp.network import NODE_PORTS
 from tests.infra.stacks import deploy
 from tests.infra.test_cloud_init import read, written_files
 

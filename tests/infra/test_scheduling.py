@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from infra.config import ClusterConfig
-from infra.scheduling import scheduling
+from infra.gcp.scheduling import scheduling
 from tests.infra.stacks import Plain
 from tests.infra.test_graph import deployed
 

@@ -14,7 +14,7 @@ import pytest
 
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.runs.remote_run import RemoteRun
-from payload.orchestrate.ssh.connection import Cluster
+from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.remote_calls import Deadlines, Login
 from payload.run_record.run_files import RunPaths
 from tests.orchestrate.hostile import command_of

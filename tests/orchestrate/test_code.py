@@ -14,7 +14,7 @@ import pytest
 from infra import cloud_init
 from payload.orchestrate.access.cluster import VENV
 from payload.orchestrate.node.look import act, running
-from payload.orchestrate.ssh.files import archive, this_code
+from payload.orchestrate.ssh.node_code import archive, this_code
 from payload.orchestrate.ssh.remote_calls import NODE_FOLDER
 
 

@@ -23,8 +23,8 @@ import pytest
 from payload.core.errors import PreflightError, UsageError
 from payload.monitor.local import in_origins_of_their_own, local_stack
 from payload.monitor.tunnel import forwarded
-from payload.orchestrate.commands import run_commands as status
-from payload.orchestrate.ssh.connection import Cluster
+from payload.orchestrate.commands import dashboard
+from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.remote_calls import Login
 from payload.run_record.run_files import RunPaths
 from tests.orchestrate.conftest import PATIENT, StartSshd
@@ -69,9 +69,9 @@ def closed() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-def options(**more: object) -> status.DashboardOptions:
+def options(**more: object) -> dashboard.DashboardOptions:
     known: dict[str, Any] = {"run": None, "runs_dir": Path("runs"), "inventory": None}
-    return status.DashboardOptions(**{**known, "ssh_key": None, "open": False, **more})
+    return dashboard.DashboardOptions(**{**known, "ssh_key": None, "open": False, **more})
 
 
 @pytest.mark.sshd
@@ -111,18 +111,18 @@ def test_a_head_s_pages_are_named_and_one_without_any_is_told(
     head = start_sshd("node-0", "127.0.0.2")
     inventory, chosen = make_cluster(head.node), options(run="mine", ssh_key=login.key)
     with page("/api/health") as grafana, page("/-/ready") as prometheus:
-        monkeypatch.setattr(status, "GRAFANA_PORT", grafana)
-        monkeypatch.setattr(status, "PROMETHEUS_PORT", prometheus)
-        with status._cluster_pages(inventory, chosen, os.environ) as pages:
+        monkeypatch.setattr(dashboard, "GRAFANA_PORT", grafana)
+        monkeypatch.setattr(dashboard, "PROMETHEUS_PORT", prometheus)
+        with dashboard._cluster_pages(inventory, chosen, os.environ) as pages:
             assert len(pages) == 2
             assert pages[0].endswith("/d/tileforge-run?var-run=mine")
             assert pages[1].endswith("/alerts")
     with closed() as nobody, closed() as neither:
-        monkeypatch.setattr(status, "GRAFANA_PORT", nobody)
-        monkeypatch.setattr(status, "PROMETHEUS_PORT", neither)
+        monkeypatch.setattr(dashboard, "GRAFANA_PORT", nobody)
+        monkeypatch.setattr(dashboard, "PROMETHEUS_PORT", neither)
         with (
             pytest.raises(PreflightError, match="neither Grafana nor Prometheus"),
-            status._cluster_pages(inventory, chosen, os.environ),
+            dashboard._cluster_pages(inventory, chosen, os.environ),
         ):
             pass
 
@@ -204,14 +204,14 @@ def children(pid: int) -> list[int]:
 def test_a_cluster_s_page_gets_a_run_s_id_and_no_other_name(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "runs" / "one")
     here = {"runs_dir": paths.root.parent}
-    assert status._run_id(options(run="latest", **here)) == "one"
-    assert status._run_id(options(run="another-s", **here)) == "another-s"
-    assert status._run_id(options(**here)) is None
+    assert dashboard._run_id(options(run="latest", **here)) == "one"
+    assert dashboard._run_id(options(run="another-s", **here)) == "another-s"
+    assert dashboard._run_id(options(**here)) is None
     with pytest.raises(UsageError, match="no run's id"):
-        status._run_id(options(run="a&b=c", **here))
+        dashboard._run_id(options(run="a&b=c", **here))
 
 
 def test_a_run_on_this_machine_is_found_by_its_own_inventory(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "runs" / "one")
-    inventory, found = status._what(options(runs_dir=paths.root.parent), {})
+    inventory, found = dashboard._what(options(runs_dir=paths.root.parent), {})
     assert inventory.access.shares_folder and found == RunPaths(paths.root)

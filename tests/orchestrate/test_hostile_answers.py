@@ -16,10 +16,7 @@ from payload.orchestrate.findings.nodes import NodeFacts
 from payload.orchestrate.findings.trial import MARK, Outcome, Result
 from payload.orchestrate.runs.mirror import merge, wanted_of
 from payload.orchestrate.runs.remote_run import planned_run_dir
-from payload.orchestrate.ssh.files import RunsThere
-from payload.orchestrate.ssh.keys import _Claimed as Claimed
-from payload.orchestrate.ssh.keys import _Made as KeyMade
-from payload.orchestrate.ssh.keys import _Names as Names
+from payload.orchestrate.ssh.node_code import RunsThere
 from payload.orchestrate.ssh.remote_calls import (
     FOLDER,
     Begun,
@@ -31,6 +28,9 @@ from payload.orchestrate.ssh.remote_calls import (
     Signalled,
     parse_answer,
 )
+from payload.orchestrate.ssh.run_keys import _Made as KeyMade
+from payload.orchestrate.ssh.run_keys import _Names as Names
+from payload.orchestrate.ssh.start_claim import _Claimed as Claimed
 from payload.run_record.run_files import RunPaths
 from tests.orchestrate.hostile import LOOK, PUBLIC, STRINGS, VALUES, files_below
 from tests.orchestrate.run_copies import exit_text, write_ranks

@@ -12,15 +12,15 @@ from payload.core.errors import AnswerError, ConfigError, TileforgeError
 from payload.core.validation import printable
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.access.local import LocalAccess
-from payload.orchestrate.commands.run_commands import AttachOptions, attach
+from payload.orchestrate.commands.attach import AttachOptions, attach
 from payload.orchestrate.runs.mirror import note_seen
 from payload.orchestrate.runs.remote_run import RemoteRun
-from payload.orchestrate.ssh.connection import Cluster
-from payload.orchestrate.ssh.files import RunThere, look, runs_on, this_code
-from payload.orchestrate.ssh.keys import install_run_key
+from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.node_code import RunThere, look, runs_on, this_code
 from payload.orchestrate.ssh.remote_calls import (
     Login,
 )
+from payload.orchestrate.ssh.run_keys import install_run_key
 from payload.run_record.run_files import RunPaths
 from tests.orchestrate.conftest import StartSshd, remote_run
 from tests.orchestrate.hostile import LOOK, PUBLIC, STRINGS, command_of, files_below, lie

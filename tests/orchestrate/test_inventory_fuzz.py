@@ -18,8 +18,8 @@ import pytest
 
 from payload.core.errors import ConfigError
 from payload.machines.inventory import ClusterInventory, Node
-from payload.orchestrate.ssh.keys import render_known_hosts, render_ssh_config
 from payload.orchestrate.ssh.remote_calls import iap_argv
+from payload.orchestrate.ssh.ssh_config import render_known_hosts, render_ssh_config
 
 CASES = 3000
 HOSTILE: tuple[object, ...] = (
@@ -238,7 +238,14 @@ def check(inventory: ClusterInventory, folder: Path) -> int:
     questions = 0
     for on_head in (False, True):
         try:
-            text = render_ssh_config(inventory, key=key, known_hosts=known, on_head=on_head)
+            text = render_ssh_config(
+                inventory.nodes,
+                user=inventory.ssh_user,
+                access=inventory.access,
+                key=key,
+                known_hosts=known,
+                on_head=on_head,
+            )
         except ConfigError as error:  # a sound inventory that lacks what iap needs
             assert "access kind 'iap' needs" in str(error)
             continue
@@ -251,7 +258,7 @@ def check(inventory: ClusterInventory, folder: Path) -> int:
                 )
                 assert ssh_says(config, host) == wanted, (host, on_head, inventory)
                 questions += 1
-    lines = render_known_hosts(inventory).splitlines()
+    lines = render_known_hosts(inventory.nodes).splitlines()
     assert lines == [f"{node.name} {key}" for node in inventory.nodes for key in node.host_keys]
     return questions
 

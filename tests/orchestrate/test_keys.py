@@ -14,16 +14,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from payload.core.errors import ConfigError
 from payload.machines.inventory import Access, ClusterInventory, Node
-from payload.orchestrate.cloud.stack_outputs import cluster_folder
+from payload.orchestrate.clouds.cluster_records import cluster_folder
 from payload.orchestrate.findings.trial import record_path
-from payload.orchestrate.preflight.checks import operator_key
-from payload.orchestrate.ssh.keys import (
-    make_operator_key,
-    operator_key_path,
-    render_known_hosts,
-    render_ssh_config,
-)
+from payload.orchestrate.ssh.cluster import operator_key
+from payload.orchestrate.ssh.ssh_config import render_known_hosts, render_ssh_config
 from payload.stack.cluster_identity import settle_cluster_identity
+from payload.stack.operator_key import make_operator_key, operator_key_path
 from tests.support.golden_files import assert_golden
 
 
@@ -50,12 +46,17 @@ def make_cluster(*, kind: str = "direct") -> ClusterInventory:
 def config_of(inventory: ClusterInventory, *, on_head: bool, folder: str = "/x y/.cluster") -> str:
     home = PurePosixPath(folder)
     return render_ssh_config(
-        inventory, key=home / "id_ed25519", known_hosts=home / "known_hosts", on_head=on_head
+        inventory.nodes,
+        user=inventory.ssh_user,
+        access=inventory.access,
+        key=home / "id_ed25519",
+        known_hosts=home / "known_hosts",
+        on_head=on_head,
     )
 
 
 def test_known_hosts_has_every_key_under_its_node_s_name() -> None:
-    assert_golden("known_hosts.2", render_known_hosts(make_cluster()))
+    assert_golden("known_hosts.2", render_known_hosts(make_cluster().nodes))
 
 
 @pytest.mark.parametrize(

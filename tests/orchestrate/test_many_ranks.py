@@ -21,7 +21,8 @@ from payload.orchestrate.follow.follow import Tail, show_progress, show_state, s
 from payload.orchestrate.follow.run_text import ranks_lines, status_lines
 from payload.orchestrate.runs.remote_run import RemoteRun
 from payload.orchestrate.runs.run_index import view_run
-from payload.orchestrate.ssh.connection import Cluster, Connection
+from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.connection import Connection
 from payload.orchestrate.ssh.remote_calls import Completed, Login
 from payload.orchestrate.terminal.console import LiveLine
 from payload.run_record.metrics_log import StepMetrics, to_json_line

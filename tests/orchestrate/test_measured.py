@@ -42,8 +42,8 @@ from payload.orchestrate.preflight.report import (
     with_known_trial,
     with_trial,
 )
-from payload.orchestrate.ssh.connection import Cluster
-from payload.orchestrate.ssh.files import this_code
+from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.node_code import this_code
 from payload.orchestrate.ssh.remote_calls import Login
 from tests.orchestrate.test_findings import make_facts, make_node
 

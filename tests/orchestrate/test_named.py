@@ -18,7 +18,7 @@ from payload.core.errors import ConfigError, ExitCode, SshUnreachableError, Usag
 from payload.machines.inventory import Access
 from payload.machines.rank_variables import RUN_DIR
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.commands import run_commands as status
+from payload.orchestrate.commands import collect as collecting
 from payload.orchestrate.runs.mirror import Mirrored, write_mirrored
 from payload.orchestrate.sites.local import Local
 from payload.orchestrate.sites.ssh import Ssh
@@ -352,7 +352,7 @@ def test_collect_takes_a_store_that_only_the_settings_name_from_nobody(
     paths.inventory.unlink()
     note_named(paths, {})
     write_mirrored(paths, Mirrored(alive=False, seen_unix=1.0, ssh_key="/key"))
-    monkeypatch.setattr(status, "site_run", lambda paths, _: Unreachable(paths))
+    monkeypatch.setattr(collecting, "site_run", lambda paths, _: Unreachable(paths))
     assert main(workplace.arguments("collect", "one"), os.environ) == ExitCode.SSH_UNREACHABLE
     said = " ".join(capsys.readouterr().err.split())
     assert f"collect {stored}" in said and not paths.checkpoints.exists()

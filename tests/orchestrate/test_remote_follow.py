@@ -18,7 +18,7 @@ from payload.orchestrate.runs.mirror import read_mirrored
 from payload.orchestrate.runs.remote_run import RemoteRun
 from payload.orchestrate.sites import ssh_run as cluster_run
 from payload.orchestrate.sites.ssh_run import ClusterRun, Watch, patiently
-from payload.orchestrate.ssh.connection import Cluster
+from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.remote_calls import Login
 from payload.orchestrate.terminal.console import LiveLine, text_console
 from payload.run_record.run_files import RunPaths, StopRequest, read_json

@@ -16,7 +16,7 @@ from payload.machines.inventory import Node
 from payload.orchestrate.runs import remote_run as there
 from payload.orchestrate.runs.mirror import note_collected, read_mirrored
 from payload.orchestrate.runs.remote_run import RemoteRun, hashes_there
-from payload.orchestrate.ssh.connection import Cluster
+from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.remote_calls import Left, Login
 from payload.run_record.checkpoint_manifest_hashes import ManifestHashes, known_hashes, note_hash
 from payload.run_record.run_files import RunPaths

@@ -32,18 +32,17 @@ from payload.launch.launcher import Reach
 from payload.launch.launcher_files import render_hosts
 from payload.launch.launchers.registry import find
 from payload.machines.inventory import ClusterInventory, Node
-from payload.orchestrate.ssh import keys
-from payload.orchestrate.ssh.connection import Cluster, Connection
-from payload.orchestrate.ssh.keys import (
-    Claim,
-    HeadBusyError,
+from payload.orchestrate.ssh import run_keys, start_claim
+from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.connection import Connection
+from payload.orchestrate.ssh.remote_calls import Completed, Login, ask, parse_answer
+from payload.orchestrate.ssh.run_keys import (
     RunKey,
-    claimed,
     install_run_key,
     remove_dead_keys,
     remove_run_key,
 )
-from payload.orchestrate.ssh.remote_calls import Completed, Login, ask, parse_answer
+from payload.orchestrate.ssh.start_claim import Claim, HeadBusyError, claimed
 from tests.orchestrate.conftest import PATIENT, StartSshd
 from tests.orchestrate.sshd import Sshd, make_cluster, make_key
 from tests.support.launching import BIN
@@ -249,7 +248,7 @@ def test_a_run_id_that_is_no_plain_name_is_refused(
 
 def enter(cluster: Cluster, inventory: ClusterInventory, *, run_dir: PurePosixPath) -> Claim:
     """Claim the head now; return the claim."""
-    with claimed(cluster, inventory, run_dir=run_dir, say=print, timeout_s=0) as claim:
+    with claimed(cluster, inventory.head, run_dir=run_dir, say=print, timeout_s=0) as claim:
         return claim
 
 
@@ -268,7 +267,7 @@ def test_two_people_who_resume_one_run_have_one_key_each_and_the_loser_touches_n
     inventory = make_cluster(*(sshd.node for sshd in nodes))
     run_dir = run_dir_on(nodes[0], "one")
     with cluster_of(inventory, login) as winner, cluster_of(inventory, login) as loser:
-        with claimed(winner, inventory, run_dir=run_dir, say=print) as claim:
+        with claimed(winner, inventory.head, run_dir=run_dir, say=print) as claim:
             key = install_run_key(winner, inventory, name=claim.name, lasts_s=600)
             with pytest.raises(
                 HeadBusyError, match=r"from 127\.0\.0\.1\) is starting one, so noth"
@@ -304,7 +303,7 @@ def test_the_key_of_a_run_with_another_head_is_not_removed(nodes: list[Sshd], lo
     mine = make_cluster(*(sshd.node for sshd in nodes))
     theirs = make_cluster(*(sshd.node for sshd in reversed(nodes)))
     with cluster_of(mine, login) as owner, cluster_of(theirs, login) as other:
-        with claimed(owner, mine, run_dir=run_dir_on(nodes[0], "one"), say=print) as claim:
+        with claimed(owner, mine.head, run_dir=run_dir_on(nodes[0], "one"), say=print) as claim:
             install_run_key(owner, mine, name=claim.name, lasts_s=600)
         # Every node has the run's files, and only its own head the supervisor.
         for sshd in nodes:
@@ -325,16 +324,16 @@ def test_the_claim_of_an_operator_whose_connection_breaks_is_free_again(
     run_dir = run_dir_on(nodes[0], "one")
     with ExitStack() as stack, cluster_of(inventory, login) as other:
         broken = stack.enter_context(cluster_of(inventory, login))
-        stack.enter_context(claimed(broken, inventory, run_dir=run_dir, say=print))
+        stack.enter_context(claimed(broken, inventory.head, run_dir=run_dir, say=print))
         broken.connect(inventory.head).close()
-        with claimed(other, inventory, run_dir=run_dir, say=print, timeout_s=60) as claim:
+        with claimed(other, inventory.head, run_dir=run_dir, say=print, timeout_s=60) as claim:
             assert claim.running is None
 
 
 def test_a_claim_that_a_broken_connection_still_holds_ends_as_that_connection_did(
     nodes: list[Sshd], login: Login, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keys, "_RETRY_S", 0.1)
+    monkeypatch.setattr(start_claim, "_RETRY_S", 0.1)
     inventory = make_cluster(*(sshd.node for sshd in nodes))
     lost = ConnectionLostError("node-0: the connection broke")
     said: list[str] = []
@@ -392,7 +391,7 @@ def test_a_head_that_answers_with_another_key_than_asked_for_reaches_no_worker(
         text = json.dumps(asdict(found) | answer).encode()
         return parse_answer(cls, text, node=connection.node.name)
 
-    monkeypatch.setattr(keys, "ask", lie)
+    monkeypatch.setattr(run_keys, "ask", lie)
     inventory = make_cluster(*(sshd.node for sshd in nodes))
     with cluster_of(inventory, login) as cluster, pytest.raises(PreflightError, match="node-0: "):
         install_run_key(cluster, inventory, name=NAME, lasts_s=600)

@@ -30,8 +30,11 @@ from payload.core.errors import (
 )
 from payload.machines.inventory import Node
 from payload.orchestrate.ssh import connection as ssh
-from payload.orchestrate.ssh.connection import Cluster, Connection, dial
+from payload.orchestrate.ssh.authentication import dial
+from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.connection import Connection
 from payload.orchestrate.ssh.remote_calls import Deadlines, Login, ProxyProcess, open_tcp
+from payload.orchestrate.ssh.transport import Transport
 from tests.orchestrate.conftest import PATIENT, SILENT_LATER, StartSshd
 from tests.orchestrate.sshd import (
     Sshd,
@@ -266,7 +269,7 @@ def test_a_connection_that_breaks_is_said_to(start_sshd: StartSshd, login: Login
 def test_a_message_that_is_late_for_its_channel_does_not_end_the_connection(
     node: Sshd, login: Login, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    send = ssh._Transport._send_user_message
+    send = Transport._send_user_message
     may_end = tmp_path / "may_end"
     was_late: list[Any] = []
 
@@ -278,7 +281,7 @@ def test_a_message_that_is_late_for_its_channel_does_not_end_the_connection(
             was_late.append(message)
         send(transport, message)
 
-    monkeypatch.setattr(ssh._Transport, "_send_user_message", send_late)
+    monkeypatch.setattr(Transport, "_send_user_message", send_late)
     with connected(node.node, login) as connection:
         # Ends once the end of its input is about to be sent.
         waits = f"until [ -e {may_end} ]; do sleep 0.01; done"

@@ -10,8 +10,10 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from payload.core.errors import PreflightError, SshUnreachableError
-from payload.orchestrate.ssh.connection import Connection, dial
-from payload.orchestrate.ssh.files import build_kernels, get, put, this_code
+from payload.orchestrate.ssh.authentication import dial
+from payload.orchestrate.ssh.connection import Connection
+from payload.orchestrate.ssh.files import get, put
+from payload.orchestrate.ssh.node_code import build_kernels, this_code
 from payload.orchestrate.ssh.remote_calls import Login, ProxyProcess, open_tcp
 from tests.orchestrate.conftest import PATIENT
 from tests.orchestrate.sshd import Sshd, relay_argv

@@ -18,10 +18,10 @@ from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.node.look import numa_domains, physical_cores
 from payload.orchestrate.preflight.checks import check_cluster
 from payload.orchestrate.preflight.report import Report
-from payload.orchestrate.ssh.connection import Cluster
+from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.files import put
-from payload.orchestrate.ssh.keys import install_run_key, remove_run_key
 from payload.orchestrate.ssh.remote_calls import Deadlines, Login
+from payload.orchestrate.ssh.run_keys import install_run_key, remove_run_key
 from tests.rig import prepared
 from tests.rig.prepared import FILES, node_user_data
 from tests.rig.rig import Rig

@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
+from infra.gcp.security import NOT_MET, RULES
 from infra.machines import machine_types
-from infra.security import NOT_MET, RULES
 from payload.config.run_config import RunConfig
 from payload.core.errors import ExitCode
 from payload.pricing.cloud_prices import listed_machines, machine_price

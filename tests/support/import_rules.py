@@ -121,10 +121,11 @@ RULES = {
     ),
 }
 GOOGLE_MODULES = (
-    PurePosixPath("payload/orchestrate/cloud/google.py"),
+    PurePosixPath("payload/orchestrate/clouds/gcp/client.py"),
     PurePosixPath("payload/storage/bucket.py"),
     PurePosixPath("payload/storage/credentials.py"),
 )
+KEY_MODULE = PurePosixPath("payload/stack/operator_key.py")
 HUB_MODULES = (PurePosixPath("payload/weights/hub.py"),)
 REGISTRIES = frozenset(
     PurePosixPath(folder, "registry.py")
@@ -140,7 +141,10 @@ REGISTRIES = frozenset(
 }
 """They import the files of their package by names that they find there, or parsers by a table."""
 EXPORTER_MODULE = PurePosixPath("payload/monitor/exporter.py")
-SSH_MODULE = PurePosixPath("payload/orchestrate/ssh/connection.py")
+SSH_MODULES = tuple(
+    PurePosixPath("payload/orchestrate/ssh", name)
+    for name in ("transport.py", "connection.py", "authentication.py")
+)
 
 
 @cache
@@ -311,9 +315,11 @@ def _allowed(module: str, *, area: str, path: PurePosixPath) -> bool:
     if module == "?":
         return path in REGISTRIES
     if top == "paramiko":
-        return path == SSH_MODULE
+        return path in SSH_MODULES
     if top == "prometheus_client":
         return path == EXPORTER_MODULE
+    if top == "cryptography":
+        return path == KEY_MODULE
     if top == "google":
         return path in GOOGLE_MODULES
     if top == "huggingface_hub" and area in (*LOWER, "orchestrate"):

@@ -17,9 +17,7 @@ from payload.orchestrate.hardware.nvidia import gpu_need
 from payload.orchestrate.inventories.chosen import Chosen
 from payload.orchestrate.inventories.placeable import require_launcher
 from payload.orchestrate.runs.planning import PlannedRun, plan_run
-from payload.orchestrate.ssh.files import (
-    this_code,
-)
+from payload.orchestrate.ssh.node_code import this_code
 from payload.orchestrate.ssh.remote_calls import NODE_FOLDER
 from payload.run_record.run_files import RunPaths
 

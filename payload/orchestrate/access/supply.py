@@ -25,14 +25,10 @@ from payload.formats.hf_folder import (
 )
 from payload.machines.inventory import Node
 from payload.orchestrate.access.cluster import VENV, Answers
-from payload.orchestrate.ssh.connection import Cluster, Connection
-from payload.orchestrate.ssh.files import (
-    Code,
-    build_kernels,
-    look,
-    send_code,
-    send_files,
-)
+from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.connection import Connection
+from payload.orchestrate.ssh.files import send_files
+from payload.orchestrate.ssh.node_code import Code, build_kernels, look, send_code
 from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, NodeLook, all_or_raise, on_every_node
 from payload.storage.here import TRY_STORE_S, check_words, require_stored
 from payload.weights.source import find_source

@@ -9,16 +9,19 @@ from rich.console import Console
 
 from payload.core.errors import CloudError, ConfigError
 from payload.core.suggested_commands import command
-from payload.orchestrate.cloud.filestore import MayDelete
-from payload.orchestrate.cloud.google import Google
-from payload.orchestrate.cloud.listing import list_everything, remove
-from payload.orchestrate.cloud.ownership import (
+from payload.orchestrate.clouds.gcp.client import Google
+from payload.orchestrate.clouds.gcp.cluster_resources import is_made_by_program
+from payload.orchestrate.clouds.gcp.filestore_deletion import MayDelete
+from payload.orchestrate.clouds.gcp.listing import list_everything
+from payload.orchestrate.clouds.gcp.ownership import (
     NO_IDENTITY,
     Ownership,
     describe_others,
     removable,
 )
-from payload.orchestrate.cloud.resources import FILESTORE, Resource, is_made_by_program
+from payload.orchestrate.clouds.gcp.removal import remove
+from payload.orchestrate.clouds.gcp.resource_kinds import FILESTORE
+from payload.orchestrate.clouds.gcp.resources import Resource
 from payload.orchestrate.terminal.console import confirm_by_name
 from payload.stack.cluster_files import cluster_path
 from payload.stack.cluster_identity import (

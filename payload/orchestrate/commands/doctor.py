@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,130 +12,44 @@ from typing import Any
 
 from rich.table import Table
 
-from payload.core.errors import CloudAuthError, CloudError, ExitCode, TileforgeError, UsageError
-from payload.core.files import write_whole
-from payload.core.validation import checked
-from payload.orchestrate.cloud.encryption_key import check_key
-from payload.orchestrate.cloud.firewall_drift import check_firewall
-from payload.orchestrate.cloud.google import CloudMissingError, Endpoints, Google, UnreadableError
-from payload.orchestrate.cloud.machine_status import check_machines
-from payload.orchestrate.cloud.prerequisites import (
+from payload.core.errors import CloudAuthError, CloudError, ExitCode, UsageError
+from payload.orchestrate.clouds.gcp.billing_catalog import fresh_catalog
+from payload.orchestrate.clouds.gcp.checks import Check, denied, unknown
+from payload.orchestrate.clouds.gcp.client import CloudMissingError, Google, UnreadableError
+from payload.orchestrate.clouds.gcp.compute_resource import ask_compute
+from payload.orchestrate.clouds.gcp.encryption_key import check_key
+from payload.orchestrate.clouds.gcp.endpoints import Endpoints
+from payload.orchestrate.clouds.gcp.organization_policies import check_policies
+from payload.orchestrate.clouds.gcp.prerequisites import (
     check_billing,
     check_bucket,
     check_image,
     check_proxy,
     check_quota_project,
 )
-from payload.orchestrate.cloud.project_checks import (
-    Check,
-    ask_compute,
+from payload.orchestrate.clouds.gcp.project_checks import (
     check_gpus,
     check_offers,
     check_own_gpus,
-    check_policies,
-    check_quotas,
     check_services,
-    denied,
-    unknown,
 )
-from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError, cluster_name, settings
-from payload.orchestrate.commands.sweep import project_of
+from payload.orchestrate.clouds.gcp.project_choice import project_of
+from payload.orchestrate.clouds.gcp.quotas import check_quotas
+from payload.orchestrate.clouds.pulumi.engine import Pulumi
+from payload.orchestrate.clouds.pulumi.firewall_drift import check_firewall
+from payload.orchestrate.clouds.pulumi.machine_status import check_machines
+from payload.orchestrate.clouds.pulumi.refusals import PulumiError
+from payload.orchestrate.clouds.pulumi.stack_config import cluster_name, settings
 from payload.orchestrate.inventories.chosen import nvidia_here
 from payload.orchestrate.terminal.console import text_console
 from payload.pricing.cloud_prices import (
-    CATALOG_FILE,
     Catalog,
-    catalog_text,
-    rate_key,
-    read_catalog,
     source,
     spot_warning,
 )
 from payload.pricing.cluster_cost import cluster_cost
 from payload.stack.cloud_need import Need, need_of
 from payload.stack.cluster_files import cluster_path
-
-# Compute Engine's number in the catalog: cloud.google.com/billing/docs/reference/rest/v1/services.
-_SKUS = "/v1/services/6F81-5844-456A/skus?currencyCode=USD&pageSize=5000"
-_FRESH_S = 86_400.0
-_MACHINE = re.compile(
-    r"(?P<spot>Spot Preemptible )?(?P<family>C3|C4|N4|H3) Instance (?P<part>Core|Ram) running in "
-)
-_DISK = re.compile(r"(Balanced PD|SSD backed PD|Storage PD|Hyperdisk Balanced) Capacity(?: in .*)?")
-_DISK_TYPES = {
-    "Balanced PD": "pd-balanced",
-    "SSD backed PD": "pd-ssd",
-    "Storage PD": "pd-standard",
-    "Hyperdisk Balanced": "hyperdisk-balanced",
-}
-_UNITS = {"h": "hour", "GiBy.h": "hour", "GiBy.mo": "month"}
-_INTEGER = re.compile("[0-9]{1,9}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Price:
-    currency: str = checked("USD", key="currencyCode")
-    units: str = checked("0", pattern=_INTEGER, wanted="an integer as text")
-    nanos: int = checked(0, low=0, high=10**9)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rate:
-    unit_price: _Price = checked(key="unitPrice")  # noqa: RUF009  # declares a field
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Expression:
-    unit: str = checked("", key="usageUnit")
-    rates: tuple[_Rate, ...] = checked((), key="tieredRates")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pricing:
-    expression: _Expression = checked(key="pricingExpression")  # noqa: RUF009  # likewise
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Category:
-    usage: str = checked("", key="usageType")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sku:
-    """One of https://cloud.google.com/billing/docs/reference/rest/v1/services.skus#Sku."""
-
-    description: str
-    category: _Category
-    regions: tuple[str, ...] = checked((), key="serviceRegions")
-    pricing: tuple[_Pricing, ...] = checked((), key="pricingInfo")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Page:
-    skus: tuple[_Sku, ...] = ()
-    next_page_token: str = checked("", key="nextPageToken")
-
-
-def fresh_catalog(google: Google, *, folder: Path) -> tuple[Catalog | None, str]:
-    """Return the catalog, read again when the one in `folder` is older than a day, and why not.
-
-    One that cannot be read again is used for a week.
-    """
-    now_unix = time.time()
-    kept = read_catalog(folder, now_unix=now_unix)
-    if kept is not None and now_unix - kept.read_unix < _FRESH_S:
-        return kept, ""
-    try:
-        pages = google.get_pages("cloudbilling", _SKUS, what="billing catalog", shape=_Page)
-        rates = {key: usd for page in pages for sku in page.skus for key, usd in _rates(sku)}
-    except TileforgeError as error:
-        return kept, str(error)
-    if not rates:
-        return kept, "billing catalog: it lists none of the machines and disks that are known here."
-    catalog = Catalog(read_unix=now_unix, rates=rates)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_whole(folder / CATALOG_FILE, catalog_text(catalog))
-    return catalog, ""
 
 
 def check_price(need: Need, catalog: Catalog | None, why_not: str = "") -> Check:
@@ -168,30 +81,6 @@ def check_price(need: Need, catalog: Catalog | None, why_not: str = "") -> Check
     if warning is not None:
         return Check(name="price", outcome="warning", found=found, fix=f"{warning}.")
     return Check(name="price", outcome="ok", found=found)
-
-
-def _rates(sku: _Sku) -> Iterator[tuple[str, float]]:
-    """Yield key and dollars of each region of a SKU that a cluster is made of."""
-    machine, disk = _MACHINE.match(sku.description), _DISK.fullmatch(sku.description)
-    if machine is not None:
-        spot = machine["spot"] is not None
-        usage, per = ("Preemptible" if spot else "OnDemand"), "hour"
-        what = f"{machine['family'].lower()} {machine['part'].lower()}"
-    elif disk is not None:
-        spot, usage, per, what = False, "OnDemand", "month", _DISK_TYPES[disk[1]]
-    else:
-        return
-    if sku.category.usage != usage or not sku.pricing:
-        return
-    expression = sku.pricing[0].expression
-    if _UNITS.get(expression.unit) != per or not expression.rates:
-        return
-    # The last tier: the first one of some is what is free in a month.
-    price = expression.rates[-1].unit_price
-    if price.currency == "USD":
-        for region in sku.regions:
-            usd = int(price.units) + price.nanos / 1e9
-            yield rate_key(what, region=region, spot=spot), usd
 
 
 _SCHEMA_VERSION = 1

@@ -27,7 +27,7 @@ from payload.orchestrate.node.look import nvidia
 from payload.orchestrate.terminal.console import text_console
 
 if TYPE_CHECKING:
-    from payload.orchestrate.cloud.stack_outputs import StackOutputs
+    from payload.orchestrate.clouds.pulumi.stack_outputs import StackOutputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,15 +97,15 @@ def load_cluster(argument: str | None, *, env: Mapping[str, str]) -> Chosen:
         return _this_machine("--inventory local", env)
     if argument is None:
         # Most commands need no stack, and start sooner without.
-        from payload.orchestrate.cloud.stack_outputs import default_stack
+        from payload.orchestrate.clouds.pulumi.stack_outputs import default_stack
 
         found = default_stack(env, folder=Path.cwd())
         if isinstance(found, str):
             return _this_machine(f"this machine, the default: {found}", env)
         return _of_stack(found, env, why="the selected Pulumi stack, the default")
     if _is_stack(argument):
-        from payload.orchestrate.cloud.pulumi import Pulumi
-        from payload.orchestrate.cloud.stack_outputs import read_outputs
+        from payload.orchestrate.clouds.pulumi.engine import Pulumi
+        from payload.orchestrate.clouds.pulumi.stack_outputs import read_outputs
 
         name = argument.partition(":")[2] if ":" in argument else None
         outputs = read_outputs(Pulumi(env, folder=Path.cwd(), stack=name))
@@ -146,7 +146,7 @@ def nvidia_here(env: Mapping[str, str]) -> NvidiaFacts:
 
 
 def _of_stack(outputs: StackOutputs, env: Mapping[str, str], *, why: str) -> Chosen:
-    from payload.orchestrate.cloud.stack_outputs import load_stack
+    from payload.orchestrate.clouds.pulumi.stack_outputs import load_stack
 
     talk = text_console(stderr=True)
     talk.print(f"cluster {outputs.inventory.cluster} ({why}): looking for its machines")

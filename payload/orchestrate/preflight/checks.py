@@ -18,8 +18,7 @@ import payload
 from payload.config.engine_packages import has_nvidia_device
 from payload.config.run_config import RunConfig
 from payload.config.store_address import StoreAddress, settled_results
-from payload.core.errors import ConfigError, SshAuthError, TileforgeError
-from payload.core.files import write_whole
+from payload.core.errors import ConfigError, TileforgeError
 from payload.core.validation import build
 from payload.launch.launchers.registry import AUTO
 from payload.machines.inventory import RANK_PORTS, SHARED_FOLDER, ClusterInventory, Node
@@ -44,23 +43,17 @@ from payload.orchestrate.inventories.placeable import require_placeable
 from payload.orchestrate.node.look import probe
 from payload.orchestrate.preflight.report import BootWait, Report, try_here, try_there
 from payload.orchestrate.runs.planning import choose_launcher
-from payload.orchestrate.ssh.connection import Cluster, Connection
-from payload.orchestrate.ssh.files import look, this_code
-from payload.orchestrate.ssh.keys import (
-    make_operator_key,
-    operator_key_path,
-    remove_dead_keys,
-    require_private,
-    write_ssh_files,
-)
+from payload.orchestrate.ssh.cluster import Cluster, operator_key
+from payload.orchestrate.ssh.connection import Connection
+from payload.orchestrate.ssh.node_code import look, this_code
 from payload.orchestrate.ssh.remote_calls import (
     Login,
     MeshAnswer,
     ask,
     on_every_node,
-    os_login_command,
     require_known,
 )
+from payload.orchestrate.ssh.run_keys import remove_dead_keys
 from payload.orchestrate.terminal.console import text_console
 from payload.storage.here import try_store_here
 
@@ -189,26 +182,6 @@ def _without_dead_keys(report: Report, inventory: ClusterInventory, cluster: Clu
     except TileforgeError as error:
         notes = [str(error)]
     return replace(report, notes=[*report.notes, *notes])
-
-
-def operator_key(inventory: ClusterInventory, *, given: Path | None) -> Path:
-    """Return the operator's key, and beside the cluster's own one, files for `ssh -F`."""
-    own = operator_key_path(Path.cwd(), cluster=inventory.cluster)
-    if given is None and not own.exists():
-        public = make_operator_key(own)
-        write_whole(own.with_name(f"{own.name}.pub"), f"{public}\n")
-        os_login = ""
-        if inventory.source == "pulumi" or inventory.project or inventory.access.project:
-            os_login = f", or, with accessMode oslogin, to your account: {os_login_command(own)}"
-        raise SshAuthError(
-            f"there was no key of cluster {inventory.cluster}; {own} is new. Add its public half "
-            f"to authorized_keys of {inventory.ssh_user} on every node: {public}{os_login} "
-            "(or name the key that they know with --ssh-key.)"
-        )
-    if given is None:
-        require_private(own)
-    write_ssh_files(own.parent, inventory, key=given or own)
-    return given or own
 
 
 def lock_sha() -> str | None:

@@ -32,15 +32,11 @@ from payload.orchestrate.hardware.nvidia import gpu_need
 from payload.orchestrate.inventories.chosen import Chosen
 from payload.orchestrate.node.mesh import trial
 from payload.orchestrate.runs.planning import choose_launcher
-from payload.orchestrate.ssh.connection import Cluster
-from payload.orchestrate.ssh.files import Code, look, this_code
-from payload.orchestrate.ssh.keys import (
-    HeadBusyError,
-    claimed,
-    install_run_key,
-    remove_run_key,
-)
+from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.node_code import Code, look, this_code
 from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, Left, NodeLook, ask, on_every_node
+from payload.orchestrate.ssh.run_keys import install_run_key, remove_run_key
+from payload.orchestrate.ssh.start_claim import HeadBusyError, claimed
 
 # mpirun starts in a second, torch loads in three on two cores, the matmuls and the exchange have
 # budgets of some seconds each. The ranks end by themselves before.
@@ -191,7 +187,7 @@ def try_cluster(
     run_id = f"preflight-{secrets.token_hex(4)}"
     run_dir = PurePosixPath(head.home, NODE_FOLDER, "runs", run_id)
     try:
-        with claimed(cluster, inventory, run_dir=run_dir, say=talk.print) as claim:
+        with claimed(cluster, inventory.head, run_dir=run_dir, say=talk.print) as claim:
             if claim.running is not None:
                 return _not_measured(claim.running)
             bring_code(inventory.nodes, cluster, answers, code=code, talk=talk)

@@ -42,8 +42,8 @@ from payload.orchestrate.hardware.nvidia import for_prediction, gpu_need
 from payload.orchestrate.inventories.chosen import Chosen
 from payload.orchestrate.preflight.cluster_trial import Trial, try_cluster, try_this_machine
 from payload.orchestrate.runs.start_checks import initial_spec
-from payload.orchestrate.ssh.connection import Cluster
-from payload.orchestrate.ssh.files import this_code
+from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.node_code import this_code
 from payload.orchestrate.terminal.console import text_console
 
 _SLOW_NODE_SHARE = 0.8

@@ -37,9 +37,9 @@ from payload.orchestrate.runs.mirror import (
     note_seen,
     wanted_of,
 )
-from payload.orchestrate.ssh.connection import Cluster, Connection
+from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.connection import Connection
 from payload.orchestrate.ssh.files import fetch_checkpoint, get
-from payload.orchestrate.ssh.keys import remove_dead_keys
 from payload.orchestrate.ssh.remote_calls import (
     FOLDER,
     Begun,
@@ -49,6 +49,7 @@ from payload.orchestrate.ssh.remote_calls import (
     ask,
     on_every_node,
 )
+from payload.orchestrate.ssh.run_keys import remove_dead_keys
 from payload.run_record.checkpoint_grace import GracePeriod
 from payload.run_record.checkpoint_manifest_hashes import HASHES_FILE, ManifestHashes, parse_hashes
 from payload.run_record.named_settings import bounded_wait_s, note_named

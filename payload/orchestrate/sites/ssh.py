@@ -40,7 +40,7 @@ from payload.orchestrate.access.supply import (
 )
 from payload.orchestrate.inventories.chosen import Chosen
 from payload.orchestrate.inventories.placeable import require_placeable
-from payload.orchestrate.preflight.checks import check_cluster, lock_sha, operator_key
+from payload.orchestrate.preflight.checks import check_cluster, lock_sha
 from payload.orchestrate.preflight.report import Report, try_if_new, with_known_trial
 from payload.orchestrate.runs.mirror import take_hashes
 from payload.orchestrate.runs.planning import PlannedRun, plan_run
@@ -55,17 +55,8 @@ from payload.orchestrate.runs.site import (
     refuse_where_copied_alive,
 )
 from payload.orchestrate.sites.ssh_run import ClusterRun, adopted, is_copy_of
-from payload.orchestrate.ssh.connection import Cluster
-from payload.orchestrate.ssh.files import Code, archive, look, make_room_for, this_code, unpack
-from payload.orchestrate.ssh.keys import (
-    Claim,
-    RunKey,
-    attempt_name,
-    claimed,
-    install_run_key,
-    remove_dead_keys,
-    remove_run_key,
-)
+from payload.orchestrate.ssh.cluster import Cluster, operator_key
+from payload.orchestrate.ssh.node_code import Code, archive, look, make_room_for, this_code, unpack
 from payload.orchestrate.ssh.remote_calls import (
     NODE_FOLDER,
     Begun,
@@ -74,6 +65,13 @@ from payload.orchestrate.ssh.remote_calls import (
     all_or_raise,
     on_every_node,
 )
+from payload.orchestrate.ssh.run_keys import (
+    RunKey,
+    install_run_key,
+    remove_dead_keys,
+    remove_run_key,
+)
+from payload.orchestrate.ssh.start_claim import Claim, attempt_name, claimed
 from payload.run_record.checkpoint_manifest_hashes import HASHES_FILE, ManifestHashes
 from payload.run_record.run_files import RunPaths
 from payload.run_record.run_identity import RunIdentity, known_identity
@@ -228,7 +226,7 @@ class Ssh(InventorySite):
         claim = held.enter_context(
             claimed(
                 cluster,
-                inventory,
+                inventory.head,
                 run_dir=run.run_dir,
                 say=self._talk.print,
                 name=name,

@@ -30,7 +30,7 @@ from payload.orchestrate.runs.mirror import Mirrored, note_collected, read_mirro
 from payload.orchestrate.runs.remote_run import Look, RemoteRun, planned_run_dir, require_own_there
 from payload.orchestrate.runs.site import Home, Seen, SiteRun, how_to_attach
 from payload.orchestrate.sites.checkpoint_download import CheckpointCopies
-from payload.orchestrate.ssh.connection import Cluster
+from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, Login
 from payload.orchestrate.terminal.console import text_console
 from payload.run_record.run_files import RunPaths, StopRequest
@@ -246,7 +246,7 @@ def news_of_head(paths: RunPaths, env: Mapping[str, str]) -> str:
     They are empty for nothing.
     """
     # Google's libraries take a second to import.
-    from payload.orchestrate.cloud.machine_status import follow_head
+    from payload.orchestrate.clouds.gcp.head_address import follow_head
 
     return follow_head(paths, env)
 

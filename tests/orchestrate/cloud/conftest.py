@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from infra.labels import mark
-from payload.orchestrate.cloud.google import VARIABLE, Endpoints, Google
+from infra.gcp.labels import mark
+from payload.orchestrate.clouds.gcp.client import Google
+from payload.orchestrate.clouds.gcp.endpoints import VARIABLE, Endpoints
 from tests.orchestrate.cloud.fake_pulumi import FakePulumi
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, CloudStandIn
 from tests.support.identities import cluster_labels, write_cluster_identity

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from payload.machines.inventory import Access
-from payload.orchestrate.commands import down
-from payload.orchestrate.commands.down import Head
+from payload.orchestrate.commands import results_at_stake
+from payload.orchestrate.commands.head_runs import Head
 from payload.orchestrate.runs.mirror import Mirrored, write_mirrored
-from payload.orchestrate.ssh.keys import make_operator_key, operator_key_path
 from payload.run_record.run_files import RunPaths
+from payload.stack.operator_key import make_operator_key, operator_key_path
 from tests.launch.inventories import make_inventory
 from tests.orchestrate.cloud.conftest import KEY, Site
 from tests.support.run_folders import make_run
@@ -61,7 +61,7 @@ def destroys(site: Site, *, leaves: tuple[str, ...] = (), status: int = 0, out: 
 
 def head_says(monkeypatch: pytest.MonkeyPatch, **said: Any) -> None:
     """From now on `up` and `down` are told this of the head; nobody answers at its address."""
-    monkeypatch.setattr(down, "ask_head", lambda *_, **__: Head(**said))
+    monkeypatch.setattr(results_at_stake, "ask_head", lambda *_, **__: Head(**said))
 
 
 def copy_of_run(

@@ -17,9 +17,10 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from payload.config.store_address import parse_store_address
 from payload.core.errors import CloudAuthError, ConfigError, ExitCode
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.cloud.failures import explain
-from payload.orchestrate.cloud.google import Endpoints, Google
-from payload.orchestrate.cloud.pulumi import refusal
+from payload.orchestrate.clouds.gcp.client import Google
+from payload.orchestrate.clouds.gcp.endpoints import Endpoints
+from payload.orchestrate.clouds.pulumi.failures import explain
+from payload.orchestrate.clouds.pulumi.refusals import refusal
 from payload.orchestrate.ssh.remote_calls import ProxyProcess
 from payload.storage.bucket import BucketStore
 from payload.storage.google_login import GoogleLogin

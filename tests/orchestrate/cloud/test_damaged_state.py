@@ -8,8 +8,8 @@ import pytest
 
 from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.cloud.stack_outputs import remember_plan
-from payload.orchestrate.ssh.files import RunThere
+from payload.orchestrate.clouds.cluster_records import remember_plan
+from payload.orchestrate.ssh.node_code import RunThere
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Capture, head_says, words
 from tests.orchestrate.cloud.standin import PROJECT, ZONE

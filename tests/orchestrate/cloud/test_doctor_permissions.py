@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from payload.core.errors import ExitCode
-from payload.orchestrate.cloud.encryption_key import check_key
+from payload.orchestrate.clouds.gcp.encryption_key import check_key
 from payload.stack.cloud_need import need_of
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.standin import NUMBER, PROJECT, ZONE

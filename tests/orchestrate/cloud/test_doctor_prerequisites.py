@@ -14,9 +14,9 @@ import pytest
 
 from infra.config import ClusterConfig
 from payload.core.errors import ExitCode
-from payload.orchestrate.cloud.prerequisites import check_proxy
-from payload.orchestrate.cloud.proxy import past_the_proxy
-from payload.orchestrate.cloud.pulumi import Pulumi
+from payload.orchestrate.clouds.gcp.prerequisites import check_proxy
+from payload.orchestrate.clouds.proxy import past_the_proxy
+from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.commands.doctor import examine
 from payload.stack.cloud_need import DEFAULT_IMAGE, need_of
 from tests.orchestrate.cloud.conftest import Site

@@ -11,8 +11,8 @@ import pytest
 from payload.core.errors import ExitCode
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.ssh.files import RunThere
-from payload.orchestrate.ssh.keys import make_operator_key
+from payload.orchestrate.ssh.node_code import RunThere
+from payload.stack.operator_key import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Capture, copy_of_run, destroys, head_says, stay, words
 from tests.orchestrate.cloud.standin import PROJECT

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from infra.labels import mark
+from infra.gcp.labels import mark
 from payload.core.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.cloud import failures
-from payload.orchestrate.cloud.pulumi import Pulumi, parse_event
-from payload.orchestrate.cloud.pulumi_operations import Operations, Progress
+from payload.orchestrate.clouds.pulumi import locks
+from payload.orchestrate.clouds.pulumi.engine import Pulumi
+from payload.orchestrate.clouds.pulumi.events import parse_event
+from payload.orchestrate.clouds.pulumi.operations import Operations
+from payload.orchestrate.clouds.pulumi.progress import Progress
 from payload.orchestrate.terminal.console import text_console
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.fake_pulumi import ENGINE
@@ -265,7 +267,7 @@ def test_the_lock_of_a_dead_process_is_removed_and_no_other(
     dev.pulumi.replay("cancel", status=0)
     # The recorded machine is named vm; it booted after its lock was made, or is another one.
     monkeypatch.setattr(socket, "gethostname", lambda: "vm" if is_dead else "desk")
-    monkeypatch.setattr(failures, "_boot_unix", lambda: 1e10)
+    monkeypatch.setattr(locks, "_boot_unix", lambda: 1e10)
     code = main(["up", "--yes"], dev.env)
     err = capsys.readouterr().err
     assert "root@vm (process 12143) since 2026-11-22T16:38:55Z" in err

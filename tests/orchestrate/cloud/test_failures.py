@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from payload.core.errors import ExitCode
-from payload.orchestrate.cloud.failures import explain, find_stock_out, stock_out_of
-from payload.orchestrate.cloud.pulumi import Diagnostic, Event, Step, Update
+from payload.orchestrate.clouds.gcp.stock_outs import find_stock_out
+from payload.orchestrate.clouds.pulumi.events import Diagnostic, Event, Step, Update
+from payload.orchestrate.clouds.pulumi.failures import explain, stock_out_of
 
 # As pulumi-gcp prints it; the provider passes on the operation's error and its details.
 PLAIN = """

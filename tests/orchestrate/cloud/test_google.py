@@ -12,8 +12,8 @@ import pytest
 import requests
 
 from payload.core.errors import CloudAuthError, CloudError, ConfigError
-from payload.orchestrate.cloud.google import VARIABLE, Endpoints
-from payload.orchestrate.cloud.listing import list_everything
+from payload.orchestrate.clouds.gcp.endpoints import VARIABLE, Endpoints
+from payload.orchestrate.clouds.gcp.listing import list_everything
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.standin import Fault
 from tests.test_architecture import ROOT

@@ -18,32 +18,31 @@ import pytest
 
 from payload.core.errors import TileforgeError
 from payload.machines.inventory import ClusterInventory
-from payload.orchestrate.cloud import stack_outputs as stack
-from payload.orchestrate.cloud.encryption_key import check_key
-from payload.orchestrate.cloud.failures import explain
-from payload.orchestrate.cloud.firewall_drift import stack_state
-from payload.orchestrate.cloud.google import Google
-from payload.orchestrate.cloud.listing import (
-    _buckets,
-    _of_kind,
-    dns_zones,
-    filestores,
-    list_everything,
-    remove,
-    service_accounts,
-)
-from payload.orchestrate.cloud.prerequisites import check_billing, check_bucket, check_image
-from payload.orchestrate.cloud.project_checks import (
-    ask_compute,
-    check_offers,
-    check_policies,
-    check_quotas,
-    check_services,
-)
-from payload.orchestrate.cloud.pulumi import Pulumi, Update, cluster_name, settings
-from payload.orchestrate.cloud.resources import KINDS, Resource, by_cluster
-from payload.orchestrate.cloud.stack_outputs import read_outputs, recall, remember
-from payload.orchestrate.commands.doctor import fresh_catalog
+from payload.orchestrate.clouds.cluster_records import recall
+from payload.orchestrate.clouds.gcp import host_keys
+from payload.orchestrate.clouds.gcp.billing_catalog import fresh_catalog
+from payload.orchestrate.clouds.gcp.buckets import buckets as _buckets
+from payload.orchestrate.clouds.gcp.client import Google
+from payload.orchestrate.clouds.gcp.cluster_resources import by_cluster
+from payload.orchestrate.clouds.gcp.compute_resource import ask_compute
+from payload.orchestrate.clouds.gcp.dns_zones import dns_zones
+from payload.orchestrate.clouds.gcp.encryption_key import check_key
+from payload.orchestrate.clouds.gcp.filestore_instances import filestores
+from payload.orchestrate.clouds.gcp.listing import _of_kind, list_everything
+from payload.orchestrate.clouds.gcp.organization_policies import check_policies
+from payload.orchestrate.clouds.gcp.prerequisites import check_billing, check_bucket, check_image
+from payload.orchestrate.clouds.gcp.project_checks import check_offers, check_services
+from payload.orchestrate.clouds.gcp.quotas import check_quotas
+from payload.orchestrate.clouds.gcp.removal import remove
+from payload.orchestrate.clouds.gcp.resource_kinds import KINDS
+from payload.orchestrate.clouds.gcp.resources import Resource
+from payload.orchestrate.clouds.gcp.service_accounts import service_accounts
+from payload.orchestrate.clouds.pulumi.engine import Pulumi
+from payload.orchestrate.clouds.pulumi.events import Update
+from payload.orchestrate.clouds.pulumi.failures import explain
+from payload.orchestrate.clouds.pulumi.stack_config import cluster_name, settings
+from payload.orchestrate.clouds.pulumi.stack_outputs import read_outputs, remember
+from payload.orchestrate.clouds.pulumi.stack_state import stack_state
 from payload.stack.cloud_need import Need, need_of
 from tests.orchestrate.cloud.conftest import KEY, Site
 from tests.orchestrate.cloud.standin import NUMBER, PROJECT, REGION, ZONE, Fault
@@ -80,7 +79,7 @@ def pinned(site: Site) -> object:
     inventory = known_inventory(site)
     cache = site.folder / "no-cache.json"
     options: dict[str, Any] = {"cache": cache, "say": str, "deadline_s": 0.0, "sleep": float}
-    node = stack.pin_node(inventory.head, google(site), **options)
+    node = host_keys.pin_node(inventory.head, google(site), **options)
     # What came of it is an inventory's node still, as the cache will have it.
     ClusterInventory.from_json(replace(inventory, nodes=(node,)).to_json(), where="pinned")
     return node
@@ -231,7 +230,7 @@ def with_value(document: Any, path: tuple[Any, ...], value: object) -> Any:
 def test_every_field_of_googles_answers_may_be_hostile(
     full: Site, name: str, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("payload.orchestrate.cloud.listing._OPERATION_S", 0.0)
+    monkeypatch.setattr("payload.orchestrate.clouds.gcp.compute_operations._OPERATION_S", 0.0)
     pattern, read = READS[name]
     seen: list[Any] = []
 
@@ -273,7 +272,7 @@ def test_a_guest_attribute_of_blanks_alone_is_refused(full: Site) -> None:
         full.cloud.guest_attributes["mine-0"] = {"ssh-ed25519": value}
         options: dict[str, Any] = {"say": str, "deadline_s": 0.0, "sleep": float}
         with pytest.raises(TileforgeError, match="it has published a host key that is none"):
-            stack.pin_node(
+            host_keys.pin_node(
                 known_inventory(full).head, google(full), cache=full.folder / "none", **options
             )
 
@@ -281,8 +280,8 @@ def test_a_guest_attribute_of_blanks_alone_is_refused(full: Site) -> None:
 def test_a_list_of_google_that_never_ends_is_given_up(
     full: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("payload.orchestrate.cloud.google.MOST_PAGES", 5)
-    monkeypatch.setattr("payload.orchestrate.cloud.listing.MOST_PAGES", 5)
+    monkeypatch.setattr("payload.orchestrate.clouds.gcp.client.MOST_PAGES", 5)
+    monkeypatch.setattr("payload.orchestrate.clouds.gcp.buckets.MOST_PAGES", 5)
     # Machines are listed first and alone: an error there is one of everything.
     full.cloud.tamper = lambda target, document: (
         None if "instances" in target else json.dumps(document | {"nextPageToken": "0"}).encode()
@@ -407,12 +406,12 @@ def test_a_damaged_file_beside_the_cluster_is_passed_over(full: Site, damage: st
     remember(known, folder=full.folder, made_bucket="mine-results")
     cache, memory = full.folder / "host_keys.json", full.folder / ".cluster/mine/stack.json"
     options: dict[str, Any] = {"cache": cache, "say": str, "sleep": float}
-    first = stack.pin_host_keys(known.inventory, google(full), **options)
+    first = host_keys.pin_host_keys(known.inventory, google(full), **options)
     for path in (cache, memory):
         DAMAGES[damage](path, path.read_bytes())
     assert recall(full.folder, "mine") is None or damage == "a bit flip"
     said: list[str] = []
-    node = stack.pin_node(
+    node = host_keys.pin_node(
         known.inventory.head, google(full), cache=cache, say=said.append, deadline_s=0.0
     )
     assert node == first.head
@@ -424,7 +423,7 @@ def test_every_field_of_a_file_beside_the_cluster_may_be_hostile(full: Site, fil
     remember(known, folder=full.folder, made_bucket="mine-results")
     path = full.folder / ".cluster/mine" / file
     said: list[str] = []
-    stack.pin_host_keys(
+    host_keys.pin_host_keys(
         known.inventory, google(full), cache=path.with_name("host_keys.json"), say=said.append
     )
     sound = json.loads(path.read_text())
@@ -435,7 +434,7 @@ def test_every_field_of_a_file_beside_the_cluster_may_be_hostile(full: Site, fil
                 found = recall(full.folder, "mine")
                 assert found is None or Google(found.project, endpoints=google(full)._endpoints)
             else:
-                assert isinstance(stack._read_cache(path), dict)
+                assert isinstance(host_keys._read_cache(path), dict)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from payload.orchestrate.cloud.failures import explain
-from payload.orchestrate.cloud.firewall_drift import machines_that_go, wanted_rules
-from payload.orchestrate.cloud.pulumi import EventReader, Update
-from payload.orchestrate.cloud.pulumi_operations import Progress
-from payload.orchestrate.commands.up import remaining
+from payload.orchestrate.clouds.pulumi.events import EventReader, Update
+from payload.orchestrate.clouds.pulumi.failures import explain
+from payload.orchestrate.clouds.pulumi.firewall_drift import wanted_rules
+from payload.orchestrate.clouds.pulumi.previews import machines_that_go
+from payload.orchestrate.clouds.pulumi.progress import Progress
+from payload.orchestrate.clouds.pulumi.rollback import remaining
 from tests.orchestrate.cloud.test_hostile_answers import BODIES, URN, is_sound, places, with_value
 from tests.orchestrate.test_inventory_fuzz import HOSTILE
 

@@ -9,9 +9,9 @@ import pytest
 
 from payload.core.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.commands import down
-from payload.orchestrate.commands.down import Head
-from payload.orchestrate.ssh.keys import make_operator_key
+from payload.orchestrate.commands import results_at_stake
+from payload.orchestrate.commands.head_runs import Head
+from payload.stack.operator_key import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Answers, Capture, copy_of_run, own_key, words
 from tests.orchestrate.cloud.standin import PROJECT
@@ -74,7 +74,7 @@ def test_next_zone_does_not_leave_results_behind_in_the_old_one(
     last = err.splitlines()[-1]
     assert "is not known whether a run is going on, so the cluster stays in its zone" in last
     # A head that says that there is none: what this folder lacks still has to come home.
-    monkeypatch.setattr(down, "ask_head", lambda *_, **__: Head())
+    monkeypatch.setattr(results_at_stake, "ask_head", lambda *_, **__: Head())
     assert main(["up", "--yes", "--next-zone"], site.env) == ExitCode.SSH_UNREACHABLE
     last = capsys.readouterr().err.splitlines()[-1]
     assert "run one is not brought home, so the cluster stays in its zone" in last

@@ -10,21 +10,19 @@ from typing import Any
 
 import pytest
 
-from infra.labels import mark
+from infra.gcp.labels import mark
 from payload.core.errors import ConfigError, ExitCode
 from payload.core.files import write_whole
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.cloud.firewall_drift import StackState
-from payload.orchestrate.cloud.machine_status import start_head
-from payload.orchestrate.cloud.ownership import Ownership, ownership_of
-from payload.orchestrate.cloud.resources import DNS_ZONE, FILESTORE, SERVICE_ACCOUNT, Resource
-from payload.orchestrate.cloud.stack_outputs import (
-    CACHE_FILE,
-    cluster_folder,
-    recall_outputs,
-    remember_plan,
-)
+from payload.orchestrate.clouds.cluster_records import cluster_folder, remember_plan
+from payload.orchestrate.clouds.gcp.host_keys import CACHE_FILE
+from payload.orchestrate.clouds.gcp.machine_start import start_head
+from payload.orchestrate.clouds.gcp.ownership import Ownership
+from payload.orchestrate.clouds.gcp.resource_kinds import DNS_ZONE, FILESTORE, SERVICE_ACCOUNT
+from payload.orchestrate.clouds.gcp.resources import Resource
+from payload.orchestrate.clouds.pulumi.stack_outputs import recall_outputs
+from payload.orchestrate.clouds.pulumi.stack_state import StackState, ownership_of
 from payload.orchestrate.terminal.console import text_console
 from payload.stack.cluster_identity import known_cluster_identity, settle_cluster_identity
 from tests.orchestrate.cloud.conftest import Site, inventory_output

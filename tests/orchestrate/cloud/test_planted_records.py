@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from infra.labels import program_identity
+from infra.gcp.labels import program_identity
 from payload.core.errors import ConfigError, ExitCode
 from payload.core.files import write_whole
 from payload.orchestrate.__main__ import main
+from payload.orchestrate.clouds.gcp.project_choice import project_of
 from payload.orchestrate.commands.cluster_name_conflict import own_identity
-from payload.orchestrate.commands.sweep import project_of
-from payload.orchestrate.ssh.keys import make_operator_key
 from payload.stack.cluster_identity import (
     accept_cluster_identity,
     known_cluster_identity,
     recorded_cluster_identity,
     settle_cluster_identity,
 )
+from payload.stack.operator_key import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Answers, Capture, own_key
 from tests.orchestrate.cloud.standin import PROJECT, REGION
@@ -103,10 +103,10 @@ def test_the_program_builds_nothing_with_an_identity_that_came_with_the_folder(
 ) -> None:
     path = tmp_path / ".cluster" / "dev" / "identity.json"
     write_whole(path, json.dumps({"identity": CLUSTER, "schema_version": 1}))
-    monkeypatch.setattr("infra.labels.pulumi.get_stack", lambda: "dev")
-    monkeypatch.setattr("infra.labels.pulumi.runtime.is_dry_run", lambda: True)
+    monkeypatch.setattr("infra.gcp.labels.pulumi.get_stack", lambda: "dev")
+    monkeypatch.setattr("infra.gcp.labels.pulumi.runtime.is_dry_run", lambda: True)
     assert program_identity(tmp_path, "dev") == CLUSTER
-    monkeypatch.setattr("infra.labels.pulumi.runtime.is_dry_run", lambda: False)
+    monkeypatch.setattr("infra.gcp.labels.pulumi.runtime.is_dry_run", lambda: False)
     with pytest.raises(ConfigError, match="nothing shows that you have written it"):
         program_identity(tmp_path, "dev")
     accept_cluster_identity(tmp_path, "dev")

@@ -6,7 +6,7 @@ import pytest
 
 from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.cloud.failures import explain
+from payload.orchestrate.clouds.pulumi.failures import explain
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Capture, own_key
 from tests.orchestrate.cloud.test_failures import failed

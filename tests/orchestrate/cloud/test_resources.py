@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from infra.labels import cluster_labels, mark
-from payload.orchestrate.cloud.resources import Resource, by_cluster, expiry_of, marks
+from infra.gcp.labels import cluster_labels, mark
+from payload.orchestrate.clouds.gcp.cluster_resources import by_cluster, expiry_of
+from payload.orchestrate.clouds.gcp.resources import Resource, marks
 from tests.infra.stacks import CASES
 from tests.support.golden_files import GOLDEN
 from tests.support.identities import CLUSTER

@@ -17,8 +17,8 @@ from payload.orchestrate.runs.at_risk import cluster_warning, loses_checkpoints,
 from payload.orchestrate.runs.remote_run import RemoteRun
 from payload.orchestrate.sites.checkpoint_download import CheckpointCopies
 from payload.orchestrate.sites.ssh_run import ClusterRun
-from payload.orchestrate.ssh.keys import make_operator_key
 from payload.orchestrate.terminal.console import text_console
+from payload.stack.operator_key import make_operator_key
 from tests.launch.inventories import make_inventory
 from tests.orchestrate.cloud.conftest import KEY, Site
 from tests.orchestrate.cloud.stacks import Capture, words

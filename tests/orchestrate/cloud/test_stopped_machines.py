@@ -13,21 +13,18 @@ import pytest
 from payload.core.errors import ExitCode, HostKeyError, SshUnreachableError
 from payload.machines.inventory import Access, ClusterInventory, Node
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.cloud.google import Google
-from payload.orchestrate.cloud.machine_status import (
-    StoppedMachine,
-    follow_head,
-    start,
-    stopped_machines,
-)
-from payload.orchestrate.cloud.stack_outputs import StackOutputs
-from payload.orchestrate.commands import down
-from payload.orchestrate.commands.down import Head
+from payload.orchestrate.clouds.gcp.client import Google
+from payload.orchestrate.clouds.gcp.head_address import follow_head
+from payload.orchestrate.clouds.gcp.machine_start import start
+from payload.orchestrate.clouds.gcp.stopped_machines import StoppedMachine, stopped_machines
+from payload.orchestrate.clouds.pulumi.stack_outputs import StackOutputs
+from payload.orchestrate.commands import head_runs, results_at_stake
+from payload.orchestrate.commands.head_runs import Head
 from payload.orchestrate.runs.mirror import read_mirrored, write_mirrored
 from payload.orchestrate.sites.ssh_run import remote_run
-from payload.orchestrate.ssh.keys import make_operator_key
 from payload.orchestrate.terminal.console import text_console
 from payload.run_record.run_files import RunPaths
+from payload.stack.operator_key import make_operator_key
 from tests.orchestrate.cloud.conftest import Site, inventory_output
 from tests.orchestrate.cloud.stacks import (
     Answers,
@@ -180,7 +177,7 @@ def test_down_starts_the_head_to_collect_and_destroys_without_it_only_when_told(
         asked.append((machine(site, "mine-0")["status"], patience_s))
         return Head()
 
-    monkeypatch.setattr(down, "ask_head", ask)
+    monkeypatch.setattr(results_at_stake, "ask_head", ask)
     assert main(["down", "--yes"], site.env) == ExitCode.OK
     assert asked[0] == ("RUNNING", 300.0)
     assert site.cloud.items["instances", ZONE] == []
@@ -212,9 +209,9 @@ def test_a_head_that_boots_is_asked_again_until_it_answers(
             raise SshUnreachableError("mine-0: cannot be reached")
         return Head()
 
-    monkeypatch.setattr("payload.orchestrate.ssh.connection.Cluster.connect", lambda *_: None)
-    monkeypatch.setattr("payload.orchestrate.ssh.files.runs_on", runs)
-    monkeypatch.setattr(down, "_RETRY_S", 0.0)
+    monkeypatch.setattr("payload.orchestrate.ssh.cluster.Cluster.connect", lambda *_: None)
+    monkeypatch.setattr("payload.orchestrate.ssh.node_code.runs_on", runs)
+    monkeypatch.setattr(head_runs, "_RETRY_S", 0.0)
     assert main(["down", "--yes"], site.env) == ExitCode.OK
     assert len(tries) == 4  # three before the question, one after it
 
@@ -315,7 +312,7 @@ def test_a_run_whose_head_is_reached_another_way_says_so_and_takes_it(
         dialled.append(node.external_address)
         raise HostKeyError(f"{node.name}: another host key")  # somebody else has the address
 
-    monkeypatch.setattr("payload.orchestrate.ssh.connection.dial", dial)
+    monkeypatch.setattr("payload.orchestrate.ssh.authentication.dial", dial)
     interfaces = [{"accessConfigs": [{"natIP": now}]}] if now else [{}]
     paths = direct_copy(site, address=before)
     unchanged = paths.inventory.read_text()
@@ -354,7 +351,7 @@ def test_a_retry_within_one_command_takes_the_new_address(
         dialled.append(node.external_address)
         raise SshUnreachableError(f"{node.name}: no answer")
 
-    monkeypatch.setattr("payload.orchestrate.ssh.connection.dial", dial)
+    monkeypatch.setattr("payload.orchestrate.ssh.authentication.dial", dial)
     paths = direct_copy(site, address="203.0.113.7")
     machine(site, "mine-0")["networkInterfaces"] = [{"accessConfigs": [{"natIP": "203.0.113.9"}]}]
     mirrored = read_mirrored(paths)
@@ -396,7 +393,7 @@ def test_a_started_head_has_another_address_and_the_copies_of_its_runs_get_it(
         asked.append(outputs.inventory.head.external_address)
         return Head(machine="77")
 
-    monkeypatch.setattr(down, "ask_head", ask)
+    monkeypatch.setattr(results_at_stake, "ask_head", ask)
     assert main(["down", "--yes"], site.env) == ExitCode.OK
     assert asked[0] == "203.0.113.99"
     heads = [ClusterInventory.load(paths.inventory).head for paths in (ours, others)]

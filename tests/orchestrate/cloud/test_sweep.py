@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from infra.labels import mark
+from infra.gcp.labels import mark
 from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.cloud.pulumi import Pulumi
-from payload.orchestrate.cloud.stack_outputs import read_outputs, remember
+from payload.orchestrate.clouds.pulumi.engine import Pulumi
+from payload.orchestrate.clouds.pulumi.stack_outputs import read_outputs, remember
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.standin import PROJECT, ZONE, Fault
 from tests.support.identities import cluster_labels

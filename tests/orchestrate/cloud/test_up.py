@@ -10,12 +10,12 @@ import sys
 
 import pytest
 
-from infra.labels import mark
+from infra.gcp.labels import mark
 from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.commands import down
-from payload.orchestrate.commands.down import Head
-from payload.orchestrate.ssh.keys import make_operator_key
+from payload.orchestrate.commands import results_at_stake
+from payload.orchestrate.commands.head_runs import Head
+from payload.stack.operator_key import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.fake_pulumi import step
 from tests.orchestrate.cloud.stacks import (
@@ -156,7 +156,7 @@ def test_a_run_that_begins_while_the_question_waits_is_not_ended(
     own_key(site)
     site.pulumi.machines("mine-0", going=["mine-0"])
     heads = [Head(running="two"), Head()]
-    monkeypatch.setattr(down, "ask_head", lambda *_, **__: heads.pop())
+    monkeypatch.setattr(results_at_stake, "ask_head", lambda *_, **__: heads.pop())
     assert main([command, "--yes"], site.env) == ExitCode.CONFIG
     assert "error: run two is going on, so nothing was " in capsys.readouterr().err
     assert heads == [] and not {"up", "destroy"} & {each.split()[0] for each in words(site)}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from payload.orchestrate.cloud.google import VARIABLE
-from payload.orchestrate.ssh.keys import operator_key_path
+from payload.orchestrate.clouds.gcp.endpoints import VARIABLE
+from payload.stack.operator_key import operator_key_path
 from tests.orchestrate.cloud.fake_pulumi import FakePulumi
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, CloudStandIn
 from tests.orchestrate.cluster.operating import Operator

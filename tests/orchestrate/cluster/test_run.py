@@ -25,10 +25,10 @@ from payload.core.errors import INTERRUPTED, ExitCode, PreflightError
 from payload.core.interrupts import PRESS_S
 from payload.launch.plan import LaunchPlan
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.cloud.google import VARIABLE
+from payload.orchestrate.clouds.gcp.endpoints import VARIABLE
 from payload.orchestrate.runs.mirror import read_mirrored
 from payload.orchestrate.sites import ssh as ssh_site
-from payload.orchestrate.ssh import files, keys
+from payload.orchestrate.ssh import files, node_code, start_claim
 from payload.orchestrate.ssh.connection import Connection
 from payload.run_record.checkpoint_manifest_hashes import known_hashes, note_hash
 from payload.run_record.run_files import RunPaths
@@ -541,7 +541,7 @@ def test_a_start_whose_connection_breaks_while_it_claims_the_head_waits_and_goes
         breaker = threading.Thread(target=break_it)
         breaker.start()
         # Once the claim was refused for the one from before, that one may end.
-        at_first_call(keys, "_holder", stack.close, monkeypatch)
+        at_first_call(start_claim, "_holder", stack.close, monkeypatch)
         code = run_here(operator, monkeypatch)
         breaker.join()
     said = capsys.readouterr().err
@@ -558,7 +558,7 @@ def test_a_start_that_fails_for_another_reason_beside_a_connection_is_not_repeat
         if connection.node.name == "node-0":
             raise PreflightError("node-0: its disk is full")
         operator.nodes.cut_sessions(1)
-        files.unpack(connection, *arguments)
+        node_code.unpack(connection, *arguments)
 
     monkeypatch.setattr(ssh_site, "unpack", unpack)
     code = run_here(operator, monkeypatch)

@@ -1,0 +1,219 @@
+"""The machines: plain instances, each with its disk, ended by Google when their time is up."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pulumi import ComponentResource, Input, Output, Resource, ResourceOptions
+from pulumi_gcp import compute
+
+from infra.config import ClusterConfig
+from infra.gcp.labels import EXPIRES, IGNORED, mark
+from infra.gcp.scheduling import scheduling
+from infra.node_addresses import node_address, node_name
+
+# A change of these rebuilds the nodes. In place, Google would stop a machine, which sets the
+# clock of its run time back, and cloud-init would not run again.
+_MAKES_ANEW = (
+    *("machine_type", "spot", "max_lifetime", "disk_type", "disk_gb", "head_disk_gb", "image"),
+    *("threads_per_core", "tier1", "confidential", "kms_key", "mtu"),
+)
+# Left as they are on a machine that is up; one that is built anew gets the program's own values.
+_LEFT_ALONE = (
+    # A person's: disks that were attached, network tags, a boot disk that was enlarged or labelled.
+    # Labels of the machine need no mention: the provider manages only those that it is given.
+    *("attachedDisks", "tags"),
+    *("bootDisk.initializeParams.size", "bootDisk.initializeParams.labels"),
+    # The console's SSH button writes them (cluster-toolkit, pull request 316).
+    'metadata["ssh-keys"]',
+    # The time of the machine's own start; the program knows only of now.
+    f'labels["{EXPIRES}"]',
+    # Of a change from one node to several, or back: the head keeps its place, and its disk.
+    *("resourcePolicies", "scheduling.onHostMaintenance"),
+)
+# A3 and A2 Ultra come with local SSDs that nobody asks for.
+_LEFT_ALONE_WITH_GPUS = ("scratchDisks",)
+# Of a hyperdisk-balanced disk without surcharge; one that does not ask gets more and pays for it.
+FREE_IOPS, FREE_MIB_PER_S = 3_000, 140
+_BUCKET_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodesArgs:
+    """Arguments of the nodes."""
+
+    config: ClusterConfig
+    user_data: str
+    boots_alike: tuple[str, str]
+    """The parts of it that the head and a worker depend on: `bootstrap_values.boots_alike`."""
+    kept_metadata: tuple[str, ...]
+    """Keys of metadata that people have added to machines."""
+    shared_source: Input[str] | None
+    """SERVER:/PATH of the folder that all nodes mount, where only Google knows it."""
+    labels: dict[str, str]
+    subnetwork: Input[str]
+    service_account: Input[str]
+    after: tuple[Resource, ...]
+    """Resources that a node depends on from its boot to its removal: it installs packages through
+    NAT and the firewall."""
+
+
+class ClusterNodes(ComponentResource):
+    """All nodes, and the policy that places them close together."""
+
+    instances: list[compute.Instance]
+    """In the inventory's order; the first is the head."""
+
+    def __init__(self, name: str, args: NodesArgs, opts: ResourceOptions | None = None) -> None:
+        """Make them under `name`."""
+        super().__init__("tileforge:infra:ClusterNodes", name, {}, opts)
+        self._args = args
+        # Also for one node alone: a head that was placed among others keeps the policy.
+        placement = self._placement() if args.config.has_placement() else None
+        self.instances = [
+            self._instance(
+                index,
+                placement=placement if args.config.is_compact() else None,
+                trigger=replacement_trigger(args.config, args.boots_alike[min(index, 1)]),
+            )
+            for index in range(args.config.node_count)
+        ]
+        self.register_outputs(
+            {"names": [instance.name for instance in self.instances], "labels": self.labels()}
+        )
+
+    def head_external_address(self) -> Output[str | None]:
+        """The head's address on the internet; None where it has none."""
+        if self._args.config.access_mode != "direct":
+            return Output.from_input(None)
+        return self.instances[0].network_interfaces.apply(_external_address)
+
+    def labels(self) -> Output[list[dict[str, str] | None]]:
+        """Each instance's labels as they are recorded, the time of its end among them."""
+        return Output.all(*(instance.labels for instance in self.instances))
+
+    def _placement(self) -> compute.ResourcePolicy:
+        config = self._args.config
+        return compute.ResourcePolicy(
+            f"{config.cluster}-placement",
+            name=f"{config.cluster}-placement",
+            description=mark(self._args.labels),
+            region=config.region,
+            group_placement_policy=compute.ResourcePolicyGroupPlacementPolicyArgs(
+                collocation="COLLOCATED"
+            ),
+            opts=ResourceOptions(parent=self, ignore_changes=list(IGNORED)),
+        )
+
+    def _instance(
+        self, index: int, *, placement: compute.ResourcePolicy | None, trigger: str
+    ) -> compute.Instance:
+        config = self._args.config
+        return compute.Instance(
+            node_name(config, index),
+            name=node_name(config, index),
+            zone=config.zone,
+            machine_type=config.machine_type,
+            boot_disk=self._boot_disk(index),
+            network_interfaces=[self._interface(index)],
+            network_performance_config=compute.InstanceNetworkPerformanceConfigArgs(
+                total_egress_bandwidth_tier="TIER_1"
+            )
+            if config.tier1
+            else None,
+            advanced_machine_features=compute.InstanceAdvancedMachineFeaturesArgs(
+                threads_per_core=config.threads_per_core
+            )
+            if config.machine().has_smt
+            else None,
+            scheduling=scheduling(config),
+            resource_policies=placement.self_link if placement else None,
+            metadata=self._metadata(),
+            labels=self._args.labels,
+            service_account=compute.InstanceServiceAccountArgs(
+                email=self._args.service_account, scopes=[_BUCKET_SCOPE]
+            ),
+            shielded_instance_config=compute.InstanceShieldedInstanceConfigArgs(
+                enable_secure_boot=True, enable_vtpm=True, enable_integrity_monitoring=True
+            ),
+            confidential_instance_config=compute.InstanceConfidentialInstanceConfigArgs(
+                confidential_instance_type="TDX"
+            )
+            if config.confidential
+            else None,
+            can_ip_forward=False,
+            deletion_protection=False,
+            opts=ResourceOptions(
+                parent=self,
+                depends_on=self._args.after,
+                delete_before_replace=True,
+                replacement_trigger=trigger,
+                ignore_changes=[
+                    *_LEFT_ALONE,
+                    *(f'metadata["{key}"]' for key in self._args.kept_metadata),
+                    *(_LEFT_ALONE_WITH_GPUS if config.machine().gpus else ()),
+                ],
+            ),
+        )
+
+    def _boot_disk(self, index: int) -> compute.InstanceBootDiskArgs:
+        config = self._args.config
+        hyperdisk = config.boot_disk_type() == "hyperdisk-balanced"
+        return compute.InstanceBootDiskArgs(
+            auto_delete=True,
+            kms_key_self_link=config.kms_key or None,
+            initialize_params=compute.InstanceBootDiskInitializeParamsArgs(
+                image=config.image,
+                type=config.boot_disk_type(),
+                size=config.boot_disk_gb(index=index),
+                provisioned_iops=FREE_IOPS if hyperdisk else None,
+                provisioned_throughput=FREE_MIB_PER_S if hyperdisk else None,
+                labels=self._args.labels,
+            ),
+        )
+
+    def _interface(self, index: int) -> compute.InstanceNetworkInterfaceArgs:
+        # The head alone, and with direct access alone, has an address on the internet.
+        external = self._args.config.access_mode == "direct" and index == 0
+        return compute.InstanceNetworkInterfaceArgs(
+            subnetwork=self._args.subnetwork,
+            network_ip=node_address(index),
+            nic_type="GVNIC",
+            stack_type="IPV4_ONLY",
+            access_configs=[
+                compute.InstanceNetworkInterfaceAccessConfigArgs(network_tier="PREMIUM")
+            ]
+            if external
+            else [],
+        )
+
+    def _metadata(self) -> dict[str, Input[str]]:
+        os_login = self._args.config.access_mode == "oslogin"
+        source = self._args.shared_source
+        shared = {} if source is None else {"shared-source": source}
+        return {
+            **shared,
+            "user-data": self._args.user_data,
+            # Said outright: else a setting of the project decides who may log in.
+            "enable-oslogin": "TRUE" if os_login else "FALSE",
+            "block-project-ssh-keys": "TRUE",
+            "serial-port-enable": "FALSE",
+            # Where a node publishes its host keys.
+            "enable-guest-attributes": "TRUE",
+        }
+
+
+def replacement_trigger(config: ClusterConfig, user_data: str) -> str:
+    """Digest that changes when the nodes have to be rebuilt."""
+    values = [user_data, *(str(getattr(config, name)) for name in _MAKES_ANEW)]
+    values.append(str(config.has_placement()))
+    return hashlib.sha256("\0".join(values).encode()).hexdigest()
+
+
+def _external_address(
+    interfaces: Sequence[compute.outputs.InstanceNetworkInterface],
+) -> str | None:
+    configs = interfaces[0].access_configs or []
+    return configs[0].nat_ip if configs else None

@@ -1,4 +1,0 @@
-"""Google Cloud and Pulumi as the operator needs them: up, doctor, host keys, sweep, down.
-
-`google.py` alone imports Google's client libraries, which take more than a second.
-"""

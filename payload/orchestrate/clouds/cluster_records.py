@@ -1,0 +1,97 @@
+"""Records of the clusters that were built from a folder: .cluster/NAME/stack.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from payload.core.errors import (
+    TileforgeError,
+)
+from payload.core.files import write_whole
+from payload.core.validation import (
+    NODE_NAME,
+    build,
+    check_schema,
+    checked,
+    parse_json,
+    read_bytes,
+)
+from payload.stack.cloud_need import CLOUD_NAME, Need
+from payload.stack.cluster_files import cluster_path
+
+_MEMORY_VERSION = 1
+MOST_USD = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remembered:
+    """Record of a cluster for the time after `pulumi destroy`, which removes the outputs."""
+
+    cluster: str = checked(pattern=NODE_NAME)
+    project: str = checked(pattern=CLOUD_NAME)
+    region: str = checked(pattern=CLOUD_NAME)
+    node_usd: Mapping[str, float | None] = checked(low=0, high=MOST_USD)
+    """Dollars per hour by node; of nothing while it has only been planned."""
+    bucket: str | None = checked(None, pattern=CLOUD_NAME)
+    """The last results bucket that `bucket: create` made: it outlives the cluster."""
+
+    @property
+    def came_up(self) -> bool:
+        """Return whether the cluster has been seen up, and not only planned."""
+        return bool(self.node_usd)
+
+
+def cluster_folder(folder: Path, cluster: str) -> Path:
+    """Return where this machine keeps what belongs to a cluster; made if need be, for us alone.
+
+    Raises ConfigError for a link in its place.
+    """
+    own = cluster_path(folder, cluster)
+    own.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return own
+
+
+def remember_plan(cluster: str, known: dict[str, Any], *, folder: Path) -> None:
+    """Remember a cluster by its settings before it is built: an `up` that fails has no outputs."""
+    project = str(known.get("project") or "")
+    before = recall(folder, cluster)
+    if not project or (before is not None and before.project == project):
+        return
+    region = str(known.get("region") or Need().region)
+    keep_record(
+        Remembered(cluster=cluster, project=project, region=region, node_usd={}), folder=folder
+    )
+
+
+def forget_bucket(folder: Path, cluster: str, bucket: str) -> None:
+    """Take a bucket that was deleted out of the record: its name is anybody's now."""
+    before = recall(folder, cluster)
+    if before is not None and before.bucket == bucket:
+        keep_record(replace(before, bucket=None), folder=folder)
+
+
+def keep_record(known: Remembered, *, folder: Path) -> None:
+    """Replace the record of a cluster."""
+    path = cluster_folder(folder, known.cluster) / "stack.json"
+    write_whole(path, json.dumps({"schema_version": _MEMORY_VERSION, **asdict(known)}, indent=2))
+
+
+def recall(folder: Path, cluster: str) -> Remembered | None:
+    """Return the record of a cluster, or None."""
+    try:
+        path = cluster_path(folder, cluster, "stack.json")
+        raw = parse_json(read_bytes(path), where=str(path))
+        check_schema(raw, _MEMORY_VERSION, where=str(path))
+        return build(Remembered, raw, where=str(path))
+    except (OSError, TileforgeError):
+        return None
+
+
+def remembered_clusters(folder: Path) -> list[Remembered]:
+    """Return every cluster that this folder has built, or begun to."""
+    names = sorted(path.parent.name for path in cluster_path(folder).glob("*/stack.json"))
+    return [known for name in names if (known := recall(folder, name)) is not None]

@@ -1,0 +1,1 @@
+"""Google Cloud: its client, resources, checks, host keys and firewall."""

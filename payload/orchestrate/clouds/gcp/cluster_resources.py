@@ -1,0 +1,85 @@
+"""Whose cluster each resource of a project is, by label, network or name. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from payload.core.errors import (
+    ConfigError,
+)
+from payload.orchestrate.clouds.gcp.resource_kinds import CLUSTER_LABEL
+from payload.orchestrate.clouds.gcp.resources import Resource, in_order
+
+# What the cluster program makes that has no labels, after `<cluster>-`.
+_ENDINGS = {
+    "resource policy": ("placement",),
+    "router": ("router",),
+    "firewall rule": (
+        *("allow-ssh", "allow-nodes", "deny-egress"),
+        *("egress-web", "egress-nodes", "egress-filestore"),
+    ),
+    "subnetwork": ("subnet",),
+    "network": ("network",),
+}
+
+
+def by_cluster(
+    resources: Sequence[Resource], *, known: Collection[str] = ()
+) -> dict[str, list[Resource]]:
+    """Return each cluster's resources; what belongs to none is left out.
+
+    A label decides. Without one it is the network: what lies in a labelled one, such as a firewall
+    rule that somebody added, belongs to its cluster. Then it is the whole name, which has to be one
+    that the cluster program gives, in the network that it makes; `known` are clusters that no label
+    names. A name that only begins like a cluster's is somebody else's.
+    """
+    labelled = {r.labels[CLUSTER_LABEL] for r in resources if CLUSTER_LABEL in r.labels}
+    names = labelled | set(known)
+    networks = {r.name: r.labels.get(CLUSTER_LABEL) for r in resources if r.kind == "network"}
+    found: dict[str, list[Resource]] = {}
+    for resource in resources:
+        owner = (
+            resource.labels.get(CLUSTER_LABEL)
+            or networks.get(resource.network or "")
+            or _owner_by_name(resource, names)
+        )
+        if owner is not None:
+            found.setdefault(owner, []).append(resource)
+    return {name: in_order(found[name]) for name in sorted(found)}
+
+
+def is_made_by_program(resource: Resource, cluster: str) -> bool:
+    """Return whether label or name say that it was built for a cluster of this name."""
+    labelled = resource.labels.get(CLUSTER_LABEL)
+    return labelled == cluster or (
+        labelled is None and _owner_by_name(resource, {cluster}) is not None
+    )
+
+
+def _owner_by_name(resource: Resource, names: Collection[str]) -> str | None:
+    for ending in _ENDINGS.get(resource.kind, ()):
+        cluster = resource.name.removesuffix(f"-{ending}")
+        own_network = resource.network in (None, f"{cluster}-network")
+        if cluster != resource.name and cluster in names and own_network:
+            return cluster
+    return None
+
+
+def expiry_of(resources: Sequence[Resource]) -> float | None:
+    """Return when a cluster is to be gone: the latest of its labels and its machines' limits.
+
+    A machine that was started again lives longer than its label says.
+    """
+    times = [time for r in resources for time in (r.expires_unix(), r.ends_unix)]
+    return max((time for time in times if time is not None), default=None)
+
+
+def check_cluster_name(name: str) -> str:
+    """Return the name, if labels can have it. Raises ConfigError."""
+    plain = name.isascii() and name.replace("-", "").isalnum() and name == name.lower()
+    if not (plain and name[0].isalpha() and len(name) <= 63):
+        raise ConfigError(
+            f"--cluster {name!r}: a cluster's name has up to 63 lower-case letters, digits and "
+            "hyphens, a letter first."
+        )
+    return name

@@ -1,0 +1,77 @@
+"""DNS zones of a project: listed, and removed with their records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from urllib.parse import quote
+
+from payload.core.errors import CloudAuthError
+from payload.core.validation import checked
+from payload.orchestrate.clouds.gcp.client import (
+    CloudMissingError,
+    Google,
+)
+from payload.orchestrate.clouds.gcp.resource_kinds import DNS_ZONE
+from payload.orchestrate.clouds.gcp.resources import Resource, parse_time, printable_labels
+from payload.stack.cloud_need import CLOUD_NAME
+
+# Every zone has these; they go with it.
+_OWN_RECORDS = ("NS", "SOA")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Zone:
+    name: str = checked(pattern=CLOUD_NAME, wanted="a zone's name")
+    labels: dict[str, str] = field(default_factory=dict)
+    creation_time: str | None = checked(None, key="creationTime")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ZonePage:
+    zones: tuple[_Zone, ...] = checked((), key="managedZones")
+    next_page_token: str = checked("", key="nextPageToken")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Record:
+    name: str
+    type: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RecordPage:
+    rrsets: tuple[_Record, ...] = ()
+    next_page_token: str = checked("", key="nextPageToken")
+
+
+def dns_zones(google: Google) -> Iterator[Resource]:
+    """Yield the project's zones; where the API is off, as in most projects, there are none."""
+    path = f"/dns/v1/projects/{google.project}/managedZones?maxResults=100"
+    try:
+        for page in google.get_pages("dns", path, what="listing DNS zones", shape=_ZonePage):
+            for zone in page.zones:
+                yield Resource(
+                    kind=DNS_ZONE,
+                    name=zone.name,
+                    location="global",
+                    labels=printable_labels(zone.labels),
+                    created_unix=parse_time(zone.creation_time),
+                )
+    except CloudAuthError as error:
+        if "Enable it" not in str(error):
+            raise
+
+
+def remove_dns_zone(google: Google, name: str) -> None:
+    """Remove one with its records; it is gone at once. Raises as Google.ask does."""
+    what = f"removing {DNS_ZONE} {name}"
+    zone = f"/dns/v1/projects/{google.project}/managedZones/{quote(name)}"
+    pages = google.get_pages("dns", f"{zone}/rrsets?maxResults=100", what=what, shape=_RecordPage)
+    for record in [each for page in pages for each in page.rrsets]:
+        if record.type not in _OWN_RECORDS:
+            with suppress(CloudMissingError):
+                words = f"{quote(record.name, safe='')}/{quote(record.type, safe='')}"
+                google.delete("dns", f"{zone}/rrsets/{words}", what=what)
+    google.delete("dns", zone, what=what)

@@ -1,0 +1,148 @@
+"""`doctor`'s check of `kmsKey`: its place, its state, and who may use it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from payload.core.errors import TileforgeError
+from payload.core.validation import checked
+from payload.orchestrate.clouds.gcp.checks import Check, auth, unknown, wrong
+from payload.orchestrate.clouds.gcp.client import CloudMissingError, Google
+from payload.stack.cloud_need import KMS_KEY, Need, key_location_fits
+
+_NAME = "kmsKey"
+_ROLE = "roles/cloudkms.cryptoKeyEncrypterDecrypter"
+_MAY_GRANT = "cloudkms.cryptoKeys.setIamPolicy"
+_PURPOSE = "ENCRYPT_DECRYPT"
+_ANOTHER = "pulumi config set kmsKey NAME"
+_WORD = re.compile("[A-Z_0-9]{0,60}")
+_VERSION = re.compile(r"projects/\S{1,300}/cryptoKeyVersions/[0-9]{1,9}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Version:
+    name: str = checked(pattern=_VERSION, wanted="the name of a key's version")
+    state: str = checked("", pattern=_WORD, wanted="a word in capitals")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Key:
+    """https://cloud.google.com/kms/docs/reference/rest/v1/projects.locations.keyRings.cryptoKeys.
+
+    A key that encrypts has a primary version, with which everything new is encrypted.
+    """
+
+    purpose: str = checked("", pattern=_WORD, wanted="a word in capitals")
+    primary: _Version | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Project:
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Binding:
+    role: str = ""
+    members: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Grants:
+    bindings: tuple[_Binding, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Allowed:
+    permissions: tuple[str, ...] = ()
+
+
+def check_key(google: Google, need: Need) -> Iterator[Check]:
+    """Check that `kmsKey` fits the region, exists and is enabled, and who may use it.
+
+    Google's services have to be allowed to use it, or `up` to let them.
+    https://cloud.google.com/compute/docs/disks/customer-managed-encryption,
+    https://cloud.google.com/storage/docs/encryption/using-customer-managed-keys and
+    https://cloud.google.com/filestore/docs/cmek
+    """
+    if not need.kms_key:
+        return
+    try:
+        yield _elsewhere(need) or _unusable(google, need) or _users(google, need)
+    except CloudMissingError as error:
+        yield wrong(_NAME, str(error), f"Make the key, or name another one: {_ANOTHER}")
+    except TileforgeError as error:
+        yield unknown(_NAME, error)
+
+
+def _elsewhere(need: Need) -> Check | None:
+    """Return the error of a key whose location does not suit the cluster's region."""
+    key = KMS_KEY.fullmatch(need.kms_key)
+    regional = need.needs_regional_key
+    if key is None or key_location_fits(key["location"], region=need.region, regional=regional):
+        return None
+    places = need.region if regional else f"{need.region}, a multi-region around it, or global"
+    return wrong(
+        _NAME,
+        f"it is in {key['location']}, and the cluster's region is {need.region}",
+        f"Take a key in {places}: {_ANOTHER}",
+    )
+
+
+def _unusable(google: Google, need: Need) -> Check | None:
+    """Return the error of a key that cannot encrypt, or not now. Raises CloudMissingError."""
+    found = google.get("cloudkms", f"/v1/{need.kms_key}", what=_NAME, shape=_Key)
+    if found.purpose != _PURPOSE:
+        is_for = f"its purpose is {found.purpose or 'not named'}, not {_PURPOSE}"
+        return wrong(_NAME, is_for, f"Take another key: {_ANOTHER}")
+    if found.primary is None:
+        fix = f"Give it one, or take another key: {_ANOTHER}"
+        return wrong(_NAME, "it has no primary version, so nothing can be encrypted", fix)
+    state = found.primary.state
+    if state == "ENABLED":
+        return None
+    commands = {
+        "DISABLED": ("enable",),
+        "DESTROY_SCHEDULED": ("restore", "enable"),  # what is restored is disabled
+    }.get(state, ())
+    other = f"take another key: {_ANOTHER}"
+    number, named = found.primary.name.rpartition("/")[2], _flags(need.kms_key)
+    verbs = "; ".join(f"gcloud kms keys versions {verb} {number} {named}" for verb in commands)
+    return wrong(
+        _NAME,
+        f"its primary version is {state or 'in no known state'}, so nothing can be encrypted",
+        f"{verbs}; or {other}" if verbs else f"T{other[1:]}",
+    )
+
+
+def _flags(kms_key: str) -> str:
+    """Return gcloud's options that name the key."""
+    _, project, _, location, _, ring, _, key = kms_key.split("/")
+    return f"--key={key} --keyring={ring} --location={location} --project={project}"
+
+
+def _users(google: Google, need: Need) -> Check:
+    """Return the check that Google's services may use the key. Raises TileforgeError."""
+    path, key = f"/v3/projects/{google.project}", f"/v1/{need.kms_key}"
+    project = google.get("cloudresourcemanager", path, what="project", shape=_Project)
+    grants = google.get("cloudkms", f"{key}:getIamPolicy", what=_NAME, shape=_Grants)
+    asked = {"permissions": [_MAY_GRANT]}
+    may = google.post("cloudkms", f"{key}:testIamPermissions", asked, what=_NAME, shape=_Allowed)
+    number = project.name.rpartition("/")[2]
+    members = {m for b in grants.bindings if b.role == _ROLE for m in b.members}
+    missing = [m for m in need.key_users(number) if m not in members]
+    if not missing:
+        return Check(name=_NAME, outcome="ok", found="the service agents may use it")
+    if need.grants_key and _MAY_GRANT in may.permissions:
+        return Check(name=_NAME, outcome="ok", found="`up` will let the service agents use it")
+    return auth(
+        _NAME,
+        f"not given to {', '.join(missing)} on the key itself",
+        f"Ask the key's owner for: {'; '.join(_grant(need.kms_key, m) for m in missing)}",
+    )
+
+
+def _grant(key: str, member: str) -> str:
+    return f"gcloud kms keys add-iam-policy-binding {key} --role={_ROLE} --member={member}"

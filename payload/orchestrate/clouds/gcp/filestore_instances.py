@@ -1,0 +1,125 @@
+"""Filestore instances of a project: listed and removed."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from payload.core.errors import CloudAuthError, CloudError
+from payload.core.validation import checked
+from payload.orchestrate.clouds.gcp.client import (
+    Google,
+    one_line,
+)
+from payload.orchestrate.clouds.gcp.resource_kinds import FILESTORE
+from payload.orchestrate.clouds.gcp.resources import (
+    Resource,
+    last_word,
+    parse_time,
+    printable_labels,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Share:
+    capacity_gb: str | None = checked(None, key="capacityGb", pattern=re.compile("[0-9]{1,9}"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attached:
+    network: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Filestore:
+    name: str = checked(
+        pattern=re.compile(r"projects/[\w.:-]+/locations/[a-z0-9-]+/instances/[a-z0-9-]+", re.A),
+        wanted="an instance's name",
+    )
+    labels: dict[str, str] = field(default_factory=dict)
+    create_time: str | None = checked(None, key="createTime")
+    state: str = ""
+    networks: tuple[_Attached, ...] = ()
+    shares: tuple[_Share, ...] = checked((), key="fileShares")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FilestorePage:
+    instances: tuple[_Filestore, ...] = ()
+    unreachable: tuple[str, ...] = ()
+    next_page_token: str = checked("", key="nextPageToken")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Status:
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Operation:
+    name: str = checked(
+        pattern=re.compile(r"projects/[\w:-]+/locations/[\w-]+/operations/[\w.:-]+", re.A),
+        wanted="an operation's name",
+    )
+    done: bool = False
+    error: _Status | None = None
+
+
+def filestores(google: Google) -> Iterator[Resource]:
+    """Yield the project's Filestore instances; where the API is off there are none.
+
+    Raises CloudError for places that do not answer, after what was found.
+    """
+    path = f"/v1/projects/{google.project}/locations/-/instances?pageSize=100"
+    what = "listing Filestore instances"
+    silent: set[str] = set()
+    try:
+        for page in google.get_pages("file", path, what=what, shape=_FilestorePage):
+            silent.update(page.unreachable)
+            yield from map(_filestore, page.instances)
+    except CloudAuthError as error:
+        if "Enable it" not in str(error):
+            raise
+    if silent:
+        places = one_line(", ".join(sorted(last_word(place) for place in silent)))
+        raise CloudError(f"{what}: {places} does not answer. Try again.")
+
+
+def _filestore(found: _Filestore) -> Resource:
+    sizes = [int(share.capacity_gb) for share in found.shares if share.capacity_gb]
+    return Resource(
+        kind=FILESTORE,
+        name=last_word(found.name),
+        location=found.name.split("/")[3],
+        labels=printable_labels(found.labels),
+        created_unix=parse_time(found.create_time),
+        network=last_word(found.networks[0].network) or None if found.networks else None,
+        status=found.state or None,
+        gib=sum(sizes) if sizes else None,
+    )
+
+
+def begin_to_remove_filestore(google: Google, resource: Resource) -> Callable[[], None]:
+    """Ask for the removal; what is returned waits for its end. Raises as Google.ask does."""
+    what = f"removing {FILESTORE} {resource.name}"
+    path = f"/v1/projects/{google.project}/locations/{resource.location}/instances/{resource.name}"
+    begun = google.begin_to_delete("file", path, what=what, shape=_Operation)
+    ends = time.monotonic() + _FILESTORE_S
+
+    def see_to_its_end() -> None:
+        operation = begun
+        while not operation.done:
+            if time.monotonic() > ends:
+                raise CloudError(f"{what}: it is not done after {_FILESTORE_S:g} s. Look again.")
+            time.sleep(_FILESTORE_PAUSE_S)
+            operation = google.get("file", f"/v1/{operation.name}", what=what, shape=_Operation)
+        if operation.error is not None:
+            raise CloudError(f"{what}: {one_line(operation.error.message)}")
+
+    return see_to_its_end
+
+
+# Google's operations of Filestore take minutes, and are not held back until they are done.
+_FILESTORE_S, _FILESTORE_PAUSE_S = 900.0, 2.0

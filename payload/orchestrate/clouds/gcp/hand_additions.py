@@ -1,0 +1,119 @@
+"""Disks, labels, metadata and tags that people have added to machines by hand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from payload.core.errors import ConfigError
+from payload.core.validation import printable
+from payload.orchestrate.clouds.gcp.client import Google, request_of
+from payload.orchestrate.clouds.gcp.resource_kinds import CLUSTER_LABEL
+from payload.orchestrate.clouds.gcp.resources import last_word
+
+KEPT_VARIABLE = "TILEFORGE_METADATA_KEPT"
+"""Tells the cluster program, between commas, the keys of metadata that people have added. Pulumi
+takes the machines' metadata for its own as a whole, and would remove them."""
+OWN_METADATA = frozenset(
+    {
+        *("block-project-ssh-keys", "enable-guest-attributes", "enable-oslogin"),
+        *("serial-port-enable", "shared-source", "user-data"),
+    }
+)
+"""Keys of metadata that the cluster program sets."""
+_OWN_LABELS = re.compile(r"(tileforge|goog)-.*|managed-by")
+_PAGE = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Additions:
+    """Additions that people have made to one machine by hand."""
+
+    machine: str
+    zone: str
+    disks: Mapping[str, bool]
+    """True for a disk that Google deletes with the machine."""
+    labels: tuple[str, ...]
+    metadata: tuple[str, ...]
+    tags: tuple[str, ...]
+
+    def describe(self) -> str:
+        """Return `disk data, label team, metadata startup-script, tag web`; empty for nothing."""
+        named = {
+            "disk": self.disks,
+            "label": self.labels,
+            "metadata": self.metadata,
+            "tag": self.tags,
+        }
+        return ", ".join(f"{what} {each}" for what, names in named.items() for each in names)
+
+
+def hand_added(
+    google: Google, cluster: str, *, machines: Collection[str], labels: Collection[str]
+) -> list[Additions]:
+    """Return the additions to those of the cluster's machines that have any.
+
+    `labels` are the keys that the config adds. Raises CloudError and CloudAuthError.
+    """
+    client = google.compute("Instances")
+    request = request_of(
+        "AggregatedListInstancesRequest",
+        project=google.project,
+        max_results=_PAGE,
+        return_partial_success=True,
+    )
+    found = [
+        _additions(item, zone=last_word(scope), labels=labels)
+        for page in google.pages("listing instances", client.aggregated_list, request)
+        for scope, listed in page.items.items()
+        for item in listed.instances
+        if item.name in machines and item.labels.get(CLUSTER_LABEL) == cluster
+    ]
+    return sorted((each for each in found if each.describe()), key=lambda each: each.machine)
+
+
+def _additions(item: Any, *, zone: str, labels: Collection[str]) -> Additions:
+    metadata = [printable(each.key) for each in item.metadata.items]
+    own_labels = [key for key in item.labels if _OWN_LABELS.fullmatch(key) or key in labels]
+    return Additions(
+        machine=printable(item.name),
+        zone=zone,
+        disks={
+            printable(last_word(disk.source) or disk.device_name): bool(disk.auto_delete)
+            for disk in item.disks
+            if not disk.boot and disk.type_ != "SCRATCH"
+        },
+        labels=tuple(sorted(printable(key) for key in item.labels if key not in own_labels)),
+        metadata=tuple(sorted(key for key in metadata if key not in OWN_METADATA)),
+        tags=tuple(sorted(printable(tag) for tag in item.tags.items)),
+    )
+
+
+def kept_metadata(added: Sequence[Additions]) -> str:
+    """Return the value of KEPT_VARIABLE."""
+    return ",".join(sorted({key for each in added for key in each.metadata}))
+
+
+def added_lines(added: Sequence[Additions], going: Collection[str]) -> Iterator[str]:
+    """Yield a line for each machine with additions: left alone, or lost with it.
+
+    Raises ConfigError for a disk that would be deleted with its machine.
+    """
+    for each in added:
+        if each.machine not in going:
+            yield f"{each.machine}: added by hand and left alone: {each.describe()}"
+            continue
+        yield (
+            f"{each.machine}: added by hand, and not on the machine that takes its place: "
+            f"{each.describe()}" + ("; disks are detached and stay" if each.disks else "")
+        )
+        doomed = next((disk for disk, goes_too in each.disks.items() if goes_too), None)
+        if doomed is not None:
+            raise ConfigError(
+                f"{each.machine}: disk {doomed} was attached by hand, and Google deletes it with "
+                "the machine, so nothing was built. Keep it: gcloud compute instances "
+                f"set-disk-auto-delete {each.machine} --zone={each.zone} --disk={doomed} "
+                "--no-auto-delete"
+            )

@@ -1,0 +1,292 @@
+"""Leftovers of clusters in a project: what should not be there, and how it is removed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from payload.core.durations import in_words
+from payload.core.errors import (
+    ConfigError,
+    TeardownError,
+)
+from payload.core.suggested_commands import command
+from payload.orchestrate.clouds.cluster_records import remembered_clusters
+from payload.orchestrate.clouds.gcp.client import Google
+from payload.orchestrate.clouds.gcp.cluster_resources import (
+    by_cluster,
+    check_cluster_name,
+    expiry_of,
+    is_made_by_program,
+)
+from payload.orchestrate.clouds.gcp.listing import list_everything
+from payload.orchestrate.clouds.gcp.ownership import (
+    Ownership,
+    describe_others,
+    removable,
+)
+from payload.orchestrate.clouds.gcp.resource_kinds import (
+    BUCKET,
+    FILESTORE,
+    KEPT_LABEL,
+    KINDS,
+    RUNNING,
+)
+from payload.orchestrate.clouds.gcp.resources import Resource, in_order
+from payload.pricing.cloud_prices import filestore_price
+from payload.stack.cluster_identity import (
+    identity_in,
+    known_cluster_identity,
+)
+
+_SCHEMA_VERSION = 1
+_LOSSES = {BUCKET: "  # deletes the results in it", FILESTORE: "  # deletes the data on it"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """Result of a search of the project."""
+
+    project: str
+    cluster: str | None
+    left: Mapping[str, Sequence[Resource]]
+    """By cluster: what should not be there."""
+    owns: Callable[[Resource], bool]
+    """Tells what of `left` may be removed from here: what carries the cluster's identity."""
+    others: Sequence[Resource] = ()
+    """Resources with a named cluster's name, or in its network, that are not its own."""
+    kept: Sequence[Resource] = ()
+    """Resources that stay on purpose: buckets."""
+    living: Mapping[str, Sequence[Resource]] = field(default_factory=dict)
+    """Clusters within their lifetime; only looked at when none was named."""
+    blind: Sequence[str] = ()
+    """Why not everything was seen."""
+    node_usd: Mapping[str, float | None]
+    now_unix: float
+
+    def all_left(self) -> list[Resource]:
+        """Return everything that should not be there."""
+        return [each for resources in self.left.values() for each in resources]
+
+    def removable(self) -> list[Resource]:
+        """Return what is left and may be removed from here, in the order of removal."""
+        return removable(filter(self.owns, self.all_left()))
+
+    def named(self) -> list[str]:
+        """Return the options of `sweep` that look for the same."""
+        cluster = ["--cluster", self.cluster] if self.cluster else []
+        return [*cluster, "--project", self.project]
+
+    def may_live(self) -> bool:
+        """Return whether resources that look left may be in use.
+
+        No cluster was named, and machines that would show that theirs lives may be where it was not
+        possible to look.
+        """
+        return self.cluster is None and bool(self.blind)
+
+    def usd(self, resource: Resource) -> float | None:
+        """Return dollars an hour, where known.
+
+        They are of running machines that this folder has seen come up, and of Filestore instances.
+        """
+        if resource.kind == FILESTORE and resource.gib is not None:
+            region = resource.location.rpartition("-")[0]
+            return filestore_price(gib=resource.gib, region=region)
+        if resource.kind != "instance" or resource.status not in RUNNING:
+            return None
+        return self.node_usd.get(resource.name)
+
+    def table(self) -> Table:
+        """Return a table of resources that are left, kept or in use."""
+        table = Table(box=None, pad_edge=False)
+        for name in ("cluster", "kind", "name", "where", "age", "$/h", "status"):
+            table.add_column(name, no_wrap=True)
+        for cluster, resources in self.left.items():
+            for each in resources:
+                self._row(table, cluster, each, self._word(resources))
+        for each in self.kept:
+            self._row(table, self.cluster or "-", each, "kept: it holds results")
+        for each in self.others:
+            self._row(table, "-", each, "not this cluster's")
+        for cluster, resources in self.living.items():
+            for each in resources:
+                self._row(table, cluster, each, self._word(resources))
+        return table
+
+    def _row(self, table: Table, cluster: str, each: Resource, word: str) -> None:
+        usd = self.usd(each)
+        made = each.created_unix
+        table.add_row(
+            cluster,
+            each.kind,
+            each.name,
+            each.location,
+            "-" if made is None else _age(self.now_unix - made),
+            "-" if usd is None else f"{usd:.3f}",
+            word,
+        )
+
+    def _word(self, resources: Sequence[Resource]) -> str:
+        expiry = expiry_of(resources)
+        if expiry is None:
+            return "left"
+        if expiry < self.now_unix:
+            return f"expired {_age(self.now_unix - expiry)} ago"
+        return f"expires in {_age(expiry - self.now_unix)}"
+
+    def to_json(self) -> str:
+        """Return the same as JSON."""
+        groups = {"left": self.left, "living": self.living}
+        listed = {
+            word: {c: [asdict(each) for each in found] for c, found in group.items()}
+            for word, group in groups.items()
+        }
+        kept, others = ([asdict(each) for each in group] for group in (self.kept, self.others))
+        document = {"schema_version": _SCHEMA_VERSION, "project": self.project, **listed}
+        return json.dumps(
+            document | {"kept": kept, "others": others, "blind": list(self.blind)}, indent=2
+        )
+
+
+def look(
+    google: Google,
+    cluster: str | None,
+    *,
+    folder: Path,
+    keep_buckets: bool,
+    ownership: Ownership | None = None,
+) -> Sweep:
+    """Return the resources of `cluster` in the project, or of every expired cluster.
+
+    `ownership` proves what is the named cluster's own; else the identity that `folder` keeps of it
+    does. Where there is no proof, all that was built for a cluster of the name counts as left, and
+    nothing of it as removable.
+    """
+    if cluster is not None:
+        check_cluster_name(cluster)
+    now_unix = time.time()
+    remembered = [each for each in remembered_clusters(folder) if each.project == google.project]
+    # By its name alone a thing counts only where the cluster has come up, or was named: after an
+    # `up` that found a network of that name there, the network is somebody else's.
+    names = {each.cluster for each in remembered if each.came_up} | (
+        {cluster} if cluster else set()
+    )
+    listing = list_everything(google)
+    owned = by_cluster(listing.resources, known=names)
+    proofs = {name: folders_own(folder, name) for name in owned}
+    others: list[Resource] = []
+    if cluster is not None:
+        proof = proofs[cluster] = ownership or proofs.get(cluster) or Ownership()
+        mine, others = _split(owned.get(cluster, []), proof, cluster)
+        owned = {cluster: mine} if mine else {}
+    buckets = [r for found in owned.values() for r in found if r.kind == BUCKET]
+    kept = [r for r in buckets if keep_buckets or KEPT_LABEL in r.labels]
+    rest = {n: [r for r in found if r not in kept] for n, found in owned.items()}
+    rest = {name: found for name, found in rest.items() if found}
+    living = {
+        name: found
+        for name, found in rest.items()
+        if cluster is None and (expiry_of(owned[name]) or 0) > now_unix
+    }
+    return Sweep(
+        project=google.project,
+        cluster=cluster,
+        left={name: found for name, found in rest.items() if name not in living},
+        owns=lambda each: any(proof.owns(each) for proof in proofs.values()),
+        others=others,
+        kept=kept,
+        living=living,
+        blind=listing.blind,
+        node_usd={n: usd for each in remembered for n, usd in each.node_usd.items()},
+        now_unix=now_unix,
+    )
+
+
+def _split(
+    group: Sequence[Resource], proof: Ownership, cluster: str
+) -> tuple[list[Resource], list[Resource]]:
+    """Return what counts as the named cluster's own, and what others have of its name."""
+    mine, others = proof.split(group)
+    if not proof.is_known:
+        mine = [each for each in group if is_made_by_program(each, cluster)]
+        others = [each for each in group if each not in mine]
+    # A bucket of results is nobody else's where it says nothing of an identity.
+    old = [each for each in others if each.kind == BUCKET and not identity_in(each.labels)]
+    return [*mine, *old], [each for each in others if each not in old]
+
+
+def conclude(found: Sweep, *, talk: Console) -> None:
+    """Say that nothing is left. Raises TeardownError when something is, or cannot be ruled out."""
+    whose = f"of cluster {found.cluster}" if found.cluster else "of expired clusters"
+    left = found.all_left()
+    if left and found.may_live():
+        raise TeardownError(
+            f"{len(left)} resource(s) in project {found.project} look left, but their cluster may "
+            f"live where nobody could look, so nothing is removed: {'; '.join(found.blind)} If you "
+            f"know that it is over: sweep --cluster {next(iter(found.left))} --delete"
+        )
+    for line in describe_others(found.others):
+        talk.print(f"not this cluster's, and left alone: {line}")
+    if left:
+        _say_how_to_remove(found, talk=talk)
+        usd = [price for each in left if (price := found.usd(each)) is not None]
+        cost = f", at least ${sum(usd):.2f}/h" if usd else ""
+        again = command("orchestrate", "sweep", *found.named(), "--delete")
+        raise TeardownError(
+            f"{len(left)} resource(s) {whose} left in project {found.project}{cost}. "
+            + (
+                f"The commands above remove them, in this order; or: {again}"
+                if found.removable()
+                else ""
+            )
+            + (f" And not everything was seen: {'; '.join(found.blind)}" if found.blind else "")
+        )
+    if found.blind:
+        raise TeardownError(
+            f"nothing {whose} was seen in project {found.project}, but it is not shown that "
+            f"nothing is left: {'; '.join(found.blind)}"
+        )
+    if found.kept:
+        names = ", ".join(f"gs://{each.name}" for each in found.kept)
+        talk.print(f"kept with its results: {names}")
+    talk.print(
+        f"0 resources {whose} left in project {found.project}: looked for {len(KINDS) + 3} kinds "
+        "in all zones and regions"
+    )
+
+
+def _say_how_to_remove(found: Sweep, *, talk: Console) -> None:
+    """Print the commands that remove what is this cluster's; name whose the rest is."""
+    mine = in_order(filter(found.owns, found.all_left()))
+    for each in mine:
+        note = _LOSSES.get(each.kind, "")
+        talk.print(f"remove with: {each.removal(project=found.project)}{note}")
+    for cluster, resources in found.left.items():
+        for line in describe_others([each for each in resources if each not in mine]):
+            talk.print(
+                f"cluster {cluster}, not known to be built from this folder, {line}. Remove it "
+                "where it was built; or: "
+                + command("orchestrate", "sweep", "--cluster", cluster, "--project", found.project)
+                + " --identity ID --delete"
+            )
+
+
+def folders_own(folder: Path, cluster: str) -> Ownership:
+    """Return the proof that a folder has of its cluster; none where its record is damaged."""
+    identity = None
+    with suppress(ConfigError):
+        identity = known_cluster_identity(folder, cluster)
+    return Ownership(identities=frozenset((identity,) if identity else ()))
+
+
+def _age(seconds: float) -> str:
+    unit_s = 1 if seconds < 60 else 60
+    return in_words(unit_s * round(max(0.0, seconds) / unit_s))

@@ -1,0 +1,210 @@
+"""Starting machines that were stopped, after a question."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+from rich.console import Console
+
+from payload.core.errors import (
+    CapacityError,
+    CloudAuthError,
+    CloudError,
+    ConfigError,
+)
+from payload.core.suggested_commands import command
+from payload.machines.inventory import ClusterInventory
+from payload.orchestrate.clouds.gcp.client import REQUEST_S, Google, request_of
+from payload.orchestrate.clouds.gcp.compute_operations import see_to_its_end
+from payload.orchestrate.clouds.gcp.compute_resource import ask_compute, compute_instance
+from payload.orchestrate.clouds.gcp.head_address import external_address
+from payload.orchestrate.clouds.gcp.ownership import Ownership
+from payload.orchestrate.clouds.gcp.resource_kinds import EXPIRES_LABEL, STOPPED
+from payload.orchestrate.clouds.gcp.stock_outs import find_stock_out
+from payload.orchestrate.clouds.gcp.stopped_machines import StoppedMachine, stopped_machines
+from payload.orchestrate.terminal.console import confirm
+
+_UP = command("orchestrate", "up")
+_DOWN = command("orchestrate", "down")
+
+StoppedChoice = Literal["start", "replace", "leave"]
+STOPPED_CHOICES: tuple[StoppedChoice, ...] = ("start", "replace", "leave")
+_START_S = 300.0
+
+
+def see_to_stopped(
+    google: Google,
+    places: Mapping[tuple[str, str], str],
+    *,
+    choice: StoppedChoice | None,
+    dry_run: bool,
+    assume_yes: bool,
+    talk: Console,
+) -> list[str]:
+    """Name the stack's machines that are stopped, and start them after a question.
+
+    `places` is what `places_in` returns. Without a choice, a yes that nobody was asked for starts
+    only what Google itself has stopped: a person may have stopped the others on purpose. Returns
+    the URNs of those that are to be replaced. Raises CapacityError and CloudError when one cannot
+    be started.
+    """
+    try:
+        found = stopped_machines(google, places)
+    except (CloudError, CloudAuthError) as error:
+        talk.print(f"warning: it is not known whether every machine runs: {error}")
+        return []
+    for each in found:
+        talk.print(f"machine {each}: its disk, with what is on it, is kept and billed, {NO_END}")
+    idle = [each for each in found if each.status in STOPPED]
+    for each in (each for each in found if each not in idle):
+        talk.print(f"{each.name}: wait until it has stopped, then repeat: {_UP}")
+    if not idle or dry_run:
+        return []
+    names = ", ".join(each.name for each in idle)
+    if choice is None and assume_yes:
+        return _start_what_google_stopped(google, idle, talk=talk)
+    if choice is None:
+        if confirm(f"Start {names}? That is billed again.", assume_yes=False):
+            choice = "start"
+        elif confirm(f"Replace {names}, and lose what is on its disk?", assume_yes=False):
+            choice = "replace"
+    if choice == "start":
+        start(google, idle, talk=talk)
+    elif choice == "replace":
+        return [places[each.name, each.zone] for each in idle]
+    else:
+        talk.print(f"{names}: stopped as before")
+    return []
+
+
+NO_END = "and Google's limit of its lifetime does not count until it is started"
+
+
+def _start_what_google_stopped(
+    google: Google, idle: Sequence[StoppedMachine], *, talk: Console
+) -> list[str]:
+    start(google, [each for each in idle if each.by_google], talk=talk)
+    for each in idle:
+        if not each.by_google:
+            talk.print(
+                f"warning: {each.name} stays stopped, as a person may have stopped it on purpose. "
+                f"Start it with: {_UP} --stopped start; or replace it: {_UP} --stopped replace"
+            )
+    return []
+
+
+def start(google: Google, machines: Sequence[StoppedMachine], *, talk: Console) -> None:
+    """Start the machines, which keep their disks, and wait until they run.
+
+    Raises CapacityError where their zone has none free, and CloudError.
+    """
+    client = google.compute("Instances")
+    begun = []
+    for each in machines:
+        verb = "Resume" if each.status == "SUSPENDED" else "Start"
+        place = {"project": google.project, "zone": each.zone}
+        request = request_of(f"{verb}InstanceRequest", **place, instance=each.name)
+        method = client.resume_unary if verb == "Resume" else client.start_unary
+        what = f"starting {each.name}"
+        with _explained(each):
+            operation = google.ask(
+                what, partial(method, request=request, retry=None, timeout=REQUEST_S)
+            )
+        begun.append((each, operation, what, place))
+    ends = time.monotonic() + _START_S
+    for each, operation, what, place in begun:
+        with _explained(each):
+            see_to_its_end(google, operation, what, operations="Zone", place=place, ends=ends)
+        talk.print(f"{each.name}: started, and billed again; its lifetime begins again")
+        _renew_label(google, each, talk=talk)
+
+
+def _renew_label(google: Google, machine: StoppedMachine, *, talk: Console) -> None:
+    """Write the new end of a started machine's life on it, where people and `sweep` read it."""
+    place = {"zone": machine.zone, "instance": machine.name}
+    what = f"{machine.name}: label {EXPIRES_LABEL}"
+    try:
+        found = ask_compute(google, "Instances", "GetInstanceRequest", what=what, **place)
+        limit_s = found.scheduling.max_run_duration.seconds
+        if not limit_s:
+            return
+        expires = str(int(time.time() + limit_s))
+        request = request_of(
+            "SetLabelsInstanceRequest",
+            project=google.project,
+            **place,
+            instances_set_labels_request_resource={
+                "labels": {**found.labels, EXPIRES_LABEL: expires},
+                "label_fingerprint": found.label_fingerprint,
+            },
+        )
+        client = google.compute("Instances")
+        google.ask(
+            what, partial(client.set_labels_unary, request=request, retry=None, timeout=REQUEST_S)
+        )
+    except (CloudError, CloudAuthError) as error:
+        talk.print(f"warning: it still has the time of its first life: {error}")
+
+
+@contextmanager
+def _explained(machine: StoppedMachine) -> Iterator[None]:
+    """Say what becomes of the disk where a machine cannot be started."""
+    kept = (
+        "Its disk stays as it is, and is billed. Repeat later; or lose what is on it: "
+        f"{_UP} --stopped replace, or {_DOWN} --without-collect"
+    )
+    try:
+        yield
+    except CloudError as error:
+        stock_out = find_stock_out(str(error))
+        if stock_out is None:
+            raise CloudError(f"{error} {kept}") from None
+        what = stock_out.machine_type or "such machine"
+        raise CapacityError(
+            f"{machine.name} cannot be started: no {what} is free in {machine.zone}. {kept}"
+        ) from None
+
+
+def start_head(
+    google: Google,
+    inventory: ClusterInventory,
+    own: Ownership,
+    *,
+    dry_run: bool,
+    assume_yes: bool,
+    talk: Console,
+) -> ClusterInventory | None:
+    """Name the stopped machines, and start the head, which has the results, after a question.
+
+    Returns the inventory with the head's external address, which a start changes; None where it was
+    not started. Raises ConfigError after a no, and as `start` does.
+    """
+    try:
+        places = {(node.name, node.zone or "") for node in inventory.nodes}
+        found = stopped_machines(google, places, own=own)
+    except (CloudError, CloudAuthError) as error:
+        talk.print(f"warning: it is not known whether every machine runs: {error}")
+        return None
+    for each in found:
+        talk.print(f"machine {each}")
+    head = next((each for each in found if each.name == inventory.head.name), None)
+    if head is None or head.status not in STOPPED:
+        return None
+    if dry_run:
+        talk.print(f"{head.name} would be started first, to collect what is on its disk")
+        return None
+    if not confirm(f"Start {head.name} to collect what is on its disk?", assume_yes=assume_yes):
+        raise ConfigError(
+            f"{head.name} is {head.status}, and results may be on its disk, so nothing was "
+            f"destroyed. Destroy them too: {_DOWN} --without-collect"
+        )
+    start(google, [head], talk=talk)
+    node = inventory.head
+    if node.external_address is not None:
+        node = replace(node, external_address=external_address(compute_instance(google, node)))
+    return replace(inventory, nodes=(node, *inventory.nodes[1:]))

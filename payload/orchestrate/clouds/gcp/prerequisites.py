@@ -1,0 +1,174 @@
+"""`doctor`'s checks of what `up` needs: proxy, quota project, billing, image and bucket."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from urllib.parse import urlencode
+
+from payload.core.errors import CloudAuthError, ExitCode, TileforgeError
+from payload.core.validation import checked
+from payload.orchestrate.clouds.gcp.checks import Check, auth, denied, unknown, wrong
+from payload.orchestrate.clouds.gcp.client import REQUEST_S, CloudMissingError, Google, request_of
+from payload.orchestrate.clouds.gcp.error_catalog import QUOTA_PROJECT_FIX, billing_fix, bucket_fix
+from payload.orchestrate.clouds.gcp.organization_policies import check_boolean_policy
+from payload.orchestrate.clouds.proxy import address_of, proxy_of, spares_loopback
+from payload.stack.cloud_need import Need
+
+_CONNECT_S = 5.0
+_IMAGE = re.compile(r"projects/(?P<project>[a-z0-9:.-]+)/global/images/(?P<name>[a-z0-9-]+)")
+_GONE = ("OBSOLETE", "DELETED")
+_UEFI = "UEFI_COMPATIBLE"
+_BUCKET_NEEDS = (
+    "storage.buckets.getIamPolicy",
+    "storage.buckets.setIamPolicy",
+    "storage.objects.create",
+)
+
+
+def check_proxy(env: Mapping[str, str]) -> Iterator[Check]:
+    """Check that the proxy answers, and that it leaves out 127.0.0.1; nothing without a proxy."""
+    found = proxy_of(env)
+    if found is None:
+        return
+    variable, value = found
+    address = address_of(value)
+    if address is None:
+        yield Check(
+            name="proxy",
+            outcome="error",
+            found=f"{variable} is not a URL",
+            fix=f"export {variable}=http://HOST:PORT, or unset {variable}.",
+            exit_code=ExitCode.CONFIG,
+        )
+        return
+    shown = f"{variable}: {address[0]}:{address[1]}"
+    try:
+        socket.create_connection(address, timeout=_CONNECT_S).close()
+    except OSError as error:
+        yield Check(
+            name="proxy",
+            outcome="error",
+            found=f"{shown} does not answer ({error.strerror or error})",
+            fix=f"Correct it, or unset {variable}.",
+            exit_code=ExitCode.PREFLIGHT,
+        )
+        return
+    if spares_loopback(env):
+        yield Check(name="proxy", outcome="ok", found=f"{shown} answers")
+    else:
+        yield Check(
+            name="proxy",
+            outcome="warning",
+            found=f"{shown} answers; no_proxy lacks 127.0.0.1, over which Pulumi's parts talk",
+            fix="`up` and `down` add it; for `pulumi` by hand: export no_proxy=127.0.0.1,localhost",
+        )
+
+
+def check_quota_project(google: Google) -> Iterator[Check]:
+    """Check that a person's login names a project for the APIs that want one."""
+    if google.lacks_quota_project():
+        fix = f"{QUOTA_PROJECT_FIX.format(project=google.project)}."
+        yield auth("quota project", "Google's APIs for services, policies and quotas want one", fix)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Billing:
+    enabled: bool = checked(False, key="billingEnabled")
+
+
+def check_billing(google: Google) -> Check:
+    """Check that the project has an open billing account."""
+    path = f"/v1/projects/{google.project}/billingInfo"
+    try:
+        billing = google.get("cloudbilling", path, what="billing", shape=_Billing)
+    except TileforgeError as error:
+        return unknown("billing", error)
+    if billing.enabled:
+        return Check(name="billing", outcome="ok", found="enabled")
+    return auth("billing", "not enabled", f"{billing_fix(google.project)}.")
+
+
+def check_image(google: Google, need: Need) -> Iterator[Check]:
+    """Check that the boot image exists, may be used and is not deprecated.
+
+    One that is no Shielded VM's is checked against the policy on these.
+    """
+    named = _IMAGE.fullmatch(need.image)
+    if named is None:
+        return  # the cluster program says so before it builds
+    name = f"image {named['name']}"
+    request = request_of("GetImageRequest", project=named["project"], image=named["name"])
+    client = google.compute("Images")
+    fix = f"Take another: gcloud compute images list --project={named['project']}; then: "
+    fix += "pulumi config set image NAME"
+    try:
+        image = google.ask(
+            name, partial(client.get, request=request, retry=None, timeout=REQUEST_S)
+        )
+    except CloudMissingError:
+        yield wrong(name, f"project {named['project']} has no such image", fix)
+        return
+    except CloudAuthError as error:
+        role = f"roles/compute.imageUser on the project {named['project']}"
+        yield denied(name, error, f"Its owner gives you {role}.")
+        return
+    except TileforgeError as error:
+        yield unknown(name, error)
+        return
+    state = image.deprecated.state
+    newer = _IMAGE.search(image.deprecated.replacement)
+    fix = f"{fix.removesuffix('NAME')}{newer.group()}" if newer else fix
+    if state in _GONE:
+        yield wrong(name, f"it is {state.lower()}: no machine can be made from it", fix)
+    elif state == "DEPRECATED":
+        found = "it is deprecated: machines can be made from it until it is withdrawn"
+        yield Check(name=name, outcome="warning", found=found, fix=f"{fix}.")
+    else:
+        yield Check(name=name, outcome="ok", found="exists")
+    if _UEFI not in {feature.type_ for feature in image.guest_os_features}:
+        effect = f"the image lacks {_UEFI}, so no machine could be made from it"
+        yield check_boolean_policy(google, "compute.requireShieldedVm", effect)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bucket:
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Allowed:
+    permissions: tuple[str, ...] = ()
+
+
+def check_bucket(google: Google, need: Need) -> Iterator[Check]:
+    """Check that the bucket of the setting exists, and that `up` can let the nodes write to it."""
+    if not need.bucket_name:
+        return
+    name = f"bucket {need.bucket_name}"
+    path = f"/storage/v1/b/{need.bucket_name}"
+    query = urlencode([("permissions", each) for each in _BUCKET_NEEDS])
+    try:
+        google.get("storage", path, what=name, shape=_Bucket)
+        may = google.get(
+            "storage", f"{path}/iam/testPermissions?{query}", what=name, shape=_Allowed
+        )
+    except CloudMissingError:
+        fix = "`gcloud storage ls` shows yours; then: pulumi config set bucket NAME, or let it be "
+        yield wrong(name, "there is no such bucket", f"{fix}made: pulumi config set bucket create")
+        return
+    except CloudAuthError as error:
+        yield denied(name, error, f"{bucket_fix(need.bucket_name)}.")
+        return
+    except TileforgeError as error:
+        yield unknown(name, error)
+        return
+    missing = [each for each in _BUCKET_NEEDS if each not in may.permissions]
+    if missing:
+        found = f"not writable: this login lacks {', '.join(missing)}"
+        yield auth(name, found, f"{bucket_fix(need.bucket_name)}.")
+    else:
+        yield Check(name=name, outcome="ok", found="exists, and the nodes can be let in")

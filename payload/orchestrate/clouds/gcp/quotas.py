@@ -1,0 +1,179 @@
+"""`doctor`'s checks of quotas."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from payload.core.errors import CloudError, ExitCode, TileforgeError
+from payload.core.validation import checked
+from payload.orchestrate.clouds.gcp.checks import Check, unknown
+from payload.orchestrate.clouds.gcp.client import CloudMissingError, Google
+from payload.orchestrate.clouds.gcp.compute_resource import ask_compute
+from payload.stack.cloud_need import Need, Scope
+
+_PAGE = "https://console.cloud.google.com/iam-admin/quotas?project={project}"
+# Families after C3 have no metric of their own; Google counts them in one quota, by dimension.
+# https://cloud.google.com/docs/quotas/terminology and .../docs/quotas/configure-dimensions
+_INTEGER = re.compile(r"-?[0-9]{1,19}")
+_FAMILY_METRIC = "CPUS_PER_VM_FAMILY"
+_FAMILY_QUOTA = "CPUS-PER-VM-FAMILY-per-project-region"
+_DEFAULTS = {
+    "C3_CPUS": 24.0,
+    "GPUS_ALL_REGIONS": 0.0,
+    "CPUS_ALL_REGIONS": 32.0,
+    "INSTANCES": 24.0,
+    "IN_USE_ADDRESSES": 8.0,
+    "NETWORKS": 5.0,
+    "ROUTERS": 10.0,
+    "SSD_TOTAL_GB": 500.0,
+}
+"""Limits of a project that never asked for more, as public listings of `gcloud compute project-info
+describe` show them; one on a free trial has less (CPUS_ALL_REGIONS 12)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Details:
+    value: str = checked(pattern=_INTEGER, wanted="an integer as text")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limit:
+    """The limit where these dimensions hold; those that are not named may have any value."""
+
+    dimensions: dict[str, str] = field(default_factory=dict)
+    details: _Details | None = None
+    locations: tuple[str, ...] = checked((), key="applicableLocations")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _QuotaInfo:
+    limits: tuple[_Limit, ...] = checked((), key="dimensionsInfos")
+
+
+def check_quotas(google: Google, need: Need, project: Any) -> Iterator[Check]:
+    """Check every quota that the cluster counts against.
+
+    `project` is Compute Engine's answer, or None where it could not be read.
+    """
+    try:
+        region = ask_compute(
+            google, "Regions", "GetRegionRequest", what="region", region=need.region
+        )
+        vcpus = _vcpus(google, need)
+    except TileforgeError as error:
+        yield unknown("quotas", error)
+        return
+    limits: dict[Scope, Mapping[str, Any]] = {
+        "region": {quota.metric: quota for quota in region.quotas},
+        "project": {quota.metric: quota for quota in (project.quotas if project else ())},
+    }
+    page = _PAGE.format(project=google.project)
+    seen = set()
+    for scope, metrics, amount in need.quotas(vcpus_per_node=vcpus):
+        known = limits[scope]
+        # A limit of 0 for preemptible CPUs means that spot machines use the family's quota.
+        preferred = (m for m in metrics[:-1] if m in known and known[m].limit > 0)
+        metric = next(preferred, metrics[-1])
+        if metric in seen:
+            continue  # spot machines that use the quota of the others
+        seen.add(metric)
+        where = need.region if scope == "region" else "all regions"
+        if metric in known:
+            yield _against(known[metric], f"{metric} in {where}", amount=amount, page=page)
+        elif metric == need.family_quota():
+            yield _of_family(google, need, amount=amount, page=page)
+        else:
+            yield _not_listed(metric, where, amount=amount, page=page)
+
+
+def _against(quota: Any, name: str, *, amount: float, page: str) -> Check:
+    free = quota.limit - quota.usage
+    found = f"{amount:g} needed, {free:g} free (limit {quota.limit:g}, used {quota.usage:g})"
+    if amount < free:
+        return Check(name=name, outcome="ok", found=found)
+    if amount == free:
+        fix = f"It fits and leaves nothing: for any more than this cluster, ask at {page}"
+        return Check(name=name, outcome="warning", found=found, fix=fix)
+    fix = f"Ask for {quota.usage + amount:g} at {page}, or need less."
+    return Check(name=name, outcome="error", found=found, fix=fix, exit_code=ExitCode.QUOTA)
+
+
+def _of_family(google: Google, need: Need, *, amount: float, page: str) -> Check:
+    """Check the family's share of the quota that has dimensions; its use is not to be had there."""
+    name = f"{_FAMILY_METRIC} ({need.family}) in {need.region}"
+    path = (
+        f"/v1/projects/{google.project}/locations/global/services/compute.googleapis.com/"
+        f"quotaInfos/{_FAMILY_QUOTA}"
+    )
+    try:
+        info = google.get("cloudquotas", path, what=name, shape=_QuotaInfo)
+    except TileforgeError as error:
+        return _not_known(name, amount, f"{error} Or look at {page}")
+    limit = _applicable(info, region=need.region, family=need.family)
+    if limit is None:
+        return _not_known(name, amount, f"Look at {page}")
+    if limit < 0:
+        return Check(name=name, outcome="ok", found=f"{amount:g} needed, no limit")
+    found = f"{amount:g} needed, limit {limit:g} (what is in use is not listed)"
+    if limit < amount:
+        fix = f"Ask for {amount:g} more than is in use at {page}, or need less."
+        if limit == 0:
+            fix += " A limit of 0 may mean that the region does not have the family."
+        return Check(name=name, outcome="error", found=found, fix=fix, exit_code=ExitCode.QUOTA)
+    if limit == amount:
+        fix = f"It fits only while nothing else uses it: for more, ask at {page}"
+        return Check(name=name, outcome="warning", found=found, fix=fix)
+    return Check(name=name, outcome="ok", found=found)
+
+
+def _applicable(info: _QuotaInfo, *, region: str, family: str) -> int | None:
+    """Return the limit with the most dimensions that fit; -1 is none, None is not known."""
+    wanted = {"region": region, "vm_family": family.lower()}
+    fitting = [
+        each
+        for each in info.limits
+        if each.details is not None
+        and all(wanted.get(key) == value.lower() for key, value in each.dimensions.items())
+        and (not each.locations or region in each.locations)
+    ]
+    # Of those with one dimension a location's goes first (configure-dimensions, "precedence").
+    best = max(fitting, key=lambda e: (len(e.dimensions), "region" in e.dimensions), default=None)
+    return None if best is None or best.details is None else int(best.details.value)
+
+
+def _not_listed(metric: str, where: str, *, amount: float, page: str) -> Check:
+    """Compare with what a default project has; nothing but the console has this project's limit."""
+    name, default = f"{metric} in {where}", _DEFAULTS.get(metric)
+    if default is None:
+        return _not_known(name, amount, f"Look at {page}")
+    found = f"{amount:g} needed, the limit is not listed; a default project has {default:g}"
+    if amount <= default:
+        return Check(name=name, outcome="unknown", found=found, fix=f"Look at {page}")
+    fix = f"See that the limit is at least {amount:g} more than is in use, or ask for it: {page}"
+    return Check(name=name, outcome="error", found=found, fix=fix, exit_code=ExitCode.QUOTA)
+
+
+def _not_known(name: str, amount: float, fix: str) -> Check:
+    found = f"{amount:g} needed, the limit is not listed"
+    return Check(name=name, outcome="unknown", found=found, fix=fix)
+
+
+def _vcpus(google: Google, need: Need) -> int:
+    """Return the vCPUs of one node, from the first zone that offers it."""
+    for zone in need.zones:
+        try:
+            found = ask_compute(
+                google,
+                "MachineTypes",
+                "GetMachineTypeRequest",
+                what=need.machine_type,
+                zone=zone,
+                machine_type=need.machine_type,
+            )
+        except CloudMissingError:
+            continue
+        return int(found.guest_cpus)
+    raise CloudError(f"no zone offers {need.machine_type}, so its vCPUs are not known")

@@ -1,0 +1,128 @@
+"""Kinds of resources in a project, and the labels of a cluster's. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CLUSTER_LABEL, EXPIRES_LABEL = "tileforge-cluster", "tileforge-expires"
+KEPT_LABEL = "tileforge-kept"
+"""On what outlives `pulumi destroy` on purpose: the results bucket."""
+RUNNING = ("RUNNING", "STAGING", "PROVISIONING", "REPAIRING")
+"""Google's words for a machine that runs, and is billed."""
+BUCKET, SERVICE_ACCOUNT, DNS_ZONE = "bucket", "service account", "DNS zone"
+FILESTORE = "Filestore instance"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One kind of resource in Compute Engine."""
+
+    name: str
+    """As people say it."""
+    client: str
+    """As the client library's classes are called: Instances, of InstancesClient."""
+    singular: str
+    """As the request classes are called: Instance, of DeleteInstanceRequest."""
+    aggregated: bool
+    """True if it is in zones or regions."""
+    labelled: bool
+    """True if it can have labels; else its description has what they would say."""
+    gcloud: str
+    """Its commands, after `gcloud compute`."""
+
+
+# In the order in which they can be removed.
+KINDS = (
+    Kind(
+        name="instance",
+        client="Instances",
+        singular="Instance",
+        aggregated=True,
+        labelled=True,
+        gcloud="instances",
+    ),
+    Kind(
+        name="forwarding rule",
+        client="ForwardingRules",
+        singular="ForwardingRule",
+        aggregated=True,
+        labelled=True,
+        gcloud="forwarding-rules",
+    ),
+    Kind(
+        name="disk",
+        client="Disks",
+        singular="Disk",
+        aggregated=True,
+        labelled=True,
+        gcloud="disks",
+    ),
+    Kind(
+        name="snapshot",
+        client="Snapshots",
+        singular="Snapshot",
+        aggregated=False,
+        labelled=True,
+        gcloud="snapshots",
+    ),
+    Kind(
+        name="image",
+        client="Images",
+        singular="Image",
+        aggregated=False,
+        labelled=True,
+        gcloud="images",
+    ),
+    Kind(
+        name="resource policy",
+        client="ResourcePolicies",
+        singular="ResourcePolicy",
+        aggregated=True,
+        labelled=False,
+        gcloud="resource-policies",
+    ),
+    Kind(
+        name="router",
+        client="Routers",
+        singular="Router",
+        aggregated=True,
+        labelled=False,
+        gcloud="routers",
+    ),
+    Kind(
+        name="address",
+        client="Addresses",
+        singular="Address",
+        aggregated=True,
+        labelled=True,
+        gcloud="addresses",
+    ),
+    Kind(
+        name="firewall rule",
+        client="Firewalls",
+        singular="Firewall",
+        aggregated=False,
+        labelled=False,
+        gcloud="firewall-rules",
+    ),
+    Kind(
+        name="subnetwork",
+        client="Subnetworks",
+        singular="Subnetwork",
+        aggregated=True,
+        labelled=False,
+        gcloud="networks subnets",
+    ),
+    Kind(
+        name="network",
+        client="Networks",
+        singular="Network",
+        aggregated=False,
+        labelled=False,
+        gcloud="networks",
+    ),
+)
+KIND_OF = {kind.name: kind for kind in KINDS}
+
+STOPPED, ENDING = ("TERMINATED", "STOPPED", "SUSPENDED"), ("STOPPING", "SUSPENDING")
+"""Google's words for a machine that keeps its disk and does not run, or soon will not."""

@@ -1,0 +1,52 @@
+"""Service accounts of clusters: listed and removed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from payload.core.validation import checked
+from payload.orchestrate.clouds.gcp.client import (
+    Google,
+)
+from payload.orchestrate.clouds.gcp.resource_kinds import CLUSTER_LABEL, SERVICE_ACCOUNT
+from payload.orchestrate.clouds.gcp.resources import Resource, marks
+from payload.stack.cloud_need import CLOUD_NAME
+
+# infra/gcp/identity.py gives it, from the first on; descriptions came later.
+_DISPLAYED = re.compile(r"Nodes of the Tileforge cluster ([a-z0-9-]+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Account:
+    email: str = checked(pattern=CLOUD_NAME, wanted="an e-mail address")
+    display_name: str = checked("", key="displayName")
+    description: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AccountPage:
+    accounts: tuple[_Account, ...] = ()
+    next_page_token: str = checked("", key="nextPageToken")
+
+
+def service_accounts(google: Google) -> Iterator[Resource]:
+    """Yield those of clusters; an account's name alone says little, so others are left out."""
+    path, what = f"/v1/projects/{google.project}/serviceAccounts?pageSize=100", "service accounts"
+    for page in google.get_pages("iam", path, what=f"listing {what}", shape=_AccountPage):
+        for account in page.accounts:
+            labels = marks(account.description)
+            shown = _DISPLAYED.fullmatch(account.display_name)
+            if shown and CLUSTER_LABEL not in labels:
+                labels[CLUSTER_LABEL] = shown[1]
+            yield Resource(
+                kind=SERVICE_ACCOUNT, name=account.email, location="global", labels=labels
+            )
+
+
+def remove_service_account(google: Google, email: str) -> None:
+    """Remove one; it is gone at once. Raises as Google.ask does."""
+    path = f"/v1/projects/{google.project}/serviceAccounts/{quote(email)}"
+    google.delete("iam", path, what=f"removing {SERVICE_ACCOUNT} {email}")

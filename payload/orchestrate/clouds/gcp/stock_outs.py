@@ -1,0 +1,117 @@
+"""Zones without a machine for the cluster, as Google's messages name them. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from payload.core.errors import CapacityError, ConfigError, TileforgeError
+from payload.core.suggested_commands import command
+
+_ZONE = r"[a-z]+(?:-[a-z]+)+\d+-[a-z]"
+_NO_CAPACITY = re.compile(
+    r"(ZONE|REGION)_RESOURCE_POOL_EXHAUSTED|does not have enough resources available|STOCKOUT"
+    r"|insufficientCapacity|VM instance[^.]* is currently unavailable in the|zonesAvailable"
+)
+_FULL_ZONES = (
+    rf"zones/({_ZONE})'? does not have enough resources",
+    rf"currently unavailable in the ({_ZONE}) zone",
+    rf"not supported in the ({_ZONE}) zone",
+    rf"""["']?\bzone["']?\s*[:=]>?\s*["']?({_ZONE})\b""",
+)
+_FREE_ZONES = (
+    rf"[Cc]onsider trying your request in the ((?:{_ZONE}(?:, )?)+) zone\(s\)",
+    rf"""zonesAvailable["']?\s*[:=]>?\s*["']?((?:{_ZONE},? ?)+)""",
+)
+_MACHINE = re.compile(r"\bAn? ([a-z0-9]+-[a-z0-9-]+) VM instance")
+_NOT_OFFERED = re.compile(
+    r"Machine type with name '(?P<name>[a-z0-9-]{1,63})' does not exist in zone "
+    rf"'(?P<zone>{_ZONE})'"
+    rf"|zones/(?P<in>{_ZONE})/(?:machineTypes|diskTypes)/(?P<type>[a-z0-9-]{{1,63}})' was not found"
+)
+_PREEMPTED = re.compile(r"failed to start due to preemption|\bPREEMPTED\b")
+
+Reason = Literal["full", "not offered", "preempted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockOut:
+    """A zone that has no machine for the cluster, by the cloud's message."""
+
+    machine_type: str | None
+    full: Sequence[str]
+    """Zones without one, in the order of the output."""
+    free: Sequence[str]
+    """Zones that the error says have some."""
+    reason: Reason = "full"
+
+    @property
+    def shown_reason(self) -> str:
+        """Return why the zone is passed over, for the list of such zones."""
+        if self.reason == "preempted":
+            return "took spot machines back"
+        word = "free" if self.reason == "full" else "offered"
+        return f"no {self.machine_type or 'such machine'} {word}"
+
+    def error(self, what: str) -> TileforgeError:
+        """Return the error of the operation `what`."""
+        kind = ConfigError if self.reason == "not offered" else CapacityError
+        return kind(f"{what}: {self.describe()}")
+
+    def describe(self) -> str:
+        """Return the cause and the next command."""
+        machine = self.machine_type or "such machine"
+        build = command("orchestrate", "up")
+        tried = ", ".join(self.full) or "the zone that was tried"
+        if self.reason == "not offered":
+            return (
+                f"{machine} is not offered in {tried}. Try the next zone of the config: {build} "
+                f"--next-zone; or see what each has: {command('orchestrate', 'doctor')}"
+            )
+        if self.reason == "preempted":
+            return (
+                f"Google took a spot machine back while it was created, in {tried}. Try the next "
+                f"zone of the config: {build} --next-zone; or later"
+            )
+        if self.free:
+            zone = self.free[0]
+            return (
+                f"no {machine} is free in {tried}. Google Cloud says that {', '.join(self.free)} "
+                f"has: pulumi config set --path 'zones[0]' {zone} && {build}"
+            )
+        return (
+            f"no {machine} is free in {tried}, and Google Cloud names no zone that has one. Try "
+            f"the next zone of the config: {build} --next-zone; or later, or another machineType"
+        )
+
+
+def find_stock_out(output: str) -> StockOut | None:
+    """Return the stock-out that Pulumi's output tells of, or None."""
+    flat = " ".join(output.split())
+    missing = _NOT_OFFERED.search(flat)
+    if missing is not None:
+        name, zone = missing["name"] or missing["type"], missing["zone"] or missing["in"]
+        return StockOut(machine_type=name, full=[zone], free=[], reason="not offered")
+    if _PREEMPTED.search(flat):
+        return StockOut(machine_type=None, full=[], free=[], reason="preempted")
+    if not _NO_CAPACITY.search(flat):
+        return None
+    machine = _MACHINE.search(flat)
+    free = [zone for each in _found(_FREE_ZONES, flat) for zone in re.findall(_ZONE, each)]
+    full = _once(_found(_FULL_ZONES, flat))
+    return StockOut(
+        machine_type=machine.group(1) if machine else None,
+        full=full,
+        free=[zone for zone in _once(free) if zone not in full],
+    )
+
+
+def _found(patterns: Sequence[str], text: str) -> list[str]:
+    hits = [(m.start(), m.group(1)) for each in patterns for m in re.finditer(each, text)]
+    return [name for _, name in sorted(hits)]
+
+
+def _once(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))

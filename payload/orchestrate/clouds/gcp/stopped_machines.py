@@ -1,0 +1,127 @@
+"""Machines that were stopped, and why.
+
+Google ends a machine of a compact cluster at host maintenance and keeps its disk. Its lifetime does
+not count while it is stopped, so that it is never deleted:
+https://cloud.google.com/compute/docs/instances/limit-vm-runtime
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from payload.core.errors import (
+    CloudAuthError,
+    CloudError,
+    TileforgeError,
+)
+from payload.core.suggested_commands import command
+from payload.machines.inventory import ClusterInventory
+from payload.orchestrate.clouds.gcp.client import Google, one_line, request_of
+from payload.orchestrate.clouds.gcp.endpoints import Endpoints
+from payload.orchestrate.clouds.gcp.listing import list_machines
+from payload.orchestrate.clouds.gcp.ownership import Ownership
+from payload.orchestrate.clouds.gcp.resource_kinds import ENDING, STOPPED
+
+_UP = command("orchestrate", "up")
+_DOWN = command("orchestrate", "down")
+
+# Types of operations that stop a machine, in words.
+_BY_GOOGLE = {
+    "compute.instances.terminateOnHostMaintenance": "Google's host maintenance stopped it",
+    "compute.instances.hostError": "a failure of Google's host stopped it",
+    "compute.instances.preempted": "Google preempted it",
+}
+_BY_OTHERS = {
+    "compute.instances.guestTerminate": "it was shut down from within",
+    "stop": "{user} stopped it",
+    "suspend": "{user} suspended it",
+}
+_LINKS = "https://www.googleapis.com/compute/v1/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoppedMachine:
+    """A machine that exists and does not run."""
+
+    name: str
+    zone: str
+    status: str
+    """Google's word, such as TERMINATED."""
+    reason: str = ""
+    """Cause of the stop, in words; empty where Google does not say."""
+    by_google: bool = False
+    """True if Google is known to have stopped it; otherwise a person may have, on purpose."""
+
+    def __str__(self) -> str:
+        return f"{self.name} is {self.status}" + (f" ({self.reason})" if self.reason else "")
+
+
+def stopped_machines(
+    google: Google, places: Collection[tuple[str, str]], *, own: Ownership | None = None
+) -> list[StoppedMachine]:
+    """Return those of these machines (name and zone) that are stopped, or about to be.
+
+    With `own` only machines that it owns. Raises CloudError when not every zone could be listed,
+    and CloudAuthError.
+    """
+    if not places:
+        return []
+    return [
+        _with_reason(google, StoppedMachine(name=each.name, zone=each.location, status=each.status))
+        for each in list_machines(google)
+        if (each.name, each.location) in places
+        and each.status in (*STOPPED, *ENDING)
+        and (own is None or own.owns(each))
+    ]
+
+
+def _with_reason(google: Google, machine: StoppedMachine) -> StoppedMachine:
+    """Return the machine with the reason of its newest stop, which Google keeps for 14 days."""
+    place = f"projects/{google.project}/zones/{machine.zone}/instances/{machine.name}"
+    request = request_of(
+        "ListZoneOperationsRequest",
+        project=google.project,
+        zone=machine.zone,
+        # The whole link: on parts of one the filter finds nothing, without an error.
+        filter=f'targetLink="{_LINKS}{place}"',
+        max_results=500,
+    )
+    client = google.compute("ZoneOperations")
+    try:
+        found = [
+            each
+            for page in google.pages(f"{machine.name}: why it stopped", client.list, request)
+            for each in page.items
+            if each.target_link.endswith(f"/{place}")
+            and each.operation_type in _BY_GOOGLE.keys() | _BY_OTHERS.keys()
+        ]
+    except (CloudError, CloudAuthError):
+        return machine
+    if not found:
+        return machine
+    newest = max(found, key=lambda each: each.insert_time)
+    words = _BY_GOOGLE.get(newest.operation_type)
+    other = _BY_OTHERS.get(newest.operation_type, "").format(user=newest.user or "somebody")
+    when = one_line(newest.insert_time)
+    return replace(
+        machine,
+        reason=one_line(f"{words or other}, {when}" if when else words or other),
+        by_google=words is not None,
+    )
+
+
+def stopped_words(inventory: ClusterInventory, env: Mapping[str, str]) -> list[str]:
+    """Return a line for each machine of the inventory that Google has stopped.
+
+    One line says why where Google cannot be asked; none are for clusters that are not Google's.
+    """
+    if inventory.source != "pulumi" or inventory.project is None:
+        return []
+    places = {(node.name, node.zone or "") for node in inventory.nodes}
+    try:
+        google = Google(inventory.project, endpoints=Endpoints.from_env(env))
+        found = stopped_machines(google, places)
+    except TileforgeError as error:
+        return [f"note: it is not known whether its machines run: {error}"]
+    return [f"machine {each}. Start it: {_UP}; or collect and destroy: {_DOWN}" for each in found]

@@ -1,0 +1,1 @@
+"""Pulumi: its engine, and building, changing and destroying a cluster with it."""

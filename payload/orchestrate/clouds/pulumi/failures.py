@@ -1,0 +1,222 @@
+"""Why an operation of Pulumi's failed: the resource, Google's message, and what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from payload.core.errors import ConfigError, QuotaError, TileforgeError
+from payload.core.suggested_commands import command
+from payload.core.validation import printable
+from payload.orchestrate.clouds.gcp.error_catalog import access_refusal, other_refusal
+from payload.orchestrate.clouds.gcp.stock_outs import StockOut, find_stock_out
+from payload.orchestrate.clouds.pulumi.events import STACK_TYPE, Update, name_of, type_of
+from payload.orchestrate.clouds.pulumi.locks import is_busy, locks_in
+from payload.orchestrate.clouds.pulumi.refusals import refusal
+from payload.orchestrate.clouds.pulumi.resource_types import INSTANCE, kind_in_words
+from payload.storage.google_login import GoogleLogin
+
+# Google deletes a spot machine that it takes back, and the provider waits for it in vain. SkyPilot
+# has met UNSUPPORTED_OPERATION instead (sky/provision/gcp/instance_utils.py).
+_GONE = re.compile(
+    r"couldn't find resource|/instances/[a-z0-9-]{1,63}' was not found|UNSUPPORTED_OPERATION"
+    r"|was present, but now absent"
+)
+_CREATIONS = ("create", "create-replacement", "replace")
+
+_QUOTA = re.compile(
+    r"Quota '(?P<metric>\w{1,64})' exceeded\.? +Limit: (?P<limit>\d{1,19}(?:\.\d{1,9})?) *"
+    r"(?:in region (?P<region>[a-z0-9-]+)|globally)?"
+    # CPUS_PER_VM_FAMILY, of C4 and newer families.
+    r"(?: *dimensions = map\[[^\]]{0,200}?vm_family:(?P<family>\w{1,16}))?",
+    re.ASCII,
+)
+# A limit of requests, which Google calls a quota too; nobody has to ask for more.
+_PER_MINUTE = re.compile(r"rateLimitExceeded|RATE_LIMIT_EXCEEDED|[Qq]ueries per minute")
+_QUOTA_WORDS = re.compile(r"QUOTA_EXCEEDED|quotaExceeded|Quota exceeded|quota limit .* exceeded")
+# What the provider's own log has twice, and what only says that there is more to read.
+_PROVIDER_LOG = re.compile(r"\s*sdk-v[0-9]+/\w+\.go:[0-9]+: ")
+_SAYS_NOTHING = re.compile(
+    r"(update|preview|destroy|refresh) (failed|canceled)|an unhandled error occurred: program "
+    r"exited with non-zero exit code: [0-9]+"
+)
+_WRAPPER = re.compile(
+    r"(?:deleting|updating|creating|refreshing|reading) urn:pulumi:\S+: |[0-9]+ errors? occurred: "
+    r"?\* |Preview failed: |error: "
+)
+# Long texts of the engine's and the provider's own that name every case but this one.
+_SHORTENED = (
+    (
+        re.compile(r"Changing the machine_type, .* requires stopping it\b.*"),
+        "the change requires stopping it",
+    ),
+    (
+        re.compile(r'resource "urn:pulumi:\S+" cannot be deleted because it is protected\b.*'),
+        "it cannot be deleted because it is protected",
+    ),
+)
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
+_MOST_CHARS = 300
+_UP = command("orchestrate", "up")
+_DOWN = command("orchestrate", "down")
+
+
+class StackBusyError(ConfigError):
+    """Another `pulumi` is at work on the stack; this one has not begun."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """The engine's report about one resource, without its wrappers."""
+
+    urn: str
+    """Empty for the whole operation."""
+    message: str
+    """On one line."""
+
+    def __str__(self) -> str:
+        if not self.urn or type_of(self.urn) == STACK_TYPE:
+            return self.message
+        return f"{kind_in_words(self.urn)} {name_of(self.urn)}: {self.message}"
+
+
+def problems_of(update: Update) -> list[Problem]:
+    """Return what went wrong, the most telling first, each once."""
+    found = [
+        Problem(urn=each.urn or "", message=message)
+        for each in update.diagnostics
+        if each.severity == "error"
+        and not _PROVIDER_LOG.match(each.message)
+        and (message := _plain(each.message))
+        and not _SAYS_NOTHING.fullmatch(message)
+    ]
+    broken = [
+        Problem(urn="", message=f"policy {each.name}: {_plain(each.message)}")
+        for event in update.events
+        if (each := event.policy) is not None and each.level == "mandatory"
+    ]
+    return list(dict.fromkeys([*found, *broken]))
+
+
+def stock_out_of(update: Update, *, spot: bool = False) -> StockOut | None:
+    """Return the stock-out that made the operation fail, or None.
+
+    `spot` says that the machines are spot ones: one that is gone while it is created was preempted.
+    """
+    problems = problems_of(update)
+    found = find_stock_out("\n".join(each.message for each in problems))
+    if found is not None or not spot:
+        return found
+    created = {step.urn for step in update.failures if step.op in _CREATIONS}
+    if any(
+        type_of(each.urn) == INSTANCE and each.urn in created and _GONE.search(each.message)
+        for each in problems
+    ):
+        return StockOut(machine_type=None, full=[], free=[], reason="preempted")
+    return None
+
+
+def explain(update: Update, *, spot: bool = False) -> TileforgeError:
+    """Return the error that a failed operation amounts to, with its exit code.
+
+    `spot` is as for stock_out_of.
+    A stock-out goes before quota: Google reports some as QUOTA_EXCEEDED, with the zones that have
+    capacity in the details (https://github.com/GoogleCloudPlatform/ai-on-gke/issues/849).
+    """
+    what, problems = update.shown, problems_of(update)
+    if update.status < 0:
+        return ConfigError(
+            f"{what}: it was killed by signal {-update.status}; what it was creating may be in "
+            f"Google Cloud and not in the stack. Repeat: {_UP}; or remove everything: {_DOWN}"
+        )
+    if not problems and not update.diagnostics:
+        return _not_started(update)
+    if not problems:
+        seen = f" {update.unreadable}" if update.unreadable else ""
+        return ConfigError(
+            f"{what}: failed with status {update.status}, and its engine does not say why.{seen} "
+            f"Its output: {update.log or 'none'}"
+        )
+    stock_out = stock_out_of(update, spot=spot)
+    if stock_out is not None:
+        return stock_out.error(what)
+    return (
+        _quota_error(what, problems)
+        or _access_error(what, problems, update.login)
+        or _other_error(what, problems)
+    )
+
+
+def _not_started(update: Update) -> TileforgeError:
+    if not is_busy(update.text):
+        return refusal(update.shown, update.text, update.login)
+    held = ", ".join(map(str, locks_in(update.text)))
+    return StackBusyError(
+        f"{update.shown}: another update of the stack is going on, so this one did nothing: "
+        f"{held or 'the backend does not say whose'}. Repeat the command when it has ended; if it "
+        "was broken off, and nobody is at work: pulumi cancel --yes"
+    )
+
+
+def _quota_error(what: str, problems: Sequence[Problem]) -> TileforgeError | None:
+    flat = " ".join(each.message for each in problems)
+    if _PER_MINUTE.search(flat):
+        return None
+    quotas = "; ".join(dict.fromkeys(_quota_words(flat)))
+    if not quotas and not _QUOTA_WORDS.search(flat):
+        return None
+    if not quotas:
+        first = next(each for each in problems if _QUOTA_WORDS.search(each.message))
+        quotas = f"{_cut(str(first))}. A quota is too small, and Google does not say which"
+    return QuotaError(
+        f"{what}: {quotas}. Ask for more at https://console.cloud.google.com/iam-admin/quotas, or "
+        f"see what fits: {command('orchestrate', 'doctor')}"
+    )
+
+
+def _access_error(
+    what: str, problems: Sequence[Problem], login: GoogleLogin
+) -> TileforgeError | None:
+    """Return the error of the first problem with credentials or permissions, or None."""
+    for each in problems:
+        refusal = access_refusal(each.message, login=login)
+        if refusal is not None:
+            return refusal.error(f"{what}: {_cut(str(each))}. {refusal.advice}")
+    return None
+
+
+def _other_error(what: str, problems: Sequence[Problem]) -> TileforgeError:
+    first = problems[0]
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    known = other_refusal(first.message)
+    if known is not None:
+        return known.error(f"{what}: {_cut(str(first))}{more}. {known.advice}")
+    if _TRACEBACK.search(first.message):
+        return ConfigError(
+            f"{what}: the cluster program failed: {_cut(first.message[-300:])}. This is a bug: "
+            "report it with the log file"
+        )
+    return ConfigError(f"{what}: {_cut(str(first))}{more}")
+
+
+def _plain(message: str) -> str:
+    """Return a message on one line, without what the engine and the provider put around it."""
+    text = " ".join(printable(message).split())
+    while (wrapper := _WRAPPER.match(text)) is not None:
+        text = text[wrapper.end() :]
+    for pattern, short in _SHORTENED:
+        text = pattern.sub(short, text)
+    return text.strip()
+
+
+def _cut(text: str) -> str:
+    return (text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}...").rstrip(".")
+
+
+def _quota_words(flat: str) -> Iterable[str]:
+    for found in _QUOTA.finditer(flat):
+        where = f"in {found['region']}" if found["region"] else "in all regions together"
+        limit = f"{float(found['limit']):g} {where}"
+        family = f" ({found['family']})" if found["family"] else ""
+        yield f"quota {found['metric']}{family} is {limit}, the cluster needs more"

@@ -1,0 +1,107 @@
+"""A stack's Filestore instances: which end, where they are, and what they cost."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from payload.core.errors import CloudAuthError, CloudError, ConfigError, TileforgeError
+from payload.core.validation import printable
+from payload.orchestrate.clouds.gcp.client import Google
+from payload.orchestrate.clouds.gcp.filestore_instances import filestores
+from payload.orchestrate.clouds.gcp.ownership import Ownership
+from payload.orchestrate.clouds.gcp.resources import last_word
+from payload.orchestrate.clouds.pulumi.engine import Pulumi
+from payload.orchestrate.clouds.pulumi.events import Step, Update, name_of, type_of
+from payload.orchestrate.clouds.pulumi.resource_types import FILESTORE
+from payload.orchestrate.clouds.pulumi.stack_state import StackState, inputs_in_state
+from payload.pricing.cloud_prices import filestore_price
+
+_ENDS = ("delete", "replace", "delete-replaced")
+
+
+def has_filestore(state: StackState) -> bool:
+    """Return True if the stack has an instance, which may hold data."""
+    return bool(_in_state(state))
+
+
+def own_filestores(google: Google, state: StackState, own: Ownership) -> list[str]:
+    """Return the names of the cluster's instances, by the stack's state and by Google's list.
+
+    Where Google does not list them, the state alone counts.
+    """
+    names = _in_state(state)
+    with suppress(CloudError, CloudAuthError):
+        names += [each.name for each in filestores(google) if own.owns(each)]
+    return sorted(set(names))
+
+
+def _in_state(state: StackState) -> list[str]:
+    found = [(urn, known) for urn, known in state.parts if type_of(urn) == FILESTORE]
+    return [last_word(known) if known else name_of(urn) for urn, known in found]
+
+
+def filestores_that_go(preview: Update) -> list[str]:
+    """Return the instances that `pulumi up` would delete or replace, with the data on them."""
+    return sorted({name_of(step.urn) for step in _steps(preview) if step.op in _ENDS})
+
+
+def refuse_another_region(preview: Update, region: str) -> None:
+    """Raise ConfigError where the instance stays in another region than the machines are to be."""
+    for step in _steps(preview):
+        place = _place(step)
+        if step.op not in _ENDS and place and not place.startswith(f"{region}-"):
+            raise ConfigError(
+                f"Filestore {name_of(step.urn)} is in {place} with its data, and region = "
+                f"{region!r}. Copy what you need from it, remove it (pulumi config set "
+                "sharedStorage none, then up), and set sharedStorage again"
+            )
+
+
+def zone_words(update: Update, zone: str | None) -> str:
+    """Return a sentence where the machines are in another zone than the instance; else nothing."""
+    for step in _steps(update):
+        place = _place(step)
+        if step.op not in _ENDS and place and zone and place != zone:
+            return (
+                f"Filestore {name_of(step.urn)} stays in {place} with its data, and the machines "
+                f"are in {zone}: Google bills the traffic between zones"
+            )
+    return ""
+
+
+def billed_words(pulumi: Pulumi) -> str:
+    """Return a sentence on the instance in the stack's state, which costs until it is removed.
+
+    Empty where there is none, or the state cannot be read.
+    """
+    try:
+        found = inputs_in_state(pulumi, FILESTORE)
+    except TileforgeError:
+        return ""
+    return "".join(_billed(inputs) for inputs in found)
+
+
+def _billed(inputs: Any) -> str:
+    place = printable(str(inputs.get("location")))
+    shares = inputs.get("fileShares") or {}
+    gib = shares.get("capacityGb") if isinstance(shares, dict) else None
+    usd = None
+    if isinstance(gib, (int, float)):
+        usd = filestore_price(gib=int(gib), region=place.rpartition("-")[0])
+    price = f"${usd:.2f}/h" if usd is not None else "money"
+    return (
+        f"Filestore {printable(str(inputs.get('name')))} in {place} stays and costs {price} "
+        "until it is removed: no lifetime ends it. "
+    )
+
+
+def _steps(update: Update) -> list[Step]:
+    return [
+        step for step in update.steps if type_of(step.urn) == FILESTORE and step.op != "refresh"
+    ]
+
+
+def _place(step: Step) -> str:
+    inputs = step.new.inputs if step.new is not None else None
+    return printable(str((inputs or {}).get("location") or ""))

@@ -1,0 +1,59 @@
+"""Zones that had no machine free: .cluster/NAME/zones.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from payload.core.errors import (
+    TileforgeError,
+)
+from payload.core.files import write_whole
+from payload.core.validation import build, check_schema, checked, parse_json, read_bytes
+from payload.stack.cloud_need import CLOUD_NAME
+
+_ZONES_VERSION = 1
+FULL_HOURS = 6.0
+"""How long a zone that had no machine free is passed over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullZone:
+    """A zone that had no machine free."""
+
+    zone: str = checked(pattern=CLOUD_NAME, wanted="a zone")
+    time_unix: float
+    reason: str
+
+    def describe(self, *, now_unix: float) -> str:
+        """Return the zone with its reason and how long ago it was."""
+        hours = max(0.0, now_unix - self.time_unix) / 3600
+        return f"{self.zone} ({self.reason}, {hours:.1f} h ago)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullZones:
+    """The file that keeps them between two commands: .cluster/NAME/zones.json."""
+
+    zones: tuple[FullZone, ...] = ()
+
+    @classmethod
+    def load(cls, path: Path, *, now_unix: float) -> FullZones:
+        """Return those of the last hours; none where the file is absent or damaged."""
+        try:
+            raw = parse_json(read_bytes(path), where=str(path))
+            check_schema(raw, _ZONES_VERSION, where=str(path))
+            known = build(cls, raw, where=str(path))
+        except (OSError, TileforgeError):
+            return cls()
+        oldest = now_unix - FULL_HOURS * 3600
+        return cls(zones=tuple(each for each in known.zones if oldest < each.time_unix <= now_unix))
+
+    def without(self, zone: str) -> FullZones:
+        """Return the others."""
+        return FullZones(zones=tuple(each for each in self.zones if each.zone != zone))
+
+    def save(self, path: Path) -> None:
+        """Replace the file."""
+        write_whole(path, json.dumps({"schema_version": _ZONES_VERSION, **asdict(self)}, indent=2))

@@ -1,0 +1,89 @@
+"""Locks of a stack, and whether the process that holds one is gone."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from payload.core.validation import printable
+
+_BUSY = re.compile(r"stack is currently locked|Another update is currently in progress")
+# Of a backend that the project keeps itself: pkg/backend/diy/lock.go.
+_HOLDER = re.compile(
+    r"created by (?P<user>[^\s@]{1,64})@(?P<host>[^\s()]{1,253}) \(pid (?P<pid>[0-9]{1,10})\) at "
+    r"(?P<time>[0-9TZ:.+-]{1,40})"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lock:
+    """One lock of a stack."""
+
+    user: str
+    host: str
+    pid: int
+    since_unix: float | None
+    since: str
+
+    def __str__(self) -> str:
+        return f"{self.user}@{self.host} (process {self.pid}) since {self.since}"
+
+    def is_dead(self, *, host: str, boot_unix: float | None) -> bool:
+        """Tell whether its process is gone for certain: on `host`, which booted at `boot_unix`."""
+        if self.host != host:
+            return False
+        if boot_unix is not None and self.since_unix is not None and self.since_unix < boot_unix:
+            return True
+        return not _exists(self.pid)
+
+
+def is_busy(text: str) -> bool:
+    """Tell whether Pulumi printed that the stack is locked."""
+    return _BUSY.search(" ".join(text.split())) is not None
+
+
+def locks_in(text: str) -> list[Lock]:
+    """Return the locks that Pulumi's message names; none where the backend does not say."""
+    return [
+        Lock(
+            user=found["user"],
+            host=found["host"],
+            pid=int(found["pid"]),
+            since_unix=_unix(found["time"]),
+            since=found["time"],
+        )
+        for found in _HOLDER.finditer(printable(text))
+    ]
+
+
+def are_dead(locks: list[Lock]) -> bool:
+    """Tell whether there are locks, and all of them of dead processes on this machine."""
+    host, boot_unix = socket.gethostname(), _boot_unix()
+    return bool(locks) and all(each.is_dead(host=host, boot_unix=boot_unix) for each in locks)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _boot_unix() -> float | None:
+    """Return when this machine started; None where the system does not count sleep in."""
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    return None if clock is None else time.time() - time.clock_gettime(clock)
+
+
+def _unix(text: str) -> float | None:
+    try:
+        return datetime.fromisoformat(text).astimezone(UTC).timestamp()
+    except (OverflowError, ValueError):
+        return None

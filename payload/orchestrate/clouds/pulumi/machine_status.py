@@ -1,0 +1,110 @@
+"""The machines of a cluster, by the stack's state and by Google's list."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from payload.core.errors import (
+    CloudError,
+    ExitCode,
+    TileforgeError,
+)
+from payload.core.suggested_commands import command
+from payload.orchestrate.clouds.gcp.checks import Check, unknown
+from payload.orchestrate.clouds.gcp.client import Google
+from payload.orchestrate.clouds.gcp.listing import list_machines
+from payload.orchestrate.clouds.gcp.machine_start import NO_END
+from payload.orchestrate.clouds.gcp.ownership import Ownership
+from payload.orchestrate.clouds.gcp.removal import remove
+from payload.orchestrate.clouds.gcp.resources import Resource
+from payload.orchestrate.clouds.gcp.stopped_machines import stopped_machines
+from payload.orchestrate.clouds.pulumi.engine import Pulumi
+from payload.orchestrate.clouds.pulumi.events import type_of
+from payload.orchestrate.clouds.pulumi.refusals import PulumiError
+from payload.orchestrate.clouds.pulumi.resource_types import INSTANCE
+from payload.orchestrate.clouds.pulumi.stack_state import StackState, stack_state
+
+_ID = re.compile(r"projects/([^/]+)/zones/(?P<zone>[^/]+)/instances/(?P<name>[^/]+)")
+CLOCK_SLACK_S = 60.0
+"""How far this machine's clock may be ahead of Google's."""
+_UP = command("orchestrate", "up")
+_DOWN = command("orchestrate", "down")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachinesThere:
+    """The machines of a cluster, by Google's list and the stack's state."""
+
+    names: tuple[str, ...]
+    older: tuple[str, ...]
+    """Those that are in Google Cloud alone, and were there before the operation began."""
+
+
+def machines_there(
+    google: Google, own: Ownership, state: StackState, *, since_unix: float
+) -> MachinesThere:
+    """Return the machines that are the cluster's own or in the stack's state.
+
+    The operation began at `since_unix`. Raises CloudError when not every zone could be listed, and
+    CloudAuthError.
+    """
+    labelled = [each for each in list_machines(google) if own.owns(each)]
+    return MachinesThere(
+        names=tuple(dict.fromkeys([*state.machines, *(each.name for each in labelled)])),
+        older=tuple(
+            each.name
+            for each in labelled
+            if each.name not in state.machines
+            and (each.created_unix or 0.0) < since_unix - CLOCK_SLACK_S
+        ),
+    )
+
+
+def places_in(state: StackState, *, project: str) -> dict[tuple[str, str], str]:
+    """Return the URN of each machine of the stack's state in a project, by its name and zone."""
+    found = {}
+    for urn, known in state.parts:
+        place = _ID.fullmatch(known or "")
+        if type_of(urn) == INSTANCE and place is not None and place[1] == project:
+            found[place["name"], place["zone"]] = urn
+    return found
+
+
+def check_machines(google: Google, pulumi: Pulumi) -> Iterator[Check]:
+    """Check that the stack's machines run; yields nothing where there is no stack."""
+    try:
+        places = places_in(stack_state(pulumi), project=google.project)
+        found = stopped_machines(google, places)
+    except PulumiError as error:
+        if error.is_fault:
+            yield unknown("machines", error)
+        return
+    except TileforgeError as error:
+        yield unknown("machines", error)
+        return
+    for each in found:
+        why = f" ({each.reason})" if each.reason else ""
+        yield Check(
+            name=f"machine {each.name}",
+            outcome="error",
+            found=f"{each.status}{why}; its disk is kept and billed, {NO_END}",
+            fix=f"Start or replace it: {_UP}; or bring its results here and destroy it: {_DOWN}",
+            exit_code=ExitCode.PREFLIGHT,
+        )
+    if places and not found:
+        yield Check(name="machines", outcome="ok", found=f"none of {len(places)} is stopped")
+
+
+def remove_machines(google: Google, state: StackState) -> None:
+    """Remove the stack's machines, and leave all else. Raises CloudError when one stays."""
+    failed = remove(
+        google,
+        [
+            Resource(kind="instance", name=name, location=zone)
+            for name, zone in places_in(state, project=google.project)
+        ],
+    )
+    if failed:
+        raise CloudError("; ".join(failed))

@@ -1,0 +1,106 @@
+"""A preview's effect on machines: which end and why, and what they read anew."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from payload.core.validation import printable
+from payload.orchestrate.clouds.gcp.resources import last_word
+from payload.orchestrate.clouds.pulumi.events import Update, name_of, type_of
+from payload.orchestrate.clouds.pulumi.refusals import NEWER, PulumiError
+from payload.orchestrate.clouds.pulumi.resource_types import INSTANCE
+from payload.orchestrate.clouds.pulumi.stack_state import (
+    machine_names,
+)
+
+# Operations of a preview that end what is there; a replacement is one of them.
+_DELETING = ("delete", "replace", "delete-replaced")
+
+
+def machines_that_go(preview: Update) -> list[str]:
+    """Return those that `pulumi up` would remove or rebuild. Raises PulumiError.
+
+    An event that cannot be read may be the one that ends a machine.
+    """
+    if preview.unreadable:
+        raise PulumiError(f"`pulumi preview`: {preview.unreadable} {NEWER}", "other")
+    return machine_names(step.urn for step in preview.steps if step.op in _DELETING)
+
+
+def changes_metadata(preview: Update) -> bool:
+    """Tell whether machines that stay get other metadata, which they read only as they boot."""
+    return any(
+        step.op == "update" and type_of(step.urn) == INSTANCE and "metadata" in (step.diffs or ())
+        for step in preview.steps
+    )
+
+
+_NETWORK, _BOOT = "its network", "what it boots with"
+# The inputs of an instance, and the setting that decides each. The engine names no difference of a
+# machine that is replaced by its trigger, so the two states are compared.
+_SETTINGS = {
+    "machineType": "machineType",
+    "zone": "zones",
+    "bootDisk.initializeParams.image": "image",
+    "bootDisk.initializeParams.type": "diskType",
+    "bootDisk.initializeParams.size": "diskGb or headDiskGb",
+    "bootDisk.kmsKeySelfLink": "kmsKey",
+    "scheduling.provisioningModel": "spot",
+    "scheduling.maxRunDuration.seconds": "maxLifetime",
+    "scheduling.onHostMaintenance": "compactPlacement",
+    "advancedMachineFeatures.threadsPerCore": "threadsPerCore",
+    "networkPerformanceConfig.totalEgressBandwidthTier": "tier1",
+    "confidentialInstanceConfig.confidentialInstanceType": "confidential",
+    "networkInterfaces.0.subnetwork": _NETWORK,
+    "metadata.user-data": _BOOT,
+}
+_URL = re.compile(r"^https://[^/]+/compute/[^/]+/")
+
+
+def reasons(preview: Update, going: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each machine of `going`: removed, or replaced and why."""
+    for name in going:
+        why = ""
+        for step in preview.steps:
+            if type_of(step.urn) == INSTANCE and name_of(step.urn) == name and step.op == "replace":
+                old = (step.old and step.old.inputs) or {}
+                new = (step.new and step.new.inputs) or {}
+                found = [
+                    _change(setting, _at(old, path), _at(new, path))
+                    for path, setting in _SETTINGS.items()
+                    if _at(old, path) != _at(new, path)
+                ]
+                why = ", ".join(found) or "the cluster program"
+        yield f"{name}: replaced, as this changes: {why}" if why else f"{name}: removed"
+
+
+def _at(inputs: Any, path: str) -> Any:
+    """Return the value at a path; of a URL, which a refresh makes of a name, the name."""
+    for key in path.split("."):
+        if isinstance(inputs, list):
+            inputs = inputs[int(key)] if len(inputs) > int(key) else None
+        else:
+            inputs = inputs.get(key) if isinstance(inputs, Mapping) else None
+    return _URL.sub("", inputs) if isinstance(inputs, str) else inputs
+
+
+def _change(setting: str, old: Any, new: Any) -> str:
+    # Neither is a value of the config: one may be not known yet, the other is long.
+    if setting in (_NETWORK, _BOOT):
+        return setting
+    return f"{setting} ({_shown(old)} to {_shown(new)})"
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else printable(last_word(str(value)))
+
+
+_CREATING = ("create", "create-replacement", "replace")
+
+
+def creates_anything(preview: Update) -> bool:
+    """Return whether `pulumi up` would make anything in Google Cloud."""
+    made = (step.urn for step in preview.steps if step.op in _CREATING)
+    return any(type_of(urn).startswith("gcp:") for urn in made)

@@ -1,0 +1,108 @@
+"""Progress of an operation, as a live table."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rich.table import Table
+
+from payload.orchestrate.clouds.pulumi.events import Event, Step, name_of, type_of
+from payload.orchestrate.clouds.pulumi.resource_types import kind_in_words
+
+# What an operation does to a resource, while it does and afterwards. Others change nothing.
+_DOING = {
+    "create": ("creating", "created"),
+    "create-replacement": ("creating again", "created again"),
+    "update": ("updating", "updated"),
+    "delete": ("deleting", "deleted"),
+    "delete-replaced": ("deleting, to be created again", "deleted, to be created again"),
+    "import": ("importing", "imported"),
+}
+
+
+@dataclass(slots=True)
+class _Row:
+    step: Step
+    began_s: float
+    ended_s: float | None = None
+    failed: bool = False
+    is_gone: bool = False
+
+    def state(self) -> str:
+        """Return the state in words."""
+        if self.is_gone:
+            return "gone from Google Cloud"
+        doing, done = _DOING[self.step.op]
+        if self.failed:
+            return f"{doing} FAILED"
+        return doing if self.ended_s is None else done
+
+
+@dataclass(slots=True)
+class Progress:
+    """Progress of an operation so far."""
+
+    shown: str
+    say: Callable[[str], object] | None = None
+    """Gets a line for each resource that is done; None where the table is on a terminal."""
+    clock: Callable[[], float] = time.monotonic
+    _rows: dict[tuple[str, str], _Row] = field(default_factory=dict)
+    _began_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._began_s = self.clock()
+
+    def see(self, event: Event) -> None:
+        """Take in one event."""
+        now_s = self.clock()
+        if event.began is not None and event.began.op in _DOING and is_real(event.began):
+            self._rows[event.began.op, event.began.urn] = _Row(event.began, now_s)
+        step = event.done or event.failed
+        if step is None:
+            return
+        row = self._rows.get((step.op, step.urn))
+        if row is None and step.op == "delete" and event.done is not None and is_real(step):
+            # No deletion was begun: the refresh before everything else has not found it.
+            row = self._rows[step.op, step.urn] = _Row(step, now_s, is_gone=True)
+        if row is None or row.ended_s is not None:
+            return
+        row.ended_s, row.failed = now_s, event.failed is not None
+        if self.say is not None and (self.shown != "pulumi preview" or row.is_gone):
+            took = "" if row.is_gone else f" ({now_s - row.began_s:.0f} s)"
+            self.say(f"{kind_in_words(step.urn)} {name_of(step.urn)}: {row.state()}{took}")
+
+    def to_json(self) -> str:
+        """Return the same for programs."""
+        now_s = self.clock()
+        rows = [
+            {
+                "kind": kind_in_words(row.step.urn),
+                "name": name_of(row.step.urn),
+                "state": row.state(),
+                "seconds": round((now_s if row.ended_s is None else row.ended_s) - row.began_s, 3),
+            }
+            for row in self._rows.values()
+        ]
+        return json.dumps({"schema_version": 1, "resources": rows}, indent=1)
+
+    def table(self) -> Table:
+        """Return the table of resource, state and seconds."""
+        now_s = self.clock()
+        table = Table(box=None, pad_edge=False)
+        for name in ("resource", "name", "state", "s"):
+            table.add_column(name, no_wrap=True, justify="right" if name == "s" else "left")
+        for row in self._rows.values():
+            seconds = (now_s if row.ended_s is None else row.ended_s) - row.began_s
+            urn = row.step.urn
+            table.add_row(kind_in_words(urn), name_of(urn), row.state(), f"{seconds:.0f}")
+        state = "running" if self._rows else "starting"
+        table.add_row(self.shown, "", state, f"{now_s - self._began_s:.0f}")
+        return table
+
+
+def is_real(step: Step) -> bool:
+    """Tell whether it is something in Google Cloud, and no component or provider."""
+    return type_of(step.urn).startswith("gcp:")

@@ -1,0 +1,49 @@
+"""A stack's config, as `pulumi config` prints it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from payload.core.errors import ConfigError
+from payload.core.validation import (
+    NODE_NAME,
+    shown,
+)
+from payload.orchestrate.clouds.pulumi.engine import Pulumi
+from payload.orchestrate.clouds.pulumi.refusals import NEWER
+from payload.stack.cloud_need import Need
+
+_PROVIDERS_TOO = {"project": "", "region": Need().region}
+"""Settings that the provider's take the place of, with their defaults."""
+
+
+def settings(pulumi: Pulumi) -> dict[str, Any]:
+    """Return the stack's config by the keys' last part; the project's own keys before a provider's.
+
+    A key of the project's that has its default gives way to the provider's project and region.
+    Raises PulumiError and ConfigError.
+    """
+    raw = pulumi.ask_json("config")
+    if not isinstance(raw, dict):
+        raise ConfigError(f"`pulumi config --json` printed {shown(raw)}, not an object. {NEWER}")
+    known: dict[str, Any] = {}
+    for key in sorted(raw, key=lambda key: not key.startswith("gcp:")):
+        entry = raw[key] if isinstance(raw[key], dict) else {}
+        value, name = entry.get("objectValue", entry.get("value")), key.rpartition(":")[2]
+        # As the cluster program does: infra/config_reading.py.
+        if known.get(name) and value in ("", _PROVIDERS_TOO.get(name)):
+            continue
+        known[name] = value
+    return known
+
+
+def cluster_name(pulumi: Pulumi, known: dict[str, Any]) -> str:
+    """Return the cluster of the config: its key, or the stack's name. Raises PulumiError."""
+    name = known.get("cluster") or pulumi.ask("stack", "--show-name").strip().rpartition("/")[2]
+    # It names a folder here, with the key that opens the cluster.
+    if not isinstance(name, str) or not NODE_NAME.fullmatch(name):
+        raise ConfigError(
+            f"cluster = {shown(name)}: must be a name of letters, digits and hyphens. "
+            "pulumi config set cluster NAME"
+        )
+    return name

@@ -1,0 +1,218 @@
+"""A stack's outputs: the cluster that it has built."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import payload
+from payload.core.errors import (
+    ConfigError,
+)
+from payload.core.suggested_commands import command
+from payload.core.validation import (
+    parse_json,
+    read_bytes,
+    shown,
+)
+from payload.machines.inventory import ClusterInventory
+from payload.orchestrate.clouds.cluster_records import (
+    MOST_USD,
+    Remembered,
+    cluster_folder,
+    keep_record,
+    recall,
+)
+from payload.orchestrate.clouds.gcp.client import Google
+from payload.orchestrate.clouds.gcp.endpoints import Endpoints
+from payload.orchestrate.clouds.gcp.host_keys import CACHE_FILE, cached_inventory, pin_host_keys
+from payload.orchestrate.clouds.pulumi.engine import Pulumi
+from payload.orchestrate.clouds.pulumi.refusals import PulumiError
+from payload.stack.cloud_need import CLOUD_NAME
+from payload.stack.cluster_files import cluster_path
+
+_PROJECT_FILES = tuple(
+    f"Pulumi.{kind}{packed}" for kind in ("yaml", "yml", "json") for packed in ("", ".gz")
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackOutputs:
+    """Outputs of the cluster program."""
+
+    inventory: ClusterInventory
+    """Without host keys; `project` is filled in."""
+    project: str
+    region: str
+    hourly_usd: float | None
+    expires: str | None
+    """ISO 8601, UTC."""
+
+    def price_and_end(self) -> str:
+        """Return `$1.59/h until 2026-11-21 20:00 UTC`."""
+        price = "price unknown" if self.hourly_usd is None else f"${self.hourly_usd:.2f}/h"
+        if self.expires is None:
+            return price
+        return f"{price} until {datetime.fromisoformat(self.expires):%Y-%m-%d %H:%M} UTC"
+
+
+def read_outputs(pulumi: Pulumi) -> StackOutputs:
+    """Return the stack's outputs. Raises PulumiError and ConfigError."""
+    outputs = pulumi.ask_json("stack", "output")
+    name = f"stack {pulumi.stack}" if pulumi.stack else "the selected stack"
+    if not isinstance(outputs, dict) or "inventory" not in outputs:
+        raise PulumiError(
+            f"{name} has no output `inventory`: nothing is up. Build the cluster: "
+            + command("orchestrate", "up"),
+            "no stack",
+        )
+    raw = outputs["inventory"]
+    where = f"{name}: output inventory"
+    known = parse_json(raw, where=where) if isinstance(raw, str) else raw
+    if isinstance(known, dict):
+        known = {**known, "project": outputs.get("project")}
+    return StackOutputs(
+        inventory=ClusterInventory.from_json(json.dumps(known), where=where),
+        project=_text(outputs, "project", name),
+        region=_text(outputs, "region", name),
+        hourly_usd=_number(outputs.get("hourly_usd"), name),
+        expires=_time(outputs.get("expires"), name),
+    )
+
+
+def outputs_if_any(pulumi: Pulumi) -> StackOutputs | None:
+    """Return the outputs; None of a stack that never came up whole. Raises as `read_outputs`."""
+    try:
+        return read_outputs(pulumi)
+    except PulumiError as error:
+        if error.trouble != "no stack" or "has no output" not in str(error):
+            raise
+        return None
+
+
+def default_stack(env: Mapping[str, str], *, folder: Path) -> StackOutputs | str:
+    """Return the selected stack's outputs, or why there is none to be had.
+
+    A stack whose outputs cannot be used is an error and no reason to train elsewhere. Raises
+    ConfigError.
+    """
+    found = _project_files(folder)
+    if not found:
+        return "no Pulumi project here"
+    if not _is_own_project(found):
+        return f"{found[0]} is another project's; name its stack to use it: --inventory stack:NAME"
+    try:
+        return read_outputs(Pulumi(env, folder=folder))
+    except PulumiError as error:
+        if error.is_fault:
+            raise ConfigError(f"{error} (or name the cluster: --inventory local)") from None
+        if error.trouble == "no stack":
+            return "no Pulumi stack is selected, or nothing is up in it"
+        return "Pulumi is " + error.trouble if error.trouble != "no project" else error.trouble
+
+
+def _project_files(folder: Path) -> list[Path]:
+    """Return Pulumi's project files of the nearest folder that has any, from `folder` upwards."""
+    for each in (folder, *folder.parents):
+        if found := [each / name for name in _PROJECT_FILES if (each / name).is_file()]:
+            return found
+    return []
+
+
+def _is_own_project(found: Sequence[Path]) -> bool:
+    """Return whether this is the cluster program's project, or a copy of its file.
+
+    A project file may name a backend: `pulumi` sends its token there. So it is not started in a
+    folder that merely has one, as a cloned one may, where nobody asked for a stack.
+    """
+    own = Path(payload.__file__).parents[1] / _PROJECT_FILES[0]
+    if len(found) > 1 or not own.is_file():
+        return False
+    try:
+        return found[0].samefile(own) or read_bytes(found[0]) == read_bytes(own)
+    except OSError:
+        return False
+
+
+def load_stack(
+    outputs: StackOutputs, env: Mapping[str, str], *, folder: Path, say: Callable[[str], None]
+) -> ClusterInventory:
+    """Return the stack's cluster with host keys that its machines have published.
+
+    Raises CloudAuthError, RankLostError, BootstrapError, CloudError.
+    """
+
+    remember(outputs, folder=folder)
+    google = Google(outputs.project, endpoints=Endpoints.from_env(env))
+    return pin_host_keys(
+        outputs.inventory,
+        google,
+        cache=cluster_folder(folder, outputs.inventory.cluster) / CACHE_FILE,
+        say=say,
+    )
+
+
+def remember(outputs: StackOutputs, *, folder: Path, made_bucket: str | None = None) -> None:
+    """Keep what `sweep` needs when the outputs are gone, and the bucket that the stack has made."""
+    before = recall(folder, outputs.inventory.cluster)
+    kept = before.bucket if before is not None and before.project == outputs.project else None
+    known = Remembered(
+        cluster=outputs.inventory.cluster,
+        bucket=made_bucket or kept,
+        project=outputs.project,
+        region=outputs.region,
+        node_usd={node.name: node.hourly_usd for node in outputs.inventory.nodes},
+    )
+    keep_record(known, folder=folder)
+
+
+def recall_outputs(folder: Path, cluster: str, *, project: str) -> StackOutputs | None:
+    """Return the outputs as this folder knows them from when it last reached the cluster's nodes.
+
+    They have neither price nor end. None where it has never reached them in this project.
+    """
+    known = recall(folder, cluster)
+    inventory = cached_inventory(cluster_path(folder, cluster, CACHE_FILE))
+    if known is None or inventory is None:
+        return None
+    # The record of a cluster's project is written anew before its nodes are reached there.
+    if {(inventory.cluster, each) for each in (known.project, inventory.project)} != {
+        (cluster, project)
+    }:
+        return None
+    return StackOutputs(
+        inventory=inventory, project=project, region=known.region, hourly_usd=None, expires=None
+    )
+
+
+def _text(outputs: Mapping[str, Any], key: str, name: str) -> str:
+    value = outputs.get(key)
+    if not isinstance(value, str) or not CLOUD_NAME.fullmatch(value):
+        raise ConfigError(
+            f"{name}: output {key} is {shown(value)}; a name is needed. Bring the stack up to "
+            "date: pulumi up"
+        )
+    return value
+
+
+def _number(value: Any, name: str) -> float | None:
+    if value is None:
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= MOST_USD:
+        return value
+    raise ConfigError(f"{name}: output hourly_usd is {shown(value)}; dollars or nothing is needed.")
+
+
+def _time(value: Any, name: str) -> str | None:
+    if value is None:
+        return None
+    try:
+        return datetime.fromisoformat(value).astimezone(UTC).isoformat()
+    except (OverflowError, TypeError, ValueError):
+        raise ConfigError(
+            f"{name}: output expires is {shown(value)}; a time in ISO 8601 is needed."
+        ) from None

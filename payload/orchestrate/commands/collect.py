@@ -1,0 +1,81 @@
+"""`collect`: brings a run's results here, from its cluster or its store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing, suppress
+
+from rich.console import Console
+
+from payload.config.store_address import StoreAddress
+from payload.core.errors import (
+    ExitCode,
+    SshUnreachableError,
+)
+from payload.core.suggested_commands import command
+from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.commands.run_choice import RunChoice, run_is_here, site_run
+from payload.orchestrate.runs.run_index import (
+    collect_from_store,
+    find_run,
+)
+from payload.orchestrate.terminal.console import text_console
+from payload.run_record.named_settings import unnamed
+from payload.run_record.run_files import (
+    RunPaths,
+    point_latest_at,
+)
+from payload.run_record.write_report import write_report
+from payload.storage.here import is_address, run_address, stored_at
+from payload.storage.isolated_reader import watched_store
+
+
+def collect(options: RunChoice, access: LocalAccess) -> int:
+    """Bring logs, metrics, summary and the newest checkpoint of a run here.
+
+    They come from the run's store where its address is given, and where no machine answers.
+    """
+    talk = text_console(stderr=True)
+    if options.run is not None and is_address(options.run):
+        address = run_address(options.run)
+        paths = RunPaths(options.runs_dir / address.last())
+        return _collect_stored(address, paths, env=access.code_environment(), talk=talk)
+    run = site_run(find_run(options.runs_dir, options.run), access)
+    if not run.is_copied:
+        raise run_is_here(run.paths)
+    try:
+        with closing(run):
+            home = run.bring_home()
+    except SshUnreachableError as error:
+        kept = stored_at(run.paths)
+        if kept is None:
+            raise
+        if unnamed(run.paths, {"storage.results": str(kept.parent())}):
+            # The word of a node, or of whoever made the folder.
+            raise SshUnreachableError(
+                f"{error} The run's settings name {kept}, which nobody has named for it on this "
+                f"machine. If it is right: {command('orchestrate', 'collect', str(kept))}"
+            ) from None
+        talk.print(f"warning: {error} What is in {kept} comes instead.")
+        return _collect_stored(kept, run.paths, env=access.code_environment(), talk=talk)
+    if home.checkpoint is not None:
+        with suppress(OSError):  # the link is a convenience
+            point_latest_at(run.paths)
+    talk.print(f"checkpoint: {home.checkpoint or 'none yet'}")
+    talk.print(f"everything in {run.paths.root}" + ("; the run goes on" if home.alive else ""))
+    return ExitCode.OK
+
+
+def _collect_stored(
+    address: StoreAddress, paths: RunPaths, *, env: Mapping[str, str], talk: Console
+) -> int:
+    with watched_store(address, env=env, say=talk.print) as store:
+        found = collect_from_store(store, paths, say=talk.print)
+    problem = write_report(paths)
+    if problem is not None:
+        talk.print(f"note: no report was written: {problem}")
+    with suppress(OSError):  # the link is a convenience
+        point_latest_at(paths)
+    talk.print(f"checkpoint: {found or 'none yet'}")
+    talk.print(f"everything in {paths.root}; it comes from {address}")
+    return ExitCode.OK

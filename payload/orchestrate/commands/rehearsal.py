@@ -1,0 +1,183 @@
+"""The steps of a rehearsal, within its budget, and what takes everything down."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from payload.config.run_config import load_run_config
+from payload.core.errors import BudgetError, ExitCode, TileforgeError
+from payload.core.python_processes import code_environment, module_words
+from payload.launch.ranks import place_ranks
+from payload.orchestrate.clouds.gcp.client import Google
+from payload.orchestrate.clouds.gcp.filestore_deletion import filestore_name
+from payload.orchestrate.clouds.gcp.removal import remove
+from payload.orchestrate.clouds.gcp.resources import Resource
+from payload.orchestrate.clouds.pulumi.engine import Pulumi
+from payload.orchestrate.clouds.pulumi.stack_outputs import StackOutputs, read_outputs
+from payload.orchestrate.commands.rehearsal_page import Step
+
+_STEPS = 10
+_BOOT_MINUTES = "20"
+_GRACE_S = 60.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Rehearsal:
+    """One way through; `steps` grows."""
+
+    name: str
+    """Name of its stack, its cluster and its run."""
+    pulumi: Pulumi
+    google: Google
+    env: Mapping[str, str]
+    folder: Path
+    """The cluster's folder, which gets the logs and the page, too."""
+    config: Path
+    hourly_usd: float
+    budget_usd: float
+    engine: str
+    """Pulumi's version."""
+    talk: Console
+    began_s: float = field(default_factory=time.monotonic)
+    steps: list[Step] = field(default_factory=list)
+
+    def through(self) -> None:
+        """Take every step up to the healed cluster. Raises TileforgeError at the first bad step."""
+        up = ("up", "--yes", "--results-may-be-lost", "--stack", self.name)
+        self._step("doctor", "doctor", "--stack", self.name)
+        self._step("up", *up)
+        outputs = self._priced()
+        job = ("--inventory", f"stack:{self.name}", *self._job(outputs))
+        preflight = ("preflight", *job, "--wait", _BOOT_MINUTES)
+        self._step("preflight", *preflight)
+        self._step(f"run of {_STEPS} steps", "run", *job, "--run-id", self.name)
+        self._lose(outputs)
+        self._step("up heals it", *up)
+        self._step("preflight again", *preflight)
+
+    def end(self, *, collect: bool) -> bool:
+        """Take everything down and look; nothing is raised, as this must go to its end.
+
+        Return whether nothing is left. Where results cannot be collected, they are lost.
+        """
+        project = ("--project", self.google.project)
+        data = ("--delete-filestore", filestore_name(self.name))
+        down = ("down", "--yes", "--stack", self.name, *data, *project)
+        gone = collect and self._tried("down", *down)
+        gone = gone or self._tried("down, results lost", *down, "--without-collect")
+        is_clean = self._tried("sweep", "sweep", "--cluster", self.name, *project)
+        if gone and is_clean:
+            with suppress(TileforgeError):
+                self.pulumi.ask("stack", "rm", "--yes")
+        return gone and is_clean
+
+    def _tried(self, name: str, *words: str) -> bool:
+        with suppress(TileforgeError):
+            self._step(name, *words, limited=False)
+        return self.steps[-1].is_good
+
+    def _job(self, outputs: StackOutputs) -> list[str]:
+        """Return the config, with a batch that this cluster's ranks share evenly."""
+        config = load_run_config(self.config)
+        nodes = outputs.inventory.nodes
+        ranks = place_ranks(nodes, config.launch, device=config.device).world_size
+        per_pass = config.batch.per_pass(ranks)
+        batch = -(-config.batch.global_batch_size // per_pass) * per_pass
+        values = {"batch.global_batch_size": batch, "train.steps": _STEPS}
+        sets = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+        return ["--config", str(self.config), *sets]
+
+    def _priced(self) -> StackOutputs:
+        outputs = read_outputs(self.pulumi)
+        if outputs.hourly_usd is None or outputs.hourly_usd > 1.1 * self.hourly_usd:
+            raise BudgetError(
+                f"the cluster costs {outputs.hourly_usd} dollars an hour, and {self.hourly_usd:.4f}"
+                " were reckoned with"
+            )
+        return outputs
+
+    def _lose(self, outputs: StackOutputs) -> None:
+        """Delete the last node through Google's API, as a preemption does."""
+        victim, began_s = outputs.inventory.nodes[-1], time.monotonic()
+        node = Resource(kind="instance", name=victim.name, location=victim.zone or "")
+        failed = remove(self.google, [node])
+        self._note(f"delete {victim.name}", ["DELETE", victim.name], int(bool(failed)), began_s)
+
+    def _step(self, name: str, *words: str, limited: bool = True) -> None:
+        """Run a command. Raises TileforgeError when it does not end as it should."""
+        self.talk.print(f"+ {' '.join(words)}")
+        began_s = time.monotonic()
+        log = self.folder / f"{len(self.steps) + 1:02}-{words[0]}.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                module_words("payload.orchestrate", *words),
+                env=code_environment(self.env),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # What takes everything down is not ended by Ctrl-C.
+                start_new_session=not limited,
+            )
+            status = self._within_budget(process) if limited else self._wait(process)
+        self._note(name, words, status, began_s, log=log)
+
+    def _within_budget(self, process: subprocess.Popen[bytes]) -> int:
+        """Return its exit status; it is interrupted when the budget is spent."""
+        try:
+            return process.wait(timeout=self._left_s())
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            # The terminal has sent it to the command, too.
+            process.wait()
+            raise
+        try:
+            process.wait(timeout=_GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        return ExitCode.BUDGET
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> int:
+        """Return its exit status, whatever the operator presses meanwhile."""
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                self.talk.print("interrupted: everything is being taken down; it costs until then")
+
+    def _left_s(self) -> float:
+        spent_s = time.monotonic() - self.began_s
+        return max(1.0, self.budget_usd / self.hourly_usd * 3600 - spent_s)
+
+    def _note(
+        self,
+        name: str,
+        argv: Sequence[str],
+        status: int,
+        began_s: float,
+        *,
+        log: Path | None = None,
+    ) -> None:
+        took_s = time.monotonic() - began_s
+        step = Step(name=name, argv=argv, status=status, took_s=took_s, log=log)
+        self.steps.append(step)
+        self.talk.print(f"  {name}: exit code {status} after {took_s:.1f} s")
+        if not step.is_good:
+            error = TileforgeError(f"step {name!r} ended with {status}. Its output: {log}")
+            error.exit_code = _exit_code(status)
+            raise error
+
+
+def _exit_code(status: int) -> ExitCode:
+    with suppress(ValueError):
+        return ExitCode(status)
+    return ExitCode.TRAINING

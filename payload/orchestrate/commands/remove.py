@@ -1,0 +1,114 @@
+"""`remove`: removes old runs from the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from payload.core.errors import (
+    ExitCode,
+    TileforgeError,
+    UsageError,
+)
+from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.commands.run_choice import alive_at_site, mirrored_if_readable
+from payload.orchestrate.runs.mirror import Mirrored, mirror_file
+from payload.orchestrate.runs.removal import (
+    finish_removals,
+    is_own_run,
+    refuse_to_remove,
+    remove_run,
+)
+from payload.orchestrate.runs.run_index import (
+    all_runs,
+    find_run,
+    is_copy,
+)
+from payload.orchestrate.terminal.console import text_console
+from payload.run_record.run_files import (
+    LATEST,
+    RunPaths,
+    point_latest_at,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoveOptions:
+    """Options of `remove`."""
+
+    runs: Sequence[str]
+    keep: int | None
+    """Remove all but so many of the newest, in place of `runs`."""
+    dry_run: bool
+    force: bool
+    """Also runs that were not collected."""
+    runs_dir: Path
+
+
+def remove(options: RemoveOptions, access: LocalAccess) -> int:
+    """Remove the named runs, or all but the newest; never one that is running."""
+    runs_dir = options.runs_dir
+    talk, out = text_console(stderr=True), text_console(stderr=False)
+    if bool(options.runs) == (options.keep is not None):
+        raise UsageError("name the runs to remove, or say how many to keep with --keep N.")
+    if options.keep is not None and options.keep < 0:
+        raise UsageError(f"--keep {options.keep}: must be 0 or more.")
+    refused: TileforgeError | None = None
+    for paths in _chosen(runs_dir, options.runs, keep=options.keep):
+        size = _size_bytes(paths.root) / 1e9
+        try:
+            if alive_at_site(paths, access):
+                raise UsageError(f"run {paths.run_id} has a job that has not ended. Stop it first.")
+            mirrored = mirrored_if_readable(paths)
+            refuse_to_remove(
+                paths,
+                all_runs(runs_dir),
+                is_alive=mirrored is not None and mirrored.alive,
+                may_lose=not options.force and _may_lose(paths, mirrored),
+            )
+            if not options.dry_run:
+                remove_run(paths)
+        except TileforgeError as error:
+            refused = error
+            talk.print(f"kept: {error}")
+            continue
+        verb = "would remove" if options.dry_run else "removed"
+        out.print(f"{verb} {paths.run_id} ({size:,.2f} GB)")
+    if not options.dry_run:
+        finish_removals(runs_dir)
+        _repair_latest(runs_dir)
+    # What --keep passes over is no failure: it was not asked for by name.
+    return refused.exit_code if refused is not None and options.runs else ExitCode.OK
+
+
+def _chosen(runs_dir: Path, names: Sequence[str], *, keep: int | None) -> list[RunPaths]:
+    """Return the runs that the command line means, each once. Raises UsageError.
+
+    What only looks like a run does not count among those that are kept.
+    """
+    if keep is not None:
+        return [paths for paths in all_runs(runs_dir) if is_own_run(paths)][keep:]
+    found = {paths.root: paths for paths in (find_run(runs_dir, name) for name in names)}
+    return list(found.values())
+
+
+def _may_lose(paths: RunPaths, mirrored: Mirrored | None) -> bool:
+    """Tell whether the run is on a cluster and was not collected."""
+    was_collected = mirrored is not None and mirrored.collected is not None
+    return not was_collected and (mirror_file(paths).exists() or is_copy(paths))
+
+
+def _repair_latest(runs_dir: Path) -> None:
+    """Let `latest` lead to the newest run that has a checkpoint, where its own is gone."""
+    link = runs_dir / LATEST
+    if not link.is_symlink() or link.exists():
+        return
+    link.unlink()
+    trained = [paths for paths in all_runs(runs_dir) if paths.newest_checkpoint() is not None]
+    if trained:
+        point_latest_at(trained[0])
+
+
+def _size_bytes(root: Path) -> int:
+    return sum(path.lstat().st_size for path in root.rglob("*") if not path.is_dir())

@@ -1,0 +1,74 @@
+"""`stop`: stops a run, and brings its results here."""
+
+from __future__ import annotations
+
+import signal
+import time
+from contextlib import closing
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from payload.core.errors import (
+    ExitCode,
+)
+from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.commands.run_choice import ClusterRunChoice, run_of
+from payload.orchestrate.follow.follow import (
+    EndOptions,
+    StopWait,
+    say_run_end,
+)
+from payload.orchestrate.runs.site import SiteRun, how_to_attach
+from payload.orchestrate.terminal.console import text_console
+from payload.run_record.run_files import (
+    StopRequest,
+)
+from payload.run_record.run_lock import FORCE_SIGNAL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopOptions(ClusterRunChoice):
+    """Options of `stop`."""
+
+    force: bool
+    grace: float | None
+    """Seconds to save a checkpoint; None for what `run` was given."""
+
+
+def stop(options: StopOptions, access: LocalAccess) -> int:
+    """Stop a run with a checkpoint or at once, and see that no process of it is left."""
+    talk = text_console(stderr=True)
+    run = run_of(options, access, verb="stop")
+    with closing(run):
+        return _stop(run, options, talk=talk)
+
+
+def _stop(run: SiteRun, options: StopOptions, *, talk: Console) -> int:
+    number = FORCE_SIGNAL if options.force else signal.SIGTERM
+    request = StopRequest(grace_s=options.grace)
+    run_id = run.paths.run_id
+    if run.signal(number, request):
+        how = "stopping at once" if options.force else "saving and stopping"
+        talk.print(f"run {run_id}: {how}")
+        wait = StopWait(run.paths, request)
+        while run.look().alive:
+            if wait.is_over() or (options.force and wait.waited_s() > run.force_s):
+                run.overdue(wait.waited_s(), force=options.force, talk=talk)
+            time.sleep(run.every_s)
+    else:
+        talk.print(f"run {run_id} is not running{run.ended_as()}")
+        if not run.is_copied:
+            return ExitCode.OK
+    home = run.bring_home(at_once=options.force)
+    if home.alive:
+        talk.print(f"it has ended and was started again; {how_to_attach(run.paths)}")
+        return ExitCode.OK
+    line = run.result_line()
+    if line is not None:
+        talk.print(line)
+    else:
+        say_run_end(run, options=EndOptions(inventory=options.inventory), talk=talk)
+    if home.left is not None:
+        raise home.left
+    return ExitCode.OK

@@ -1,0 +1,158 @@
+"""Logs in to a node: its host key, the operator's key, and what a failure means.
+
+Host keys come from the inventory and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import paramiko
+
+from payload.core.errors import (
+    ConfigError,
+    HostKeyError,
+    SshAuthError,
+    SshUnreachableError,
+    TileforgeError,
+)
+from payload.machines.inventory import Node
+from payload.orchestrate.ssh.connection import Connection
+from payload.orchestrate.ssh.remote_calls import (
+    Deadlines,
+    Login,
+    ProxyProcess,
+    os_login_command,
+)
+from payload.orchestrate.ssh.transport import Stream, Transport
+
+# A key that was handed out a moment ago may need one to arrive; a second refusal is meant.
+_RETRY_AFTER_REFUSAL_S = 1.0
+_NO_KEY = (paramiko.SSHException, paramiko.hostkeys.InvalidHostKey, ValueError)
+
+
+def dial(
+    node: Node, *, login: Login, open_stream: Callable[[], Stream], deadlines: Deadlines
+) -> Connection:
+    """Return a connection to `node` over what `open_stream` opens.
+
+    Raises HostKeyError, SshAuthError (at the second refusal), SshUnreachableError and ConfigError.
+    """
+    if not node.host_keys:
+        raise HostKeyError(
+            f"{node.name}: the inventory has no host key of it, and none is accepted unseen",
+            fix="Write the inventory again, or add the node's own: cat "
+            "/etc/ssh/ssh_host_ed25519_key.pub",
+        )
+    logging.getLogger("paramiko").addHandler(logging.NullHandler())  # else it prints tracebacks
+    key, known = _load_key(login.key), list(_host_keys(node))
+    with contextlib.suppress(SshAuthError):
+        return _dial_once(node, login, key, known, stream=open_stream(), deadlines=deadlines)
+    time.sleep(_RETRY_AFTER_REFUSAL_S)
+    return _dial_once(node, login, key, known, stream=open_stream(), deadlines=deadlines)
+
+
+def _dial_once(
+    node: Node,
+    login: Login,
+    key: paramiko.PKey,
+    known: Sequence[tuple[str, paramiko.PKey]],
+    *,
+    stream: Stream,
+    deadlines: Deadlines,
+) -> Connection:
+    client = paramiko.SSHClient()
+    client.set_missing_host_key_policy(paramiko.RejectPolicy())
+    for name, host_key in known:
+        client.get_host_keys().add(node.name, name, host_key)
+    try:
+        client.connect(
+            # With a stream given, the name only finds the host key.
+            node.name,
+            sock=stream.socket if isinstance(stream, ProxyProcess) else stream,
+            username=login.user,
+            pkey=key,
+            allow_agent=False,
+            look_for_keys=False,
+            timeout=deadlines.handshake_s,
+            banner_timeout=deadlines.handshake_s,
+            auth_timeout=deadlines.auth_s,
+            channel_timeout=deadlines.connect_s,
+            transport_factory=Transport,
+        )
+    except (paramiko.SSHException, EOFError, OSError) as error:
+        failure = _classify(node, login, error, deadlines)
+        if isinstance(failure, SshUnreachableError) and isinstance(stream, ProxyProcess):
+            failure = SshUnreachableError(
+                failure.cause, fix=f"{failure.fix} {stream.complaint()}".strip()
+            )
+        client.close()
+        stream.close()
+        raise failure from None
+    except KeyboardInterrupt:
+        client.close()
+        stream.close()
+        raise
+    return Connection(node, client, stream)
+
+
+def _classify(node: Node, login: Login, error: Exception, deadlines: Deadlines) -> TileforgeError:
+    if isinstance(error, paramiko.BadHostKeyException):
+        return HostKeyError(
+            f"{node.name}: it shows another host key than the inventory's: {_print(error.key)}, "
+            f"not {_print(error.expected_key)}",
+            fix="Nothing was sent. If the machine was replaced, write a new inventory; if not, "
+            "someone may be in between.",
+        )
+    said = str(error)
+    if isinstance(error, paramiko.AuthenticationException) and not (
+        # paramiko's word for both of these is the same class as for a refusal.
+        said.startswith("Authentication timeout") or "transport shut down" in said
+    ):
+        return SshAuthError(
+            f"{node.name}: it refuses the key {login.key} for user {login.user!r}, twice",
+            fix="See that its public half is in that user's authorized_keys, and that OS Login is "
+            "off; where it is on by choice (accessMode oslogin), that your account has it: "
+            f"{os_login_command(login.key)}",
+        )
+    return SshUnreachableError(
+        f"{node.name}: it accepts connections, but does not speak SSH within "
+        f"{deadlines.handshake_s:g} s ({said or type(error).__name__})",
+        fix="It may be starting, overloaded, or not be an SSH server.",
+    )
+
+
+def _host_keys(node: Node) -> Iterator[tuple[str, paramiko.PKey]]:
+    for line in node.host_keys:
+        entry = None
+        with contextlib.suppress(*_NO_KEY):
+            entry = paramiko.hostkeys.HostKeyEntry.from_line(f"{node.name} {line}")
+        if entry is None or entry.key is None:
+            raise HostKeyError(
+                f"{node.name}: the inventory's host key {line[:40]!r}... is none that can be read",
+                fix="Write the inventory again.",
+            )
+        yield line.split()[0], entry.key
+
+
+def _load_key(path: Path) -> paramiko.PKey:
+    try:
+        return paramiko.PKey.from_path(str(path))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"there is no key {path}. Name the private key that the nodes know with --ssh-key."
+        ) from None
+    except (paramiko.PasswordRequiredException, TypeError):
+        raise ConfigError(
+            f"the key {path} is locked by a passphrase; a run has nobody to ask. Name another one."
+        ) from None
+    except (paramiko.SSHException, paramiko.pkey.UnknownKeyType, OSError, ValueError) as error:
+        raise ConfigError(f"the key {path} cannot be read ({error}). Name another one.") from None
+
+
+def _print(key: paramiko.PKey) -> str:
+    return f"{key.get_name()} {key.fingerprint}"

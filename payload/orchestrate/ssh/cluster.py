@@ -1,0 +1,145 @@
+"""A cluster's login: the operator's key, and connections to its nodes, through the head."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+from payload.core.errors import (
+    SshAuthError,
+    SshUnreachableError,
+    TileforgeError,
+)
+from payload.machines.inventory import ClusterInventory, Node
+from payload.orchestrate.ssh.authentication import dial
+from payload.orchestrate.ssh.connection import Connection
+from payload.orchestrate.ssh.remote_calls import (
+    Deadlines,
+    Login,
+    ProxyProcess,
+    open_tcp,
+    os_login_command,
+    route_to,
+)
+from payload.orchestrate.ssh.ssh_config import write_ssh_files
+from payload.orchestrate.ssh.transport import Stream
+from payload.stack.operator_key import operator_key_path, require_private, write_public_half
+
+_DEFAULT_DEADLINES = Deadlines()
+
+
+class Cluster:
+    """One connection a node, made when it is first asked for; a context manager closes all."""
+
+    def __init__(
+        self,
+        inventory: ClusterInventory,
+        *,
+        login: Login,
+        env: Mapping[str, str],
+        deadlines: Deadlines = _DEFAULT_DEADLINES,
+        news: Callable[[], str] = lambda: "",
+    ) -> None:
+        """`env` is what a proxy command runs in.
+
+        `news` returns words where the head is reached another way than the inventory says. It is
+        called when the head cannot be connected to.
+        """
+        self._inventory = inventory
+        self._news = news
+        self._login = login
+        self._env = env
+        self._deadlines = deadlines
+        self._locks = {node.name: threading.Lock() for node in inventory.nodes}
+        self._made: dict[str, Connection | TileforgeError] = {}
+
+    def connect(self, node: Node) -> Connection:
+        """Return the connection to the inventory's node of the name of `node`.
+
+        A failure is remembered and raised again.
+        """
+        node = next(each for each in self._inventory.nodes if each.name == node.name)
+        with self._locks[node.name]:
+            if node.name not in self._made:
+                try:
+                    self._made[node.name] = self._dial(node)
+                except TileforgeError as error:
+                    self._made[node.name] = self._with_news(node, error)
+            made = self._made[node.name]
+        if isinstance(made, TileforgeError):
+            raise made
+        return made
+
+    def close(self) -> None:
+        """Close every connection, the head's last."""
+        for node in reversed(self._inventory.nodes):
+            made = self._made.pop(node.name, None)
+            if isinstance(made, Connection):
+                made.close()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _with_news(self, node: Node, error: TileforgeError) -> TileforgeError:
+        """Return the error; one that can be retried where the head is reached another way."""
+        news = self._news() if node.name == self._inventory.head.name else ""
+        return SshUnreachableError(f"{node.name}: {news} ({error})") if news else error
+
+    def _dial(self, node: Node) -> Connection:
+        return dial(
+            node,
+            login=self._login,
+            open_stream=lambda: self._open_stream(node),
+            deadlines=self._deadlines,
+        )
+
+    def _open_stream(self, node: Node) -> Stream:
+        timeout_s = self._deadlines.connect_s
+        route = route_to(node, head=self._inventory.head, access=self._inventory.access)
+        if route.jump is not None:
+            try:
+                through = self.connect(self._inventory.head)
+            except TileforgeError:
+                raise SshUnreachableError(
+                    f"{node.name}: not tried, as the way to it is through {route.jump}, which "
+                    "cannot be used."
+                ) from None
+            return through.open_channel_to(node, timeout_s=timeout_s)
+        if route.proxy:
+            return ProxyProcess(route.proxy, node=node.name, env=self._env)
+        return open_tcp(node, timeout_s=timeout_s)
+
+
+def operator_key(inventory: ClusterInventory, *, given: Path | None) -> Path:
+    """Return the operator's key, and beside the cluster's own one, files for `ssh -F`."""
+    own = operator_key_path(Path.cwd(), cluster=inventory.cluster)
+    if given is None and not own.exists():
+        public = write_public_half(own)
+        os_login = ""
+        if inventory.source == "pulumi" or inventory.project or inventory.access.project:
+            os_login = f", or, with accessMode oslogin, to your account: {os_login_command(own)}"
+        raise SshAuthError(
+            f"there was no key of cluster {inventory.cluster}; {own} is new. Add its public half "
+            f"to authorized_keys of {inventory.ssh_user} on every node: {public}{os_login} "
+            "(or name the key that they know with --ssh-key.)"
+        )
+    if given is None:
+        require_private(own)
+    write_ssh_files(
+        own.parent,
+        inventory.nodes,
+        user=inventory.ssh_user,
+        access=inventory.access,
+        key=given or own,
+    )
+    return given or own

@@ -1,0 +1,163 @@
+"""The operator's key of a cluster, `.cluster/NAME/id_ed25519`: made and read here alone.
+
+cryptography is imported within functions: it takes time, and this package needs no installed one.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import secrets
+import stat
+import struct
+from pathlib import Path
+
+from payload.core.errors import ConfigError
+from payload.core.files import write_whole
+from payload.stack.cluster_files import cluster_path
+
+
+def operator_key_path(root: Path, *, cluster: str) -> Path:
+    """Return where the operator's key of `cluster` is, under the project folder `root`.
+
+    Raises ConfigError for a link in its place.
+    """
+    return cluster_path(root, cluster, "id_ed25519")
+
+
+def make_operator_key(path: Path) -> str:
+    """Return the public half of the key at `path`, which is made if there is none.
+
+    The key is 0600 in a folder of 0700, and may have a passphrase. Raises ConfigError as
+    `require_private` does, and for what is not an OpenSSH private key.
+    """
+    from cryptography.exceptions import UnsupportedAlgorithm
+
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.chmod(0o700)
+    if not path.exists():
+        _write_new_key(path)
+    require_private(path)
+    try:
+        public = _public_half(path.read_bytes())
+    except (ValueError, UnsupportedAlgorithm, struct.error) as error:
+        raise ConfigError(
+            f"{path} cannot be read as an OpenSSH private key ({error}). Put the key back, or move "
+            "the file away, and a new key is made."
+        ) from None
+    return _line(public, path)
+
+
+def write_public_half(path: Path) -> str:
+    """Write the public half of the key at `path` beside it, and return it.
+
+    Makes the key if there is none. Raises as `make_operator_key`, and OSError.
+    """
+    public = make_operator_key(path)
+    write_whole(path.with_name(f"{path.name}.pub"), f"{public}\n")
+    return public
+
+
+def make_key(public_file: Path) -> str:
+    """Write and return the public half in `public_file`, for the cluster program.
+
+    Makes the key beside it if there is none. Raises ConfigError.
+    """
+    private_file = public_file.with_suffix("")
+    try:
+        return write_public_half(private_file)
+    except OSError as error:
+        raise ConfigError(
+            f"the operator's key {private_file} cannot be made or read ({error}). Move it away for "
+            "a new one, or name another: pulumi config set operatorPublicKeyFile FILE"
+        ) from None
+
+
+def would_make_key(public_file: Path) -> str:
+    """Return a public key for a preview, which writes nothing; its private half is dropped."""
+    return _line(_public_half(_new_key()), public_file)
+
+
+def _public_half(private: bytes) -> bytes:
+    """Return the public half of an OpenSSH private key, whose passphrase is not asked for.
+
+    Raises ValueError, struct.error and UnsupportedAlgorithm.
+    """
+    from cryptography.hazmat.primitives import serialization
+
+    try:
+        key = serialization.load_ssh_private_key(private, password=None).public_key()
+    except TypeError:  # it has a passphrase, and its public half is in clear
+        key = serialization.load_ssh_public_key(_clear_half(private))
+    return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+
+
+def _clear_half(private: bytes) -> bytes:
+    """Return the public key that stands before the encrypted part of an OpenSSH private key.
+
+    Source: https://github.com/openssh/openssh-portable/blob/master/PROTOCOL.key.
+    """
+    content = base64.b64decode(b"".join(private.split(b"-----")[2].split()))
+    at = len(b"openssh-key-v1\0")
+
+    def string() -> bytes:
+        nonlocal at
+        (size,) = struct.unpack_from(">I", content, at)
+        at += 4 + size
+        return content[at - size : at]
+
+    for _ in ("cipher", "kdf", "kdf's options"):
+        string()
+    at += 4  # the number of keys, always 1
+    blob = string()
+    kind = blob[4 : 4 + struct.unpack_from(">I", blob)[0]]
+    return kind + b" " + base64.b64encode(blob)
+
+
+def require_private(path: Path) -> None:
+    """Raise ConfigError where a cluster's own key is another user's, or others may read it.
+
+    It may have come with the folder, so that somebody else has it too.
+    """
+    found = path.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+        raise ConfigError(f"the key {path} is not yours. Move it away, and a new key is made.")
+    if mode & 0o077:
+        raise ConfigError(
+            f"the key {path} may be read by others (mode {mode:o}). If nobody did: chmod 600 "
+            f"{path}; else move it away, and a new key is made."
+        )
+
+
+def _line(public: bytes, path: Path) -> str:
+    return f"{public.decode('ascii')} tileforge-operator:{path.parent.name}"
+
+
+def _new_key() -> bytes:
+    """Return a new private key in OpenSSH's format, without a passphrase."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    return Ed25519PrivateKey.generate().private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.OpenSSH,
+        serialization.NoEncryption(),
+    )
+
+
+def _write_new_key(path: Path) -> None:
+    text = _new_key()
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        # Unlike a rename, this leaves alone what another process has made in the meantime.
+        os.link(fresh, path)
+    except FileExistsError:
+        pass
+    finally:
+        fresh.unlink()
