@@ -14,7 +14,9 @@ from infra.config import KEYS, PROJECT, ClusterConfig
 from infra.config_checks import problems
 from infra.operator_key import make_key, would_make_key
 from payload.core.errors import ConfigError
-from payload.core.validation import parse_json, read_bytes, shown
+from payload.core.printable_text import shown
+from payload.core.regular_files import read_bytes
+from payload.core.validation.json_text import parse_json
 from payload.stack.cluster_files import cluster_path
 
 _MOST_KEY_BYTES = 2**18

@@ -10,16 +10,12 @@ from typing import Any, Literal
 import pytest
 
 from payload.core.errors import CheckpointError, ConfigError
-from payload.core.validation import (
-    NODE_NAME,
-    RUN_ID,
-    build,
-    checked,
-    parse_json,
-    printable,
-    read_bytes,
-    shown,
-)
+from payload.core.printable_text import printable, shown
+from payload.core.regular_files import read_bytes
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.names import NODE_NAME, RUN_ID
+from payload.core.validation.records import build
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

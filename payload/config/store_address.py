@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from payload.core.errors import ConfigError
-from payload.core.validation import shown
+from payload.core.printable_text import shown
 
 SCHEME = "gs://"
 AUTO, NONE = "auto", "none"

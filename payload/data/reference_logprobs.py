@@ -21,16 +21,12 @@ import numpy.typing as npt
 from payload.core.dtype import Dtype
 from payload.core.errors import DataError
 from payload.core.files import write_whole
+from payload.core.links import inside_folder
+from payload.core.regular_files import open_regular, read_bytes
 from payload.core.suggested_commands import command
-from payload.core.validation import (
-    build,
-    check_schema,
-    checked,
-    inside_folder,
-    open_regular,
-    parse_json,
-    read_bytes,
-)
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.records import build, check_schema
 from payload.formats.data_folder import DataFile, DataMeta
 
 REFERENCE_FILE = "reference.json"

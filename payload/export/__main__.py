@@ -10,7 +10,7 @@ from pathlib import Path
 
 from payload.core.errors import CheckpointError, ExitCode, TileforgeError, UsageError
 from payload.core.interrupts import interrupt_once
-from payload.core.validation import printable
+from payload.core.printable_text import printable
 from payload.export.arguments import parser
 from payload.export.gguf_file import write_gguf
 from payload.export.gguf_metadata import plan_gguf

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from payload.core.errors import CheckpointError
-from payload.core.validation import shown
+from payload.core.printable_text import shown
 from payload.formats.hf_folder import CONFIG_FILE
 from payload.models import gpt2
 from payload.models.decoder_config import (

@@ -14,7 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from payload.core.errors import CheckpointError, DataError
-from payload.core.validation import build, checked, one_line, parse_json, read_bytes, shown
+from payload.core.printable_text import one_line, shown
+from payload.core.regular_files import read_bytes
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.records import build
 from payload.data.tokenizers.hf import build_backend, named_end, tokens_around
 from payload.data.tokenizers.pre_tokenizers import LLAMA3, QWEN2, TEKKEN
 from payload.data.tokenizers.special_tokens import named_tokens, tokenizer_config

@@ -14,16 +14,12 @@ from pathlib import Path, PurePath
 
 from payload.core.dtype import Dtype
 from payload.core.errors import CheckpointError, ConfigError
-from payload.core.validation import (
-    build,
-    check_schema,
-    checked,
-    inside_folder,
-    open_regular,
-    parse_json,
-    read_bytes,
-    shown,
-)
+from payload.core.links import inside_folder
+from payload.core.printable_text import shown
+from payload.core.regular_files import open_regular, read_bytes
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.records import build, check_schema
 from payload.formats.hf_folder import own_file, read_config, weight_files
 
 SCHEMA_VERSION = 1

@@ -13,17 +13,13 @@ from pathlib import Path
 from typing import Literal
 
 from payload.core.errors import ConfigError, DataError
+from payload.core.links import inside_folder
+from payload.core.printable_text import PLAIN_TEXT, shown
+from payload.core.regular_files import read_bytes
 from payload.core.tasks import TaskKind
-from payload.core.validation import (
-    PLAIN_TEXT,
-    build,
-    check_schema,
-    checked,
-    inside_folder,
-    parse_json,
-    read_bytes,
-    shown,
-)
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.records import build, check_schema
 from payload.formats.hf_folder import TOKENIZER_FILES
 from payload.formats.prepare_hints import how_to_make_again, missing_data
 

@@ -12,7 +12,8 @@ from pathlib import PurePath, PurePosixPath
 from typing import Literal
 
 from payload.core.errors import TileforgeError
-from payload.core.validation import can_see, home_path, shown
+from payload.core.printable_text import shown
+from payload.core.regular_files import can_see, home_path
 
 # https://github.com/huggingface/huggingface_hub/blob/main/src/huggingface_hub/utils/_validators.py
 _NAME = r"[A-Za-z0-9_][\w.-]{0,95}(?:/[A-Za-z0-9_][\w.-]{0,95})?"

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from payload.core.errors import CheckpointError
-from payload.core.validation import inside_folder, is_failure, one_line, parse_json, read_bytes
+from payload.core.errors import CheckpointError, is_failure
+from payload.core.links import inside_folder
+from payload.core.printable_text import one_line
+from payload.core.regular_files import read_bytes
+from payload.core.validation.json_text import parse_json
 from payload.data.tokenizers.gpt2 import END_OF_TEXT, VOCAB_SIZE, gpt2_encoding
 from payload.data.tokenizers.hf import explained
 from payload.formats.hf_folder import CONFIG_FILE, read_config

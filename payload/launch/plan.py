@@ -9,15 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from payload.core.errors import ConfigError
-from payload.core.validation import (
-    PLAIN_TEXT,
-    RUN_ID,
-    build,
-    check_schema,
-    checked,
-    parse_json,
-    read_bytes,
-)
+from payload.core.printable_text import PLAIN_TEXT
+from payload.core.regular_files import read_bytes
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.names import RUN_ID
+from payload.core.validation.records import build, check_schema
 from payload.launch.run_estimate import Arithmetic
 
 SCHEMA_VERSION = 1

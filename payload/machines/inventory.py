@@ -15,15 +15,12 @@ from pathlib import Path
 from typing import Literal
 
 from payload.core.errors import ConfigError
-from payload.core.validation import (
-    NODE_NAME,
-    build,
-    check_schema,
-    checked,
-    parse_json,
-    read_bytes,
-    shown,
-)
+from payload.core.printable_text import shown
+from payload.core.regular_files import read_bytes
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.names import NODE_NAME
+from payload.core.validation.records import build, check_schema
 
 SCHEMA_VERSION = 1
 

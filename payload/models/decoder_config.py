@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn, cast
 
 from payload.core.errors import CheckpointError
-from payload.core.validation import build, checked, shown
+from payload.core.printable_text import shown
+from payload.core.validation.fields import checked
+from payload.core.validation.records import build
 
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
 """Hugging Face's names: SiLU, the exact GELU, and its tanh approximation."""

@@ -22,8 +22,8 @@ from types import FrameType
 import payload
 from payload.core.errors import PreflightError
 from payload.core.interrupts import Presses
+from payload.core.printable_text import one_line
 from payload.core.python_processes import code_environment, module_words
-from payload.core.validation import one_line
 from payload.run_record.run_files import RunPaths
 
 FILES = Path(payload.__file__).parent.parent / "bootstrap" / "monitoring"

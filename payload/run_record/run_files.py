@@ -21,18 +21,13 @@ from payload.core.errors import ConfigError, UsageError
 from payload.core.files import (
     write_whole,
 )
-from payload.core.validation import (
-    MAX_SECONDS,
-    NODE_NAME,
-    RUN_ID,
-    build,
-    check_schema,
-    checked,
-    links_out,
-    parse_json,
-    read_bytes,
-    shown,
-)
+from payload.core.links import links_out
+from payload.core.printable_text import shown
+from payload.core.regular_files import read_bytes
+from payload.core.validation.fields import MAX_SECONDS, checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.names import NODE_NAME, RUN_ID
+from payload.core.validation.records import build, check_schema
 from payload.formats.checkpoint_files import MANIFEST_FILE, checkpoint_folders, folder_name
 from payload.run_record.store_state import StoreState
 from payload.run_record.stragglers import Straggler

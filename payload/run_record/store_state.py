@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from payload.core.validation import MAX_SECONDS, checked
+from payload.core.validation.fields import MAX_SECONDS, checked
 from payload.formats.checkpoint_files import FOLDER_NAME
 
 _TOKEN = re.compile(r"[0-9a-f]{32}")

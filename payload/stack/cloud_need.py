@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from payload.core.errors import ConfigError
-from payload.core.validation import parse_json, shown
+from payload.core.printable_text import shown
+from payload.core.validation.json_text import parse_json
 from payload.machines.gpu_catalog import gpus_of
 from payload.pricing.cluster_cost import Billed
 

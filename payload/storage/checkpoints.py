@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from payload.core.errors import CheckpointError, PreflightError
 from payload.core.files import fsync_folder
-from payload.core.validation import open_regular
+from payload.core.regular_files import open_regular
 from payload.formats.checkpoint_files import (
     FOLDER_NAME,
     MANIFEST_FILE,

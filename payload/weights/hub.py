@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from payload.core.errors import CheckpointError
-from payload.core.validation import one_line, shown
+from payload.core.printable_text import one_line, shown
 from payload.formats.hf_folder import (
     CONFIG_FILE,
     INDEX_FILE,

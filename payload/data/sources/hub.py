@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from payload.core.errors import DataError, UsageError
-from payload.core.validation import inside_folder, one_line, read_bytes, shown
+from payload.core.links import inside_folder
+from payload.core.printable_text import one_line, shown
+from payload.core.regular_files import read_bytes
 from payload.data.sources.documents import Batch, Batcher, Cursor, Survey
 from payload.data.sources.files import file_identity, missing_shards
 from payload.data.sources.parquet import (

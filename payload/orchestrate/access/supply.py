@@ -12,7 +12,8 @@ from rich.console import Console
 
 from payload.config.store_address import StoreAddress
 from payload.core.errors import ConfigError, PreflightError
-from payload.core.validation import open_regular, shown
+from payload.core.printable_text import shown
+from payload.core.regular_files import open_regular
 from payload.formats.checkpoint_files import MANIFEST_FILE, load_manifest
 from payload.formats.data_folder import META_NAME, load_meta
 from payload.formats.hf_folder import (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from payload.core.errors import TileforgeError
-from payload.core.validation import checked
+from payload.core.validation.fields import checked
 from payload.orchestrate.cloud.google import CloudMissingError, Google
 from payload.orchestrate.cloud.project_checks import Check, auth, unknown, wrong
 from payload.stack.cloud_need import KMS_KEY, Need, key_location_fits

@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from payload.core.errors import CapacityError, ConfigError, QuotaError, TileforgeError
+from payload.core.printable_text import printable
 from payload.core.suggested_commands import command
-from payload.core.validation import printable
 from payload.orchestrate.cloud.error_catalog import access_refusal, other_refusal
 from payload.orchestrate.cloud.pulumi import STACK_TYPE, Update, name_of, refusal, type_of
 from payload.storage.google_login import GoogleLogin

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from payload.core.errors import CloudAuthError, CloudError, ConfigError, TileforgeError
-from payload.core.validation import printable
+from payload.core.printable_text import printable
 from payload.orchestrate.cloud.firewall_drift import StackState, inputs_in_state
 from payload.orchestrate.cloud.google import Google
 from payload.orchestrate.cloud.listing import filestores

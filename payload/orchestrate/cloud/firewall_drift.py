@@ -10,8 +10,11 @@ from typing import Any
 from rich.console import Console
 
 from payload.core.errors import CloudError, ExitCode, TileforgeError
+from payload.core.printable_text import printable
 from payload.core.suggested_commands import command
-from payload.core.validation import build, checked, parse_json, printable
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.records import build
 from payload.orchestrate.cloud.google import Google, request_of
 from payload.orchestrate.cloud.listing import remove
 from payload.orchestrate.cloud.project_checks import Check, unknown

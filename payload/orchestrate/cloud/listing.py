@@ -14,7 +14,8 @@ from typing import Any
 from urllib.parse import quote
 
 from payload.core.errors import CloudAuthError, CloudError, TileforgeError
-from payload.core.validation import checked, shown
+from payload.core.printable_text import shown
+from payload.core.validation.fields import checked
 from payload.orchestrate.cloud.google import (
     MOST_PAGES,
     REQUEST_S,

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any, Literal
 
 from payload.core.errors import CloudAuthError, CloudError, ExitCode, TileforgeError
-from payload.core.validation import checked, shown
+from payload.core.printable_text import shown
+from payload.core.validation.fields import checked
 from payload.machines.gpu_catalog import FP8_CAPABILITY, NVIDIA_DRIVER_BRANCH, SPOT_ALONE, gpus_of
 from payload.machines.inventory import Node
 from payload.orchestrate.cloud.error_catalog import policy_fix

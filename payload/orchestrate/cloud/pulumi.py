@@ -12,16 +12,12 @@ from shutil import which
 from typing import Any, BinaryIO, Literal, TypeVar
 
 from payload.core.errors import ConfigError, ExitCode
+from payload.core.printable_text import printable, shown
 from payload.core.suggested_commands import command
-from payload.core.validation import (
-    NODE_NAME,
-    build,
-    check_type,
-    checked,
-    parse_json,
-    printable,
-    shown,
-)
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.names import NODE_NAME
+from payload.core.validation.records import build, check_type
 from payload.orchestrate.cloud.proxy import past_the_proxy
 from payload.stack.cloud_need import Need
 from payload.storage.google_login import REFUSED_CREDENTIALS, GoogleLogin

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from payload.core.errors import ConfigError
-from payload.core.validation import printable
+from payload.core.printable_text import printable
 from payload.stack.cluster_identity import IDENTITY_LABEL
 
 CLUSTER_LABEL, EXPIRES_LABEL = "tileforge-cluster", "tileforge-expires"

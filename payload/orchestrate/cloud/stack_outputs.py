@@ -22,16 +22,13 @@ from payload.core.errors import (
     TileforgeError,
 )
 from payload.core.files import write_whole
+from payload.core.printable_text import shown
+from payload.core.regular_files import read_bytes
 from payload.core.suggested_commands import command
-from payload.core.validation import (
-    NODE_NAME,
-    build,
-    check_schema,
-    checked,
-    parse_json,
-    read_bytes,
-    shown,
-)
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.names import NODE_NAME
+from payload.core.validation.records import build, check_schema
 from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.cloud.google import (
     REQUEST_S,

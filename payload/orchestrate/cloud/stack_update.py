@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from payload.core.errors import CloudError, ConfigError
+from payload.core.printable_text import printable
 from payload.core.suggested_commands import command
-from payload.core.validation import printable
 from payload.orchestrate.cloud.firewall_drift import INSTANCE, StackState
 from payload.orchestrate.cloud.google import Google, request_of
 from payload.orchestrate.cloud.listing import bucket_in, remove

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from payload.core.errors import CloudAuthError, CloudError, ExitCode, TileforgeError, UsageError
 from payload.core.files import write_whole
-from payload.core.validation import checked
+from payload.core.validation.fields import checked
 from payload.orchestrate.cloud.encryption_key import check_key
 from payload.orchestrate.cloud.firewall_drift import check_firewall
 from payload.orchestrate.cloud.google import CloudMissingError, Endpoints, Google, UnreadableError

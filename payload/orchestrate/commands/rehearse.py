@@ -23,9 +23,11 @@ from payload import __version__
 from payload.config.run_config import load_run_config
 from payload.core.errors import INTERRUPTED, BudgetError, ConfigError, ExitCode, TileforgeError
 from payload.core.files import write_whole
+from payload.core.printable_text import printable
 from payload.core.python_processes import code_environment, module_words
+from payload.core.regular_files import read_bytes
 from payload.core.suggested_commands import command
-from payload.core.validation import parse_json, printable, read_bytes
+from payload.core.validation.json_text import parse_json
 from payload.launch.ranks import place_ranks
 from payload.orchestrate.cloud.filestore import filestore_name
 from payload.orchestrate.cloud.google import REQUEST_LOG, Endpoints, Google

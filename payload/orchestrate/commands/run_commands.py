@@ -21,8 +21,10 @@ from payload.core.errors import (
     TileforgeError,
     UsageError,
 )
+from payload.core.links import refuse_links
+from payload.core.printable_text import shown
 from payload.core.suggested_commands import command
-from payload.core.validation import RUN_ID, refuse_links, shown
+from payload.core.validation.names import RUN_ID
 from payload.launch.ranks import load_ranks
 from payload.machines.inventory import ClusterInventory
 from payload.monitor.local import (

@@ -26,8 +26,9 @@ from payload.core.errors import (
     TileforgeError,
     UsageError,
 )
+from payload.core.printable_text import shown
 from payload.core.suggested_commands import command
-from payload.core.validation import checked, shown
+from payload.core.validation.fields import checked
 from payload.orchestrate.cloud.failures import StackBusyError, explain
 from payload.orchestrate.cloud.filestore import may_delete
 from payload.orchestrate.cloud.firewall_drift import StackState

@@ -22,8 +22,11 @@ from payload.core.errors import (
     TileforgeError,
 )
 from payload.core.files import write_whole
+from payload.core.regular_files import read_bytes
 from payload.core.suggested_commands import command
-from payload.core.validation import build, check_schema, checked, parse_json, read_bytes
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.records import build, check_schema
 from payload.orchestrate.cloud.failures import (
     StackBusyError,
     StockOut,

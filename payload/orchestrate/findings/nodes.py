@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from payload.core.errors import ExitCode, TileforgeError
-from payload.core.validation import checked, printable, shown
+from payload.core.printable_text import printable, shown
+from payload.core.validation.fields import checked
 from payload.launch.launchers.registry import names
 from payload.machines.inventory import RANK_PORTS, Node
 from payload.orchestrate.hardware.nvidia import GpuNeed, NvidiaFacts, gpu_faults

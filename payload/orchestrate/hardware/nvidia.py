@@ -17,7 +17,8 @@ from typing import Literal
 
 from payload.config.run_config import RunConfig
 from payload.core.errors import ConfigError
-from payload.core.validation import checked, one_line, printable, shown
+from payload.core.printable_text import one_line, printable, shown
+from payload.core.validation.fields import checked
 from payload.machines.gpu_catalog import NVIDIA_DRIVER_BRANCH, least_driver_branch
 from payload.machines.inventory import Node
 

@@ -20,7 +20,7 @@ from payload.config.run_config import RunConfig
 from payload.config.store_address import StoreAddress, settled_results
 from payload.core.errors import ConfigError, SshAuthError, TileforgeError
 from payload.core.files import write_whole
-from payload.core.validation import build
+from payload.core.validation.records import build
 from payload.launch.launchers.registry import AUTO
 from payload.machines.inventory import RANK_PORTS, SHARED_FOLDER, ClusterInventory, Node
 from payload.machines.machine import discover

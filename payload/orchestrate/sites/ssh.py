@@ -22,7 +22,7 @@ from payload.core.errors import (
     TileforgeError,
     UsageError,
 )
-from payload.core.validation import can_see, home_path
+from payload.core.regular_files import can_see, home_path
 from payload.launch.budget import time_limit
 from payload.launch.launchers.registry import candidates
 from payload.launch.ranks import Placement

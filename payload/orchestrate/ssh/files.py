@@ -26,8 +26,12 @@ from payload.core.errors import (
     TileforgeError,
 )
 from payload.core.files import is_odd_file
+from payload.core.links import no_follow
+from payload.core.printable_text import printable, shown
 from payload.core.python_processes import module_words
-from payload.core.validation import MAX_FILE_BYTES, RUN_ID, checked, no_follow, printable, shown
+from payload.core.regular_files import MAX_FILE_BYTES
+from payload.core.validation.fields import checked
+from payload.core.validation.names import RUN_ID
 from payload.formats.checkpoint_files import (
     FOLDER_NAME,
     MANIFEST_FILE,

@@ -24,7 +24,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from payload.core.errors import AnswerError, ConfigError, PreflightError, TileforgeError
 from payload.core.files import write_whole
 from payload.core.suggested_commands import command
-from payload.core.validation import RUN_ID, build, checked, parse_json
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.names import RUN_ID
+from payload.core.validation.records import build
 from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.ssh.connection import Cluster, Connection, shell_text
 from payload.orchestrate.ssh.files import put
