@@ -11,9 +11,10 @@ from pulumi import ComponentResource, Input, Output, Resource, ResourceOptions
 from pulumi_gcp import compute
 
 from infra.config import ClusterConfig
-from infra.labels import EXPIRES, IGNORED, mark
+from infra.labels import IGNORED, mark
 from infra.network import FIRST_HOST, SUBNET
 from infra.scheduling import scheduling
+from payload.stack.resource_labels import EXPIRES_LABEL
 
 # A change of these rebuilds the nodes. In place, Google would stop a machine, which sets the
 # clock of its run time back, and cloud-init would not run again.
@@ -30,7 +31,7 @@ _LEFT_ALONE = (
     # The console's SSH button writes them (cluster-toolkit, pull request 316).
     'metadata["ssh-keys"]',
     # The time of the machine's own start; the program knows only of now.
-    f'labels["{EXPIRES}"]',
+    f'labels["{EXPIRES_LABEL}"]',
     # Of a change from one node to several, or back: the head keeps its place, and its disk.
     *("resourcePolicies", "scheduling.onHostMaintenance"),
 )

@@ -8,9 +8,10 @@ from pulumi import ComponentResource, Input, Output, Resource, ResourceOptions
 from pulumi_gcp import filestore
 
 from infra.config import ClusterConfig
-from infra.labels import EXPIRES, IGNORED, mark
+from infra.labels import IGNORED, mark
 from infra.network import FILESTORE_RANGE
 from infra.nodes import node_address
+from payload.stack.resource_labels import EXPIRES_LABEL
 
 SHARE = "shared"
 # NFS 4.1 needs port 2049 alone; the basic tiers have NFS 3 only, which needs five more, and some of
@@ -72,7 +73,7 @@ class SharedFilestore(ComponentResource):
                 parent=self,
                 # Another zone's would be another, empty one: it stays where its data is, and nodes
                 # of the whole region reach it.
-                ignore_changes=["location", f'labels["{EXPIRES}"]', *IGNORED],
+                ignore_changes=["location", f'labels["{EXPIRES_LABEL}"]', *IGNORED],
                 depends_on=list(args.after),
             ),
         )

@@ -75,6 +75,30 @@ def test_one_module_formats_durations_and_one_sums_a_cluster_s_prices() -> None:
     assert {path.relative_to(ROOT).as_posix() for path in prices} == {*homes}
 
 
+def test_a_regular_expression_is_written_once() -> None:
+    places: dict[str, set[str]] = {}
+    for top in ("payload", "infra"):
+        for path, call in calls_in(ROOT / top):
+            if path.is_relative_to(ROOT / "payload/orchestrate/node"):
+                continue  # It runs without this package.
+            first = call.args[0] if call.args else None
+            if ast.unparse(call.func).startswith("re.") and isinstance(first, ast.Constant):
+                places.setdefault(str(first.value), set()).add(path.relative_to(ROOT).as_posix())
+    assert len(places) > 100
+    twice = {text: files for text, files in places.items() if len(text) > 12 and len(files) > 1}
+    assert twice == {}
+
+
+def test_one_folder_reads_what_fields_declare() -> None:
+    readers = {
+        path.relative_to(ROOT).as_posix()
+        for top in ("payload", "infra")
+        for path, call in calls_in(ROOT / top)
+        if ast.unparse(call.func).rpartition(".")[2] == "get_type_hints"
+    }
+    assert readers == {"payload/core/validation/fields.py"}
+
+
 _SPLITS = {"partition", "rpartition", "split", "rsplit"}
 
 

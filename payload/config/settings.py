@@ -44,13 +44,13 @@ def parse_sections(cls: type[_T], text: str, *, overrides: Sequence[str], where:
         raise ConfigError(f"{where}: not valid TOML: nested too deeply.") from None
     except ValueError as error:  # Also for an integer of more than 4,300 digits.
         raise ConfigError(f"{where}: not valid TOML: {printable(str(error))}.") from None
-    sections = typing.get_type_hints(cls)
-    known = {name: tuple(typing.get_type_hints(section)) for name, section in sections.items()}
+    sections = {name: each.hint for name, each in fields_of(cls).items()}
+    known = {name: tuple(fields_of(section)) for name, section in sections.items()}
     texts = {
         f"{name}.{key}"
         for name, section in sections.items()
-        for key, hint in typing.get_type_hints(section).items()
-        if str in members_of(hint)
+        for key, each in fields_of(section).items()
+        if str in members_of(each.hint)
     }
     in_text = _unknown_names(tables, known)
     in_overrides: list[str] = []
@@ -118,7 +118,7 @@ def _render_character(character: str) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def _build_section(section: type[Any], table: Any, *, name: str) -> tuple[Any, list[_Problem]]:
+def _build_section(section: Any, table: Any, *, name: str) -> tuple[Any, list[_Problem]]:
     """Return the section and what is wrong with it."""
     if not isinstance(table, Mapping):
         text = f"{name} = {shown(table)} is not a section; write [{name}] with keys below it."

@@ -18,8 +18,9 @@ from payload.core.files import write_whole
 from payload.core.regular_files import read_bytes
 from payload.core.validation.fields import MAX_SECONDS, checked
 from payload.core.validation.json_text import parse_json
+from payload.core.validation.names import SHA256
 from payload.core.validation.records import build, check_schema
-from payload.formats.checkpoint_files import FOLDER_NAME, SHA256
+from payload.formats.checkpoint_files import FOLDER_NAME
 from payload.run_record.run_files import RunPaths
 
 SCHEMA_VERSION = 1

@@ -26,7 +26,7 @@ MAX_TEXT_CHARS = 2**16
 Reader = Callable[[Any], Any]
 Reason = Literal["type", "choices", "low", "above", "high", "pattern", "size", "record"]
 
-_TYPES = {
+_TYPES: dict[type, str] = {
     **{str: "a string", int: "an integer", float: "a finite number", bool: "a boolean"},
     **{list: "a list", dict: "an object"},
 }
@@ -111,6 +111,8 @@ class DeclaredField:
     name: str
     hint: Any
     read: Reader
+    default: Any
+    """MISSING where there is none, or a function makes it."""
     is_required: bool
     limits: Mapping[str, Any]
 
@@ -126,7 +128,7 @@ class DeclaredField:
 
 
 @functools.cache
-def fields_of(cls: type[Any], *, refuse_unknown: bool = False) -> Mapping[str, DeclaredField]:
+def fields_of(cls: Any, *, refuse_unknown: bool = False) -> Mapping[str, DeclaredField]:
     """Return the fields of a dataclass by their keys."""
     hints = typing.get_type_hints(cls)
     return {
@@ -134,6 +136,7 @@ def fields_of(cls: type[Any], *, refuse_unknown: bool = False) -> Mapping[str, D
             name=each.name,
             hint=hints[each.name],
             read=reader(hints[each.name], each.metadata, refuse_unknown=refuse_unknown),
+            default=each.default,
             is_required=each.default is each.default_factory is dataclasses.MISSING,
             limits=each.metadata,
         )
@@ -142,7 +145,7 @@ def fields_of(cls: type[Any], *, refuse_unknown: bool = False) -> Mapping[str, D
     }
 
 
-def read_record(cls: type[Any], raw: object, *, refuse_unknown: bool = False) -> Any:
+def read_record(cls: Any, raw: object, *, refuse_unknown: bool = False) -> Any:
     """Return the dataclass `cls` with the values of a JSON object. Raises RefusedError."""
     if not isinstance(raw, Mapping):
         raise RefusedError("record", f"expected an object, got {shown(raw)}")

@@ -70,8 +70,9 @@ def check_type(
 
     A dataclass is built from an object. Raises `error`.
     """
+    checked_kind: Any = kind  # a type is hashable, which mypy does not know
     try:
-        found: _T = _reader(kind)(value)
+        found: _T = _reader(checked_kind)(value)
     except RefusedError as refused:
         raise error(refused.sentence(where, fix=fix)) from None
     return found

@@ -25,7 +25,7 @@ from payload.formats.hf_folder import (
     weight_files,
 )
 from payload.machines.inventory import Node
-from payload.orchestrate.access.cluster import VENV, Answers
+from payload.orchestrate.access.cluster import Answers
 from payload.orchestrate.ssh.connection import Cluster, Connection
 from payload.orchestrate.ssh.files import (
     Code,
@@ -35,6 +35,7 @@ from payload.orchestrate.ssh.files import (
     send_files,
 )
 from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, NodeLook, all_or_raise, on_every_node
+from payload.stack.node_paths import VENV
 from payload.storage.here import TRY_STORE_S, check_words, require_stored
 from payload.weights.source import find_source
 

@@ -18,7 +18,7 @@ from payload.core.printable_text import printable, shown
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build
 from payload.orchestrate.cloud.error_catalog import access_refusal, other_refusal
-from payload.stack.cloud_need import CLOUD_NAME
+from payload.stack.cloud_names import CLOUD_NAME
 from payload.storage.credentials import load_credentials, quiet
 from payload.storage.google_login import GoogleLogin
 

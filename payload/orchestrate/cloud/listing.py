@@ -28,7 +28,6 @@ from payload.orchestrate.cloud.google import (
 )
 from payload.orchestrate.cloud.resources import (
     BUCKET,
-    CLUSTER_LABEL,
     DNS_ZONE,
     FILESTORE,
     KINDS,
@@ -43,7 +42,8 @@ from payload.orchestrate.cloud.resources import (
     parse_time,
     printable_labels,
 )
-from payload.stack.cloud_need import CLOUD_NAME
+from payload.stack.cloud_names import CLOUD_NAME
+from payload.stack.resource_labels import CLUSTER_LABEL
 
 # infra/identity.py gives it, from the first on; descriptions came later.
 _DISPLAYED = re.compile(r"Nodes of the Tileforge cluster ([a-z0-9-]+)")

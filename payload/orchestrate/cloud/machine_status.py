@@ -35,10 +35,10 @@ from payload.orchestrate.cloud.listing import list_machines, see_to_its_end
 from payload.orchestrate.cloud.ownership import Ownership
 from payload.orchestrate.cloud.project_checks import Check, ask_compute, unknown
 from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError, type_of
-from payload.orchestrate.cloud.resources import EXPIRES_LABEL
 from payload.orchestrate.cloud.stack_outputs import ENDING, STOPPED, external_address
 from payload.orchestrate.terminal.console import confirm
 from payload.run_record.run_files import RunPaths
+from payload.stack.resource_labels import EXPIRES_LABEL
 
 StoppedChoice = Literal["start", "replace", "leave"]
 STOPPED_CHOICES: tuple[StoppedChoice, ...] = ("start", "replace", "leave")

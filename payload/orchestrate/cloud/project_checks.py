@@ -16,7 +16,8 @@ from payload.machines.inventory import Node
 from payload.orchestrate.cloud.error_catalog import policy_fix
 from payload.orchestrate.cloud.google import REQUEST_S, CloudMissingError, Google, request_of
 from payload.orchestrate.hardware.nvidia import GpuNeed, NvidiaFacts, gpu_faults
-from payload.stack.cloud_need import KMS_KEY, Need, Scope
+from payload.stack.cloud_names import KMS_KEY
+from payload.stack.cloud_need import Need, Scope
 
 Outcome = Literal["ok", "error", "warning", "unknown"]
 

@@ -19,7 +19,7 @@ from payload.core.validation.json_text import parse_json
 from payload.core.validation.names import NODE_NAME
 from payload.core.validation.records import build, check_type
 from payload.orchestrate.cloud.proxy import past_the_proxy
-from payload.stack.cloud_need import Need
+from payload.stack.stack_settings import DEFAULTS
 from payload.storage.google_login import REFUSED_CREDENTIALS, GoogleLogin
 
 _MOST_EVENT_BYTES = 2**25
@@ -462,7 +462,7 @@ def refusal(shown: str, said: str, login: GoogleLogin) -> PulumiError:
     return PulumiError(f"`{shown}` failed: {telling[-1].removeprefix('error: ')}", "other")
 
 
-_PROVIDERS_TOO = {"project": "", "region": Need().region}
+_PROVIDERS_TOO = {"project": "", "region": DEFAULTS.region}
 """Settings that the provider's take the place of, with their defaults."""
 
 

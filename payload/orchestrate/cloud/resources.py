@@ -11,10 +11,8 @@ from datetime import datetime
 from payload.core.errors import ConfigError
 from payload.core.printable_text import printable
 from payload.stack.cluster_identity import IDENTITY_LABEL
+from payload.stack.resource_labels import CLUSTER_LABEL, EXPIRES_LABEL
 
-CLUSTER_LABEL, EXPIRES_LABEL = "tileforge-cluster", "tileforge-expires"
-KEPT_LABEL = "tileforge-kept"
-"""On what outlives `pulumi destroy` on purpose: the results bucket."""
 RUNNING = ("RUNNING", "STAGING", "PROVISIONING", "REPAIRING")
 """Google's words for a machine that runs, and is billed."""
 BUCKET, SERVICE_ACCOUNT, DNS_ZONE = "bucket", "service account", "DNS zone"

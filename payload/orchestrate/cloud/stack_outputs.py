@@ -39,8 +39,9 @@ from payload.orchestrate.cloud.google import (
 )
 from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError
 from payload.orchestrate.ssh.remote_calls import all_or_raise, on_every_node
-from payload.stack.cloud_need import CLOUD_NAME, Need
+from payload.stack.cloud_names import CLOUD_NAME
 from payload.stack.cluster_files import cluster_path
+from payload.stack.stack_settings import DEFAULTS
 
 DEADLINE_S = 180.0
 _POLL_S = 3.0
@@ -461,7 +462,7 @@ def remember_plan(cluster: str, known: dict[str, Any], *, folder: Path) -> None:
     before = recall(folder, cluster)
     if not project or (before is not None and before.project == project):
         return
-    region = str(known.get("region") or Need().region)
+    region = str(known.get("region") or DEFAULTS.region)
     _keep(Remembered(cluster=cluster, project=project, region=region, node_usd={}), folder=folder)
 
 

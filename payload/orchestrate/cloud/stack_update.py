@@ -18,9 +18,10 @@ from payload.orchestrate.cloud.google import Google, request_of
 from payload.orchestrate.cloud.listing import bucket_in, remove
 from payload.orchestrate.cloud.machine_status import places_in
 from payload.orchestrate.cloud.pulumi import Pulumi, Update, name_of, type_of
-from payload.orchestrate.cloud.resources import CLUSTER_LABEL, KEPT_LABEL, Resource, last_word
+from payload.orchestrate.cloud.resources import Resource, last_word
 from payload.orchestrate.cloud.stack_outputs import recall
 from payload.stack.cluster_identity import identity_in
+from payload.stack.resource_labels import CLUSTER_LABEL, KEPT_LABEL
 
 _NETWORK, _BOOT = "its network", "what it boots with"
 # The inputs of an instance, and the setting that decides each. The engine names no difference of a

@@ -43,6 +43,7 @@ from payload.pricing.cluster_cost import cluster_cost
 from payload.stack.cloud_need import Need, need_of
 from payload.stack.cluster_files import cluster_path
 from payload.stack.cluster_identity import new_cluster_identity, settle_cluster_identity
+from payload.stack.stack_settings import DEFAULTS
 
 REQUESTS = "requests.jsonl"
 """In a rehearsal's folder: a line for each request to Google."""
@@ -168,7 +169,7 @@ _NAME_DIGITS = 8
 _SMALLEST = {
     "nodeCount": "2",
     "machineType": "c3-standard-4",
-    "region": "us-central1",
+    "region": DEFAULTS.region,
 }
 _STEPS = 10
 _BOOT_MINUTES = "20"

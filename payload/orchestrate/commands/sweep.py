@@ -45,9 +45,7 @@ from payload.orchestrate.cloud.pulumi import PulumiError
 from payload.orchestrate.cloud.pulumi_operations import Operations
 from payload.orchestrate.cloud.resources import (
     BUCKET,
-    CLUSTER_LABEL,
     FILESTORE,
-    KEPT_LABEL,
     KINDS,
     RUNNING,
     Resource,
@@ -60,7 +58,7 @@ from payload.orchestrate.cloud.resources import (
 from payload.orchestrate.cloud.stack_outputs import recall, remembered_clusters
 from payload.orchestrate.terminal.console import confirm, confirm_by_name, text_console
 from payload.pricing.cloud_prices import filestore_price
-from payload.stack.cloud_need import CLOUD_NAME
+from payload.stack.cloud_names import CLOUD_NAME
 from payload.stack.cluster_identity import (
     PATTERN,
     WANTED,
@@ -68,6 +66,7 @@ from payload.stack.cluster_identity import (
     known_cluster_identity,
     recorded_cluster_identity,
 )
+from payload.stack.resource_labels import CLUSTER_LABEL, KEPT_LABEL
 
 _SCHEMA_VERSION = 1
 _LOSSES = {BUCKET: "  # deletes the results in it", FILESTORE: "  # deletes the data on it"}

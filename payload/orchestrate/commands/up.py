@@ -95,7 +95,8 @@ from payload.orchestrate.commands.sweep import destroy_and_look, project_of
 from payload.orchestrate.runs.at_risk import cluster_warning, refuse_spot_without_bucket
 from payload.orchestrate.ssh.keys import make_operator_key, operator_key_path
 from payload.orchestrate.terminal.console import confirm, text_console
-from payload.stack.cloud_need import CLOUD_NAME, Spot, need_of, text_list
+from payload.stack.cloud_names import CLOUD_NAME
+from payload.stack.cloud_need import Spot, need_of, text_list
 from payload.stack.cluster_files import cluster_path
 from payload.stack.cluster_identity import known_cluster_identity, settle_cluster_identity
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from payload.config.training_sections import DtypeChoice
-from payload.core.dtype import Dtype
+from payload.core.dtype import BF16_MIN_GAIN, Dtype
 from payload.core.errors import ConfigError
 from payload.core.files import write_whole
 from payload.core.regular_files import read_bytes
@@ -252,9 +252,6 @@ def _error(node: str, check: str, cause: str, fix: str, *, log: tuple[str, ...] 
 
 
 SCHEMA_VERSION = 1
-
-# As the trainer's calibration has it: bf16 rounds, so it has to be worth it.
-BF16_MIN_GAIN = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

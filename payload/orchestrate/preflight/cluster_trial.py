@@ -23,7 +23,7 @@ from payload.launch.launcher_files import render_hosts
 from payload.launch.launchers.registry import AUTO, candidates
 from payload.launch.ranks import Placement
 from payload.machines.inventory import ClusterInventory, Node
-from payload.orchestrate.access.cluster import VENV, programs_of, venv_executable
+from payload.orchestrate.access.cluster import programs_of, venv_executable
 from payload.orchestrate.access.local import LOOPBACK, LocalAccess
 from payload.orchestrate.access.supply import bring_code
 from payload.orchestrate.findings import nodes as find
@@ -42,6 +42,7 @@ from payload.orchestrate.ssh.keys import (
     remove_run_key,
 )
 from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, Left, NodeLook, ask, on_every_node
+from payload.stack.node_paths import VENV
 
 # mpirun starts in a second, torch loads in three on two cores, the matmuls and the exchange have
 # budgets of some seconds each. The ranks end by themselves before.

@@ -31,7 +31,7 @@ from payload.core.printable_text import printable, shown
 from payload.core.python_processes import module_words
 from payload.core.regular_files import MAX_FILE_BYTES
 from payload.core.validation.fields import checked
-from payload.core.validation.names import RUN_ID
+from payload.core.validation.names import RUN_ID, SHA256
 from payload.formats.checkpoint_files import (
     FOLDER_NAME,
     MANIFEST_FILE,
@@ -275,13 +275,12 @@ def _remote_sha256(connection: Connection, path: str) -> str:
     line = connection.check_run(["sha256sum", "--", path], timeout_s=_SETTLE_S)
     # For a name with a line break or a backslash the line begins with a backslash.
     digest = line.lstrip(b"\\")[:64].decode("ascii", errors="replace")
-    if not re.fullmatch("[0-9a-f]{64}", digest):
+    if not SHA256.fullmatch(digest):
         raise AnswerError(f"{connection.node.name}: sha256sum printed {shown(digest)}.")
     return digest
 
 
 _CHECKPOINT = re.compile(rf"({FOLDER_NAME.pattern})?")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _LOOK_S = 30.0
 _PROGRAM = "look.py"
 _UNPACK_S = 120.0
@@ -341,7 +340,7 @@ class RunThere:
     run_id: str = checked(pattern=RUN_ID, wanted="a run's name")
     checkpoint: str = checked(pattern=_CHECKPOINT, wanted="a checkpoint's name, or empty")
     """The newest whole one; empty where there is none."""
-    state: str | None = checked(pattern=_SHA256, wanted="a sha256")
+    state: str | None = checked(pattern=SHA256, wanted="a sha256")
     """SHA-256 of state.json; None for a run that has never begun."""
 
 
