@@ -28,7 +28,7 @@ from tests.infra.stacks import (
     deploy,
 )
 from tests.support.golden_files import assert_golden
-from tests.support.identities import CLUSTER_LABEL as OWN_IDENTITY
+from tests.support.identities import CLUSTER as OWN_IDENTITY
 
 
 @functools.cache

@@ -127,9 +127,13 @@ class DeclaredField:
             ) from None
 
 
-@functools.cache
 def fields_of(cls: Any, *, refuse_unknown: bool = False) -> Mapping[str, DeclaredField]:
-    """Return the fields of a dataclass by their keys."""
+    """Return the fields of a dataclass by their keys; they are compiled once."""
+    return _compiled(cls, refuse_unknown=refuse_unknown)
+
+
+@functools.cache
+def _compiled(cls: Any, *, refuse_unknown: bool) -> Mapping[str, DeclaredField]:
     hints = typing.get_type_hints(cls)
     return {
         each.metadata.get("key") or each.name: DeclaredField(
