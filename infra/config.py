@@ -9,7 +9,7 @@ from pathlib import Path
 
 from infra.address_ranges import IAP_RANGE
 from infra.machines import MachineType, machine_type
-from payload.core.validation.fields import DeclaredField, fields_of
+from payload.core.validation.readers import DeclaredField, fields_of
 from payload.stack.stack_settings import StackSettings
 
 PROJECT = "tileforge"

@@ -16,8 +16,8 @@ from infra.operator_key import make_key, would_make_key
 from payload.core.errors import ConfigError
 from payload.core.printable_text import shown
 from payload.core.regular_files import read_bytes
-from payload.core.validation.fields import RefusedError
 from payload.core.validation.json_text import parse_json
+from payload.core.validation.refusal import RefusedError
 from payload.core.validation.suggestion import did_you_mean
 from payload.stack.cluster_files import cluster_path
 

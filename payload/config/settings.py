@@ -14,7 +14,8 @@ from typing import Any, Literal, TypeVar
 
 from payload.core.errors import ConfigError
 from payload.core.printable_text import printable, shown
-from payload.core.validation.fields import RefusedError, fields_of, members_of
+from payload.core.validation.readers import fields_of, members_of
+from payload.core.validation.refusal import RefusedError
 from payload.core.validation.suggestion import did_you_mean, nearest
 
 AUTO: Literal["auto"] = "auto"

@@ -20,8 +20,10 @@ from typing import Any, Literal
 
 from payload.core.errors import ConfigError
 from payload.core.regular_files import open_regular
-from payload.core.validation.fields import DeclaredField, RefusedError, checked, fields_of
+from payload.core.validation.fields import checked
+from payload.core.validation.readers import DeclaredField, fields_of
 from payload.core.validation.records import build
+from payload.core.validation.refusal import RefusedError
 
 _MAX_LINE_BYTES = 2**20  # A row with the times of 10,000 ranks has half of it.
 _MAX_BYTES = 2**30

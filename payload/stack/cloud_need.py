@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from payload.core.errors import ConfigError
-from payload.core.validation.fields import checked, fields_of
+from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
+from payload.core.validation.readers import fields_of
 from payload.core.validation.records import build
 from payload.machines.gpu_catalog import gpus_of
 from payload.pricing.cluster_cost import Billed

@@ -9,7 +9,7 @@ from typing import Any
 
 from payload.core.errors import ConfigError, TileforgeError
 from payload.core.printable_text import shown
-from payload.core.validation.fields import RefusedError
+from payload.core.validation.refusal import RefusedError
 
 _MAX_INTEGER_DIGITS = 19  # 64-bit.
 

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 from payload.core.errors import ConfigError, TileforgeError
 from payload.core.printable_text import shown
-from payload.core.validation.fields import Reader, RefusedError, read_record, reader
+from payload.core.validation.readers import Reader, read_record, reader
+from payload.core.validation.refusal import RefusedError
 
 _T = TypeVar("_T")
 
