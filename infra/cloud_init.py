@@ -24,13 +24,12 @@ import jinja2
 from payload.core.errors import ConfigError
 from payload.machines.gpu_catalog import NVIDIA_DRIVER_BRANCH
 from payload.machines.inventory import SHARED_FOLDER
+from payload.stack.node_paths import BOOTSTRAP_STATE, MONITORING_FOLDER, VENV
+from payload.stack.stack_settings import LOGIN, NODE_PATH
 
-STATE_FILE = "/var/lib/tileforge/bootstrap.json"
 NODE_USER = "trainer"
-VENV = "/opt/tileforge/venv"
 GRAFANA_VERSION = "12.4.0"
 """The pinned version; Grafana's own repository, apt.grafana.com, keeps older ones."""
-MONITORING_DIR = PurePosixPath("/etc/tileforge/monitoring")
 MAX_BYTES = 256 * 1024
 """Longest metadata value of Compute Engine."""
 
@@ -47,8 +46,6 @@ _KEY_TYPES = (
 )
 _PACKAGE = re.compile(r"[a-z0-9][a-z0-9.+-]+")
 _EXTRAS = re.compile(r"[a-z]+(,[a-z]+)*")
-_USER = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
-_NODE_PATH = re.compile(r"/[\w./+-]+", re.ASCII)
 _INDEX = re.compile(r"https?://[^\s@'\"]+", re.ASCII)
 
 
@@ -143,7 +140,7 @@ def render_user_data(node: NodeBootstrap, files: BootstrapFiles) -> str:
     # A JSON text is YAML too, so a quote or a colon in a comment stays text.
     environment.filters |= {"quoted": json.dumps, "shell": shlex.quote}
     text = environment.from_string(files.template).render(
-        state_file=STATE_FILE,
+        state_file=BOOTSTRAP_STATE,
         user=NODE_USER,
         login_user=node.login_user,
         authorized_keys=[key.strip() for key in node.authorized_keys],
@@ -158,7 +155,7 @@ def render_user_data(node: NodeBootstrap, files: BootstrapFiles) -> str:
                 else {}
             ),
             **{
-                str(MONITORING_DIR / name): ("0644", _packed(content))
+                str(MONITORING_FOLDER / name): ("0644", _packed(content))
                 for name, content in (files.monitoring if node.is_monitored else {}).items()
             },
         },
@@ -181,7 +178,7 @@ def _settings(node: NodeBootstrap, files: BootstrapFiles) -> dict[str, str]:
         "NODE_USER": NODE_USER,
         "LOGIN_USER": node.login_user,
         "PACKAGES": " ".join(node.packages()),
-        "VENV": VENV,
+        "VENV": str(VENV),
         "EXTRAS": node.extras,
         "WHEELHOUSE": node.wheelhouse or "",
         "TORCH_INDEX": node.torch_index or "",
@@ -207,7 +204,7 @@ def _check(node: NodeBootstrap) -> None:
     if not node.authorized_keys and not node.os_login_user:
         raise ConfigError("authorized_keys is empty: nobody could log in. Give a public key.")
     if node.os_login_user:
-        _match(_USER, node.os_login_user, "os_login_user =", "a user name of OS Login")
+        _match(LOGIN, node.os_login_user, "os_login_user =", "a user name of OS Login")
     for key in node.authorized_keys:
         problem = key_problem(key)
         if problem:
@@ -215,14 +212,14 @@ def _check(node: NodeBootstrap) -> None:
     for package in node.extra_packages:
         _match(_PACKAGE, package, "extra_packages has", "the name of a Debian package")
     for name, address in node.nodes:
-        _match(_USER, name.replace("-", "_"), "nodes has", "the name of a node")
+        _match(LOGIN, name.replace("-", "_"), "nodes has", "the name of a node")
         ipaddress.IPv4Address(address)
     if node.shared_clients:
         ipaddress.IPv4Network(node.shared_clients)
     _match(_EXTRAS, node.extras, "extras =", "names of extras between commas, such as train")
     _match(re.compile(r"[\w.+-]+", re.ASCII), node.version, "version =", "such as 0.1.0")
     if node.wheelhouse is not None:
-        _match(_NODE_PATH, node.wheelhouse, "wheelhouse =", "an absolute path on the node")
+        _match(NODE_PATH, node.wheelhouse, "wheelhouse =", "an absolute path on the node")
     if node.torch_index is not None:
         _match(_INDEX, node.torch_index, "torch_index =", "a URL without a password")
 

@@ -1,58 +1,26 @@
-"""Every setting of the cluster, as Pulumi.yaml declares it, and what follows from them."""
+"""A stack's settings with what follows from them: machine, disks, lifetime, access."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra.address_ranges import IAP_RANGE
 from infra.machines import MachineType, machine_type
+from payload.core.validation.readers import DeclaredField, fields_of
+from payload.stack.stack_settings import StackSettings
 
 PROJECT = "tileforge"
 """Pulumi project: the namespace of the settings."""
 
-MTU = 8896
-"""The largest, and the default. The network of another one has that in its name."""
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterConfig:
-    """One field a key of Pulumi.yaml, `node_count` for `nodeCount`; its descriptions are there."""
-
-    cluster: str = ""
-    project: str = ""
-    region: str = "us-central1"
-    zones: tuple[str, ...] = ("us-central1-a", "us-central1-b", "us-central1-c", "us-central1-f")
-    node_count: int = 3
-    machine_type: str = "c3-highmem-8"
-    access_mode: str = "iap"
-    operator_cidr: str = ""
-    operator_public_key_file: str = ""
-    os_login_user: str = ""
-    spot: str = "false"
-    max_lifetime: str = "12h"
-    max_hourly_usd: str = "10"
-    disk_type: str = "auto"
-    disk_gb: int = 100
-    head_disk_gb: int = 0
-    bucket: str = "none"
-    threads_per_core: int = 1
-    mtu: int = MTU
-    compact_placement: str = "auto"
-    tier1: bool = False
-    image: str = "projects/ubuntu-os-cloud/global/images/ubuntu-2404-noble-amd64-v20260918"
-    kms_key: str = ""
-    kms_grant: bool = True
-    confidential: bool = False
-    egress: str = "nat"
-    wheelhouse: str = ""
-    flow_logs: bool = True
-    monitoring: str = "none"
-    shared_storage: str = "none"
-    filestore_gb: int = 1024
-    labels: tuple[str, ...] = ()
+class ClusterConfig(StackSettings):
+    """The settings of a stack, and what follows from them."""
 
     def machine(self) -> MachineType:
         """Return the machine type's entry of the catalog. Raises ConfigError."""
@@ -96,8 +64,7 @@ class ClusterConfig:
 
     def ssh_source(self) -> str:
         """Where SSH to the nodes may come from, as an address range."""
-        # Google's Identity-Aware Proxy: https://cloud.google.com/iap/docs/using-tcp-forwarding
-        return self.operator_cidr if self.access_mode == "direct" else "35.235.240.0/20"
+        return self.operator_cidr if self.access_mode == "direct" else IAP_RANGE
 
     def extra_labels(self) -> dict[str, str]:
         """The operator's own labels."""
@@ -115,5 +82,7 @@ def key_of(field: str) -> str:
     return first + "".join(word.capitalize() for word in rest)
 
 
-KEYS = {key_of(field.name): field for field in dataclasses.fields(ClusterConfig)}
+KEYS: Mapping[str, DeclaredField] = {
+    key_of(name): field for name, field in fields_of(ClusterConfig).items()
+}
 """Fields by their key in Pulumi.yaml."""

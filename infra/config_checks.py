@@ -1,4 +1,4 @@
-"""Checks of a cluster's settings: each problem has the value and the fix. Pure."""
+"""Checks of settings that depend on each other: each problem has the value and the fix. Pure."""
 
 from __future__ import annotations
 
@@ -6,23 +6,17 @@ import ipaddress
 import re
 from collections.abc import Iterator
 
-from infra.config import MTU, ClusterConfig, key_of
+from infra.config import ClusterConfig
 from infra.machines import MachineType
 from payload.core.errors import ConfigError
-from payload.stack.cloud_need import KMS_KEY, key_location_fits
+from payload.stack.cloud_names import KMS_KEY, REGION
+from payload.stack.cloud_need import key_location_fits
+from payload.stack.stack_settings import LOGIN
 
-MAX_NODES = 64
 MIN_LIFETIME_S, MAX_LIFETIME_S = 600, 30 * 86_400
 # Compute Engine's own limit is 120 days; nobody means that with machines that cost by the hour.
 
-_CLUSTER = re.compile(r"[a-z]([a-z0-9-]{0,22}[a-z0-9])?")
-_PROJECT = re.compile(r"[a-z][a-z0-9-]{4,28}[a-z0-9]")
-_REGION = re.compile(r"[a-z]+-[a-z]+[0-9]+")
-_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
 _IMAGE = re.compile(r"projects/[a-z0-9:.-]+/global/images/[a-z]([a-z0-9-]*[a-z0-9])?")
-_LABEL = re.compile(r"(?!tileforge|goog)[a-z][a-z0-9_-]{0,62}=[a-z0-9_-]{0,63}")
-_USER = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
-_NODE_PATH = re.compile(r"/[\w./+-]+", re.ASCII)
 # Google's own image projects that cannot boot a node, with the reason. Debian's images have
 # Google's agent in place of cloud-init, on purpose: andsens/bootstrap-vz, pull request 469.
 _NO_APT = "its images have no apt, with which a node installs its packages"
@@ -39,62 +33,21 @@ _UNFIT_IMAGES = {
         _NO_APT,
     ),
 }
-_PRICE = re.compile(r"none|[0-9]{1,6}(\.[0-9]{1,4})?")
-
-_CHOICES = {
-    "access_mode": ("iap", "direct", "oslogin"),
-    "spot": ("false", "true", "auto"),
-    "compact_placement": ("auto", "true", "false"),
-    "threads_per_core": (1, 2),
-    "egress": ("nat", "none"),
-    "monitoring": ("none", "prometheus"),
-    "shared_storage": ("none", "nfs", "filestore"),
-}
 
 Problem = tuple[str, str]
 """A key, and what follows it in the message."""
 
 
-def problems(config: ClusterConfig, *, unreadable: frozenset[str]) -> list[Problem]:
-    """Everything that is wrong, but for keys that could not be read and were said already."""
-    checks = (_names, _choices, _places, _machine, _disks, _money, _access, _network, _software)
+def problems(config: ClusterConfig, *, refused: frozenset[str]) -> list[Problem]:
+    """Return all that is wrong, but of keys that were refused already."""
+    checks = (_places, _machine, _disks, _money, _access, _network, _software)
     found = [problem for check in checks for problem in check(config)]
-    return [problem for problem in found if problem[0] not in unreadable]
-
-
-def _names(config: ClusterConfig) -> Iterator[Problem]:
-    if not _CLUSTER.fullmatch(config.cluster):
-        yield (
-            "cluster",
-            f" = {config.cluster!r} (by default the stack's name) must be a lower-case letter, "
-            "then up to 23 letters, digits and hyphens. pulumi config set cluster NAME",
-        )
-    if not _PROJECT.fullmatch(config.project):
-        yield (
-            "project",
-            f" = {config.project!r} is no Google Cloud project id. `gcloud projects list` shows "
-            "yours; pulumi config set project ID",
-        )
-    for label in config.labels:
-        if not _LABEL.fullmatch(label):
-            yield (
-                "labels",
-                f" has {label!r}; key=value of lower-case letters, digits, - and _ is needed, "
-                "and keys of tileforge and goog are taken.",
-            )
-
-
-def _choices(config: ClusterConfig) -> Iterator[Problem]:
-    for name, allowed in _CHOICES.items():
-        value = getattr(config, name)
-        if value not in allowed:
-            yield key_of(name), f" = {value!r}. Use one of: {', '.join(map(str, allowed))}."
+    return [problem for problem in found if problem[0] not in refused]
 
 
 def _places(config: ClusterConfig) -> Iterator[Problem]:
-    if not _REGION.fullmatch(config.region):
-        yield "region", f" = {config.region!r} is no region. Use one such as us-central1."
-        return
+    if not REGION.fullmatch(config.region):
+        return  # said already
     if not config.zones:
         yield "zones", f" is empty. Name zones of {config.region} in the order to try."
     for zone in config.zones:
@@ -108,8 +61,6 @@ def _places(config: ClusterConfig) -> Iterator[Problem]:
 
 
 def _machine(config: ClusterConfig) -> Iterator[Problem]:
-    if not 1 <= config.node_count <= MAX_NODES:
-        yield "nodeCount", f" = {config.node_count}; from 1 to {MAX_NODES} nodes can be had."
     try:
         machine = config.machine()
     except ConfigError as error:
@@ -154,8 +105,6 @@ def _disks(config: ClusterConfig) -> Iterator[Problem]:
             f" = {config.disk_type!r}, which {machine.name} does not boot from. Use auto or one "
             f"of: {', '.join(machine.disk_types)}.",
         )
-    if not 30 <= config.disk_gb <= 65_536:
-        yield "diskGb", f" = {config.disk_gb}; from 30 (the environment needs 10) to 65536 GiB."
     if config.head_disk_gb and not config.disk_gb <= config.head_disk_gb <= 65_536:
         yield (
             "headDiskGb",
@@ -171,22 +120,12 @@ def _disks(config: ClusterConfig) -> Iterator[Problem]:
             f" = {config.filestore_gb}; Filestore has 1024 to 9984 GiB in steps of 256. "
             "pulumi config set filestoreGb 1024",
         )
-    if config.bucket not in ("create", "none") and not _BUCKET.fullmatch(config.bucket):
-        yield "bucket", f" = {config.bucket!r}. Use none, create, or the name of a bucket."
-    if config.kms_key:
-        yield from _key(config)
+    if key := KMS_KEY.fullmatch(config.kms_key):
+        yield from _key(config, location=key["location"])
 
 
-def _key(config: ClusterConfig) -> Iterator[Problem]:
-    key = KMS_KEY.fullmatch(config.kms_key)
-    if key is None:
-        yield (
-            "kmsKey",
-            f" = {config.kms_key!r}; projects/P/locations/L/keyRings/R/cryptoKeys/K is needed.",
-        )
-        return
+def _key(config: ClusterConfig, *, location: str) -> Iterator[Problem]:
     regional = config.bucket == "create" or config.shared_storage == "filestore"
-    location = key["location"]
     if not key_location_fits(location, region=config.region, regional=regional):
         yield (
             "kmsKey",
@@ -203,11 +142,6 @@ def _money(config: ClusterConfig) -> Iterator[Problem]:
             f" = {config.max_lifetime!r}; use a time from 10m to 30d, such as 90m, 12h or 2d. "
             "There is no way to leave it out: it is what ends forgotten machines.",
         )
-    if not _PRICE.fullmatch(config.max_hourly_usd) or config.max_hourly_usd.strip("0.") == "":
-        yield (
-            "maxHourlyUsd",
-            f" = {config.max_hourly_usd!r}; use dollars an hour such as 2.50, or none.",
-        )
 
 
 def _access(config: ClusterConfig) -> Iterator[Problem]:
@@ -219,7 +153,7 @@ def _access(config: ClusterConfig) -> Iterator[Problem]:
             f" = {config.operator_cidr!r} is for accessMode direct; with {config.access_mode} SSH "
             "comes from Google's proxy alone. pulumi config rm operatorCidr",
         )
-    if config.access_mode == "oslogin" and not _USER.fullmatch(config.os_login_user):
+    if config.access_mode == "oslogin" and not LOGIN.fullmatch(config.os_login_user):
         yield (
             "osLoginUser",
             f" = {config.os_login_user!r}; accessMode oslogin needs your OS Login user name. "
@@ -245,8 +179,6 @@ def _cidr(text: str) -> Iterator[Problem]:
 
 
 def _network(config: ClusterConfig) -> Iterator[Problem]:
-    if not 1300 <= config.mtu <= MTU:
-        yield "mtu", f" = {config.mtu}; a network of Google's has 1300 to {MTU}."
     if config.egress == "none" and config.access_mode == "direct":
         yield (
             "egress",
@@ -259,8 +191,6 @@ def _network(config: ClusterConfig) -> Iterator[Problem]:
             " is empty, and with egress none the nodes cannot reach a package index. Name the "
             "folder of wheels on the image, or: pulumi config set egress nat",
         )
-    if config.wheelhouse and not _NODE_PATH.fullmatch(config.wheelhouse):
-        yield "wheelhouse", f" = {config.wheelhouse!r}; it must be an absolute path on the node."
 
 
 def _software(config: ClusterConfig) -> Iterator[Problem]:

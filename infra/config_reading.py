@@ -13,7 +13,11 @@ from infra.cloud_init import key_problem
 from infra.config import KEYS, PROJECT, ClusterConfig
 from infra.config_checks import problems
 from payload.core.errors import ConfigError
-from payload.core.validation import parse_json, read_bytes, shown
+from payload.core.printable_text import shown
+from payload.core.regular_files import read_bytes
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.refusal import RefusedError
+from payload.core.validation.suggestion import did_you_mean
 from payload.stack.cluster_files import cluster_path
 from payload.stack.operator_key import make_key, would_make_key
 
@@ -99,7 +103,7 @@ def read_config(
     else is right. Raises ConfigError with every problem, one a line.
     """
     config, found = _parsed(values, stack=stack)
-    found += problems(config, unreadable=frozenset(key for key, _ in found))
+    found += problems(config, refused=frozenset(key for key, _ in found))
     keys: tuple[str, ...] = ()
     # Without a name that can be used, there is no place to look for the cluster's key.
     named = config.operator_public_key_file or "cluster" not in {key for key, _ in found}
@@ -121,41 +125,57 @@ def read_config(
 
 
 def _parsed(values: Mapping[str, str], *, stack: str) -> tuple[ClusterConfig, Problems]:
-    """Return the settings that can be read, with defaults for the rest, and the problems."""
-    found: Problems = []
-    fields: dict[str, object] = {"cluster": stack}
-    for key, text in values.items():
-        field = KEYS.get(key)
-        if field is None:
-            known = ", ".join(sorted(KEYS))
-            found.append((key, f" is no setting; remove it. Known: {known}."))
-            continue
-        value, wanted = _read(text, default=field.default)
-        if wanted:
-            found.append((key, f" = {shown(text)} is not {wanted}. pulumi config set {key} VALUE"))
-        elif not (field.name == "cluster" and not value):
-            fields[field.name] = value
-    return ClusterConfig(**fields), found  # type: ignore[arg-type]  # _read keeps to the types
+    """Return the settings, with defaults for those that cannot be read, and the problems.
+
+    A value beyond its limits stays, for the checks of the others.
+    """
+    known = ", ".join(sorted(KEYS))
+    found = [
+        (key, f" is no setting; remove it. Known: {known}.{did_you_mean(key, KEYS)}")
+        for key in values
+        if key not in KEYS
+    ]
+    fields: dict[str, object] = {}
+    for key, each in KEYS.items():
+        default = stack if key == "cluster" else each.default
+        text = values.get(key)
+        value = default if text is None else _typed(text, default)
+        if key == "cluster":
+            value = value or stack
+        try:
+            fields[each.name] = each.read_value(key, value)
+        except RefusedError as refused:
+            found.append((key, _message(refused, key=key, text=text or "")))
+            fields[each.name] = default if refused.reason == "type" else value
+    return ClusterConfig(**fields), found  # type: ignore[arg-type]  # a reader keeps to the types
 
 
-def _read(text: str, *, default: object) -> tuple[object, str | None]:
-    """The value, and what was expected if it cannot be read."""
+def _typed(text: str, default: object) -> object:
+    """Return what a text says for a setting of the default's type; the text where it has none."""
     match default:
         case bool():
-            good = text in ("true", "false")
-            return text == "true", None if good else "true or false"
+            return {"true": True, "false": False}.get(text, text)
         case int():
-            good = re.fullmatch(r"-?[0-9]{1,9}", text) is not None
-            return (int(text), None) if good else (None, "a whole number")
+            return int(text) if re.fullmatch(r"-?[0-9]{1,9}", text) else text
         case tuple():
             try:
-                items = parse_json(text, where="a list")
+                return parse_json(text, where="a list")
             except ConfigError:
-                items = None
-            good = isinstance(items, list) and all(isinstance(item, str) for item in items)
-            return (tuple(items), None) if good else (None, "a list of texts")
+                return text
         case _:
-            return text.strip(), None
+            return text.strip()
+
+
+def _message(refused: RefusedError, *, key: str, text: str) -> str:
+    """Return what follows the key in the message of a refused setting, which was written `text`."""
+    if refused.reason == "type":
+        wanted = {bool: "true or false", int: "a whole number"}.get(refused.wanted)
+        fix = f"pulumi config set {key} VALUE"
+        return f" = {shown(text)} is not {wanted or 'a list of texts'}. {fix}"
+    value = f" {'has' if '[' in refused.path else '='} {refused.value!r}"
+    if refused.reason == "choices":
+        return f"{value}. Use one of: {', '.join(map(str, refused.wanted))}."
+    return f"{value}{refused.refusal or f': {refused.problem()}.'}"
 
 
 def _operator_keys(config: ClusterConfig, *, root: Path) -> tuple[tuple[str, ...], Problems]:

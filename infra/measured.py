@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from payload.core.errors import ConfigError
-from payload.core.validation import RUN_ID, build, checked, parse_json, read_bytes
+from payload.core.regular_files import read_bytes
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.names import RUN_ID
+from payload.core.validation.records import build
 
 _T = TypeVar("_T")
 

@@ -29,9 +29,9 @@ from tests.train.alone import train_alone
 NUMBERS = """
 from dataclasses import dataclass
 
-from payload.core.errors import CheckpointError
 from payload.models.spec import GradientSize, ModelSpec
-from payload.core.validation import build, checked
+from payload.core.validation.fields import (checked)
+from payload.core.validation.records import (build)
 
 MODEL_TYPES = ("toy",)
 

@@ -14,7 +14,7 @@ import pytest
 
 from payload.config.run_config import parse_run_config
 from payload.core.errors import ExitCode
-from payload.core.validation import build
+from payload.core.validation.records import build
 from payload.launch.environment import launcher_environment
 from payload.machines.gpu_catalog import NVIDIA_DRIVER_BRANCH, least_driver_branch
 from payload.machines.inventory import Node

@@ -146,6 +146,30 @@ def test_one_module_makes_and_reads_the_operator_s_key() -> None:
     assert starters == {"payload/orchestrate/node/run_key.py"}
 
 
+def test_a_regular_expression_is_written_once() -> None:
+    places: dict[str, set[str]] = {}
+    for top in ("payload", "infra"):
+        for path, call in calls_in(ROOT / top):
+            if path.is_relative_to(ROOT / "payload/orchestrate/node"):
+                continue  # It runs without this package.
+            first = call.args[0] if call.args else None
+            if ast.unparse(call.func).startswith("re.") and isinstance(first, ast.Constant):
+                places.setdefault(str(first.value), set()).add(path.relative_to(ROOT).as_posix())
+    assert len(places) > 100
+    twice = {text: files for text, files in places.items() if len(text) > 12 and len(files) > 1}
+    assert twice == {}
+
+
+def test_one_folder_reads_what_fields_declare() -> None:
+    readers = {
+        path.relative_to(ROOT).as_posix()
+        for top in ("payload", "infra")
+        for path, call in calls_in(ROOT / top)
+        if ast.unparse(call.func).rpartition(".")[2] == "get_type_hints"
+    }
+    assert readers == {"payload/core/validation/readers.py"}
+
+
 _SPLITS = {"partition", "rpartition", "split", "rsplit"}
 
 

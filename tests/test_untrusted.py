@@ -10,16 +10,12 @@ from typing import Any, Literal
 import pytest
 
 from payload.core.errors import CheckpointError, ConfigError
-from payload.core.validation import (
-    NODE_NAME,
-    RUN_ID,
-    build,
-    checked,
-    parse_json,
-    printable,
-    read_bytes,
-    shown,
-)
+from payload.core.printable_text import printable, shown
+from payload.core.regular_files import read_bytes
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.names import NODE_NAME, RUN_ID
+from payload.core.validation.records import build
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +117,46 @@ def test_a_record_is_built_from_what_json_has() -> None:
     )
     with pytest.raises(ConfigError, match=r"unknown key 'newer'. Known: kind, "):
         build(Record, raw, where="r", refuse_unknown=True)
+
+
+def test_an_unknown_key_near_a_known_one_is_asked_about() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'setp'. Did you mean step\? Known: kind, "):
+        build(Record, {"step": 1, "setp": 1}, where="r", refuse_unknown=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limited:
+    """A record whose fields say how they are refused, and that may have others of its class."""
+
+    threads: int = checked(1, choices=(1, 2))
+    rate: float = checked(0.5, above=0.0, fix="Set it to 1.")
+    zone: str = checked("a", pattern=NODE_NAME, refusal=" is no zone.")
+    labels: tuple[str, ...] = checked((), pattern=NODE_NAME, wanted="a word", max_items=2)
+    more: Limited | None = None
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"threads": 3}, "r: threads = 3: must be one of 1, 2. Fix it."),
+        ({"threads": True}, "r: threads = True: must be one of 1, 2. Fix it."),
+        ({"rate": 0}, "r: rate = 0: must be above 0.0. Set it to 1."),
+        ({"zone": "/"}, "r: zone = '/' is no zone. Fix it."),
+        ({"labels": ["a", "/"]}, "r: labels[1] = '/': must be a word. Fix it."),
+        (
+            {"labels": ["a"] * 3},
+            "r: labels = ['a', 'a', 'a']: must have at most 2 entries. Fix it.",
+        ),
+        (
+            {"more": {"more": {"rate": 0}}},
+            "r: more: more: rate = 0: must be above 0.0. Set it to 1.",
+        ),
+    ],
+)
+def test_a_field_s_own_limits_and_words_count(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(Limited, raw, where="r", fix="Fix it.")
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(

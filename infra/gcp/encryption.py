@@ -8,8 +8,7 @@ import pulumi
 from pulumi import ComponentResource, Output, ResourceOptions
 from pulumi_gcp import kms, organizations, storage
 
-ROLE = "roles/cloudkms.cryptoKeyEncrypterDecrypter"
-"""Encrypt and decrypt with the key; nothing about the key itself."""
+from payload.stack.cloud_names import KMS_ROLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +59,7 @@ class KeyAccess(ComponentResource):
         kms.CryptoKeyIAMMember(
             name,
             crypto_key_id=kms_key,
-            role=ROLE,
+            role=KMS_ROLE,
             member=Output.concat("serviceAccount:", email),
             opts=ResourceOptions(parent=self, retain_on_delete=True),
         )

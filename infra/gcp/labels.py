@@ -15,12 +15,7 @@ from payload.stack.cluster_identity import (
     recorded_cluster_identity,
     settle_cluster_identity,
 )
-
-CLUSTER = "tileforge-cluster"
-EXPIRES = "tileforge-expires"
-"""Unix seconds."""
-KEPT = "tileforge-kept"
-"""On what outlives `pulumi destroy` on purpose: the results bucket."""
+from payload.stack.resource_labels import CLUSTER_LABEL, EXPIRES_LABEL
 
 _UNIX_S = re.compile(r"[0-9]{1,11}")
 
@@ -49,7 +44,7 @@ def cluster_labels(
     *, cluster: str, identity: str, expires_unix: int, extra: dict[str, str]
 ) -> dict[str, str]:
     """Labels of a resource that costs or can leak."""
-    own = {CLUSTER: cluster, IDENTITY_LABEL: identity, EXPIRES: str(expires_unix)}
+    own = {CLUSTER_LABEL: cluster, IDENTITY_LABEL: identity, EXPIRES_LABEL: str(expires_unix)}
     own["managed-by"] = "pulumi"
     return extra | own
 
@@ -60,7 +55,9 @@ def mark(labels: dict[str, str], text: str = "") -> str:
     Some kinds are rebuilt, network and machines with them, when their description changes, and
     the expiry is another one each time that the program runs: so IGNORED goes with it.
     """
-    own = " ".join(f"{name}={labels[name]}" for name in (CLUSTER, IDENTITY_LABEL, EXPIRES))
+    own = " ".join(
+        f"{name}={labels[name]}" for name in (CLUSTER_LABEL, IDENTITY_LABEL, EXPIRES_LABEL)
+    )
     return f"{text}. {own}" if text else own
 
 
@@ -69,6 +66,6 @@ def last_expiry(labels: Sequence[dict[str, str] | None]) -> str:
 
     What was changed by hand to something else than Unix seconds counts as ended.
     """
-    texts = [str((found or {}).get(EXPIRES)) for found in labels]
+    texts = [str((found or {}).get(EXPIRES_LABEL)) for found in labels]
     latest = max((int(text) for text in texts if _UNIX_S.fullmatch(text)), default=0)
     return datetime.fromtimestamp(latest, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -9,20 +9,17 @@ import pulumi
 from pulumi import ComponentResource, Input, ResourceOptions
 from pulumi_gcp import compute, dns
 
-from infra.config import MTU
-from infra.gcp.labels import EXPIRES, IGNORED, mark
+from infra.gcp.labels import IGNORED, mark
 from infra.node_addresses import FILESTORE_RANGE, SUBNET
 from payload.machines.inventory import RANK_PORTS
+from payload.stack.resource_labels import EXPIRES_LABEL
+from payload.stack.stack_settings import MTU
 
 NFS_PORT = "2049"
 
 # ssh; where ranks meet; the kernel's own range, which gloo and mpirun take their ports from.
 NODE_PORTS = ("22", f"{RANK_PORTS[0]}-{RANK_PORTS[-1]}", "32768-60999")
 _EVERYWHERE = "0.0.0.0/0"
-# restricted.googleapis.com: the Google APIs that VPC Service Controls can restrict, at addresses
-# that are not announced to the internet; the VPC's default route leads there.
-# https://cloud.google.com/vpc-service-controls/docs/private-connectivity
-RESTRICTED = "199.36.153.4/30"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +134,7 @@ class ClusterNetwork(ComponentResource):
             ),
             labels=self._args.labels,
             force_destroy=True,
-            opts=ResourceOptions(parent=self, ignore_changes=[f'labels["{EXPIRES}"]']),
+            opts=ResourceOptions(parent=self, ignore_changes=[f'labels["{EXPIRES_LABEL}"]']),
         )
         for kind, record, values in (
             ("A", "restricted", [str(each) for each in ipaddress.ip_network(RESTRICTED)]),

@@ -10,7 +10,7 @@ from pulumi import ComponentResource, Input, Output, Resource, ResourceOptions
 from pulumi_gcp import compute
 
 from infra.config import ClusterConfig
-from infra.gcp.labels import EXPIRES, IGNORED, mark
+from infra.gcp.labels import IGNORED, mark
 from infra.gcp.scheduling import scheduling
 from infra.node_addresses import node_address, node_name
 
@@ -29,7 +29,7 @@ _LEFT_ALONE = (
     # The console's SSH button writes them (cluster-toolkit, pull request 316).
     'metadata["ssh-keys"]',
     # The time of the machine's own start; the program knows only of now.
-    f'labels["{EXPIRES}"]',
+    f'labels["{EXPIRES_LABEL}"]',
     # Of a change from one node to several, or back: the head keeps its place, and its disk.
     *("resourcePolicies", "scheduling.onHostMaintenance"),
 )

@@ -8,18 +8,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from infra.gcp.labels import CLUSTER, EXPIRES
-
 Resource = Mapping[str, Any]
 """`type`, `name` and `inputs`, by Pulumi's names."""
 
 NOT_KNOWN = "(known after up)"
 """In place of a value that Google decides, in a preview."""
-IAP_RANGE = "35.235.240.0/20"
-RESTRICTED_RANGE = "199.36.153.4/30"
-"""restricted.googleapis.com."""
 _BUCKET_ROLE = "roles/storage.objectUser"
-_KEY_ROLE = "roles/cloudkms.cryptoKeyEncrypterDecrypter"
 # Google's own identities of a project, which nobody else can act as.
 _SERVICE_AGENT = re.compile(
     r"serviceAccount:service-[0-9]+@(compute-system|gs-project-accounts|cloud-filer)"
@@ -158,7 +152,7 @@ def open_without_nat(resources: Sequence[Resource]) -> Iterator[str]:
 
 def _is_closed(network: ipaddress.IPv4Network | ipaddress.IPv6Network | None) -> bool:
     """Return True for a private range, restricted.googleapis.com, or one not known yet."""
-    restricted = ipaddress.IPv4Network(RESTRICTED_RANGE)
+    restricted = ipaddress.IPv4Network(RESTRICTED)
     if isinstance(network, ipaddress.IPv4Network) and network.subnet_of(restricted):
         return True
     return network is None or network.is_private
@@ -188,7 +182,7 @@ def roles(resource: Resource) -> Iterator[str]:
     """For the rule least-roles."""
     inputs = resource["inputs"]
     role = inputs.get("role")
-    if (_kind(resource), role) == ("CryptoKeyIAMMember", _KEY_ROLE):
+    if (_kind(resource), role) == ("CryptoKeyIAMMember", KMS_ROLE):
         member = inputs.get("member")
         if member != NOT_KNOWN and not _SERVICE_AGENT.fullmatch(str(member)):
             yield f"gives {role} to {member}, which is no service agent"
@@ -328,7 +322,7 @@ def labelled(resource: Resource) -> Iterator[str]:
         disk = (inputs.get("bootDisk") or {}).get("initializeParams") or {}
         places["its disk "] = disk.get("labels")
     for place, labels in places.items():
-        for label in (CLUSTER, EXPIRES):
+        for label in (CLUSTER_LABEL, EXPIRES_LABEL):
             if not (labels or {}).get(label):
                 yield f"{place}lacks the label {label}"
 

@@ -8,7 +8,7 @@ from pulumi import ComponentResource, Input, Output, Resource, ResourceOptions
 from pulumi_gcp import filestore
 
 from infra.config import ClusterConfig
-from infra.gcp.labels import EXPIRES, IGNORED, mark
+from infra.gcp.labels import IGNORED, mark
 from infra.node_addresses import FILESTORE_RANGE, node_address
 
 SHARE = "shared"
@@ -71,7 +71,7 @@ class SharedFilestore(ComponentResource):
                 parent=self,
                 # Another zone's would be another, empty one: it stays where its data is, and nodes
                 # of the whole region reach it.
-                ignore_changes=["location", f'labels["{EXPIRES}"]', *IGNORED],
+                ignore_changes=["location", f'labels["{EXPIRES_LABEL}"]', *IGNORED],
                 depends_on=list(args.after),
             ),
         )

@@ -8,8 +8,6 @@ import pulumi
 from pulumi import ComponentResource, Input, Output, Resource, ResourceOptions
 from pulumi_gcp import storage
 
-from infra.gcp.labels import EXPIRES, KEPT
-
 ROLE = "roles/storage.objectUser"
 """Read, write and delete objects; nothing about the bucket itself."""
 RUNS = "runs/"
@@ -78,13 +76,13 @@ class ResultsBucket(ComponentResource):
             ),
             lifecycle_rules=_lifecycle(),
             encryption=_encryption(args.kms_key),
-            labels=args.labels | {KEPT: "true"},
+            labels=args.labels | {KEPT_LABEL: "true"},
             opts=ResourceOptions(
                 parent=self,
                 depends_on=args.after,
                 # Not protected: that would keep `pulumi destroy` from everything else, too.
                 retain_on_delete=True,
-                ignore_changes=[f'labels["{EXPIRES}"]'],
+                ignore_changes=[f'labels["{EXPIRES_LABEL}"]'],
             ),
         )
         return created.name

@@ -46,7 +46,7 @@ from payload.config.training_sections import (
 )
 from payload.core.dtype import Dtype
 from payload.core.errors import ConfigError
-from payload.core.validation import read_bytes
+from payload.core.regular_files import read_bytes
 from payload.machines.core_speed import GPU_MFU, typical_core_flops_per_s, typical_mfu
 from payload.models.adapter import AdaptedSpec
 from payload.models.classifier import ClassifierSpec

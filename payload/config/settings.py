@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import difflib
 import tomllib
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from payload.core.errors import ConfigError
-from payload.core.validation import printable, shown
+from payload.core.printable_text import printable, shown
+from payload.core.validation.readers import fields_of, members_of
+from payload.core.validation.refusal import RefusedError
+from payload.core.validation.suggestion import did_you_mean, nearest
 
 AUTO: Literal["auto"] = "auto"
 """A setting that the run decides by itself."""
@@ -31,13 +32,6 @@ _Problem = tuple[str, str]
 """A section or `section.key`, and what is wrong with it as a sentence."""
 
 
-def setting(
-    default: Any, *, low: float | None = None, above: float | None = None, high: float | None = None
-) -> Any:
-    """A dataclass field with its limits: `low` and `high` are allowed values, `above` is not."""
-    return dataclasses.field(default=default, metadata={"low": low, "above": above, "high": high})
-
-
 def parse_sections(cls: type[_T], text: str, *, overrides: Sequence[str], where: str) -> _T:
     """Build `cls`, a dataclass of dataclasses, from TOML text and `section.key=value` overrides.
 
@@ -51,13 +45,13 @@ def parse_sections(cls: type[_T], text: str, *, overrides: Sequence[str], where:
         raise ConfigError(f"{where}: not valid TOML: nested too deeply.") from None
     except ValueError as error:  # Also for an integer of more than 4,300 digits.
         raise ConfigError(f"{where}: not valid TOML: {printable(str(error))}.") from None
-    sections = typing.get_type_hints(cls)
-    known = {name: tuple(typing.get_type_hints(section)) for name, section in sections.items()}
+    sections = {name: each.hint for name, each in fields_of(cls).items()}
+    known = {name: tuple(fields_of(section)) for name, section in sections.items()}
     texts = {
         f"{name}.{key}"
         for name, section in sections.items()
-        for key, hint in typing.get_type_hints(section).items()
-        if str in _alternatives(hint)
+        for key, each in fields_of(section).items()
+        if str in members_of(each.hint)
     }
     in_text = _unknown_names(tables, known)
     in_overrides: list[str] = []
@@ -125,22 +119,20 @@ def _render_character(character: str) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-def _build_section(section: type[Any], table: Any, *, name: str) -> tuple[Any, list[_Problem]]:
+def _build_section(section: Any, table: Any, *, name: str) -> tuple[Any, list[_Problem]]:
     """Return the section and what is wrong with it."""
     if not isinstance(table, Mapping):
         text = f"{name} = {shown(table)} is not a section; write [{name}] with keys below it."
         return None, [(name, text)]
-    hints = typing.get_type_hints(section)
     values, problems = {}, []
-    for field in dataclasses.fields(section):
-        if field.name in table:
-            value = table[field.name]
-            problem = _problem_with(value, hints[field.name], field.metadata)
-            key = f"{name}.{field.name}"
-            if problem:
-                problems.append((key, f"{key} = {shown(value)}: {problem}"))
-            else:
-                values[field.name] = _convert(value, hints[field.name])
+    for key, each in fields_of(section).items():
+        if key in table:
+            value = table[key]
+            try:
+                values[key] = _in_range(each.read(_from_toml(value, each.hint)), each.limits)
+            except RefusedError as refused:
+                text = f"{name}.{key} = {shown(value)}: {_wanted(refused, each.hint)}"
+                problems.append((f"{name}.{key}", text))
     return section(**values), problems
 
 
@@ -167,14 +159,12 @@ def _did_you_mean(name: str, known: _Names) -> str:
     """Return the question for a mistyped section or `section.key`; empty when nothing is near."""
     section, _, key = name.partition(".")
     if not key:
-        near = difflib.get_close_matches(section, known, n=1)
-    else:
-        near = [f"{other}.{key}" for other, keys in known.items() if key in keys]
-        keys = [f"{section}.{each}" for each in known.get(section, ())]
-        every = [f"{other}.{each}" for other, keys in known.items() for each in keys]
-        near = near or difflib.get_close_matches(name, keys, n=1, cutoff=0.75)
-        near = near or difflib.get_close_matches(name, every, n=1, cutoff=0.75)
-    return f" Did you mean {near[0]}?" if near else ""
+        return did_you_mean(section, known, cutoff=0.6)
+    elsewhere = [f"{other}.{key}" for other, keys in known.items() if key in keys]
+    every = [f"{other}.{each}" for other, keys in known.items() for each in keys]
+    own = [f"{section}.{each}" for each in known.get(section, ())]
+    near = next(iter(elsewhere), None) or nearest(name, own) or nearest(name, every)
+    return f" Did you mean {near}?" if near else ""
 
 
 def _apply_override(
@@ -222,77 +212,57 @@ def _parse_scalar(text: str) -> Any:
     return text if isinstance(value, (datetime.date, datetime.time)) else value
 
 
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    """The members of `X | None` or `X | Literal[...]`, or the type itself."""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return typing.get_args(hint)
-    return (hint,)
+def _from_toml(value: Any, hint: Any) -> Any:
+    """Return a value of the file as the field's type has it: "none" is None.
 
-
-def _is_none(value: Any, hint: Any) -> bool:
-    return value == "none" and type(None) in _alternatives(hint)
-
-
-def _convert(value: Any, hint: Any) -> Any:
-    if _is_none(value, hint):
+    On a command line a list is one text with commas. Raises RefusedError for a huge number.
+    """
+    if value == "none" and type(None) in members_of(hint):
         return None
-    if typing.get_origin(hint) is tuple:
-        return _words(value)
-    return float(value) if float in _alternatives(hint) else value
-
-
-def _words(value: str | Sequence[str]) -> tuple[str, ...]:
-    """Return a list of texts; on a command line it may be one text with commas."""
-    if not isinstance(value, str):
-        return tuple(value)
-    words = (word.strip() for word in value.split(","))
-    return tuple(word for word in words if word and word != "none")
-
-
-def _problem_with(value: Any, hint: Any, limits: Mapping[str, Any]) -> str | None:
-    """Return a sentence that says what would be right in place of `value`, or None if it is."""
-    if _is_none(value, hint):
-        return None
-    optional = ' (or "none")' if type(None) in _alternatives(hint) else ""
-    kind, *words = (member for member in _alternatives(hint) if member is not type(None))
-    names = [name for each in words for name in typing.get_args(each)]
-    if value in names:
-        return None
-    optional += "".join(f' (or "{name}")' for name in names)
-    if typing.get_origin(kind) is typing.Literal:
-        choices = typing.get_args(kind)
-        return None if value in choices else f"choose one of {', '.join(choices)}{optional}."
-    if typing.get_origin(kind) is tuple:
-        is_list = isinstance(value, str | list) and all(isinstance(each, str) for each in value)
-        problems = (_problem_with(each, str, {}) for each in (_words(value) if is_list else [0]))
-        return next((problem for problem in problems if problem), None) and (
-            'a list of texts is needed, as in ["a", "b"].'
-        )
-    if kind is bool:
-        return None if isinstance(value, bool) else "write true or false."
-    if kind is str:
-        if not isinstance(value, str):
-            return f"a text in quotes is needed{optional}."
-        # They become paths, names and lines of files.
-        is_plain = value == printable(value) and "\n" not in value
-        return None if is_plain else "a text without control characters is needed."
-    whole = kind is int
-    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-        return f"a {'whole ' if whole else ''}number is needed{optional}."
-    return _limit_problem(value, limits)
-
-
-def _limit_problem(value: float, limits: Mapping[str, Any]) -> str | None:
-    low, above, high = limits.get("low"), limits.get("above"), limits.get("high")
+    if isinstance(value, str) and typing.get_origin(hint) is tuple:
+        words = (word.strip() for word in value.split(","))
+        return tuple(word for word in words if word and word != "none")
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
     # What is written without a point is a Python integer of any size.
-    if not abs(value) < (float("inf") if isinstance(value, float) else 2**63):
-        return "a finite number is needed."
-    if isinstance(value, int) and high is None:
-        high = _MAX_INTEGER
-    if low is not None and value < low:
-        return f"it must be at least {low}."
-    if above is not None and value <= above:
-        return f"it must be above {above}."
-    if high is not None and value > high:
-        return f"it must be at most {high}."
-    return None
+    if is_whole and not abs(value) < 2**63:
+        raise RefusedError("type", float, value=value)
+    return value
+
+
+def _in_range(value: Any, limits: Mapping[str, Any]) -> Any:
+    """Return a value that any file and any float can hold. Raises RefusedError."""
+    for each in value if isinstance(value, tuple) else (value,):
+        # They become paths, names and lines of files.
+        if isinstance(each, str) and (each != printable(each) or "\n" in each):
+            raise RefusedError("pattern", "a text without control characters is needed.")
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if is_whole and limits.get("high") is None and value > _MAX_INTEGER:
+        raise RefusedError("high", _MAX_INTEGER)
+    return value
+
+
+def _wanted(refused: RefusedError, hint: Any) -> str:
+    """Return the sentence that says what would be right in place of a refused value."""
+    if typing.get_origin(hint) is tuple:
+        return 'a list of texts is needed, as in ["a", "b"].'
+    kind, *words = (each for each in members_of(hint) if each is not type(None))
+    names = ["none"] * (type(None) in members_of(hint))
+    names += [name for each in words for name in typing.get_args(each)]
+    optional = "".join(f' (or "{name}")' for name in names)
+    match refused.reason:
+        case "choices":
+            return f"choose one of {', '.join(refused.wanted)}{optional}."
+        case "pattern":
+            return str(refused.wanted)
+        case "type" if kind is bool:
+            return "write true or false."
+        case "type" if kind is str:
+            return f"a text in quotes is needed{optional}."
+        case "type":
+            number = refused.value
+            is_one = isinstance(number, int if kind is int else (int, float))
+            if is_one and not isinstance(number, bool):
+                return "a finite number is needed."
+            return f"a {'whole ' if kind is int else ''}number is needed{optional}."
+        case _:
+            return f"it {refused.problem()}."

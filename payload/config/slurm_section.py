@@ -6,8 +6,8 @@ import re
 import shlex
 from dataclasses import dataclass
 
-from payload.config.settings import setting
-from payload.core.validation import shown
+from payload.core.printable_text import shown
+from payload.core.validation.fields import checked
 
 _SLURM_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:+=-]{0,127}")
 _OWN_OPTIONS = (
@@ -36,7 +36,7 @@ _SLURM_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 class SlurmSection:
     """[slurm]; the job that `run --site slurm` submits"""
 
-    nodes: int = setting(1, low=1, high=4096)
+    nodes: int = checked(1, low=1, high=4096)
     partition: str | None = None
     """none = the cluster's default; so too the three below."""
     account: str | None = None
@@ -44,7 +44,7 @@ class SlurmSection:
     time: str | None = None
     """Such as `"12:00:00"`, `"2-00"` (days-hours) or `"90"` (minutes). The run saves a checkpoint
     and stops before it is over."""
-    cpus_per_node: int | None = setting(None, low=1, high=16_384)
+    cpus_per_node: int | None = checked(None, low=1, high=16_384)
     """none = whole nodes, which no other job shares."""
     extra: str = ""
     """More of sbatch's options, as on its command line: `"--constraint=amx --mail-type=END"`."""

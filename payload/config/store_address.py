@@ -6,11 +6,12 @@ import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
+from payload.config.settings import AUTO
 from payload.core.errors import ConfigError
-from payload.core.validation import shown
+from payload.core.printable_text import shown
 
 SCHEME = "gs://"
-AUTO, NONE = "auto", "none"
+NONE = "none"
 RUNS_PREFIX = "runs"
 """The prefix of runs in a cluster's own bucket."""
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from payload.config.settings import AUTO, setting
+from payload.config.settings import AUTO
 from payload.config.store_address import is_bucket_address, parse_store_address
 from payload.core.errors import ConfigError
+from payload.core.printable_text import shown
 from payload.core.tasks import TaskKind
-from payload.core.validation import shown
+from payload.core.validation.fields import checked
 from payload.models.registry import from_scratch
 from payload.models.spec import ModelSpec
 
@@ -27,7 +28,7 @@ class RunSection:
 
     name: str = "run"
     """Start of the run id."""
-    seed: int = setting(1337, low=0, high=2**32 - 1)
+    seed: int = checked(1337, low=0, high=2**32 - 1)
     """Weights, dropout and data order follow from it."""
 
     def problems(self) -> list[str]:
@@ -44,7 +45,7 @@ class DataSection:
     dir: str = "data/openwebtext"
     """Folder with train.bin, val.bin and meta.json, written by `python -m payload.data prepare`; or
     `gs://BUCKET/PREFIX` of such a folder, which is brought to a cache once."""
-    sequence_length: int = setting(1024, low=1, high=2**20)
+    sequence_length: int = checked(1024, low=1, high=2**20)
     """Tokens per sequence."""
 
     def folder(self) -> Path:
@@ -68,13 +69,13 @@ class ModelSection:
     """`scratch`, a Hugging Face name or folder, a GGUF file, a run or one of its checkpoints."""
     quantize: Quantize = "none"
     """`nf4`: the layers' linears in 4 bits below an adapter; needs the extra `quant`."""
-    dropout: float = setting(0.0, low=0.0, high=0.99)
+    dropout: float = checked(0.0, low=0.0, high=0.99)
     bias: bool = True
     """Biases of a model from scratch."""
-    n_layer: int | None = setting(None, low=1, high=1000)
+    n_layer: int | None = checked(None, low=1, high=1000)
     """Layers; none = the preset's. Likewise the next two."""
-    n_head: int | None = setting(None, low=1, high=1000)
-    n_embd: int | None = setting(None, low=1, high=2**16)
+    n_head: int | None = checked(None, low=1, high=1000)
+    n_embd: int | None = checked(None, low=1, high=2**16)
 
     def spec(self, *, sequence_length: int, vocab_size: int | None) -> ModelSpec:
         """Return the preset's model from scratch, with this section's own sizes in their place.
@@ -108,7 +109,7 @@ class TaskSection:
     kind: TaskKind = "text"
     """`text`: the next token of plain text. `chat`: the assistant's tokens of conversations.
     `classify`: a label for each text. `preference`: the better one of two answers (DPO)."""
-    beta: float = setting(0.1, above=0.0, high=1e3)
+    beta: float = checked(0.1, above=0.0, high=1e3)
     """preference: how strongly the model is held to the reference; 0.1 is DPO's and TRL's."""
     class_weights: str = "none"
     """classify: `none`; `balanced`, so that every label weighs the same in the loss; or a number
@@ -125,10 +126,10 @@ class AdapterSection:
 
     kind: Literal["none", "lora"] = "none"
     """`lora`: two low-rank matrices beside each target linear; checkpoints are PEFT's."""
-    rank: int = setting(16, low=1, high=4096)
-    alpha: float = setting(32.0, above=0.0)
+    rank: int = checked(16, low=1, high=4096)
+    alpha: float = checked(32.0, above=0.0)
     """The adapter's output is multiplied by alpha / rank."""
-    dropout: float = setting(0.0, low=0.0, high=0.99)
+    dropout: float = checked(0.0, low=0.0, high=0.99)
     """Dropout of the adapter's input."""
     target: str = "all-linear"
     """`all-linear`, or names of linears with commas between: `q_proj,v_proj`."""
@@ -146,9 +147,9 @@ class AdapterSection:
 class BatchSection:
     """[batch], in sequences"""
 
-    global_batch_size: int = setting(32, low=1, high=10**9)
+    global_batch_size: int = checked(32, low=1, high=10**9)
     """Sequences per step over all ranks."""
-    micro_batch_size: int | Literal["auto"] = setting(4, low=1, high=10**6)
+    micro_batch_size: int | Literal["auto"] = checked(4, low=1, high=10**6)
     """Sequences per rank per forward and backward pass; lower it when memory runs out. `auto`: the
     most that fit the estimate, chosen when the ranks are placed; run.toml then has the number."""
 
@@ -195,15 +196,15 @@ class OptimizerSection:
 
     name: OptimizerName = "adamw"
     """`muon`: Muon for hidden matrices, scaled to AdamW's step size, and AdamW for the rest."""
-    lr: float = setting(3e-5, above=0.0)
+    lr: float = checked(3e-5, above=0.0)
     """Highest learning rate. 3e-5 is nanoGPT's for fine-tuning GPT-2."""
-    min_lr: float = setting(3e-6, low=0.0)
+    min_lr: float = checked(3e-6, low=0.0)
     """Learning rate at the end of the decay."""
-    weight_decay: float = setting(0.1, low=0.0)
+    weight_decay: float = checked(0.1, low=0.0)
     """For matrices and embeddings only."""
-    beta1: float = setting(0.9, low=0.0, high=0.9999)
-    beta2: float = setting(0.95, low=0.0, high=0.99999)
-    grad_clip: float = setting(1.0, low=0.0)
+    beta1: float = checked(0.9, low=0.0, high=0.9999)
+    beta2: float = checked(0.95, low=0.0, high=0.99999)
+    grad_clip: float = checked(1.0, low=0.0)
     """Highest gradient norm; 0 = no clipping."""
 
 
@@ -213,8 +214,8 @@ class ScheduleSection:
 
     kind: Literal["cosine", "constant", "wsd"] = "cosine"
     """`wsd`: warm up, stay, decay linearly over the last `decay_steps`."""
-    warmup_steps: int = setting(0, low=0)
-    decay_steps: int | None = setting(None, low=1)
+    warmup_steps: int = checked(0, low=0)
+    decay_steps: int | None = checked(None, low=1)
     """cosine: the step at which min_lr is reached, none = the last. wsd: length of the decay at
     the end, none = a fifth of the run."""
 
@@ -223,23 +224,23 @@ class ScheduleSection:
 class TrainSection:
     """[train]; a step is one optimizer update"""
 
-    steps: int = setting(100, low=1)
-    log_every: int = setting(10, low=1)
+    steps: int = checked(100, low=1)
+    log_every: int = checked(10, low=1)
     """Steps between printed lines; metrics.jsonl has every step."""
-    eval_every: int = setting(100, low=0)
+    eval_every: int = checked(100, low=0)
     """0 = only at the start and the end."""
-    eval_tokens: int | None = setting(None, low=1)
+    eval_tokens: int | None = checked(None, low=1)
     """Validation tokens per evaluation; none = all."""
-    checkpoint_every: int = setting(100, low=0)
+    checkpoint_every: int = checked(100, low=0)
     """0 = only at the end."""
-    keep_checkpoints: int = setting(2, low=1)
+    keep_checkpoints: int = checked(2, low=1)
     """Number of newest checkpoints to keep; the one with the lowest val_loss is kept, too."""
-    sync_check_every: int = setting(100, low=0)
+    sync_check_every: int = checked(100, low=0)
     """Steps between comparisons of all ranks' weights and optimizer state; 0 = only at checkpoints
     and the end."""
-    profile_step: int | None = setting(None, low=1)
+    profile_step: int | None = checked(None, low=1)
     """Step that the torch profiler records on one rank; `run --profile STEP` sets it."""
-    profile_rank: int = setting(0, low=0)
+    profile_rank: int = checked(0, low=0)
     """The rank that records."""
 
     def require_profiled(self, world_size: int) -> None:

@@ -191,3 +191,11 @@ def most_telling(codes: Sequence[ExitCode]) -> ExitCode:
     """The code that says most about why several nodes failed."""
     order = {code: place for place, code in enumerate(_TELLING)}
     return min(codes, key=lambda code: (order.get(code, len(order)), code))
+
+
+def is_failure(error: BaseException) -> bool:
+    """Tell what a library raises for bad input from a request to end, such as Ctrl-C.
+
+    A panic of a library in Rust is no Exception.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"

@@ -8,7 +8,7 @@ import shutil
 import stat
 from pathlib import Path
 
-from payload.core.validation import no_follow
+from payload.core.links import no_follow
 
 
 def set_aside(path: Path) -> Path:

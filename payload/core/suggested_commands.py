@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from payload.core.validation import printable
+from payload.core.printable_text import printable
 
 CONSOLE = "TILEFORGE_CONSOLE"
 """Where `tileforge` lies, in the environment of what it starts."""

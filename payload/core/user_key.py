@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from payload.core.validation import read_bytes
+from payload.core.regular_files import read_bytes
 
 PROOF = re.compile(r"|[0-9a-f]{64}")
 PROOF_WANTED = "64 hexadecimal digits"

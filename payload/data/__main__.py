@@ -16,9 +16,9 @@ from typing import Any
 
 from payload.core.errors import ExitCode, TileforgeError, UsageError
 from payload.core.interrupts import interrupt_once
+from payload.core.printable_text import printable
 from payload.core.suggested_commands import command
 from payload.core.tasks import TASK_KINDS
-from payload.core.validation import printable
 from payload.data.sources.documents import MIB
 from payload.data.sources.request import DEFAULT_SPLIT, DEFAULT_TEXT_COLUMN, SOURCE_KINDS
 from payload.data.tasks import all_tasks, task_of

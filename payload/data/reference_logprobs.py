@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,23 +20,19 @@ import numpy.typing as npt
 from payload.core.dtype import Dtype
 from payload.core.errors import DataError
 from payload.core.files import write_whole
+from payload.core.links import inside_folder
+from payload.core.regular_files import open_regular, read_bytes
 from payload.core.suggested_commands import command
-from payload.core.validation import (
-    build,
-    check_schema,
-    checked,
-    inside_folder,
-    open_regular,
-    parse_json,
-    read_bytes,
-)
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.names import SHA256
+from payload.core.validation.records import build, check_schema
 from payload.formats.data_folder import DataFile, DataMeta
 
 REFERENCE_FILE = "reference.json"
 VALUES_FILES: Mapping[Dtype, str] = {"bf16": "reference.bf16.bin", "fp32": "reference.fp32.bin"}
 SCHEMA_VERSION = 1
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _DTYPE = np.dtype("<f8")
 
 LogProbs = npt.NDArray[np.float64]
@@ -51,9 +46,9 @@ class ReferenceModel:
     source: str
     """Folder or hub name."""
     revision: str | None = None
-    sha256: str = checked(pattern=_SHA256, wanted="64 hexadecimal digits")
+    sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
     """Over the files with the weights."""
-    config_sha256: str | None = checked(None, pattern=_SHA256, wanted="64 hexadecimal digits")
+    config_sha256: str | None = checked(None, pattern=SHA256, wanted="64 hexadecimal digits")
     """Over what config.json says of the arithmetic; None in older records."""
     quantize: Literal["none", "nf4"] = "none"
 
@@ -77,7 +72,7 @@ class Reference:
     """reference.json"""
 
     model: ReferenceModel
-    data_sha256: str = checked(pattern=_SHA256, wanted="64 hexadecimal digits")
+    data_sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
     """Over the hashes of the folder's files."""
     files: dict[str, DataFile]
     """The files of `VALUES_FILES` that are there."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from payload.core.errors import ConfigError, DataError
-from payload.core.validation import is_failure, one_line, printable
+from payload.core.errors import ConfigError, DataError, is_failure
+from payload.core.printable_text import one_line, printable
 from payload.data.reading.packed_blocks import (
     FIRST,
     PADDING,

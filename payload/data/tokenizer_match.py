@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from payload.core.errors import DataError, TileforgeError
-from payload.core.validation import read_bytes
+from payload.core.regular_files import read_bytes
 from payload.data.tokenizers.declared_tokens import require_declared_tokens
 from payload.data.tokenizers.gpt2 import gpt2_encoding
 from payload.data.tokenizers.hf import build_backend, explained

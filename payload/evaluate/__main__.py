@@ -20,8 +20,8 @@ from payload.core.errors import (
     RanksDifferError,
 )
 from payload.core.interrupts import interrupt_once
+from payload.core.printable_text import printable
 from payload.core.suggested_commands import command
-from payload.core.validation import printable
 
 if TYPE_CHECKING:
     from payload.data.reading.blocks import Blocks

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from payload.core.errors import CheckpointError, ExitCode, TileforgeError, UsageError
 from payload.core.interrupts import interrupt_once
-from payload.core.validation import printable
+from payload.core.printable_text import printable
 from payload.export.arguments import parser
 from payload.export.gguf_file import write_gguf
 from payload.export.gguf_metadata import plan_gguf
@@ -20,6 +20,7 @@ from payload.export.tensors import WeightFiles, weights_of
 from payload.export.vocabulary import read_vocabulary
 from payload.formats.hf_folder import read_config
 from payload.formats.hub_names import local_name
+from payload.models.gguf_header import SUFFIX
 from payload.train.models.weights import (
     base_folder,
     checkpoint_folder,
@@ -27,8 +28,6 @@ from payload.train.models.weights import (
     tokenizer_folder,
 )
 from payload.weights.adapter_files import base_quantization, has_adapter
-
-_GGUF_SUFFIX = ".gguf"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,7 +111,7 @@ def _name_of(folder: Path) -> str:
 
 
 def _out_path(out: Path | None, *, name: str, format_: str, dtype: str) -> Path:
-    default = f"{name}-{dtype}{_GGUF_SUFFIX if format_ == 'gguf' else ''}"
+    default = f"{name}-{dtype}{SUFFIX if format_ == 'gguf' else ''}"
     if out is None:
         return Path(default)
     return out / default if out.is_dir() else out

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from payload.core.errors import CheckpointError
-from payload.core.validation import shown
+from payload.core.printable_text import shown
 from payload.export.arguments import Dtype
 from payload.export.gguf_metadata import GgufPlan
 from payload.export.tensors import WeightFiles, rounded, whole_or_absent

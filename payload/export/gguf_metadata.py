@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from payload.core.errors import CheckpointError
-from payload.core.validation import shown
+from payload.core.printable_text import shown
 from payload.formats.hf_folder import CONFIG_FILE
 from payload.models import gpt2
 from payload.models.decoder_config import (
+    GEMMA_LOCAL_THETA,
     DecoderConfig,
     Layer,
     Rope,
@@ -38,7 +39,6 @@ _GPT2_EPSILON = 1e-5
 _GPT2_CONTEXT = 1024
 _QWEN3_HEAD = 128
 _GEMMA_PATTERN = 6
-_GEMMA_LOCAL_THETA = 10_000.0
 _GEMMA_SCALAR = 256.0
 _GEMMA_LARGEST = 62
 """Layers of the 27B model."""
@@ -178,7 +178,7 @@ def _gemma(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str) -> G
     if [layer.window is None for layer in layers] != wanted:
         _refuse(where, "layer_types", "not one full layer in six")
     local_ropes = {layer.rope for layer in local}
-    if local_ropes - {Rope(theta=_GEMMA_LOCAL_THETA)}:
+    if local_ropes - {Rope(theta=GEMMA_LOCAL_THETA)}:
         _refuse(where, "rope of the layers with a window", "not the base 10,000")
     # llama.cpp goes by the number of layers.
     is_largest = len(layers) == _GEMMA_LARGEST

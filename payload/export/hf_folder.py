@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from payload.core.errors import CheckpointError
-from payload.core.validation import read_bytes
+from payload.core.regular_files import read_bytes
 from payload.export.tensors import WeightFiles, rounded, whole_or_absent
 from payload.formats.hf_folder import CONFIG_FILE, TOKENIZER_FILES, WEIGHTS_FILE, own_file
 

@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from payload.core.errors import CheckpointError, DataError
-from payload.core.validation import build, checked, one_line, parse_json, read_bytes, shown
+from payload.core.printable_text import one_line, shown
+from payload.core.regular_files import read_bytes
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.records import build
+from payload.data.templates.chat_template import TEMPLATE_FILE
 from payload.data.tokenizers.hf import build_backend, named_end, tokens_around
 from payload.data.tokenizers.pre_tokenizers import LLAMA3, QWEN2, TEKKEN
 from payload.data.tokenizers.special_tokens import named_tokens, tokenizer_config
@@ -22,7 +27,6 @@ from payload.formats.hf_folder import own_file, read_tokenizer_files
 from payload.formats.tokenizer_canonical import canonical_parts
 
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-_TEMPLATE = "chat_template.jinja"
 _FIX = "Use --format hf."
 _WORD_START = "\u2581"
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -312,7 +316,7 @@ def _chat_template(
 
     Raises CheckpointError.
     """
-    path = own_file(folder, _TEMPLATE)
+    path = own_file(folder, TEMPLATE_FILE)
     try:
         return read_bytes(path).decode("utf-8")
     except FileNotFoundError:

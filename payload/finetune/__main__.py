@@ -17,10 +17,10 @@ from typing import Any
 from payload.core.errors import INTERRUPTED, ConfigError, ExitCode, TileforgeError, UsageError
 from payload.core.files import write_whole
 from payload.core.interrupts import interrupt_once
+from payload.core.printable_text import printable
 from payload.core.python_processes import code_environment, module_words
 from payload.core.suggested_commands import command
 from payload.core.tasks import TASK_KINDS
-from payload.core.validation import printable
 from payload.run_record.run_files import DEFAULT_RUNS_DIR
 
 

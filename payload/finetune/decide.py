@@ -17,8 +17,8 @@ from payload.config.model_fit import require_fit
 from payload.config.run_config import RunConfig, parse_run_config
 from payload.config.settings import parse_sections
 from payload.core.errors import ConfigError
+from payload.core.printable_text import shown
 from payload.core.suggested_commands import command
-from payload.core.validation import shown
 from payload.data.tokenizers import load_tokenizer
 from payload.estimates.batch_size import USED
 from payload.finetune.choices import (

@@ -8,8 +8,9 @@ from itertools import islice
 from typing import Any
 
 from payload.core.errors import DataError
+from payload.core.printable_text import shown
+from payload.core.regular_files import home_path
 from payload.core.tasks import TASK_KINDS, TaskKind
-from payload.core.validation import home_path, shown
 from payload.data.rows.conversations import BadConversationError, Messages, conversation_of
 from payload.data.rows.preferences import preference_of
 from payload.data.rows.rows import open_rows

@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from payload.config.run_config import load_run_config
-from payload.core.errors import ConfigError, DataError, ExitCode, TileforgeError
+from payload.core.errors import ConfigError, DataError, ExitCode, TileforgeError, is_failure
 from payload.core.files import write_whole
+from payload.core.printable_text import one_line, printable
 from payload.core.python_processes import code_environment, module_words
-from payload.core.validation import is_failure, one_line, printable
 from payload.data.reading.packed_blocks import Split
 from payload.data.show import read_samples
 from payload.formats.data_folder import VAL_NAME, DataMeta, load_meta

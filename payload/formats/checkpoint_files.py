@@ -14,16 +14,13 @@ from pathlib import Path, PurePath
 
 from payload.core.dtype import Dtype
 from payload.core.errors import CheckpointError, ConfigError
-from payload.core.validation import (
-    build,
-    check_schema,
-    checked,
-    inside_folder,
-    open_regular,
-    parse_json,
-    read_bytes,
-    shown,
-)
+from payload.core.links import inside_folder
+from payload.core.printable_text import shown
+from payload.core.regular_files import open_regular, read_bytes
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.names import SHA256
+from payload.core.validation.records import build, check_schema
 from payload.formats.hf_folder import own_file, read_config, weight_files
 
 SCHEMA_VERSION = 1
@@ -47,7 +44,6 @@ FOLDER_NAME = re.compile(r"step_([0-9]{8,18})")
 """A checkpoint's folder, by the number of its step."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 _DATA_FILE = re.compile(r"\w[\w.-]{0,120}\.(?:json|safetensors|txt|model|jinja)", re.ASCII)
-SHA256 = re.compile(r"[0-9a-f]{64}")
 _NOT_ARITHMETIC = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
 """Keys of config.json that change no result: weights are computed with in the run's own dtype."""
 

@@ -13,17 +13,14 @@ from pathlib import Path
 from typing import Literal
 
 from payload.core.errors import ConfigError, DataError
+from payload.core.links import inside_folder
+from payload.core.printable_text import PLAIN_TEXT, shown
+from payload.core.regular_files import read_bytes
 from payload.core.tasks import TaskKind
-from payload.core.validation import (
-    PLAIN_TEXT,
-    build,
-    check_schema,
-    checked,
-    inside_folder,
-    parse_json,
-    read_bytes,
-    shown,
-)
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.names import SHA256
+from payload.core.validation.records import build, check_schema
 from payload.formats.hf_folder import TOKENIZER_FILES
 from payload.formats.prepare_hints import how_to_make_again, missing_data
 
@@ -51,7 +48,6 @@ RANGE_BYTES = 256 * 1024
 HASH_DIGITS = 32
 """Digits of the sha256's 64: half of meta.json, and 128 bits still cannot be forged."""
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _RANGE_HASH = re.compile(rf"[0-9a-f]{{{HASH_DIGITS}}}")
 
 TokenDtype = Literal["uint16", "uint32"]
@@ -73,7 +69,7 @@ class DataFile:
     """One file of the folder."""
 
     bytes: int = checked(low=0)
-    sha256: str = checked(pattern=_SHA256, wanted="64 hexadecimal digits")
+    sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
     range_sha256: tuple[str, ...] = checked((), pattern=_RANGE_HASH, wanted="hexadecimal digits")
     """The first digits of the sha256 of each RANGE_BYTES, which training checks as it reads; empty
     in folders that older releases made."""
@@ -99,7 +95,7 @@ class ChatRecord:
     """Tokens of a block; training takes no other."""
     packing: Literal["best-fit", "none"]
     """`none`: one conversation a block, the rest of it padding."""
-    template_sha256: str = checked(pattern=_SHA256, wanted="64 hexadecimal digits")
+    template_sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
     train_trained_tokens: int = checked(low=1)
     """Tokens that the loss covers."""
     val_trained_tokens: int = checked(low=1)
@@ -136,7 +132,7 @@ class PreferenceRecord:
 
     sequence_length: int = checked(low=2, high=2**20)
     """Most tokens of a conversation; training takes no other length."""
-    template_sha256: str = checked(pattern=_SHA256, wanted="64 hexadecimal digits")
+    template_sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
     train_trained_tokens: int = checked(low=2)
     """Tokens of the answers, which the loss covers."""
     val_trained_tokens: int = checked(low=2)

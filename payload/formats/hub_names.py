@@ -12,12 +12,13 @@ from pathlib import PurePath, PurePosixPath
 from typing import Literal
 
 from payload.core.errors import TileforgeError
-from payload.core.validation import can_see, home_path, shown
+from payload.core.printable_text import shown
+from payload.core.regular_files import can_see, home_path
+from payload.core.validation.names import GIT_COMMIT
 
 # https://github.com/huggingface/huggingface_hub/blob/main/src/huggingface_hub/utils/_validators.py
 _NAME = r"[A-Za-z0-9_][\w.-]{0,95}(?:/[A-Za-z0-9_][\w.-]{0,95})?"
 _SPEC = re.compile(rf"(?P<name>{_NAME})(?:@(?P<revision>[\w][\w./-]{{0,254}}))?", re.ASCII)
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _OWN_FOLDERS = ("runs", "data")
 """Folders that this program makes: `runs/first` is a run, and no model of an owner `runs`."""
 
@@ -42,7 +43,7 @@ class HubName:
 
     def commit(self) -> str | None:
         """Return the revision where it is a commit, which is the same files for ever."""
-        return self.revision if _COMMIT.fullmatch(self.revision or "") else None
+        return self.revision if GIT_COMMIT.fullmatch(self.revision or "") else None
 
 
 def pinned_name(text: str) -> HubName | None:

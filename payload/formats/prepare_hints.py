@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from payload.core.printable_text import printable
 from payload.core.suggested_commands import command
-from payload.core.validation import printable
 
 # Folders whose name says what is in them. What lies under any other name is the user's own, and no
 # source may be named for it: the command would put that in its place.

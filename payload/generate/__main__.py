@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from payload.core.errors import ExitCode, TileforgeError, UsageError
 from payload.core.interrupts import interrupt_once
-from payload.core.validation import printable
+from payload.core.printable_text import printable
 from payload.data.templates.chat_template import read_chat_template
 from payload.generate.arguments import parser
 from payload.generate.chat import Conversation, talk

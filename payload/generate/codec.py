@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from payload.core.errors import CheckpointError
-from payload.core.validation import inside_folder, is_failure, one_line, parse_json, read_bytes
+from payload.core.errors import CheckpointError, is_failure
+from payload.core.links import inside_folder
+from payload.core.printable_text import one_line
+from payload.core.regular_files import read_bytes
+from payload.core.validation.json_text import parse_json
 from payload.data.tokenizers.gpt2 import END_OF_TEXT, VOCAB_SIZE, gpt2_encoding
 from payload.data.tokenizers.hf import explained
 from payload.formats.hf_folder import CONFIG_FILE, read_config
@@ -16,6 +19,7 @@ from payload.formats.prepare_hints import write_tokenizer_again
 from payload.formats.tokenizer_identity import (
     GPT2_END,
     GPT2_SHA256,
+    TOKENIZER_FILE,
     folder_identity,
     has_vocabulary,
     vocabulary_file,
@@ -23,7 +27,6 @@ from payload.formats.tokenizer_identity import (
 from payload.train.models.weights import config_folder, tokenizer_folder
 
 _GENERATION_CONFIG = "generation_config.json"
-_TOKENIZER_FILE = "tokenizer.json"
 _GPT2 = "gpt2"
 
 
@@ -68,7 +71,7 @@ def _require_gpt2(folder: Path) -> None:
         folder, vocabulary_sha256=GPT2_SHA256, added=added, error=CheckpointError
     ):
         raise CheckpointError(
-            f"{folder}: it has {name} and no {_TOKENIZER_FILE}, and that is not GPT-2's. Make it "
+            f"{folder}: it has {name} and no {TOKENIZER_FILE}, and that is not GPT-2's. Make it "
             f"with: {write_tokenizer_again(folder)}"
         )
 
@@ -91,7 +94,7 @@ def _any(folder: Path, *, stops: frozenset[int]) -> Codec:
     """Return the tokenizer of tokenizer.json, through the package `tokenizers`."""
     from tokenizers import Tokenizer
 
-    path = folder / _TOKENIZER_FILE
+    path = folder / TOKENIZER_FILE
     try:
         backend = Tokenizer.from_buffer(read_bytes(inside_folder(path)))
         backend.no_truncation()

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from payload.core.errors import ConfigError
-from payload.core.validation import parse_json, shown
+from payload.core.printable_text import shown
+from payload.core.validation.json_text import parse_json
 from payload.generate.arguments import DEFAULT_PROMPT
 from payload.generate.codec import Codec
 from payload.train.models.base import CausalLM

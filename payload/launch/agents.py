@@ -11,7 +11,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from payload.core.validation import build, parse_json
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.records import build
 from payload.launch.launcher import Job, LostNode, Report
 
 NODE_RANK, IS_HEAD, ADDRESS, SCRATCH = "{node_rank}", "{is_head}", "{address}", "{scratch}"

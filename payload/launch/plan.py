@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from payload.core.errors import ConfigError
-from payload.core.validation import (
-    PLAIN_TEXT,
-    RUN_ID,
-    build,
-    check_schema,
-    checked,
-    parse_json,
-    read_bytes,
-)
+from payload.core.printable_text import PLAIN_TEXT
+from payload.core.regular_files import read_bytes
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.names import MEMBER_NAME, RUN_ID
+from payload.core.validation.records import build, check_schema
 from payload.launch.run_estimate import Arithmetic
 
 SCHEMA_VERSION = 1
 _FIX = "Start the run again."
-_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +25,7 @@ class LaunchPlan:
     """One run, ready to start. The ranks' places are in ranks.json."""
 
     run_id: str = checked(pattern=RUN_ID, wanted="a run id")
-    launcher: str = checked(pattern=_NAME, wanted="a launcher's name")
+    launcher: str = checked(pattern=MEMBER_NAME, wanted="a launcher's name")
     """The name of its file below `launch/launchers`."""
     argv: tuple[str, ...]
     """The launcher's command line."""

@@ -10,7 +10,11 @@ from typing import TypeVar
 
 from payload.config.launch_sections import DeviceSection, LaunchSection
 from payload.core.errors import ConfigError
-from payload.core.validation import NODE_NAME, build, check_schema, checked, parse_json, read_bytes
+from payload.core.regular_files import read_bytes
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.names import NODE_NAME
+from payload.core.validation.records import build, check_schema
 from payload.machines.inventory import Node
 from payload.machines.machine import Domain
 

@@ -15,15 +15,12 @@ from pathlib import Path
 from typing import Literal
 
 from payload.core.errors import ConfigError
-from payload.core.validation import (
-    NODE_NAME,
-    build,
-    check_schema,
-    checked,
-    parse_json,
-    read_bytes,
-    shown,
-)
+from payload.core.printable_text import shown
+from payload.core.regular_files import read_bytes
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.names import NODE_NAME
+from payload.core.validation.records import build, check_schema
 
 SCHEMA_VERSION = 1
 
@@ -46,7 +43,8 @@ _PROJECT = re.compile(r"[a-z0-9]([a-z0-9.:-]{0,61}[a-z0-9])?")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{0,220}[a-z0-9]")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
-_CAPABILITY = re.compile(r"[0-9]{1,2}\.[0-9]")
+CAPABILITY = re.compile(r"[0-9]{1,2}\.[0-9]")
+"""A GPU's compute capability."""
 
 _NAME_WORDS = "a name of letters, digits, dots, hyphens and underscores"
 _ADDRESS_WORDS = "an IP address or a host name"
@@ -81,7 +79,7 @@ class Node:
     """NVIDIA GPUs; each takes one rank."""
     gpu_memory_gib: float | None = checked(None, low=0, high=2**14)
     """Memory of each, or None when it is not known."""
-    gpu_capability: str | None = checked(None, pattern=_CAPABILITY, wanted="such as 8.9")
+    gpu_capability: str | None = checked(None, pattern=CAPABILITY, wanted="such as 8.9")
     """Compute capability, or None when it is not known."""
     hourly_usd: float | None = checked(None, low=0, high=1e6)
     """Price of this node, or None when it is not known."""

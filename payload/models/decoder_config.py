@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn, cast
 
 from payload.core.errors import CheckpointError
-from payload.core.validation import build, checked, shown
+from payload.core.printable_text import shown
+from payload.core.validation.fields import checked
+from payload.core.validation.records import build
 
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
 """Hugging Face's names: SiLU, the exact GELU, and its tanh approximation."""
@@ -53,7 +55,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 }
 _ROPE_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_GEMMA_LOCAL_THETA = 10_000.0
+GEMMA_LOCAL_THETA = 10_000.0
 _MOST_LAYERS = 1000
 
 
@@ -264,7 +266,7 @@ class DecoderConfig:
         found = self._rope_config(kind, where=where)
         theta = self.rope_theta or self.family().theta
         if self.family().is_gemma and kind == _SLIDING:
-            theta = self.rope_local_base_freq or _GEMMA_LOCAL_THETA
+            theta = self.rope_local_base_freq or GEMMA_LOCAL_THETA
         theta = found.rope_theta or theta
         if found.kind() == "linear":
             _require(where, found, ("factor",))

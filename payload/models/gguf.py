@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from payload.core.errors import CheckpointError
-from payload.core.validation import shown
+from payload.core.printable_text import shown
 from payload.formats.hf_folder import CONFIG_FILE, own_file
 from payload.models import decoder
 from payload.models.decoder import DecoderSpec

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from payload.core.errors import CheckpointError
-from payload.core.validation import open_regular, shown
+from payload.core.printable_text import shown
+from payload.core.regular_files import open_regular
 
 SUFFIX = ".gguf"
 

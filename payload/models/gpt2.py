@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, cast
 
 from payload.core.errors import CheckpointError
-from payload.core.validation import build, checked, shown
+from payload.core.printable_text import shown
+from payload.core.validation.fields import checked
+from payload.core.validation.records import build
 from payload.formats.hf_folder import FIX
 from payload.models.spec import (
     PROCESS_BYTES,

@@ -19,7 +19,7 @@ from typing import Any, Protocol, cast
 
 import payload.models as package
 from payload.core.errors import CheckpointError
-from payload.core.validation import shown
+from payload.core.printable_text import shown
 from payload.formats.hf_folder import CONFIG_FILE, FIX, read_config
 from payload.models.hub_sizes import CONFIGS
 from payload.models.spec import ModelSpec

@@ -14,7 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from payload.core.errors import CheckpointError
-from payload.core.validation import build, checked, open_regular, parse_json, shown
+from payload.core.printable_text import shown
+from payload.core.regular_files import open_regular
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.records import build
 from payload.formats.hf_folder import INDEX_FILE, WEIGHTS_FILE, has_shards, own_file, weight_map
 
 PICKLE_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "model.bin")

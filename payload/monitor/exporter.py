@@ -19,6 +19,7 @@ from payload.core.suggested_commands import command
 from payload.monitor.run_metrics import RunMetrics, by_metric
 from payload.run_record.run_files import RunPaths
 from payload.run_record.run_repair import known_config
+from payload.stack.node_paths import MONITORING_FOLDER
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily
 
 ADDRESS = "127.0.0.1"
-SET_UP = Path("/etc/tileforge/monitoring")
+SET_UP = Path(MONITORING_FOLDER)
 """node-setup.sh leaves it on a head that has Prometheus."""
 
 

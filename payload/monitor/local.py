@@ -22,9 +22,10 @@ from types import FrameType
 import payload
 from payload.core.errors import PreflightError
 from payload.core.interrupts import Presses
+from payload.core.printable_text import one_line
 from payload.core.python_processes import code_environment, module_words
-from payload.core.validation import one_line
 from payload.run_record.run_files import RunPaths
+from payload.stack.node_paths import MONITORING_FOLDER
 
 FILES = Path(payload.__file__).parent.parent / "bootstrap" / "monitoring"
 GRAFANA_PORT, PROMETHEUS_PORT = 3000, 9090
@@ -207,7 +208,7 @@ def grafana_settings(home: Path, *, port: int, prometheus_url: str) -> dict[str,
     settings = dict(line.split("=", 1) for line in lines if "=" in line and line[0] != "#")
     for name, before, after in (
         ("datasources", f"http://{_LOOPBACK}:{PROMETHEUS_PORT}", prometheus_url),
-        ("dashboards", "/etc/tileforge/monitoring", str(home)),
+        ("dashboards", str(MONITORING_FOLDER), str(home)),
     ):
         file = home / "grafana" / name / "tileforge.yml"
         file.write_text(file.read_text(encoding="utf-8").replace(before, after), encoding="utf-8")

@@ -18,7 +18,10 @@ from functools import cache
 from pathlib import Path
 
 from payload.core.errors import ConfigError
-from payload.core.validation import build, check_schema, checked, parse_json, read_bytes
+from payload.core.regular_files import read_bytes
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.records import build, check_schema
 
 READ_ON = "2026-07-30"
 """When the tables were made from Google's catalog."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from payload.core.errors import ConfigError, ExitCode, TileforgeError, UsageError
 from payload.core.files import write_whole
 from payload.core.interrupts import interrupt_once
+from payload.core.printable_text import printable
 from payload.core.suggested_commands import command
-from payload.core.validation import printable
 from payload.report.page import render
 from payload.report.source import Run, find_run
 from payload.report.table import comparison

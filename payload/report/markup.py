@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
-from payload.core.validation import printable
+from payload.core.printable_text import printable
 
 
 class Html(str):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from payload.config.store_address import is_bucket_address
+from payload.core.printable_text import printable
 from payload.core.suggested_commands import command, quoted
-from payload.core.validation import printable
 from payload.formats.data_folder import FOLDER_WORD, DataMeta
 from payload.report.markup import Html, figure, join, plain, tag, text
 from payload.report.sections import section

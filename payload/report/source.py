@@ -12,16 +12,13 @@ from typing import Any
 from payload.config.run_config import RunConfig
 from payload.config.store_address import is_bucket_address
 from payload.core.errors import ConfigError, DataError, UsageError
+from payload.core.printable_text import PLAIN_TEXT, shown
+from payload.core.regular_files import read_bytes
 from payload.core.suggested_commands import command
-from payload.core.validation import (
-    PLAIN_TEXT,
-    RUN_ID,
-    build,
-    checked,
-    parse_json,
-    read_bytes,
-    shown,
-)
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.names import RUN_ID
+from payload.core.validation.records import build
 from payload.formats.data_folder import META_NAME, DataMeta
 from payload.machines.inventory import ClusterInventory
 from payload.run_record.metrics_log import read_metrics

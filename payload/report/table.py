@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from payload.core.validation import printable
+from payload.core.printable_text import printable
 from payload.report import comparison_figures as rows
 from payload.report.markup import plain
 from payload.report.source import Run

@@ -15,15 +15,12 @@ from dataclasses import asdict, dataclass
 
 from payload.core.errors import ConfigError
 from payload.core.files import write_whole
-from payload.core.validation import (
-    MAX_SECONDS,
-    build,
-    check_schema,
-    checked,
-    parse_json,
-    read_bytes,
-)
-from payload.formats.checkpoint_files import FOLDER_NAME, SHA256
+from payload.core.regular_files import read_bytes
+from payload.core.validation.fields import MAX_SECONDS, checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.names import SHA256
+from payload.core.validation.records import build, check_schema
+from payload.formats.checkpoint_files import FOLDER_NAME
 from payload.run_record.run_files import RunPaths
 
 SCHEMA_VERSION = 1

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 import typing
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from payload.core.validation import checked, open_regular
+from payload.core.errors import ConfigError
+from payload.core.regular_files import open_regular
+from payload.core.validation.fields import checked
+from payload.core.validation.readers import DeclaredField, fields_of
+from payload.core.validation.records import build
+from payload.core.validation.refusal import RefusedError
 
 _MAX_LINE_BYTES = 2**20  # A row with the times of 10,000 ranks has half of it.
 _MAX_BYTES = 2**30
@@ -33,6 +37,7 @@ _MOST_SHORT_LISTS = 16
 """A confusion matrix of as many labels has lists of that length."""
 _MOST_READ_BYTES = 2**24
 _MAX_INTEGER = 2**63
+_MOST_SECONDS = 1e9
 
 TimedPart = Literal["data", "forward", "backward", "wait", "checkpoint"]
 TIMED_PARTS: tuple[TimedPart, ...] = typing.get_args(TimedPart)
@@ -44,14 +49,14 @@ class RankTimes:
 
     steps: int = checked(low=1)
     """The mean is over so many steps, the row's own the last of them."""
-    data: tuple[float, ...]
+    data: tuple[float, ...] = checked(low=0, high=_MOST_SECONDS)
     """Reading and arranging samples."""
-    forward: tuple[float, ...]
+    forward: tuple[float, ...] = checked(low=0, high=_MOST_SECONDS)
     """Computing alone, as `backward`."""
-    backward: tuple[float, ...]
-    wait: tuple[float, ...]
+    backward: tuple[float, ...] = checked(low=0, high=_MOST_SECONDS)
+    wait: tuple[float, ...] = checked(low=0, high=_MOST_SECONDS)
     """Waiting for other ranks: for gradients, weights, or whether one is to stop."""
-    checkpoint: tuple[float, ...]
+    checkpoint: tuple[float, ...] = checked(low=0, high=_MOST_SECONDS)
     """Taking a checkpoint's snapshot, or waiting until the last one is written."""
 
     def work(self) -> tuple[float, ...]:
@@ -64,13 +69,13 @@ class RankTimes:
 class StepMetrics:
     """One step: a line of metrics.jsonl."""
 
-    step: int = checked(low=0)
-    tokens: int = checked(low=1)
+    step: int = checked(low=0, high=_MAX_INTEGER)
+    tokens: int = checked(low=1, high=_MAX_INTEGER)
     """Trained on so far, this step included."""
     loss: float
     lr: float
     grad_norm: float
-    step_time_s: float = checked(low=0, high=1e9)
+    step_time_s: float = checked(low=0, high=_MOST_SECONDS)
     tokens_per_s: float
     """Tokens per second of the whole job."""
     mfu: float | None
@@ -78,7 +83,7 @@ class StepMetrics:
     data_time_s: float
     sync_time_s: float
     """Time that the step waited for gradients after its own backward pass was done."""
-    rss_bytes: int
+    rss_bytes: int = checked(high=_MAX_INTEGER)
     time_unix: float = field(default_factory=time.time)
     """When the step was done, by rank 0's clock."""
     ranks: RankTimes | None = None
@@ -93,9 +98,9 @@ class StepMetrics:
 class EvalMetrics:
     """One evaluation: a line of metrics.jsonl."""
 
-    step: int = checked(low=0)
+    step: int = checked(low=0, high=_MAX_INTEGER)
     val_loss: float
-    val_tokens: int
+    val_tokens: int = checked(high=_MAX_INTEGER)
     time_unix: float = field(default_factory=time.time)
     """When the evaluation was done, by rank 0's clock."""
 
@@ -112,17 +117,12 @@ def to_json_line(row: StepMetrics | EvalMetrics) -> str:
 
 def rank_times(row: Mapping[str, Any]) -> RankTimes | None:
     """Return the ranks' times in a row; None where it has none that can be used."""
-    raw = row.get("ranks")
-    if not isinstance(raw, Mapping):
+    try:
+        times = build(RankTimes, row.get("ranks"), where="ranks")
+    except ConfigError:
         return None
-    parts = [raw.get(part) for part in TIMED_PARTS]
-    lengths = {len(part) if isinstance(part, list | tuple) else 0 for part in parts}
-    if len(lengths) != 1 or 0 in lengths or type(steps := raw.get("steps")) is not int or steps < 1:
-        return None
-    times = [tuple(part) for part in parts if part is not None]
-    if not all(type(each) in (float, int) and 0 <= each <= 1e9 for part in times for each in part):
-        return None
-    return RankTimes(steps=steps, **dict(zip(TIMED_PARTS, times, strict=True)))
+    lengths = {len(getattr(times, part)) for part in TIMED_PARTS}
+    return times if len(lengths) == 1 and 0 not in lengths else None
 
 
 def read_metrics(path: Path) -> list[Mapping[str, Any]]:
@@ -181,8 +181,12 @@ def parse_row(line: bytes) -> Mapping[str, Any] | None:
         return None
     if not isinstance(row, dict):
         return None
-    forms = _forms_of(EvalMetrics) if "val_loss" in row else _forms_of(StepMetrics)
-    return row if all(form.fits(row.get(form.name, MISSING)) for form in forms) else None
+    try:
+        for key, each in _required(EvalMetrics if "val_loss" in row else StepMetrics).items():
+            each.read(row[key])
+    except (KeyError, RefusedError):
+        return None
+    return row
 
 
 class MetricsTail:
@@ -235,40 +239,7 @@ def describe_missing(missing: Iterable[tuple[int, int]]) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Form:
-    """The values that a field of a row may hold."""
-
-    name: str
-    kinds: tuple[type, ...]
-    low: float
-    high: float
-
-    def fits(self, value: Any) -> bool:
-        if type(value) not in self.kinds:
-            return False
-        return value is None or self.low <= value <= self.high
-
-
 @cache
-def _forms_of(kind: type) -> tuple[_Form, ...]:
-    """Return the form of each field that a row must have; rows of old have no time."""
-    hints = typing.get_type_hints(kind)
-    kinds: dict[Any, tuple[type, ...]] = {int: (int,), float: (float, int)}
-    largest = sys.float_info.max  # No comparison holds for a NaN.
-    return tuple(
-        _Form(
-            name=each.name,
-            kinds=kinds.get(hints[each.name], (float, int, type(None))),
-            low=_limit(each.metadata.get("low"), -largest),
-            high=_limit(
-                each.metadata.get("high"), _MAX_INTEGER if hints[each.name] is int else largest
-            ),
-        )
-        for each in fields(kind)
-        if each.default_factory is MISSING and each.default is MISSING
-    )
-
-
-def _limit(given: float | None, otherwise: float) -> float:
-    return otherwise if given is None else given
+def _required(kind: type) -> Mapping[str, DeclaredField]:
+    """Return the fields that a row must have; rows of old have no time."""
+    return {key: each for key, each in fields_of(kind).items() if each.is_required}

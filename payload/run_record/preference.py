@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from payload.core.validation import checked
+from payload.core.validation.fields import checked
 from payload.run_record.metrics_log import EvalMetrics, StepMetrics
 
 

@@ -9,7 +9,10 @@ from pathlib import Path
 
 from payload.core.errors import ConfigError
 from payload.core.files import write_whole
-from payload.core.validation import build, check_schema, checked, parse_json, read_bytes
+from payload.core.regular_files import read_bytes
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.records import build, check_schema
 
 PROFILE_TABLE = "operators.json"
 SCHEMA_VERSION = 1

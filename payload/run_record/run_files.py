@@ -21,18 +21,13 @@ from payload.core.errors import ConfigError, UsageError
 from payload.core.files import (
     write_whole,
 )
-from payload.core.validation import (
-    MAX_SECONDS,
-    NODE_NAME,
-    RUN_ID,
-    build,
-    check_schema,
-    checked,
-    links_out,
-    parse_json,
-    read_bytes,
-    shown,
-)
+from payload.core.links import links_out
+from payload.core.printable_text import shown
+from payload.core.regular_files import read_bytes
+from payload.core.validation.fields import MAX_SECONDS, checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.names import MEMBER_NAME, NODE_NAME, RUN_ID
+from payload.core.validation.records import build, check_schema
 from payload.formats.checkpoint_files import MANIFEST_FILE, checkpoint_folders, folder_name
 from payload.run_record.store_state import StoreState
 from payload.run_record.stragglers import Straggler
@@ -52,7 +47,6 @@ _PHASE = re.compile(r"[a-z ]{1,40}")
 _seconds = partial(checked, low=0, high=MAX_SECONDS)
 """A field with a time that people and sums can do something with."""
 
-_SITE = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _JOB_ID = re.compile(r"[0-9]{1,20}")
 
 _T = TypeVar(
@@ -342,7 +336,7 @@ class StopRequest:
 class RunJob:
     """job.json: written where the job is submitted, then by the job itself."""
 
-    site: str = checked(pattern=_SITE, wanted="a site's name")
+    site: str = checked(pattern=MEMBER_NAME, wanted="a site's name")
     job_id: str = checked(pattern=_JOB_ID, wanted="a job's number")
     pid: int | None = checked(None, low=1)
     """The supervisor's process id; None before the job has begun."""

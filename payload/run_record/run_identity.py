@@ -17,7 +17,10 @@ from pathlib import Path
 
 from payload.core.errors import ConfigError
 from payload.core.files import require_file, write_whole
-from payload.core.validation import build, check_schema, checked, parse_json, read_bytes
+from payload.core.regular_files import read_bytes
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.records import build, check_schema
 from payload.formats.checkpoint_files import TRAINER_FILE, checkpoint_folders
 from payload.run_record.run_files import RunPaths, RunState, last_record
 from payload.run_record.store_state import StoreState

@@ -22,7 +22,12 @@ from payload.config.run_config import (
 from payload.core.dtype import Dtype
 from payload.core.errors import ConfigError, ExitCode
 from payload.core.files import is_odd_file, set_aside
-from payload.core.validation import RUN_ID, build, checked, links_out, parse_json, read_bytes
+from payload.core.links import links_out
+from payload.core.regular_files import read_bytes
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.names import RUN_ID
+from payload.core.validation.records import build
 from payload.formats.checkpoint_files import (
     checkpoint_config,
     checkpoint_dtype,

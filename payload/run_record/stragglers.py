@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from payload.core.validation import checked
+from payload.core.validation.fields import checked
 from payload.run_record.metrics_log import rank_times
 
 _SLOW = 1.25

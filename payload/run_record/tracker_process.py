@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 from payload.config.launch_sections import AUTO_TRACKER
 from payload.config.run_config import RunConfig
-from payload.core.validation import one_line
+from payload.core.printable_text import one_line
 from payload.run_record.run_files import RunPaths
 from payload.run_record.write_report import report_process
 

@@ -11,8 +11,8 @@ import signal
 import subprocess
 from collections.abc import Sequence
 
+from payload.core.printable_text import one_line
 from payload.core.python_processes import code_environment, module_words
-from payload.core.validation import one_line
 from payload.run_record.run_files import RunPaths
 
 _TIMEOUT_S = 120.0

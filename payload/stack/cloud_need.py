@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from payload.core.errors import ConfigError
-from payload.core.validation import parse_json, shown
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.readers import fields_of
+from payload.core.validation.records import build
 from payload.machines.gpu_catalog import gpus_of
 from payload.pricing.cluster_cost import Billed
+from payload.stack.cloud_names import CLOUD_NAME, KMS_KEY, REGION
+from payload.stack.stack_settings import DEFAULTS
 
-CLOUD_NAME = re.compile(r"[a-z0-9][a-z0-9._:@-]{0,252}")
-"""Any name that Google gives to a resource, a place or an account."""
 Scope = Literal["region", "project"]
 Spot = Literal["false", "true", "auto"]
-SPOT: tuple[Spot, ...] = ("false", "true", "auto")
-DEFAULT_IMAGE = "projects/ubuntu-os-cloud/global/images/ubuntu-2404-noble-amd64-v20260918"
-"""The boot image of a config that names none, as in Pulumi.yaml."""
-KMS_KEY = re.compile(
-    r"projects/(?P<project>[\w:.-]+)/locations/(?P<location>[\w-]+)/keyRings/(?P<ring>[\w-]+)"
-    r"/cryptoKeys/(?P<key>[\w-]+)",
-    re.ASCII,
-)
-"""A Cloud KMS key by its full name."""
-_REGION = re.compile(r"[a-z]+-[a-z]+[0-9]+")
 # Continents, by which regions begin, of the multi-regions in
 # https://cloud.google.com/kms/docs/locations; the last ones have letters and a number.
 _CONTINENTS = {
     **{"us": "us", "nam": "us", "ca": "northamerica", "europe": "europe", "eur": "europe"},
     **{"asia": "asia", "in": "asia", "au": "australia"},
 }
-_FILESTORE_GIB = 1024
 UNLISTED = {"tier1": "Tier_1 bandwidth", "confidential": "confidential computing"}
 """Settings of a stack that cost an amount that no table here has."""
 
@@ -49,13 +41,13 @@ _DISK_QUOTAS = {
 class Need:
     """One cluster, as far as quotas and offers go."""
 
-    machine_type: str = "c3-highmem-8"
-    node_count: int = 3
-    region: str = "us-central1"
-    zones: tuple[str, ...] = ("us-central1-a",)
+    machine_type: str = DEFAULTS.machine_type
+    node_count: int = DEFAULTS.node_count
+    region: str = DEFAULTS.region
+    zones: tuple[str, ...] = DEFAULTS.zones[:1]
     spot: Spot = "false"
     disk_type: str = "pd-balanced"
-    disk_gib: int = 300
+    disk_gib: int = DEFAULTS.node_count * DEFAULTS.disk_gb
     """The total of all nodes."""
     has_nat: bool = True
     has_public_head: bool = False
@@ -66,7 +58,7 @@ class Need:
     makes_bucket: bool = False
     cluster: str = ""
     """Empty where it is not known."""
-    image: str = DEFAULT_IMAGE
+    image: str = DEFAULTS.image
     """Boot image by its full name."""
     bucket_name: str = ""
     """The bucket that exists; empty for none, and for one that is made."""
@@ -199,10 +191,62 @@ def key_location_fits(location: str, *, region: str, regional: bool) -> bool:
     """
     if location == region:
         return True
-    if regional or _REGION.fullmatch(location):
+    if regional or REGION.fullmatch(location):
         return False
     continent = _CONTINENTS.get(location.rstrip("0123456789"))
     return continent is None or continent == region.partition("-")[0]
+
+
+def _named(default: str | tuple[str, ...], *, key: str) -> Any:
+    """Declare a setting that becomes a word of a request."""
+    fix = f"pulumi config set {key} NAME"
+    return checked(default, key=key, pattern=CLOUD_NAME, wanted="a name", fix=fix)
+
+
+def _whole(default: int, *, key: str) -> Any:
+    return checked(default, key=key, low=0, refusal="; a whole number is needed.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settings:
+    """The settings that the need depends on; `up` holds them to more limits."""
+
+    machine_type: str = _named(DEFAULTS.machine_type, key="machineType")
+    node_count: int = _whole(DEFAULTS.node_count, key="nodeCount")
+    region: str = _named(DEFAULTS.region, key="region")
+    zones: tuple[str, ...] = _named((), key="zones")
+    spot: Spot = checked(  # noqa: RUF009 - a field
+        DEFAULTS.spot, refusal="; use false, true or auto."
+    )
+    disk_type: str = _named(DEFAULTS.disk_type, key="diskType")
+    disk_gb: int = _whole(DEFAULTS.disk_gb, key="diskGb")
+    head_disk_gb: int = _whole(DEFAULTS.head_disk_gb, key="headDiskGb")
+    bucket: str = _named(DEFAULTS.bucket, key="bucket")
+    kms_key: str = checked(
+        DEFAULTS.kms_key,
+        key="kmsKey",
+        pattern=KMS_KEY,
+        wanted="projects/P/locations/L/keyRings/R/cryptoKeys/K",
+        fix="pulumi config set kmsKey NAME",
+    )
+    filestore_gb: int = _whole(DEFAULTS.filestore_gb, key="filestoreGb")
+
+
+def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of `_Settings` that have a value, numbers as such."""
+    given: dict[str, Any] = {}
+    for key, each in fields_of(_Settings).items():
+        value = settings.get(key)
+        if each.hint is int and value not in (None, ""):
+            given[key] = value
+            with suppress(ValueError):
+                given[key] = int(str(value))
+        elif value:
+            given[key] = value
+    if settings.get("sharedStorage") != "filestore":
+        given["filestoreGb"] = 0
+    spot = str(settings.get("spot") or DEFAULTS.spot).lower()
+    return given | {"spot": spot, "zones": text_list(settings.get("zones"))}
 
 
 def need_of(settings: Mapping[str, Any]) -> Need:
@@ -210,56 +254,34 @@ def need_of(settings: Mapping[str, Any]) -> Need:
 
     Raises ConfigError.
     """
-    machine = _name(settings, "machineType", Need().machine_type)
-    nodes = _whole(settings, "nodeCount", Need().node_count)
-    region = _name(settings, "region", Need().region)
-    disk_gib = _whole(settings, "diskGb", 100)
-    head_gib = _whole(settings, "headDiskGb", 0) or disk_gib
-    access = settings.get("accessMode") or "iap"
-    wanted = str(settings.get("spot") or "false").lower()
-    spot = next((each for each in SPOT if each == wanted), None)
-    if spot is None:
-        raise ConfigError(f"spot = {shown(wanted)}; use false, true or auto.")
-    zones = tuple(text_list(settings.get("zones"))) or (f"{region}-a",)
-    for zone in zones:
-        _name({"zones": zone}, "zones", "")
-    kms_key = str(settings.get("kmsKey") or "")
-    if kms_key and not KMS_KEY.fullmatch(kms_key):
-        raise ConfigError(
-            f"kmsKey = {shown(kms_key)}: must be projects/P/locations/L/keyRings/R/cryptoKeys/K. "
-            "pulumi config set kmsKey NAME"
-        )
+    stack = build(_Settings, _given(settings), where="")
+    head_gib = stack.head_disk_gb or stack.disk_gb
+    access, egress = (settings.get(key) for key in ("accessMode", "egress"))
+    has_filestore = settings.get("sharedStorage") == "filestore"
+    names_bucket = stack.bucket not in ("none", "create")
     return Need(
-        machine_type=machine,
-        node_count=nodes,
-        region=region,
-        zones=zones,
-        spot=spot,
-        disk_type=_disk_type(_name(settings, "diskType", "auto"), machine),
-        disk_gib=head_gib + (nodes - 1) * disk_gib,
-        has_nat=(settings.get("egress") or "nat") == "nat",
+        machine_type=stack.machine_type,
+        node_count=stack.node_count,
+        region=stack.region,
+        zones=stack.zones or (f"{stack.region}-a",),
+        spot=stack.spot,
+        disk_type=_disk_type(stack.disk_type, stack.machine_type),
+        disk_gib=head_gib + (stack.node_count - 1) * stack.disk_gb,
+        has_nat=(egress or DEFAULTS.egress) == "nat",
         has_public_head=access == "direct",
         uses_os_login=access == "oslogin",
-        has_bucket=(settings.get("bucket") or "none") != "none",
-        filestore_gib=_filestore_gib(settings),
-        makes_bucket=settings.get("bucket") == "create",
+        has_bucket=stack.bucket != "none",
+        filestore_gib=(stack.filestore_gb or DEFAULTS.filestore_gb) * has_filestore,
+        makes_bucket=stack.bucket == "create",
         cluster=str(settings.get("cluster") or ""),
-        image=str(settings.get("image") or DEFAULT_IMAGE),
-        bucket_name=_bucket(settings),
-        kms_key=kms_key,
+        image=str(settings.get("image") or DEFAULTS.image),
+        bucket_name=stack.bucket if names_bucket else "",
+        kms_key=stack.kms_key,
         unlisted=tuple(
-            words
-            for key, words in UNLISTED.items()
-            if str(settings.get(key) or "false").lower() == "true"
+            words for key, words in UNLISTED.items() if str(settings.get(key)).lower() == "true"
         ),
-        grants_key=str(settings.get("kmsGrant") or "true").lower() != "false",
+        grants_key=str(settings.get("kmsGrant") or DEFAULTS.kms_grant).lower() != "false",
     )
-
-
-def _bucket(settings: Mapping[str, Any]) -> str:
-    """Return the name of a bucket that exists. Raises ConfigError."""
-    name = settings.get("bucket") or "none"
-    return "" if name in ("none", "create") else _name(settings, "bucket", "")
 
 
 def _disk_type(name: str, machine: str) -> str:
@@ -268,33 +290,6 @@ def _disk_type(name: str, machine: str) -> str:
     return (
         "pd-balanced" if machine.startswith(("c3-", "g2-", "a2-", "a3-")) else "hyperdisk-balanced"
     )
-
-
-def _name(settings: Mapping[str, Any], key: str, default: str) -> str:
-    """Return a setting that becomes a word of a request. Raises ConfigError."""
-    value = settings.get(key) or default
-    if not isinstance(value, str) or not CLOUD_NAME.fullmatch(value):
-        raise ConfigError(f"{key} = {shown(value)}: must be a name. pulumi config set {key} NAME")
-    return value
-
-
-def _filestore_gib(settings: Mapping[str, Any]) -> int:
-    if settings.get("sharedStorage") != "filestore":
-        return 0
-    return _whole(settings, "filestoreGb", _FILESTORE_GIB) or _FILESTORE_GIB
-
-
-def _whole(settings: Mapping[str, Any], key: str, default: int) -> int:
-    value = settings.get(key)
-    if value in (None, ""):
-        return default
-    try:
-        number = int(str(value))
-    except ValueError:
-        number = -1
-    if number < 0:
-        raise ConfigError(f"{key} = {shown(value)}; a whole number is needed.")
-    return number
 
 
 def text_list(value: Any) -> list[str]:

@@ -13,8 +13,8 @@ from payload.config.run_config import load_run_config
 from payload.config.store_address import StoreAddress, parse_store_address
 from payload.core.errors import ExitCode, TileforgeError, UsageError
 from payload.core.interrupts import interrupt_once
+from payload.core.printable_text import printable, shown_name
 from payload.core.suggested_commands import command
-from payload.core.validation import printable, shown_name
 from payload.run_record.named_settings import named_by, reaching, require_named
 from payload.run_record.run_files import RunPaths, require_own_folders
 from payload.storage.checkpoints import whole_checkpoints

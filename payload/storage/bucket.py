@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from payload.config.store_address import StoreAddress
 from payload.core.errors import CloudAuthError
-from payload.core.validation import one_line
+from payload.core.printable_text import one_line
 from payload.storage.credentials import load_credentials, quiet
 from payload.storage.google_login import GoogleLogin
 from payload.storage.objects import (

@@ -18,8 +18,9 @@ from typing import BinaryIO
 
 from payload.core.errors import CheckpointError, PreflightError
 from payload.core.files import fsync_folder
-from payload.core.validation import open_regular
+from payload.core.regular_files import open_regular
 from payload.formats.checkpoint_files import (
+    CHECKPOINTS_NAME,
     FOLDER_NAME,
     MANIFEST_FILE,
     PARTIAL_SUFFIX,
@@ -44,7 +45,6 @@ from payload.storage.objects import (
     TooLargeError,
 )
 
-FOLDER = "checkpoints"
 _NO_HASHES = ManifestHashes()
 _FETCHES = 3
 """Tries for a file whose hash is not the manifest's: the network may have changed it."""
@@ -93,7 +93,7 @@ class Upload:
         no other manifest of that name. Raises StoreError, and CheckpointError when the files here
         are not the manifest's.
         """
-        prefix = f"{FOLDER}/{self.name}/"
+        prefix = f"{CHECKPOINTS_NAME}/{self.name}/"
         there = {entry.name: entry for entry in store.entries(prefix)}
         manifest = f"{prefix}{MANIFEST_FILE}"
         content = _whole(self._files[MANIFEST_FILE])
@@ -153,7 +153,7 @@ def whole_checkpoints(store: StoreReader) -> list[str]:
     """List the names of the checkpoints that have a manifest, oldest first."""
     names = {
         path.parent.name
-        for path in (PurePosixPath(entry.name) for entry in store.entries(f"{FOLDER}/"))
+        for path in (PurePosixPath(entry.name) for entry in store.entries(f"{CHECKPOINTS_NAME}/"))
         if path.name == MANIFEST_FILE and FOLDER_NAME.fullmatch(path.parent.name)
     }
     return sorted(names, key=lambda name: checkpoint_step(PurePosixPath(name)))
@@ -164,7 +164,7 @@ def stored_manifests(store: ObjectStore) -> dict[str, str]:
     found = {}
     for name in whole_checkpoints(store):
         with suppress(MissingObjectError, TooLargeError):
-            content, _ = store.read(f"{FOLDER}/{name}/{MANIFEST_FILE}")
+            content, _ = store.read(f"{CHECKPOINTS_NAME}/{name}/{MANIFEST_FILE}")
             found[name] = hashlib.sha256(content).hexdigest()
     return found
 
@@ -174,7 +174,7 @@ def remove_checkpoints(
 ) -> None:
     """Remove every checkpoint but `keep`, and what interrupted uploads left: manifests first."""
     found: dict[str, list[StoredObject]] = {}
-    for entry in store.entries(f"{FOLDER}/"):
+    for entry in store.entries(f"{CHECKPOINTS_NAME}/"):
         path = PurePosixPath(entry.name)
         found.setdefault(path.parent.name, []).append(entry)
     for name, objects in found.items():
@@ -228,7 +228,7 @@ def fetch_checkpoint(
     another manifest than the head's in `known`, and PreflightError on a full disk.
     """
     target, partial = checkpoints / name, checkpoints / f"{name}.fetch{PARTIAL_SUFFIX}"
-    prefix = f"{FOLDER}/{name}/"
+    prefix = f"{CHECKPOINTS_NAME}/{name}/"
     if target.is_dir() and not manifest_problems(target):
         return target
     try:
@@ -299,14 +299,16 @@ def _require_room(store: StoreReader, name: str, size: int, checkpoints: Path) -
     if size <= free:
         return
     sizes: dict[str, int] = {}
-    for entry in store.entries(f"{FOLDER}/"):
+    for entry in store.entries(f"{CHECKPOINTS_NAME}/"):
         folder = PurePosixPath(entry.name).parent.name
         sizes[folder] = sizes.get(folder, 0) + entry.bytes
     least = min((sizes[each] for each in whole_checkpoints(store) if each != name), default=size)
     needs = f"it needs {size / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB are free"
     if size > 2 * least:
         raise CheckpointError(f"{needs}; another one of the run has {least / 1e9:,.2f} GB")
-    raise PreflightError(f"{store.address.under(f'{FOLDER}/{name}')}: {needs}. Free disk space.")
+    raise PreflightError(
+        f"{store.address.under(f'{CHECKPOINTS_NAME}/{name}')}: {needs}. Free disk space."
+    )
 
 
 def _require_own(folder: Path, run: RunIdentity) -> None:

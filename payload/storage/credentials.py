@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from payload.core.errors import CloudAuthError
-from payload.core.validation import parse_json
+from payload.core.validation.json_text import parse_json
 from payload.storage.google_login import TOKEN, GoogleLogin
 
 _SCOPES = ("https://www.googleapis.com/auth/cloud-platform",)

@@ -20,9 +20,10 @@ from payload.config.store_address import (
     settled_results,
 )
 from payload.core.errors import ConfigError, ExitCode, PreflightError, UsageError
+from payload.core.printable_text import one_line, shown
 from payload.core.python_processes import code_environment, module_words
 from payload.core.suggested_commands import command
-from payload.core.validation import RUN_ID, one_line, shown
+from payload.core.validation.names import RUN_ID
 from payload.run_record.named_settings import note_named
 from payload.run_record.run_files import RunPaths
 from payload.storage.data import fetch_data

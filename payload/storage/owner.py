@@ -10,7 +10,9 @@ import time
 from dataclasses import asdict, dataclass
 
 from payload.core.errors import ConfigError
-from payload.core.validation import build, checked, parse_json
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.records import build
 from payload.formats.checkpoint_files import FOLDER_NAME
 from payload.run_record.run_identity import (
     IDENTITY_FILE,

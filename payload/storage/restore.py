@@ -8,13 +8,13 @@ from pathlib import Path
 from payload.config.store_address import StoreAddress
 from payload.core.errors import ConfigError
 from payload.core.files import write_whole
-from payload.core.validation import shown_name
+from payload.core.printable_text import shown_name
 from payload.formats.checkpoint_files import checkpoint_step, newest_sound
 from payload.run_record.checkpoint_manifest_hashes import ManifestHashes, known_hashes, verdict
 from payload.run_record.metrics_log import read_val_losses, stream_metrics
 from payload.run_record.run_files import RunPaths, last_record
 from payload.run_record.run_identity import RunIdentity, known_identity
-from payload.run_record.store_state import StoreState
+from payload.run_record.store_state import RESTORED, StoreState
 from payload.storage.checkpoints import fetch_checkpoint, fetch_newest, whole_checkpoints
 from payload.storage.objects import StoreError, StoreReader
 from payload.storage.opening import open_store
@@ -22,15 +22,16 @@ from payload.storage.owner import OWNER, require_own_store, stored_identity
 from payload.storage.records import fetch_records
 
 _TRY_S = 15.0
-RESTORED = "restored"
-"""Folder in the run's, with the records of the place that had the run before."""
-TO_RESUME = ("run.toml", "plan.json", "metrics.jsonl", "state.json", "summary.json")
+_RUN = RunPaths(Path())
+TO_RESUME = tuple(
+    path.name for path in (_RUN.config, _RUN.plan, _RUN.metrics, _RUN.state, _RUN.summary)
+)
 """Records that a resume reads. The inventory is that of the new place."""
 
 
 def has_run(store: StoreReader) -> bool:
     """Say whether the store has a run at its address."""
-    return any(entry.name in (OWNER, "run.toml") for entry in store.entries())
+    return any(entry.name in (OWNER, _RUN.config.name) for entry in store.entries())
 
 
 def require_absent(address: StoreAddress) -> None:

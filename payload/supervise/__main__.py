@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from payload.core.errors import ConfigError, PreflightError, TileforgeError
+from payload.core.printable_text import printable
 from payload.core.suggested_commands import command
-from payload.core.validation import printable
 from payload.monitor.exporter import monitored
 from payload.run_record.run_files import DEFAULT_GRACE_S, RunPaths
 from payload.run_record.run_lock import FORCE_SIGNAL, RunLock

@@ -26,7 +26,10 @@ from typing import Any
 
 from payload.core.errors import ConfigError
 from payload.core.python_processes import module_words
-from payload.core.validation import MAX_FILE_BYTES, MAX_SECONDS, build, checked, parse_json
+from payload.core.regular_files import MAX_FILE_BYTES
+from payload.core.validation.fields import MAX_SECONDS, checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.records import build
 from payload.launch.liveness import SILENT_S, NodeHeartbeat
 from payload.launch.plan import LaunchPlan
 from payload.machines.inventory import Node

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from payload.core.errors import ConfigError
 from payload.core.files import discard
-from payload.core.validation import build
+from payload.core.validation.records import build
 from payload.launch.liveness import NodeHeartbeat, RankHeartbeat
 from payload.launch.outcome import is_failure
 from payload.launch.ranks import Rank

@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from payload.config.run_config import RunConfig
+from payload.core.printable_text import printable
 from payload.core.python_processes import code_environment, module_words
-from payload.core.validation import printable
 from payload.machines.inventory import SHARED_FOLDER
 
 SILENT_S = 10.0

@@ -16,14 +16,12 @@ from typing import BinaryIO
 
 from payload.config.run_config import RunConfig
 from payload.core.errors import PreflightError
+from payload.core.printable_text import one_line
 from payload.core.python_processes import code_environment, module_words
-from payload.core.validation import one_line
 from payload.launch.plan import LaunchPlan
 from payload.run_record.run_files import RunPaths, RunState, last_record, write_json
-from payload.run_record.store_state import StoreState
+from payload.run_record.store_state import RESTORED, StoreState
 
-RESTORED = "restored"
-"""Folder in the run's with the records that came from the store."""
 _DRAIN = "drain\n"
 _LOOK_S = 0.2
 _LAST_RECORDS_S = 15.0

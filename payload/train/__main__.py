@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Never
 from payload.config.run_config import RunConfig, load_run_config
 from payload.core.errors import ExitCode, TileforgeError, TrainingError, UsageError
 from payload.core.interrupts import Presses
+from payload.core.printable_text import printable
 from payload.core.suggested_commands import command
-from payload.core.validation import RUN_ID, checked, printable
+from payload.core.validation.fields import checked
+from payload.core.validation.names import RUN_ID
 from payload.machines.rank_variables import RUN_DIR
 from payload.run_record.named_settings import named_by, reaching, require_named
 from payload.run_record.run_files import DEFAULT_RUNS_DIR, RunPaths, default_runs_dir, new_run_id

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from payload.config.training_sections import DtypeChoice
-from payload.core.dtype import Dtype
+from payload.core.dtype import BF16_MIN_GAIN, Dtype
 from payload.estimates.step_time import ShardTimes
 from payload.train.models.quantized import QuantizedLinear
 from payload.train.ranks.world import World
@@ -29,8 +29,6 @@ _GPU_GEMM_SIZES = (4096, 8192)
 _GEMM_BUDGET_S = 0.15
 # 0.2 TFLOP/s: below, one large product takes longer than a short round, and is no faster.
 _FAST_PRODUCT_S = 0.01
-# bf16 rounds; it has to be worth it.
-_BF16_MIN_GAIN = 1.1
 # The exchange begins small and grows: 16 MiB at once would take minutes at 1 Mbit/s.
 _EXCHANGE_SIZES = tuple(4 * 2**10 * 4**i for i in range(7))
 _EXCHANGE_ROUNDS = 3
@@ -110,7 +108,7 @@ def _choose(choice: DtypeChoice, speeds: dict[Dtype, float]) -> tuple[Dtype, str
         return choice, "as configured"
     gain = speeds["bf16"] / speeds["fp32"]
     compared = f"bf16 matmuls run at {gain:.1f}x the speed of fp32 here"
-    if gain >= _BF16_MIN_GAIN:
+    if gain >= BF16_MIN_GAIN:
         return "bf16", compared
     return "fp32", compared if gain < 1 else f"{compared}, not worth the rounding"
 

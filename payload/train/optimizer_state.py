@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from payload.core.validation import checked
+from payload.core.validation.fields import checked
 from payload.formats.checkpoint_files import OPTIMIZER_FILE
 from payload.train.checkpoints.checkpoint import optimizer_tensors
 from payload.train.optimizers.optimizer import Optimizers

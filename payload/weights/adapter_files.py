@@ -12,7 +12,11 @@ from typing import Any, cast, get_args
 
 from payload.config.training_sections import AdapterSection, Quantize
 from payload.core.errors import CheckpointError
-from payload.core.validation import build, checked, parse_json, read_bytes, shown
+from payload.core.printable_text import shown
+from payload.core.regular_files import read_bytes
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.records import build
 from payload.formats.checkpoint_files import ADAPTER_FILES, TRAINER_FILE
 from payload.formats.hf_folder import own_file
 from payload.models.adapter import ALL_LINEAR

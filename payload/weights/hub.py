@@ -6,7 +6,6 @@ resolved name afterwards gets the same files, on every node and at every resume.
 
 from __future__ import annotations
 
-import difflib
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +16,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from payload.core.errors import CheckpointError
-from payload.core.validation import one_line, shown
+from payload.core.printable_text import one_line, shown
+from payload.core.validation.suggestion import nearest
 from payload.formats.hf_folder import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -303,8 +303,8 @@ class _Hub:
     def _meant(self, name: str) -> str:
         from payload.models.registry import presets
 
-        close = difflib.get_close_matches(name, presets(), n=1)
-        return f"Did you mean {close[0]!r}? " if close and close[0] != name else ""
+        close = nearest(name, presets(), cutoff=0.6)
+        return f"Did you mean {close!r}? " if close and close != name else ""
 
     def _refusal(self, problem: str, fix: str) -> CheckpointError:
         return CheckpointError(f"{self.setting} = {shown(str(self.wanted))}: {problem}. {fix}")

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from payload.core.errors import CheckpointError
+from payload.core.printable_text import shown
+from payload.core.regular_files import can_see, home_path
 from payload.core.suggested_commands import quoted
-from payload.core.validation import can_see, home_path, shown
 from payload.formats.checkpoint_files import (
     MANIFEST_FILE,
     checkpoint_folders,

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from payload.core.errors import ExitCode
-from payload.core.validation import printable
+from payload.core.printable_text import printable
 from payload.generate import __main__ as command
 from payload.generate.__main__ import main
 from payload.run_record.run_files import RunPaths

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from payload.core.errors import ExitCode, TileforgeError
-from payload.core.validation import printable
+from payload.core.printable_text import printable
 from tests.hostile.cloud_formats import cloud_formats
 from tests.hostile.formats import ALL_READS, Format, input_formats, run_formats, text_formats
 from tests.hostile.values import HOSTILE, mutated, paths_of, replaced, without

@@ -16,6 +16,7 @@ from infra.config import KEYS, ClusterConfig
 from infra.config_reading import load_config, read_config
 from infra.machines import machine_type, machine_types
 from payload.core.errors import ConfigError
+from payload.stack.cloud_need import Need, need_of
 from payload.stack.operator_key import make_key
 from tests.infra.stacks import KEY, ROOT, as_pulumi_hands_over
 
@@ -75,6 +76,22 @@ def test_the_defaults_as_pulumi_hands_them_over_are_the_codes(root: Path) -> Non
     defaults = {key: declared["default"] for key, declared in PULUMI["config"].items()}
     config = read(root, **(defaults | {"project": "my-project"}))
     assert config == ClusterConfig(cluster="dev", project="my-project")
+
+
+def test_a_stack_without_settings_needs_what_its_defaults_are() -> None:
+    config, need = ClusterConfig(), need_of({})
+    assert need == Need()
+    assert (need.machine_type, need.region, need.image) == (
+        *(config.machine_type, config.region),
+        config.image,
+    )
+    assert need.disk_gib == sum(config.boot_disk_gb(index=i) for i in range(need.node_count))
+    assert need.disk_type == config.boot_disk_type()
+
+
+def test_a_mistyped_setting_is_asked_about(root: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nodecount is no setting.*Did you mean nodeCount\?"):
+        read(root, nodecount=3)
 
 
 def test_the_default_disks_fit_a_new_projects_quota() -> None:

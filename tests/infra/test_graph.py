@@ -12,9 +12,10 @@ import pulumi
 import pytest
 from cryptography.hazmat.primitives import serialization
 
-from infra.gcp.labels import CLUSTER, EXPIRES, last_expiry, mark
+from infra.gcp.labels import last_expiry, mark
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.clouds.gcp.hand_additions import KEPT_VARIABLE, OWN_METADATA
+from payload.stack.resource_labels import CLUSTER_LABEL, EXPIRES_LABEL
 from tests.infra.stacks import (
     CASES,
     FILESTORE,
@@ -89,15 +90,17 @@ def test_with_os_login_the_user_is_the_operators_own_and_no_key_is_in_user_data(
 
 def test_an_expiry_that_somebody_has_changed_to_no_time_is_passed_over() -> None:
     texts = ("", "soon", "-1", "\u0663", "9" * 5_000, "1e9")
-    hostile: list[dict[str, str] | None] = [{EXPIRES: text} for text in texts]
-    assert last_expiry([*hostile, {EXPIRES: "1800000000"}, {}, None]) == "2027-01-15T08:00:00Z"
+    hostile: list[dict[str, str] | None] = [{EXPIRES_LABEL: text} for text in texts]
+    assert (
+        last_expiry([*hostile, {EXPIRES_LABEL: "1800000000"}, {}, None]) == "2027-01-15T08:00:00Z"
+    )
     assert last_expiry(hostile) == "1970-01-01T00:00:00Z"
 
 
 def test_the_cluster_expires_at_the_limit_of_its_machines() -> None:
     stack = deployed("default")
     assert stack.outputs["expires"] == "2027-01-15T20:00:00Z"
-    labels = [instance["labels"][EXPIRES] for instance in stack.of_type("Instance")]
+    labels = [instance["labels"][EXPIRES_LABEL] for instance in stack.of_type("Instance")]
     assert set(labels) == {str(NOW_UNIX + 12 * 3600)}
 
 
@@ -105,7 +108,7 @@ def test_the_program_labels_all_that_it_builds() -> None:
     labelled = []
     for resource in deployed("default").resources:
         inputs = resource["inputs"]
-        if "labels" in inputs or CLUSTER in inputs.get("description", ""):
+        if "labels" in inputs or CLUSTER_LABEL in inputs.get("description", ""):
             labelled.append(inputs)
             text = json.dumps(inputs.get("labels") or inputs["description"])
             assert OWN_IDENTITY in text, resource["name"]
@@ -119,7 +122,7 @@ def test_what_has_no_labels_says_the_same_in_its_description(case: str) -> None:
     for resource in stack.resources:
         inputs, kind = resource["inputs"], resource["type"].rpartition(":")[2]
         if "labels" in inputs:
-            assert inputs["labels"][CLUSTER] == "dev"
+            assert inputs["labels"][CLUSTER_LABEL] == "dev"
         # A NAT is part of its router, a right part of its bucket or key, a record of its zone.
         elif resource["type"].startswith("gcp:") and kind not in (
             *("RouterNat", "BucketIAMMember", "CryptoKeyIAMMember", "RecordSet"),
@@ -423,7 +426,7 @@ WORDS = "that opens the cluster: "
 def test_a_later_run_leaves_the_machines_own_expiry_alone() -> None:
     for resource in deployed("default").resources:
         if resource["type"].endswith(":Instance"):
-            assert f'labels["{EXPIRES}"]' in resource["options"]["ignoreChanges"]
+            assert f'labels["{EXPIRES_LABEL}"]' in resource["options"]["ignoreChanges"]
 
 
 def test_what_is_too_dear_is_refused_before_anything_is_made(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from payload.config.launch_sections import LaunchSection
 from payload.config.run_config import RunConfig, parse_run_config
 from payload.config.training_sections import PrecisionSection
 from payload.core.errors import ConfigError
-from payload.core.validation import build
+from payload.core.validation.records import build
 from payload.estimates.step_time import UPDATE_S_PER_WEIGHT
 from payload.launch.agents import AgentJob
 from payload.launch.environment import Rendezvous, common_environment

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from infra import cloud_init
-from payload.orchestrate.access.cluster import VENV
 from payload.orchestrate.node.look import act, running
 from payload.orchestrate.ssh.node_code import archive, this_code
 from payload.orchestrate.ssh.remote_calls import NODE_FOLDER
+from payload.stack.node_paths import VENV
 
 
 def sha256(text: str) -> str:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from payload.core.errors import AnswerError, ConfigError
-from payload.core.validation import RUN_ID, printable
+from payload.core.printable_text import printable
+from payload.core.validation.names import RUN_ID
 from payload.orchestrate.findings.nodes import NodeFacts
 from payload.orchestrate.findings.trial import MARK, Outcome, Result
 from payload.orchestrate.runs.mirror import merge, wanted_of

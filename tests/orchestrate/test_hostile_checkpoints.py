@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from payload.core.errors import ConfigError, PreflightError
-from payload.core.validation import printable
+from payload.core.printable_text import printable
 from payload.orchestrate.runs.mirror import note_seen
 from payload.orchestrate.runs.remote_run import RemoteRun
 from payload.run_record.run_files import RunPaths

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from payload.core.errors import AnswerError, ConfigError, TileforgeError
-from payload.core.validation import printable
+from payload.core.printable_text import printable
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.commands.attach import AttachOptions, attach

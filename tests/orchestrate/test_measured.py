@@ -13,7 +13,7 @@ import pytest
 from payload.config.run_config import parse_run_config
 from payload.config.training_sections import DtypeChoice
 from payload.core.dtype import Dtype
-from payload.core.validation import build
+from payload.core.validation.records import build
 from payload.estimates.step_time import UPDATE_S_PER_WEIGHT
 from payload.machines.core_speed import typical_mfu
 from payload.machines.inventory import Access, ClusterInventory

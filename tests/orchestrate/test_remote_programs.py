@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from payload.core.errors import PreflightError
-from payload.core.validation import build
+from payload.core.validation.records import build
 from payload.machines.inventory import RANK_PORTS
 from payload.orchestrate.findings.nodes import NodeFacts, SharedFolder
 from payload.orchestrate.hardware.nvidia import QUERY

@@ -16,7 +16,8 @@ import pytest
 from payload.config.launch_sections import LaunchSection
 from payload.config.run_config import parse_run_config
 from payload.core.errors import ConfigError, DataError, UsageError
-from payload.core.validation import build, parse_json
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.records import build
 from payload.formats.data_folder import load_meta
 from payload.launch.ranks import place_ranks
 from payload.launch.run_estimate import work_out

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from infra.cloud_init import STATE_FILE
 from payload import __version__
+from payload.stack.node_paths import BOOTSTRAP_STATE
 from tests.infra.stacks import CASES, deploy
 from tests.rig import prepared
 from tests.rig.access import ssh
@@ -138,7 +138,7 @@ def test_another_key_is_refused(rig: Rig, ready: Machine, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
-        (STATE_FILE, "644 root"),
+        (BOOTSTRAP_STATE, "644 root"),
         (LOG, "640 root"),
         ("/etc/tileforge/bootstrap.conf", "644 root"),
         ("/usr/local/lib/tileforge/node-setup.sh", "755 root"),
@@ -160,7 +160,7 @@ def test_a_second_run_changes_nothing(ready: Machine) -> None:
     ready.exec(SETUP, timeout_s=30)
     find = ["find", "/", "-xdev", "-newer", "/var/lib/mark", "-type", "f"]
     changed = ready.exec([*find, "-not", "-path", "/var/log/journal/*"]).stdout.split()
-    assert sorted(changed) == [STATE_FILE, LOG]
+    assert sorted(changed) == [BOOTSTRAP_STATE, LOG]
     assert ready.bootstrap_state() == before
 
 
@@ -186,7 +186,7 @@ def test_a_failing_step_is_named_with_the_end_of_its_log(failed: Machine) -> Non
     state: Mapping[str, Any] = failed.bootstrap_state() or {}
     assert (state["step"], state["ok"]) == ("packages", False)
     assert "Unable to locate package no-such-package" in state["reason"]
-    assert mode_and_owner(failed, STATE_FILE) == "644 root"
+    assert mode_and_owner(failed, BOOTSTRAP_STATE) == "644 root"
     assert not (failed.root / "opt/tileforge").exists()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from payload.core.validation import MAX_FILE_BYTES
+from payload.core.regular_files import MAX_FILE_BYTES
 from payload.launch.plan import LaunchPlan
 from payload.supervise.heartbeat_stream import LineCutter, NodeStream, close_all, parse_message
 from tests.launch.inventories import make_inventory

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from payload.core.validation import shown
+from payload.core.printable_text import shown
 
 Messages = list[dict[str, str]]
 """Each with `role` (system, user or assistant) and `content`."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from payload.core.validation import shown
+from payload.core.printable_text import shown
 from payload.data.rows.conversations import (
     BadConversationError,
     Messages,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from payload.core.errors import DataError, UsageError
-from payload.core.validation import shown
+from payload.core.printable_text import shown
 from payload.data.sources.files import ColumnFiles, missing_shards
 from payload.data.sources.jsonl import damaged_named, open_jsonl, parse_line, read_lines
 from payload.data.sources.request import SourceRequest, check_flags

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from payload.core.errors import DataError
-from payload.core.validation import inside_folder, printable
+from payload.core.links import inside_folder
+from payload.core.printable_text import printable
 from payload.data.sources.documents import PIECE_BYTES, Batch, Batcher, Cursor, Survey, read_pieces
 from payload.data.sources.request import SourceRequest
 from payload.data.sources.text_sections import Division, divide

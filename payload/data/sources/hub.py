@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from payload.core.errors import DataError, UsageError
-from payload.core.validation import inside_folder, one_line, read_bytes, shown
+from payload.core.links import inside_folder
+from payload.core.printable_text import one_line, shown
+from payload.core.regular_files import read_bytes
+from payload.core.validation.names import GIT_COMMIT
 from payload.data.sources.documents import Batch, Batcher, Cursor, Survey
 from payload.data.sources.files import file_identity, missing_shards
 from payload.data.sources.parquet import (
@@ -178,7 +181,7 @@ class HubSource:
     def _resolve_revision(self) -> str:
         """The commit that the asked revision, or the newest, stands for."""
         asked = self._request.revision
-        if asked is not None and re.fullmatch(r"[0-9a-f]{40}", asked):
+        if asked is not None and GIT_COMMIT.fullmatch(asked):
             return asked
         from huggingface_hub import HfApi
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from payload.core.errors import DataError
-from payload.core.validation import shown
+from payload.core.printable_text import shown
 from payload.data.sources.documents import MIB, Batch, Batcher, Cursor, Survey, read_pieces
 from payload.data.sources.files import ColumnFiles, missing_shards
 from payload.data.sources.request import SourceRequest

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from payload.core.errors import DataError
-from payload.core.validation import one_line, shown
+from payload.core.printable_text import one_line, shown
 from payload.data.sources.documents import (
     MIB,
     PIECE_BYTES,

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from payload.core.errors import DataError, UsageError
-from payload.core.validation import shown
+from payload.core.printable_text import shown
 from payload.data.reading.packed_blocks import FIRST, PADDING, TRAINED, Marks
 from payload.data.rows.conversations import (
     BadConversationError,

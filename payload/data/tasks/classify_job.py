@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from payload.core.errors import DataError, UsageError
-from payload.core.validation import shown
+from payload.core.printable_text import shown
 from payload.data.sources.request import DEFAULT_TEXT_COLUMN
 from payload.data.tasks.arguments import (
     DEFAULT_LABEL_COLUMN,

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from payload.core.errors import CheckpointError, DataError
-from payload.core.validation import home_path, one_line, shown
+from payload.core.printable_text import one_line, shown
+from payload.core.regular_files import home_path
 from payload.data.tokenizers.gguf import gguf_tokenizer_folder
 from payload.data.tokenizers.gpt2 import TOKENIZER_NAME, gpt2_encoding, gpt2_tokenizer
 from payload.data.tokenizers.probe import same_tokens

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from payload.core.errors import DataError
-from payload.core.validation import is_failure, parse_json, shown
+from payload.core.errors import DataError, is_failure
+from payload.core.printable_text import shown
+from payload.core.validation.json_text import parse_json
 from payload.data.tokenizers.special_tokens import (
     CONFIG_FILE,
     LISTED,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from payload.core.errors import CheckpointError
-from payload.core.validation import is_failure, one_line, shown
+from payload.core.errors import CheckpointError, is_failure
+from payload.core.printable_text import one_line, shown
 from payload.data.tokenizers.gguf_cache import alone, converted
 from payload.data.tokenizers.pre_tokenizers import IGNORES_MERGES, pre_tokenizer
 from payload.models.gguf import read_gguf

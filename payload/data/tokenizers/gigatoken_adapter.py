@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from payload.core.validation import is_failure, one_line
+from payload.core.errors import is_failure
+from payload.core.printable_text import one_line
 from payload.data.tokenizers.base import Agree, FastTokenizer, NotFastError
 
 PRINTED_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))

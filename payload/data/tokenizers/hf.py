@@ -17,15 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from payload.core.errors import DataError, TileforgeError
-from payload.core.validation import (
-    inside_folder,
-    is_failure,
-    one_line,
-    parse_json,
-    read_bytes,
-    shown,
-)
+from payload.core.errors import DataError, TileforgeError, is_failure
+from payload.core.links import inside_folder
+from payload.core.printable_text import one_line, shown
+from payload.core.regular_files import read_bytes
+from payload.core.validation.json_text import parse_json
 from payload.data.tokenizers.base import FastTokenizer, TextTokenizer, Tokens
 from payload.data.tokenizers.declared_tokens import require_declared_tokens
 from payload.data.tokenizers.gigatoken_adapter import HfFast

@@ -13,7 +13,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from payload.core.validation import is_failure, one_line
+from payload.core.errors import is_failure
+from payload.core.printable_text import one_line
 from payload.data.sources.documents import MIB, cut_at
 from payload.data.tokenizers.base import FastTokenizer, NotFastError, TextTokenizer, Tokens
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from payload.core.errors import DataError
 from payload.core.files import write_whole
-from payload.core.validation import read_bytes
+from payload.core.regular_files import read_bytes
 from payload.data.reading.range_hashes import RangeHasher, damaged_ranges
 from payload.formats.data_folder import META_NAME, DataFile, DataMeta, load_meta, task_files
 from payload.formats.prepare_hints import how_to_make_again

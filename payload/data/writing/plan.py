@@ -14,7 +14,7 @@ import numpy as np
 
 from payload.core.errors import DataError
 from payload.core.files import free_bytes
-from payload.core.validation import shown
+from payload.core.printable_text import shown
 from payload.data.sources.documents import MIB, Batch, Source, Survey
 from payload.data.sources.split import (
     NANOGPT_VAL_FRACTION,

@@ -26,7 +26,10 @@ import numpy.typing as npt
 
 from payload.core.errors import DataError
 from payload.core.files import fsync_folder
-from payload.core.validation import build, no_follow, parse_json, read_bytes
+from payload.core.links import no_follow
+from payload.core.regular_files import read_bytes
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.records import build
 from payload.data.reading.range_hashes import RangeHasher
 from payload.data.sources.documents import MIB, Cursor
 from payload.formats.data_folder import META_NAME, TRAIN_NAME, VAL_NAME, DataFile

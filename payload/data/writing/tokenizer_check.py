@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from payload.core.errors import DataError
-from payload.core.validation import shown
+from payload.core.printable_text import shown
 from payload.data.tokenizers.base import TextTokenizer, Tokens
 
 MOST_BYTES_PER_TOKEN = 20.0

@@ -18,9 +18,7 @@ from payload.orchestrate.access.local import LOOPBACK
 from payload.orchestrate.findings.trial import Measured
 from payload.orchestrate.ssh.remote_calls import NodeLook
 from payload.run_record.run_files import RunPaths
-
-VENV = PurePosixPath("/opt/tileforge/venv")
-"""The nodes' environment, which their bootstrap makes."""
+from payload.stack.node_paths import VENV
 
 ASSUMED_LINK_BYTES_PER_S = 1.25e9
 """A guess, 10 Gbit/s, for networks that were not measured."""

@@ -12,16 +12,14 @@ from payload.core.errors import (
     TileforgeError,
 )
 from payload.core.files import write_whole
-from payload.core.validation import (
-    NODE_NAME,
-    build,
-    check_schema,
-    checked,
-    parse_json,
-    read_bytes,
-)
-from payload.stack.cloud_need import CLOUD_NAME, Need
+from payload.core.regular_files import read_bytes
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.names import NODE_NAME
+from payload.core.validation.records import build, check_schema
+from payload.stack.cloud_names import CLOUD_NAME
 from payload.stack.cluster_files import cluster_path
+from payload.stack.stack_settings import DEFAULTS
 
 _MEMORY_VERSION = 1
 MOST_USD = 1e6
@@ -61,7 +59,7 @@ def remember_plan(cluster: str, known: dict[str, Any], *, folder: Path) -> None:
     before = recall(folder, cluster)
     if not project or (before is not None and before.project == project):
         return
-    region = str(known.get("region") or Need().region)
+    region = str(known.get("region") or DEFAULTS.region)
     keep_record(
         Remembered(cluster=cluster, project=project, region=region, node_usd={}), folder=folder
     )

@@ -11,7 +11,8 @@ from payload.core.errors import (
     PreflightError,
     UsageError,
 )
-from payload.core.validation import RUN_ID, shown
+from payload.core.printable_text import shown
+from payload.core.validation.names import RUN_ID
 from payload.machines.inventory import ClusterInventory
 from payload.monitor.local import (
     GRAFANA_PORT,

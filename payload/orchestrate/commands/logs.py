@@ -10,7 +10,7 @@ from payload.core.errors import (
     ExitCode,
     UsageError,
 )
-from payload.core.validation import refuse_links
+from payload.core.links import refuse_links
 from payload.launch.ranks import load_ranks
 from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.commands.run_choice import RunChoice, site_run

@@ -14,7 +14,9 @@ from statistics import median
 
 import payload
 from payload import __version__
-from payload.core.validation import parse_json, printable, read_bytes
+from payload.core.printable_text import printable
+from payload.core.regular_files import read_bytes
+from payload.core.validation.json_text import parse_json
 
 REQUESTS = "requests.jsonl"
 """In a rehearsal's folder: a line for each request to Google."""

@@ -25,6 +25,7 @@ from payload.pricing.cluster_cost import cluster_cost
 from payload.stack.cloud_need import Need, need_of
 from payload.stack.cluster_files import cluster_path
 from payload.stack.cluster_identity import new_cluster_identity, settle_cluster_identity
+from payload.stack.stack_settings import DEFAULTS
 
 _NAME = "rehearsal-{}"
 """Name of a rehearsal's stack, cluster and run, with the first digits of the cluster's identity."""
@@ -32,7 +33,7 @@ _NAME_DIGITS = 8
 _SMALLEST = {
     "nodeCount": "2",
     "machineType": "c3-standard-4",
-    "region": "us-central1",
+    "region": DEFAULTS.region,
 }
 _LIFETIMES_MIN = (45, 120)
 """Shortest in which a rehearsal can end, and longest that it may take."""

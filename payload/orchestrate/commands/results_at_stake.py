@@ -13,8 +13,8 @@ from rich.console import Console
 
 from payload.core.errors import ConfigError, TileforgeError
 from payload.core.files import write_whole
+from payload.core.regular_files import read_bytes
 from payload.core.suggested_commands import command
-from payload.core.validation import read_bytes
 from payload.formats.checkpoint_files import checkpoint_step
 from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.access.local import LocalAccess

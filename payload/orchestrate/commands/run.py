@@ -15,7 +15,7 @@ from rich.console import Console
 
 from payload.config.run_config import RunConfig, load_run_config, parse_run_config
 from payload.core.errors import ConfigError, DataError, ExitCode
-from payload.core.validation import printable
+from payload.core.printable_text import printable
 from payload.estimates.batch_size import as_recorded, left_open
 from payload.formats.checkpoint_files import newest_sound
 from payload.launch.plan import auto_batch_size

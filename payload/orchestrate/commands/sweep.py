@@ -16,7 +16,7 @@ from payload.core.errors import (
     TeardownError,
     UsageError,
 )
-from payload.core.validation import shown
+from payload.core.printable_text import shown
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.endpoints import Endpoints
 from payload.orchestrate.clouds.gcp.filestore_deletion import may_delete

@@ -14,18 +14,19 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from payload.core.errors import ExitCode, TileforgeError
-from payload.core.validation import checked, printable, shown
+from payload.core.printable_text import printable, shown
+from payload.core.validation.fields import checked
 from payload.launch.launchers.registry import names
 from payload.machines.inventory import RANK_PORTS, Node
 from payload.orchestrate.hardware.nvidia import GpuNeed, NvidiaFacts, gpu_faults
 from payload.orchestrate.node.mesh import BULK_BYTES
 from payload.orchestrate.ssh.remote_calls import MeshAnswer, Pair
+from payload.stack.node_paths import BOOTSTRAP_STATE
 
 STRANGER = "operator"
 """The name of this machine in trials of ports that are open to others."""
 _PAUSE_S = 0.1
 
-STATE_FILE = "/var/lib/tileforge/bootstrap.json"
 """The only sign that a node's bootstrap is done, written last by it."""
 LOGS = ("/var/log/tileforge-bootstrap.log", "/var/log/cloud-init-output.log")
 
@@ -193,10 +194,10 @@ def bootstrap_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
     state = facts.bootstrap
     log = facts.bootstrap_log
     if state is None:
-        cause = f"bootstrap has not begun to report: there is no {STATE_FILE}"
+        cause = f"bootstrap has not begun to report: there is no {BOOTSTRAP_STATE}"
         fix = "Wait if the machine has just booted; else see `cloud-init status --long` there."
     elif not _is_whole(state):
-        cause = f"{STATE_FILE} is damaged: {shown(state)}"
+        cause = f"{BOOTSTRAP_STATE} is damaged: {shown(state)}"
         fix = "Replace the machine, or run its bootstrap again."
     elif state["ok"] is True:
         return

@@ -10,10 +10,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from payload.config.training_sections import DtypeChoice
-from payload.core.dtype import Dtype
+from payload.core.dtype import BF16_MIN_GAIN, Dtype
 from payload.core.errors import ConfigError
 from payload.core.files import write_whole
-from payload.core.validation import NODE_NAME, build, check_schema, checked, parse_json, read_bytes
+from payload.core.regular_files import read_bytes
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.names import NODE_NAME
+from payload.core.validation.records import build, check_schema
 from payload.estimates.step_time import sends_per_byte
 from payload.launch.launcher import BOOTSTRAP_AGAIN, MISSING_LIBRARY, Launcher
 from payload.machines.inventory import Node
@@ -248,9 +252,6 @@ def _error(node: str, check: str, cause: str, fix: str, *, log: tuple[str, ...] 
 
 
 SCHEMA_VERSION = 1
-
-# As the trainer's calibration has it: bf16 rounds, so it has to be worth it.
-BF16_MIN_GAIN = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,9 @@ from rich.console import Console
 from payload.config.training_sections import TrainSection
 from payload.core.errors import INTERRUPTED, ConfigError, ExitCode, TileforgeError
 from payload.core.interrupts import Presses
-from payload.core.validation import build, parse_json, printable
+from payload.core.printable_text import printable
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.records import build
 from payload.orchestrate.follow.run_text import failure_lines, result_lines, straggler_line
 from payload.orchestrate.runs.site import SiteRun, how_to_attach
 from payload.orchestrate.terminal.console import LiveLine, text_console

@@ -16,7 +16,7 @@ from payload.core.dtype import Dtype
 from payload.core.durations import as_clock
 from payload.core.errors import ConfigError, DataError
 from payload.core.files import free_bytes
-from payload.core.validation import open_regular
+from payload.core.regular_files import open_regular
 from payload.estimates.batch_size import USED
 from payload.estimates.disk_room import most_checkpoints
 from payload.estimates.quantized_cost import QuantizedCost, quantized_cost

@@ -17,9 +17,10 @@ from typing import Literal
 
 from payload.config.run_config import RunConfig
 from payload.core.errors import ConfigError
-from payload.core.validation import checked, one_line, printable, shown
+from payload.core.printable_text import one_line, printable, shown
+from payload.core.validation.fields import checked
 from payload.machines.gpu_catalog import NVIDIA_DRIVER_BRANCH, least_driver_branch
-from payload.machines.inventory import Node
+from payload.machines.inventory import CAPABILITY, Node
 
 QUERY = (
     *("index", "uuid", "memory.total", "driver_version", "compute_cap", "mig.mode.current"),
@@ -35,7 +36,6 @@ MOST_CHARS = 2**16
 _MEMORY_SHARE = 0.9
 """Firmware keeps some: an L4 of 24 GB shows 23,034 MiB."""
 _NUMBER = re.compile(r"[0-9]{1,15}")
-_CAPABILITY = re.compile(r"[0-9]{1,2}\.[0-9]")
 _DRIVER = re.compile(r"([0-9]{1,4})(?:\.[0-9]{1,6}){1,3}")
 _PRINTABLE = re.compile(r"[ -~]+")
 _LOG = "See the kernel's log there (`dmesg | grep -i nvrm`)"
@@ -369,7 +369,7 @@ def _parse(row: str) -> GpuDevice | None:
         name=name,
         memory_mib=int(memory) if _NUMBER.fullmatch(memory) else None,
         driver=driver,
-        capability=capability if _CAPABILITY.fullmatch(capability) else None,
+        capability=capability if CAPABILITY.fullmatch(capability) else None,
         mig=mig == "Enabled",
         ecc=ecc == "Enabled",
         # [N/A] where there is no ECC, or it is off.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from payload.config.launch_sections import DeviceSection, LaunchSection
 from payload.config.run_config import RunConfig
 from payload.core.errors import ConfigError
-from payload.core.validation import build
+from payload.core.validation.records import build
 from payload.launch.ranks import Placement, count_ranks_per_node, place_ranks
 from payload.machines.inventory import ClusterInventory
 from payload.machines.machine import Domain, discover

@@ -19,17 +19,15 @@ from payload.config.engine_packages import has_nvidia_device
 from payload.config.run_config import RunConfig
 from payload.config.store_address import StoreAddress, settled_results
 from payload.core.errors import ConfigError, TileforgeError
-from payload.core.validation import build
+from payload.core.validation.records import build
 from payload.launch.launchers.registry import AUTO
 from payload.machines.inventory import RANK_PORTS, SHARED_FOLDER, ClusterInventory, Node
 from payload.machines.machine import discover
-from payload.orchestrate.access.cluster import VENV
 from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.access.supply import try_store
 from payload.orchestrate.findings import nodes as find
 from payload.orchestrate.findings.nodes import (
     LOGS,
-    STATE_FILE,
     STORE,
     STRANGER,
     Finding,
@@ -55,6 +53,7 @@ from payload.orchestrate.ssh.remote_calls import (
 )
 from payload.orchestrate.ssh.run_keys import remove_dead_keys
 from payload.orchestrate.terminal.console import text_console
+from payload.stack.node_paths import BOOTSTRAP_STATE, VENV
 from payload.storage.here import try_store_here
 
 _TABLE_WIDTH = 180
@@ -194,7 +193,7 @@ def check_cluster(
     inventory: ClusterInventory,
     cluster: Cluster,
     *,
-    state_file: str = STATE_FILE,
+    state_file: str = BOOTSTRAP_STATE,
     lock_sha: str | None = None,
     mesh_s: float = _MESH_S,
     need: GpuNeed | None = None,
@@ -276,7 +275,7 @@ def check_this_machine(
     """Make the checks that mean something without SSH and other nodes."""
     began = time.monotonic()
     node = inventory.head
-    raw = probe(_probe_arguments(state_file=STATE_FILE, route_to=None, torch=torch_here()))
+    raw = probe(_probe_arguments(state_file=BOOTSTRAP_STATE, route_to=None, torch=torch_here()))
     # What this machine may use, which in a container is less than what it has.
     machine = discover()
     facts = replace(

@@ -15,14 +15,15 @@ from rich.console import Console
 from payload.config.launch_sections import DeviceSection, LaunchSection
 from payload.config.run_config import RunConfig
 from payload.core.errors import ConfigError, PreflightError, TileforgeError
-from payload.core.validation import build, shown
+from payload.core.printable_text import shown
+from payload.core.validation.records import build
 from payload.launch.environment import FOREIGN_PREFIXES, Rendezvous, common_environment
 from payload.launch.launcher import Job, Launcher, Reach
 from payload.launch.launcher_files import render_hosts
 from payload.launch.launchers.registry import AUTO, candidates
 from payload.launch.ranks import Placement
 from payload.machines.inventory import ClusterInventory, Node
-from payload.orchestrate.access.cluster import VENV, programs_of, venv_executable
+from payload.orchestrate.access.cluster import programs_of, venv_executable
 from payload.orchestrate.access.local import LOOPBACK, LocalAccess
 from payload.orchestrate.access.supply import bring_code
 from payload.orchestrate.findings import nodes as find

@@ -14,6 +14,7 @@ from typing import TypeVar
 from rich.table import Table
 
 from payload.config.run_config import RunConfig
+from payload.core.dtype import BF16_MIN_GAIN
 from payload.core.errors import ExitCode, TileforgeError, most_telling
 from payload.estimates.step_time import Network, run_step_time
 from payload.launch.ranks import Placement
@@ -30,14 +31,7 @@ from payload.orchestrate.findings.nodes import (
     has_failed,
     one_line,
 )
-from payload.orchestrate.findings.trial import (
-    BF16_MIN_GAIN,
-    Measured,
-    Record,
-    known_trial,
-    nodes_sha,
-    record_path,
-)
+from payload.orchestrate.findings.trial import Measured, Record, known_trial, nodes_sha, record_path
 from payload.orchestrate.hardware.nvidia import for_prediction, gpu_need
 from payload.orchestrate.inventories.chosen import Chosen
 from payload.orchestrate.preflight.cluster_trial import Trial, try_cluster, try_this_machine

@@ -10,11 +10,10 @@ from payload.core.errors import ConfigError
 from payload.core.suggested_commands import command
 from payload.machines.inventory import Source
 from payload.stack.cloud_need import need_of
+from payload.stack.stack_settings import DEFAULTS
 
 COPY_EVERY_S = 1800.0
 """Least time between two copies of a checkpoint: traffic out of Google Cloud is billed."""
-_LIFETIME = "12h"
-"""Default of the cluster's setting `maxLifetime`, as Pulumi.yaml has it."""
 _KEEP = "pulumi config set bucket create"
 
 
@@ -47,7 +46,7 @@ def cluster_warning(known: Mapping[str, Any]) -> str | None:
     need = need_of(known)
     if need.has_bucket:
         return None
-    lifetime = known.get("maxLifetime") or _LIFETIME
+    lifetime = known.get("maxLifetime") or DEFAULTS.max_lifetime
     ends = f"at the end of maxLifetime ({lifetime}) at the latest"
     if need.spot != "false":
         ends = "whenever Google takes the spot machines, and " + ends

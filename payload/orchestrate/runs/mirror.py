@@ -19,15 +19,11 @@ from typing import Any, TypeAlias
 
 from payload.core.errors import AnswerError, ConfigError
 from payload.core.files import require_file, write_whole
-from payload.core.validation import (
-    build,
-    check_schema,
-    checked,
-    no_follow,
-    open_regular,
-    parse_json,
-    read_bytes,
-)
+from payload.core.links import no_follow
+from payload.core.regular_files import open_regular, read_bytes
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.records import build, check_schema
 from payload.formats.checkpoint_files import FOLDER_NAME
 from payload.launch.ranks import load_ranks
 from payload.orchestrate.ssh.remote_calls import Part, Piece, require_known

@@ -23,8 +23,8 @@ from payload.core.errors import (
     TileforgeError,
 )
 from payload.core.files import write_whole
+from payload.core.printable_text import shown
 from payload.core.python_processes import module_words
-from payload.core.validation import shown
 from payload.formats.checkpoint_files import FOLDER_NAME, MANIFEST_FILE, checkpoint_step
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import load_ranks

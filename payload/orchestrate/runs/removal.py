@@ -15,7 +15,9 @@ from pathlib import Path
 
 from payload.config.run_config import load_run_config
 from payload.core.errors import ConfigError, UsageError
-from payload.core.validation import RUN_ID, home_path, parse_json, read_bytes
+from payload.core.regular_files import home_path, read_bytes
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.names import RUN_ID
 from payload.formats.checkpoint_files import newest_sound
 from payload.run_record.run_files import RankProgress, RunPaths, RunState, read_json
 from payload.run_record.run_lock import RunLock, is_supervised, starting

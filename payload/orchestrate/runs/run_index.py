@@ -17,8 +17,9 @@ from rich.console import Console
 from payload.config.run_config import RunConfig, load_run_config
 from payload.core.errors import ConfigError, ExitCode, PreflightError, TileforgeError, UsageError
 from payload.core.files import write_whole
+from payload.core.regular_files import can_see
 from payload.core.suggested_commands import command
-from payload.core.validation import RUN_ID, can_see
+from payload.core.validation.names import RUN_ID
 from payload.formats.checkpoint_files import MANIFEST_FILE, checkpoint_step, newest_sound, sha256_of
 from payload.launch.plan import LaunchPlan, auto_batch_size, operators_data
 from payload.launch.ranks import Rank, load_ranks

@@ -12,8 +12,8 @@ from payload.config.model_fit import require_fit, require_weights
 from payload.config.run_config import RunConfig
 from payload.config.training_sections import PrecisionSection
 from payload.core.errors import CheckpointError, ConfigError, DataError
+from payload.core.regular_files import home_path
 from payload.core.tasks import TaskKind
-from payload.core.validation import home_path
 from payload.formats.checkpoint_files import MANIFEST_FILE
 from payload.formats.data_folder import TRAIN_NAME, load_meta, require_prepared_length, require_task
 from payload.formats.hub_names import HubName

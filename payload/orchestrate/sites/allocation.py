@@ -25,8 +25,12 @@ from pathlib import Path
 
 from payload.config.run_config import load_run_config
 from payload.core.errors import ConfigError, ExitCode, PreflightError, TileforgeError, UsageError
+from payload.core.printable_text import printable
 from payload.core.python_processes import code_environment, module_words
-from payload.core.validation import NODE_NAME, build, checked, parse_json, printable
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.names import NODE_NAME
+from payload.core.validation.records import build
 from payload.launch.environment import launcher_environment
 from payload.launch.launcher import Launcher, Reach
 from payload.launch.launchers.srun import LAUNCHER, NODE_COMMAND, each_node_command

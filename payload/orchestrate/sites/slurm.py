@@ -16,8 +16,8 @@ from pathlib import Path
 from payload.config.run_config import RunConfig
 from payload.core.errors import INTERRUPTED, ConfigError, ExitCode, PreflightError
 from payload.core.files import write_whole
+from payload.core.printable_text import PLAIN_TEXT, shown, shown_name
 from payload.core.python_processes import code_environment, module_words
-from payload.core.validation import PLAIN_TEXT, shown, shown_name
 from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.follow.run_text import log_tail
 from payload.orchestrate.inventories.placeable import require_launcher_of_jobs

@@ -22,12 +22,12 @@ from payload.core.errors import (
     TileforgeError,
     UsageError,
 )
-from payload.core.validation import can_see, home_path
+from payload.core.regular_files import can_see, home_path
 from payload.launch.budget import time_limit
 from payload.launch.launchers.registry import candidates
 from payload.launch.ranks import Placement
 from payload.machines.inventory import ClusterInventory, Node
-from payload.orchestrate.access.cluster import VENV, Answers, ClusterAccess, programs_of
+from payload.orchestrate.access.cluster import Answers, ClusterAccess, programs_of
 from payload.orchestrate.access.offline_plan import plan_dry_run
 from payload.orchestrate.access.supply import (
     Weights,
@@ -78,6 +78,7 @@ from payload.run_record.run_identity import RunIdentity, known_identity
 from payload.run_record.run_lock import starting
 from payload.run_record.run_repair import known_config, known_dtype
 from payload.run_record.suggested_run_commands import run_command
+from payload.stack.node_paths import VENV
 
 # A machine of ours lives for 30 days at most; on others a run that has no limit may go on for
 # longer, and needs the key again only to bring a lost rank back.

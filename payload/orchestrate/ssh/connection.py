@@ -21,7 +21,8 @@ from payload.core.errors import (
     SshUnreachableError,
     TileforgeError,
 )
-from payload.core.validation import MAX_FILE_BYTES, printable
+from payload.core.printable_text import printable
+from payload.core.regular_files import MAX_FILE_BYTES
 from payload.machines.inventory import Node
 from payload.orchestrate.ssh.remote_calls import (
     Completed,

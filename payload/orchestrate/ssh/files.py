@@ -5,7 +5,6 @@ A transfer continues where it broke off."""
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
@@ -18,7 +17,9 @@ from payload.core.errors import (
     TileforgeError,
 )
 from payload.core.files import is_odd_file
-from payload.core.validation import MAX_FILE_BYTES, no_follow, printable, shown
+from payload.core.links import no_follow
+from payload.core.printable_text import printable, shown
+from payload.core.regular_files import MAX_FILE_BYTES
 from payload.formats.checkpoint_files import (
     MANIFEST_FILE,
     ManifestEntry,
@@ -262,7 +263,7 @@ def _remote_sha256(connection: Connection, path: str) -> str:
     line = connection.check_run(["sha256sum", "--", path], timeout_s=_SETTLE_S)
     # For a name with a line break or a backslash the line begins with a backslash.
     digest = line.lstrip(b"\\")[:64].decode("ascii", errors="replace")
-    if not re.fullmatch("[0-9a-f]{64}", digest):
+    if not SHA256.fullmatch(digest):
         raise AnswerError(f"{connection.node.name}: sha256sum printed {shown(digest)}.")
     return digest
 

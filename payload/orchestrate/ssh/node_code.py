@@ -16,8 +16,10 @@ import payload
 from payload.core.errors import (
     PreflightError,
 )
+from payload.core.printable_text import printable, shown
 from payload.core.python_processes import module_words
-from payload.core.validation import RUN_ID, checked, printable, shown
+from payload.core.validation.fields import checked
+from payload.core.validation.names import RUN_ID
 from payload.formats.checkpoint_files import (
     FOLDER_NAME,
 )

@@ -24,7 +24,11 @@ from payload.core.errors import (
     SshUnreachableError,
     TileforgeError,
 )
-from payload.core.validation import RUN_ID, build, checked, parse_json, shown
+from payload.core.printable_text import shown
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.names import RUN_ID
+from payload.core.validation.records import build
 from payload.machines.inventory import RANK_PORTS, Access, Node
 from payload.storage.google_login import GoogleLogin
 

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from payload.core.errors import AnswerError
-from payload.core.validation import checked
+from payload.core.validation.fields import checked
 from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.connection import Connection

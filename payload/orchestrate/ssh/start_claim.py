@@ -12,7 +12,10 @@ from pathlib import PurePosixPath
 
 from payload.core.errors import ConfigError, PreflightError, TileforgeError
 from payload.core.suggested_commands import command
-from payload.core.validation import RUN_ID, build, checked, parse_json
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.names import RUN_ID
+from payload.core.validation.records import build
 from payload.machines.inventory import Node
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.connection import Connection

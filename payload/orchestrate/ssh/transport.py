@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import paramiko
 
-from payload.core.validation import printable
+from payload.core.printable_text import printable
 from payload.orchestrate.ssh.remote_calls import (
     ProxyProcess,
 )

@@ -22,7 +22,7 @@ from rich.text import Text
 from payload.config.training_sections import TrainSection
 from payload.core.durations import as_clock
 from payload.core.errors import UsageError
-from payload.core.validation import printable
+from payload.core.printable_text import printable
 from payload.orchestrate.terminal.time_left import Eta
 from payload.run_record.checkpoint_grace import START_PHASES
 from payload.run_record.run_files import RankProgress

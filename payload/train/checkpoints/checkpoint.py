@@ -14,7 +14,10 @@ from typing import Any, Literal
 
 from payload.config.training_sections import Quantize
 from payload.core.errors import CheckpointError, TrainingError
-from payload.core.validation import build, check_schema, checked, parse_json, read_bytes
+from payload.core.regular_files import read_bytes
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.records import build, check_schema
 from payload.formats.checkpoint_files import (
     BEST_NAME,
     MANIFEST_FILE,

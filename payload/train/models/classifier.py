@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from payload.core.errors import CheckpointError
-from payload.core.validation import shown
+from payload.core.printable_text import shown
 from payload.models.classifier import ClassifierSpec
 from payload.train.models.base import CausalLM
 from payload.train.models.hf_layout import require_tensors

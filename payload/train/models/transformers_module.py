@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from payload.core.errors import CheckpointError
-from payload.core.validation import shown
+from payload.core.printable_text import shown
 from payload.models.spec import ModelSpec
 from payload.train.models.hf_layout import without_code
 from payload.train.models.transformers_probes import first_line, require_causal

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from payload.core.errors import ExitCode, TileforgeError
-from payload.core.validation import printable
+from payload.core.printable_text import printable
 from payload.train.ranks.world import World, as_rank_lost
 
 _PROGRESS_S = 10.0

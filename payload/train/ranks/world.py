@@ -20,7 +20,8 @@ from payload.config.engine_packages import ccl_missing, require_known_backend
 from payload.config.launch_sections import DeviceSection, DistributedSection
 from payload.core.errors import ConfigError, RankLostError, TrainingError
 from payload.core.suggested_commands import command
-from payload.core.validation import check_type, parse_json
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.records import check_type
 from payload.machines.gpu_catalog import FP8_CAPABILITY
 from payload.machines.rank_variables import TORCH, identify
 from payload.train.ranks.interface import interface_towards

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from payload.core.errors import CheckpointError
-from payload.core.validation import one_line
+from payload.core.printable_text import one_line
 from payload.data.tokenizers.gguf import write_tokenizer
 from payload.data.tokenizers.gguf_cache import alone, converted
 from payload.formats.hf_folder import CONFIG_FILE, WEIGHTS_FILE

@@ -18,14 +18,15 @@ from payload.orchestrate.clouds.gcp.prerequisites import check_proxy
 from payload.orchestrate.clouds.proxy import past_the_proxy
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.commands.doctor import examine
-from payload.stack.cloud_need import DEFAULT_IMAGE, need_of
+from payload.stack.cloud_need import need_of
+from payload.stack.stack_settings import DEFAULTS
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.standin import PROJECT, REGION, Fault
 from tests.orchestrate.cloud.test_doctor import configure, doctor
 from tests.orchestrate.cloud.test_doctor import project as project  # a fixture
 
 Capture = pytest.CaptureFixture[str]
-IMAGE = DEFAULT_IMAGE.rpartition("/")[2]
+IMAGE = DEFAULTS.image.rpartition("/")[2]
 NEWER = "projects/ubuntu-os-cloud/global/images/ubuntu-2404-noble-amd64-v20261101"
 
 
@@ -37,7 +38,7 @@ def checks(site: Site, capsys: Capture) -> tuple[int, dict[str, dict[str, Any]]]
 
 
 def test_the_default_image_is_the_cluster_programs() -> None:
-    assert ClusterConfig().image == DEFAULT_IMAGE
+    assert ClusterConfig().image == DEFAULTS.image
 
 
 @pytest.mark.processes

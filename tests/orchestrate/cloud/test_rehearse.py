@@ -15,11 +15,11 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from infra.config_checks import _CLUSTER
 from payload.config.training_sections import DataSection
 from payload.core.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
 from payload.stack.cluster_identity import known_cluster_identity
+from payload.stack.stack_settings import CLUSTER_NAME
 from tests.orchestrate.cloud.conftest import Site, inventory_output
 from tests.orchestrate.cloud.stacks import Answers, Capture, destroys, words
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE
@@ -131,7 +131,7 @@ def test_each_rehearsal_has_a_name_of_its_own_and_one_that_was_killed_is_named(
     assert f"{one} stack init --no-select" in words(rehearsal)
     assert f"{one} config set cluster {one}" in words(rehearsal)
     for name in (one, two):
-        assert _CLUSTER.fullmatch(name)
+        assert CLUSTER_NAME.fullmatch(name)
         identity = known_cluster_identity(rehearsal.folder, name)
         assert identity is not None and name == f"rehearsal-{identity[:8]}"
     # The stack of the second one was removed by hand.

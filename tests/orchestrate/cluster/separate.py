@@ -16,8 +16,8 @@ from pathlib import Path
 
 import payload
 from payload.machines.inventory import ClusterInventory, Node
-from payload.orchestrate.access.cluster import VENV
 from payload.orchestrate.node.look import numa_domains, physical_cores
+from payload.stack.node_paths import VENV
 from tests.orchestrate.sshd import LOGS, SSHD, make_cluster, make_key
 from tests.rig.network import Link, address_of, make_operator_network
 from tests.rig.whole import Whole

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from payload.core.errors import ExitCode
-from payload.orchestrate.access.cluster import VENV
 from payload.orchestrate.findings.nodes import PROBED, TRIED
 from payload.orchestrate.findings.trial import record_path
+from payload.stack.node_paths import VENV
 from tests.orchestrate.cluster.separate import SeparateNodes
 from tests.support.formats import assert_format, keys_of
 from tests.support.launching import REPO

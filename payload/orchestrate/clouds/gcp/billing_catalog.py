@@ -10,7 +10,7 @@ from pathlib import Path
 
 from payload.core.errors import TileforgeError
 from payload.core.files import write_whole
-from payload.core.validation import checked
+from payload.core.validation.fields import checked
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.pricing.cloud_prices import (
     CATALOG_FILE,

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import quote
 
-from payload.core.validation import checked
+from payload.core.validation.fields import checked
 from payload.orchestrate.clouds.gcp.client import (
     MOST_PAGES,
     REQUEST_S,

@@ -11,10 +11,12 @@ from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
 from payload.core.errors import CloudAuthError, CloudError, ConfigError, TileforgeError
-from payload.core.validation import build, parse_json, printable, shown
+from payload.core.printable_text import printable, shown
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.records import build
 from payload.orchestrate.clouds.gcp.endpoints import Endpoints, Service
 from payload.orchestrate.clouds.gcp.error_catalog import access_refusal, other_refusal
-from payload.stack.cloud_need import CLOUD_NAME
+from payload.stack.cloud_names import CLOUD_NAME
 from payload.storage.credentials import load_credentials, quiet
 
 REQUEST_S = 30.0
@@ -107,7 +109,7 @@ class Google:
     def get(self, service: Service, path: str, *, what: str, shape: type[_T]) -> _T:
         """Return the JSON at `path` of a service that has no client library here.
 
-        `shape` is the dataclass that it is held to, as payload.core.validation.build does.
+        `shape` is the dataclass that it is held to, as payload.core.validation.records.build does.
         """
         return build(
             shape, self._request("GET", service, path, what=what), where=what, error=CloudError

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from payload.core.errors import (
     ConfigError,
 )
-from payload.orchestrate.clouds.gcp.resource_kinds import CLUSTER_LABEL
 from payload.orchestrate.clouds.gcp.resources import Resource, in_order
+from payload.stack.resource_labels import CLUSTER_LABEL
 
 # What the cluster program makes that has no labels, after `<cluster>-`.
 _ENDINGS = {

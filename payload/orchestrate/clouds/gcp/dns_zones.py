@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from payload.core.errors import CloudAuthError
-from payload.core.validation import checked
+from payload.core.validation.fields import checked
 from payload.orchestrate.clouds.gcp.client import (
     CloudMissingError,
     Google,
 )
 from payload.orchestrate.clouds.gcp.resource_kinds import DNS_ZONE
 from payload.orchestrate.clouds.gcp.resources import Resource, parse_time, printable_labels
-from payload.stack.cloud_need import CLOUD_NAME
+from payload.stack.cloud_names import CLOUD_NAME
 
 # Every zone has these; they go with it.
 _OWN_RECORDS = ("NS", "SOA")

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from payload.core.errors import TileforgeError
-from payload.core.validation import checked
+from payload.core.validation.fields import checked
 from payload.orchestrate.clouds.gcp.checks import Check, auth, unknown, wrong
 from payload.orchestrate.clouds.gcp.client import CloudMissingError, Google
-from payload.stack.cloud_need import KMS_KEY, Need, key_location_fits
+from payload.stack.cloud_names import KMS_KEY
+from payload.stack.cloud_need import Need, key_location_fits
 
 _NAME = "kmsKey"
-_ROLE = "roles/cloudkms.cryptoKeyEncrypterDecrypter"
 _MAY_GRANT = "cloudkms.cryptoKeys.setIamPolicy"
 _PURPOSE = "ENCRYPT_DECRYPT"
 _ANOTHER = "pulumi config set kmsKey NAME"
@@ -131,7 +131,7 @@ def _users(google: Google, need: Need) -> Check:
     asked = {"permissions": [_MAY_GRANT]}
     may = google.post("cloudkms", f"{key}:testIamPermissions", asked, what=_NAME, shape=_Allowed)
     number = project.name.rpartition("/")[2]
-    members = {m for b in grants.bindings if b.role == _ROLE for m in b.members}
+    members = {m for b in grants.bindings if b.role == KMS_ROLE for m in b.members}
     missing = [m for m in need.key_users(number) if m not in members]
     if not missing:
         return Check(name=_NAME, outcome="ok", found="the service agents may use it")
@@ -145,4 +145,4 @@ def _users(google: Google, need: Need) -> Check:
 
 
 def _grant(key: str, member: str) -> str:
-    return f"gcloud kms keys add-iam-policy-binding {key} --role={_ROLE} --member={member}"
+    return f"gcloud kms keys add-iam-policy-binding {key} --role={KMS_ROLE} --member={member}"

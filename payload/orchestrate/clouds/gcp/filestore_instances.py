@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from payload.core.errors import CloudAuthError, CloudError
-from payload.core.validation import checked
+from payload.core.validation.fields import checked
 from payload.orchestrate.clouds.gcp.client import (
     Google,
     one_line,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from payload.core.validation import printable
+from payload.core.printable_text import printable
 from payload.orchestrate.clouds.gcp.client import Google, request_of
 from payload.orchestrate.clouds.gcp.resources import last_word
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from payload.core.errors import ConfigError
-from payload.core.validation import printable
+from payload.core.printable_text import printable
 from payload.orchestrate.clouds.gcp.client import Google, request_of
-from payload.orchestrate.clouds.gcp.resource_kinds import CLUSTER_LABEL
 from payload.orchestrate.clouds.gcp.resources import last_word
+from payload.stack.resource_labels import CLUSTER_LABEL
 
 KEPT_VARIABLE = "TILEFORGE_METADATA_KEPT"
 """Tells the cluster program, between commas, the keys of metadata that people have added. Pulumi

@@ -20,13 +20,11 @@ from payload.core.errors import (
     TileforgeError,
 )
 from payload.core.files import write_whole
+from payload.core.printable_text import shown
+from payload.core.regular_files import read_bytes
 from payload.core.suggested_commands import command
-from payload.core.validation import (
-    check_schema,
-    parse_json,
-    read_bytes,
-    shown,
-)
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.records import check_schema
 from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.clouds.gcp.client import (
     REQUEST_S,

@@ -32,19 +32,14 @@ from payload.orchestrate.clouds.gcp.ownership import (
     describe_others,
     removable,
 )
-from payload.orchestrate.clouds.gcp.resource_kinds import (
-    BUCKET,
-    FILESTORE,
-    KEPT_LABEL,
-    KINDS,
-    RUNNING,
-)
+from payload.orchestrate.clouds.gcp.resource_kinds import BUCKET, FILESTORE, KINDS, RUNNING
 from payload.orchestrate.clouds.gcp.resources import Resource, in_order
 from payload.pricing.cloud_prices import filestore_price
 from payload.stack.cluster_identity import (
     identity_in,
     known_cluster_identity,
 )
+from payload.stack.resource_labels import KEPT_LABEL
 
 _SCHEMA_VERSION = 1
 _LOSSES = {BUCKET: "  # deletes the results in it", FILESTORE: "  # deletes the data on it"}

@@ -24,10 +24,11 @@ from payload.orchestrate.clouds.gcp.compute_operations import see_to_its_end
 from payload.orchestrate.clouds.gcp.compute_resource import ask_compute, compute_instance
 from payload.orchestrate.clouds.gcp.head_address import external_address
 from payload.orchestrate.clouds.gcp.ownership import Ownership
-from payload.orchestrate.clouds.gcp.resource_kinds import EXPIRES_LABEL, STOPPED
+from payload.orchestrate.clouds.gcp.resource_kinds import STOPPED
 from payload.orchestrate.clouds.gcp.stock_outs import find_stock_out
 from payload.orchestrate.clouds.gcp.stopped_machines import StoppedMachine, stopped_machines
 from payload.orchestrate.terminal.console import confirm
+from payload.stack.resource_labels import EXPIRES_LABEL
 
 _UP = command("orchestrate", "up")
 _DOWN = command("orchestrate", "down")

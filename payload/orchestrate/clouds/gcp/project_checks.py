@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from payload.core.errors import CloudAuthError, ExitCode, TileforgeError
-from payload.core.validation import checked
+from payload.core.validation.fields import checked
 from payload.machines.gpu_catalog import FP8_CAPABILITY, NVIDIA_DRIVER_BRANCH, SPOT_ALONE, gpus_of
 from payload.machines.inventory import Node
 from payload.orchestrate.clouds.gcp.checks import Check, auth, unknown

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from payload.core.errors import CloudError, ExitCode, TileforgeError
-from payload.core.validation import checked
+from payload.core.validation.fields import checked
 from payload.orchestrate.clouds.gcp.checks import Check, unknown
 from payload.orchestrate.clouds.gcp.client import CloudMissingError, Google
 from payload.orchestrate.clouds.gcp.compute_resource import ask_compute

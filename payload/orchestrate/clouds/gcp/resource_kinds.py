@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-CLUSTER_LABEL, EXPIRES_LABEL = "tileforge-cluster", "tileforge-expires"
-KEPT_LABEL = "tileforge-kept"
-"""On what outlives `pulumi destroy` on purpose: the results bucket."""
 RUNNING = ("RUNNING", "STAGING", "PROVISIONING", "REPAIRING")
 """Google's words for a machine that runs, and is billed."""
 BUCKET, SERVICE_ACCOUNT, DNS_ZONE = "bucket", "service account", "DNS zone"

@@ -9,21 +9,20 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from payload.core.errors import CloudError
-from payload.core.validation import printable, shown
+from payload.core.printable_text import printable, shown
 from payload.orchestrate.clouds.gcp.client import (
     one_line,
 )
 from payload.orchestrate.clouds.gcp.resource_kinds import (
     BUCKET,
-    CLUSTER_LABEL,
     DNS_ZONE,
-    EXPIRES_LABEL,
     FILESTORE,
     KIND_OF,
     SERVICE_ACCOUNT,
 )
-from payload.stack.cloud_need import CLOUD_NAME
+from payload.stack.cloud_names import CLOUD_NAME
 from payload.stack.cluster_identity import IDENTITY_LABEL
+from payload.stack.resource_labels import CLUSTER_LABEL, EXPIRES_LABEL
 
 _MARK = re.compile(rf"(?<!\S)({CLUSTER_LABEL}|{IDENTITY_LABEL}|{EXPIRES_LABEL})=([a-z0-9-]+)(?!\S)")
 _ORDER = {

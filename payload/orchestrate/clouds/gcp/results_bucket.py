@@ -15,20 +15,18 @@ from payload.core.errors import (
     ConfigError,
     TeardownError,
 )
-from payload.core.validation import checked, shown
+from payload.core.printable_text import shown
+from payload.core.validation.fields import checked
 from payload.orchestrate.clouds.gcp.buckets import bucket_in
 from payload.orchestrate.clouds.gcp.client import CloudMissingError, Google
 from payload.orchestrate.clouds.gcp.ownership import (
     Ownership,
 )
-from payload.orchestrate.clouds.gcp.resource_kinds import (
-    CLUSTER_LABEL,
-    KEPT_LABEL,
-)
-from payload.stack.cloud_need import CLOUD_NAME
+from payload.stack.cloud_names import CLOUD_NAME
 from payload.stack.cluster_identity import (
     identity_in,
 )
+from payload.stack.resource_labels import CLUSTER_LABEL, KEPT_LABEL
 
 _DIGITS = re.compile("[0-9]{1,19}")
 _DELETES_AT_ONCE = 8

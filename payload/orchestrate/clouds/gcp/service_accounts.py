@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from payload.core.validation import checked
+from payload.core.validation.fields import checked
 from payload.orchestrate.clouds.gcp.client import (
     Google,
 )
-from payload.orchestrate.clouds.gcp.resource_kinds import CLUSTER_LABEL, SERVICE_ACCOUNT
+from payload.orchestrate.clouds.gcp.resource_kinds import SERVICE_ACCOUNT
 from payload.orchestrate.clouds.gcp.resources import Resource, marks
-from payload.stack.cloud_need import CLOUD_NAME
+from payload.stack.cloud_names import CLOUD_NAME
+from payload.stack.resource_labels import CLUSTER_LABEL
 
 # infra/gcp/identity.py gives it, from the first on; descriptions came later.
 _DISPLAYED = re.compile(r"Nodes of the Tileforge cluster ([a-z0-9-]+)")

@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from payload.core.errors import ConfigError
-from payload.core.validation import (
-    build,
-    check_type,
-    checked,
-    parse_json,
-    shown,
-)
+from payload.core.printable_text import shown
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.records import build, check_type
 from payload.storage.google_login import GoogleLogin
 
 _MOST_EVENT_BYTES = 2**25

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from payload.core.errors import ConfigError, QuotaError, TileforgeError
+from payload.core.printable_text import printable
 from payload.core.suggested_commands import command
-from payload.core.validation import printable
 from payload.orchestrate.clouds.gcp.error_catalog import access_refusal, other_refusal
 from payload.orchestrate.clouds.gcp.stock_outs import StockOut, find_stock_out
 from payload.orchestrate.clouds.pulumi.events import STACK_TYPE, Update, name_of, type_of

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from payload.core.errors import CloudAuthError, CloudError, ConfigError, TileforgeError
-from payload.core.validation import printable
+from payload.core.printable_text import printable
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.filestore_instances import filestores
 from payload.orchestrate.clouds.gcp.ownership import Ownership

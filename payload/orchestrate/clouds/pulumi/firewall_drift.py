@@ -10,7 +10,8 @@ from rich.console import Console
 
 from payload.core.errors import CloudError, ExitCode, TileforgeError
 from payload.core.suggested_commands import command
-from payload.core.validation import build, checked
+from payload.core.validation.fields import checked
+from payload.core.validation.records import build
 from payload.orchestrate.clouds.gcp.checks import Check, unknown
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.firewall_rules import Rule, compare, foreign_words, traffic

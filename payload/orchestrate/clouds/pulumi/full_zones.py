@@ -10,8 +10,11 @@ from payload.core.errors import (
     TileforgeError,
 )
 from payload.core.files import write_whole
-from payload.core.validation import build, check_schema, checked, parse_json, read_bytes
-from payload.stack.cloud_need import CLOUD_NAME
+from payload.core.regular_files import read_bytes
+from payload.core.validation.fields import checked
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.records import build, check_schema
+from payload.stack.cloud_names import CLOUD_NAME
 
 _ZONES_VERSION = 1
 FULL_HOURS = 6.0

@@ -11,10 +11,10 @@ from rich.console import Console
 from payload.orchestrate.clouds.cluster_records import recall
 from payload.orchestrate.clouds.gcp.buckets import bucket_in
 from payload.orchestrate.clouds.gcp.client import Google
-from payload.orchestrate.clouds.gcp.resource_kinds import CLUSTER_LABEL, KEPT_LABEL
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.stack_state import StackState
 from payload.stack.cluster_identity import identity_in
+from payload.stack.resource_labels import CLUSTER_LABEL, KEPT_LABEL
 
 
 def use_kept_bucket(

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from payload.core.validation import printable
+from payload.core.printable_text import printable
 
 _BUSY = re.compile(r"stack is currently locked|Another update is currently in progress")
 # Of a backend that the project keeps itself: pkg/backend/diy/lock.go.

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 
 from payload.core.errors import ConfigError
+from payload.core.regular_files import read_bytes
 from payload.core.suggested_commands import command
-from payload.core.validation import read_bytes
 from payload.stack.operator_key import make_operator_key, operator_key_path, write_public_half
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from payload.core.validation import printable
+from payload.core.printable_text import printable
 from payload.orchestrate.clouds.gcp.resources import last_word
 from payload.orchestrate.clouds.pulumi.events import Update, name_of, type_of
 from payload.orchestrate.clouds.pulumi.refusals import NEWER, PulumiError

@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from payload.core.errors import ConfigError
-from payload.core.validation import (
-    NODE_NAME,
-    shown,
-)
+from payload.core.printable_text import shown
+from payload.core.validation.names import NODE_NAME
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.refusals import NEWER
-from payload.stack.cloud_need import Need
+from payload.stack.stack_settings import DEFAULTS
 
-_PROVIDERS_TOO = {"project": "", "region": Need().region}
+_PROVIDERS_TOO = {"project": "", "region": DEFAULTS.region}
 """Settings that the provider's take the place of, with their defaults."""
 
 

@@ -13,12 +13,10 @@ import payload
 from payload.core.errors import (
     ConfigError,
 )
+from payload.core.printable_text import shown
+from payload.core.regular_files import read_bytes
 from payload.core.suggested_commands import command
-from payload.core.validation import (
-    parse_json,
-    read_bytes,
-    shown,
-)
+from payload.core.validation.json_text import parse_json
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.clouds.cluster_records import (
     MOST_USD,
@@ -32,7 +30,7 @@ from payload.orchestrate.clouds.gcp.endpoints import Endpoints
 from payload.orchestrate.clouds.gcp.host_keys import CACHE_FILE, cached_inventory, pin_host_keys
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.refusals import PulumiError
-from payload.stack.cloud_need import CLOUD_NAME
+from payload.stack.cloud_names import CLOUD_NAME
 from payload.stack.cluster_files import cluster_path
 
 _PROJECT_FILES = tuple(

@@ -9,7 +9,8 @@ from typing import Any
 
 from payload.core.errors import ConfigError
 from payload.core.suggested_commands import command
-from payload.core.validation import build, parse_json
+from payload.core.validation.json_text import parse_json
+from payload.core.validation.records import build
 from payload.orchestrate.clouds.gcp.ownership import Ownership
 from payload.orchestrate.clouds.gcp.resources import (
     marks,

@@ -1,0 +1,58 @@
+"""Files that another program wrote: regular ones alone, of bounded size."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+MAX_FILE_BYTES = 64 * 2**20
+"""Larger than any JSON file that Tileforge writes, but for metrics.jsonl."""
+
+
+def open_regular(path: Path, *, follows: bool = True) -> io.BufferedReader:
+    """Open a regular file for reading.
+
+    Raises OSError also for anything else in its place (a folder, a pipe, a device), so that
+    reading cannot block, and unless it `follows` links for a link.
+    """
+    link = 0 if follows else os.O_NOFOLLOW
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | link)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "Not a regular file", str(path))
+
+
+def read_bytes(path: Path, *, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """Return a regular file's content.
+
+    Raises OSError also for anything else in its place, and for a file over `limit_bytes`, so that
+    reading can neither block nor fill the memory.
+    """
+    with open_regular(path) as file:
+        content = file.read(limit_bytes + 1)
+    if len(content) > limit_bytes:
+        raise OSError(errno.EFBIG, f"Larger than {limit_bytes:,} bytes", str(path))
+    return content
+
+
+def can_see(path: Path) -> bool:
+    """Return True if the path exists and this user may look at it."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
+def home_path(text: str) -> Path:
+    """Return the path with `~` replaced; that of an unknown user stays as it is."""
+    with suppress(RuntimeError):
+        return Path(text).expanduser()
+    return Path(text)

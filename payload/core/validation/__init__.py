@@ -1,0 +1,1 @@
+"""CONTRACT: values of another process, each held to what its dataclass field declares."""

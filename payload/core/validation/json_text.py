@@ -1,0 +1,79 @@
+"""JSON that another program wrote, parsed without what trips a program."""
+
+from __future__ import annotations
+
+import json
+import math
+import typing
+from typing import Any
+
+from payload.core.errors import ConfigError, TileforgeError
+from payload.core.printable_text import shown
+from payload.core.validation.refusal import RefusedError
+
+_MAX_INTEGER_DIGITS = 19  # 64-bit.
+
+
+def parse_json(
+    text: str | bytes,
+    *,
+    where: str,
+    fix: str = "",
+    error: type[TileforgeError] = ConfigError,
+    huge_integers: bool = False,
+) -> Any:
+    """Return the JSON value in `text`.
+
+    `where` names the origin in messages, `fix` is the sentence that says what to do. With
+    `huge_integers`, an integer beyond 64 bits becomes a float (transformers writes 1e30 as one).
+    Raises `error` also for what Python's parser lets pass or turns into another exception: NaN and
+    infinity, integers beyond 64 bits, numbers that overflow, deep nesting, lone surrogates.
+    """
+    try:
+        decoded = text.decode("utf-8") if isinstance(text, bytes) else text
+        value = json.loads(
+            decoded,
+            parse_constant=_refuse_constant,
+            parse_int=_any_int if huge_integers else _bounded_int,
+            parse_float=_finite_float,
+        )
+        if "\\u" in decoded:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError) as problem:
+        raise error(RefusedError("record", _described(problem)).sentence(where, fix=fix)) from None
+    return value
+
+
+def _described(problem: ValueError | RecursionError) -> str:
+    match problem:
+        case UnicodeDecodeError():
+            return f"byte {problem.start} is not UTF-8"
+        case UnicodeEncodeError():
+            return "a string has half a surrogate pair"
+        case RecursionError():
+            return "nested too deeply"
+        case json.JSONDecodeError():
+            return f"not JSON (line {problem.lineno}: {problem.msg})"
+        case _:
+            return f"not JSON ({problem})"
+
+
+def _refuse_constant(name: str) -> typing.NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _any_int(text: str) -> int | float:
+    return int(text) if len(text.lstrip("-")) <= _MAX_INTEGER_DIGITS else _finite_float(text)
+
+
+def _bounded_int(digits: str) -> int:
+    if len(digits.lstrip("-")) > _MAX_INTEGER_DIGITS:
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return int(digits)
+
+
+def _finite_float(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {shown(digits)} is too large")
+    return value

@@ -1,0 +1,51 @@
+"""CONTRACT: the error of a value that its declaration does not take, and its message."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from payload.core.printable_text import shown
+
+Reason = Literal["type", "choices", "low", "above", "high", "pattern", "size", "record"]
+_TYPES: dict[type, str] = {
+    **{str: "a string", int: "an integer", float: "a finite number", bool: "a boolean"},
+    **{list: "a list", dict: "an object"},
+}
+_LIMITS = {"low": "at least", "above": "above", "high": "at most"}
+
+
+class RefusedError(Exception):
+    """A value that its declaration does not take."""
+
+    def __init__(self, reason: Reason, wanted: Any, *, value: object = None) -> None:
+        """`wanted` is the type, the limit, the choices, or for the other reasons a text."""
+        super().__init__(reason, wanted)
+        self.reason, self.wanted, self.value = reason, wanted, value
+        self.path = ""
+        """Leads from the value that was read to the part that is refused: `: nodes[0]: name`."""
+        self.refusal = self.fix = ""
+        """As the innermost field declares them."""
+
+    def within(self, part: str, *, refusal: str = "", fix: str = "") -> RefusedError:
+        """Return the error of the value that `part` belongs to."""
+        self.path = part + self.path
+        self.refusal, self.fix = self.refusal or refusal, self.fix or fix
+        return self
+
+    def sentence(self, where: str, *, fix: str = "") -> str:
+        """Return the message: the place below `where`, the value, the problem and the fix."""
+        place, fix = f"{where}{self.path}".removeprefix(": "), self.fix or fix
+        if self.reason != "record":
+            place = f"{place} = {shown(self.value)}"
+        problem = self.refusal or f": {self.problem()}."
+        return f"{place}{problem}{' ' if fix else ''}{fix}"
+
+    def problem(self) -> str:
+        """Return what the value must be; of a record, what is wrong with it."""
+        if self.reason == "type":
+            return f"must be {_TYPES[self.wanted]}"
+        if self.reason == "choices":
+            return f"must be one of {', '.join(map(str, self.wanted))}"
+        if self.reason in _LIMITS:
+            return f"must be {_LIMITS[self.reason]} {self.wanted}"
+        return str(self.wanted)

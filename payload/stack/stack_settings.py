@@ -1,0 +1,105 @@
+"""CONTRACT: every setting of a stack, as Pulumi.yaml declares it: default, limits and message."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from payload.core.validation.fields import checked
+from payload.stack.cloud_names import KMS_KEY, REGION
+
+MTU = 8896
+"""The largest, and the default. The network of another one has that in its name."""
+MAX_NODES = 64
+_MAX_DISK_GIB = 65_536
+LOGIN = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
+"""A user's name on a node."""
+CLUSTER_NAME = re.compile(r"[a-z]([a-z0-9-]{0,22}[a-z0-9])?")
+_PROJECT = re.compile(r"[a-z][a-z0-9-]{4,28}[a-z0-9]")
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
+_LABEL = re.compile(r"(?!tileforge|goog)[a-z][a-z0-9_-]{0,62}=[a-z0-9_-]{0,63}")
+NODE_PATH = re.compile(r"/[\w./+-]+", re.ASCII)
+_DOLLARS = re.compile(r"none|(?=[0-9.]*[1-9])[0-9]{1,6}(\.[0-9]{1,4})?")
+
+
+def _or_empty(pattern: re.Pattern[str]) -> re.Pattern[str]:
+    return re.compile(f"({pattern.pattern})?", pattern.flags)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackSettings:
+    """One field a key of Pulumi.yaml, `node_count` for `nodeCount`; its descriptions are there."""
+
+    cluster: str = checked(
+        "",
+        pattern=CLUSTER_NAME,
+        refusal=" (by default the stack's name) must be a lower-case letter, then up to 23 "
+        "letters, digits and hyphens. pulumi config set cluster NAME",
+    )
+    project: str = checked(
+        "",
+        pattern=_PROJECT,
+        refusal=" is no Google Cloud project id. `gcloud projects list` shows yours; pulumi config "
+        "set project ID",
+    )
+    region: str = checked(
+        "us-central1", pattern=REGION, refusal=" is no region. Use one such as us-central1."
+    )
+    zones: tuple[str, ...] = ("us-central1-a", "us-central1-b", "us-central1-c", "us-central1-f")
+    node_count: int = checked(
+        3, low=1, high=MAX_NODES, refusal=f"; from 1 to {MAX_NODES} nodes can be had."
+    )
+    machine_type: str = "c3-highmem-8"
+    access_mode: str = checked("iap", choices=("iap", "direct", "oslogin"))
+    operator_cidr: str = ""
+    operator_public_key_file: str = ""
+    os_login_user: str = ""
+    spot: str = checked("false", choices=("false", "true", "auto"))
+    max_lifetime: str = "12h"
+    max_hourly_usd: str = checked(
+        "10", pattern=_DOLLARS, refusal="; use dollars an hour such as 2.50, or none."
+    )
+    disk_type: str = "auto"
+    disk_gb: int = checked(
+        100,
+        low=30,
+        high=_MAX_DISK_GIB,
+        refusal=f"; from 30 (the environment needs 10) to {_MAX_DISK_GIB} GiB.",
+    )
+    head_disk_gb: int = 0
+    bucket: str = checked(
+        "none", pattern=_BUCKET, refusal=". Use none, create, or the name of a bucket."
+    )
+    threads_per_core: int = checked(1, choices=(1, 2))
+    mtu: int = checked(
+        MTU, low=1300, high=MTU, refusal=f"; a network of Google's has 1300 to {MTU}."
+    )
+    compact_placement: str = checked("auto", choices=("auto", "true", "false"))
+    tier1: bool = False
+    image: str = "projects/ubuntu-os-cloud/global/images/ubuntu-2404-noble-amd64-v20260918"
+    kms_key: str = checked(
+        "",
+        pattern=_or_empty(KMS_KEY),
+        refusal="; projects/P/locations/L/keyRings/R/cryptoKeys/K is needed.",
+    )
+    kms_grant: bool = True
+    confidential: bool = False
+    egress: str = checked("nat", choices=("nat", "none"))
+    wheelhouse: str = checked(
+        "",
+        pattern=_or_empty(NODE_PATH),
+        refusal="; it must be an absolute path on the node.",
+    )
+    flow_logs: bool = True
+    monitoring: str = checked("none", choices=("none", "prometheus"))
+    shared_storage: str = checked("none", choices=("none", "nfs", "filestore"))
+    filestore_gb: int = 1024
+    labels: tuple[str, ...] = checked(
+        (),
+        pattern=_LABEL,
+        refusal="; key=value of lower-case letters, digits, - and _ is needed, and keys of "
+        "tileforge and goog are taken.",
+    )
+
+
+DEFAULTS = StackSettings()
