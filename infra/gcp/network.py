@@ -9,6 +9,7 @@ import pulumi
 from pulumi import ComponentResource, Input, ResourceOptions
 from pulumi_gcp import compute, dns
 
+from infra.address_ranges import RESTRICTED
 from infra.gcp.labels import IGNORED, mark
 from infra.node_addresses import FILESTORE_RANGE, SUBNET
 from payload.machines.inventory import RANK_PORTS

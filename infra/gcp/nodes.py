@@ -13,6 +13,7 @@ from infra.config import ClusterConfig
 from infra.gcp.labels import IGNORED, mark
 from infra.gcp.scheduling import scheduling
 from infra.node_addresses import node_address, node_name
+from payload.stack.resource_labels import EXPIRES_LABEL
 
 # A change of these rebuilds the nodes. In place, Google would stop a machine, which sets the
 # clock of its run time back, and cloud-init would not run again.

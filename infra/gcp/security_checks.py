@@ -8,6 +8,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from infra.address_ranges import IAP_RANGE, RESTRICTED
+from payload.stack.cloud_names import KMS_ROLE
+from payload.stack.resource_labels import CLUSTER_LABEL, EXPIRES_LABEL
+
 Resource = Mapping[str, Any]
 """`type`, `name` and `inputs`, by Pulumi's names."""
 

@@ -10,6 +10,7 @@ from pulumi_gcp import filestore
 from infra.config import ClusterConfig
 from infra.gcp.labels import IGNORED, mark
 from infra.node_addresses import FILESTORE_RANGE, node_address
+from payload.stack.resource_labels import EXPIRES_LABEL
 
 SHARE = "shared"
 # NFS 4.1 needs port 2049 alone; the basic tiers have NFS 3 only, which needs five more, and some of

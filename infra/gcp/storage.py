@@ -8,6 +8,8 @@ import pulumi
 from pulumi import ComponentResource, Input, Output, Resource, ResourceOptions
 from pulumi_gcp import storage
 
+from payload.stack.resource_labels import EXPIRES_LABEL, KEPT_LABEL
+
 ROLE = "roles/storage.objectUser"
 """Read, write and delete objects; nothing about the bucket itself."""
 RUNS = "runs/"

@@ -38,6 +38,7 @@ from payload.orchestrate.ssh.node_code import Code, look, this_code
 from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, Left, NodeLook, ask, on_every_node
 from payload.orchestrate.ssh.run_keys import install_run_key, remove_run_key
 from payload.orchestrate.ssh.start_claim import HeadBusyError, claimed
+from payload.stack.node_paths import VENV
 
 # mpirun starts in a second, torch loads in three on two cores, the matmuls and the exchange have
 # budgets of some seconds each. The ranks end by themselves before.

@@ -10,7 +10,7 @@ from payload.core.errors import TileforgeError
 from payload.core.validation.fields import checked
 from payload.orchestrate.clouds.gcp.checks import Check, auth, unknown, wrong
 from payload.orchestrate.clouds.gcp.client import CloudMissingError, Google
-from payload.stack.cloud_names import KMS_KEY
+from payload.stack.cloud_names import KMS_KEY, KMS_ROLE
 from payload.stack.cloud_need import Need, key_location_fits
 
 _NAME = "kmsKey"
