@@ -8,18 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from payload.core.errors import (
-    TileforgeError,
-)
+from payload.core.errors import TileforgeError
 from payload.core.files import write_whole
-from payload.core.validation import (
-    NODE_NAME,
-    build,
-    check_schema,
-    checked,
-    parse_json,
-    read_bytes,
-)
+from payload.core.validation import NODE_NAME, build, check_schema, checked, parse_json, read_bytes
 from payload.stack.cloud_need import CLOUD_NAME, Need
 from payload.stack.cluster_files import cluster_path
 

@@ -23,10 +23,7 @@ from payload.core.errors import (
 )
 from payload.core.validation import MAX_FILE_BYTES, printable
 from payload.machines.inventory import Node
-from payload.orchestrate.ssh.remote_calls import (
-    Completed,
-    ProxyProcess,
-)
+from payload.orchestrate.ssh.remote_calls import Completed, ProxyProcess
 from payload.orchestrate.ssh.transport import BROKEN, SAID_CHARS, SFTPClient, Stream, Transport
 
 _KEEPALIVE_S = 15

@@ -13,14 +13,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import payload
-from payload.core.errors import (
-    PreflightError,
-)
+from payload.core.errors import PreflightError
 from payload.core.python_processes import module_words
 from payload.core.validation import RUN_ID, checked, printable, shown
-from payload.formats.checkpoint_files import (
-    FOLDER_NAME,
-)
+from payload.formats.checkpoint_files import FOLDER_NAME
 from payload.orchestrate.ssh.connection import Connection
 from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, Finished, NodeLook, ask, require_known
 

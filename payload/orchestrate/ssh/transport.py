@@ -10,9 +10,7 @@ from typing import Any, TypeAlias
 import paramiko
 
 from payload.core.validation import printable
-from payload.orchestrate.ssh.remote_calls import (
-    ProxyProcess,
-)
+from payload.orchestrate.ssh.remote_calls import ProxyProcess
 
 _NOTED_S = 1.0
 SAID_CHARS = 500

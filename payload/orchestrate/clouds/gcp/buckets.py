@@ -9,12 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from payload.core.validation import checked
-from payload.orchestrate.clouds.gcp.client import (
-    MOST_PAGES,
-    REQUEST_S,
-    Google,
-    endless,
-)
+from payload.orchestrate.clouds.gcp.client import MOST_PAGES, REQUEST_S, Google, endless
 from payload.orchestrate.clouds.gcp.resource_kinds import BUCKET
 from payload.orchestrate.clouds.gcp.resources import PAGE, Resource, checked_name, printable_labels
 

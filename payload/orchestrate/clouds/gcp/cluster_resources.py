@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from payload.core.errors import (
-    ConfigError,
-)
+from payload.core.errors import ConfigError
 from payload.orchestrate.clouds.gcp.resource_kinds import CLUSTER_LABEL
 from payload.orchestrate.clouds.gcp.resources import Resource, in_order
 

@@ -9,10 +9,7 @@ from urllib.parse import quote
 
 from payload.core.errors import CloudAuthError
 from payload.core.validation import checked
-from payload.orchestrate.clouds.gcp.client import (
-    CloudMissingError,
-    Google,
-)
+from payload.orchestrate.clouds.gcp.client import CloudMissingError, Google
 from payload.orchestrate.clouds.gcp.resource_kinds import DNS_ZONE
 from payload.orchestrate.clouds.gcp.resources import Resource, parse_time, printable_labels
 from payload.stack.cloud_need import CLOUD_NAME

@@ -9,10 +9,7 @@ from dataclasses import dataclass, field
 
 from payload.core.errors import CloudAuthError, CloudError
 from payload.core.validation import checked
-from payload.orchestrate.clouds.gcp.client import (
-    Google,
-    one_line,
-)
+from payload.orchestrate.clouds.gcp.client import Google, one_line
 from payload.orchestrate.clouds.gcp.resource_kinds import FILESTORE
 from payload.orchestrate.clouds.gcp.resources import (
     Resource,

@@ -21,19 +21,9 @@ from payload.core.errors import (
 )
 from payload.core.files import write_whole
 from payload.core.suggested_commands import command
-from payload.core.validation import (
-    check_schema,
-    parse_json,
-    read_bytes,
-    shown,
-)
+from payload.core.validation import check_schema, parse_json, read_bytes, shown
 from payload.machines.inventory import ClusterInventory, Node
-from payload.orchestrate.clouds.gcp.client import (
-    REQUEST_S,
-    CloudMissingError,
-    Google,
-    request_of,
-)
+from payload.orchestrate.clouds.gcp.client import REQUEST_S, CloudMissingError, Google, request_of
 from payload.orchestrate.clouds.gcp.head_address import external_address
 from payload.orchestrate.clouds.gcp.resource_kinds import ENDING, STOPPED
 from payload.orchestrate.ssh.remote_calls import all_or_raise, on_every_node

@@ -13,10 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from payload.core.durations import in_words
-from payload.core.errors import (
-    ConfigError,
-    TeardownError,
-)
+from payload.core.errors import ConfigError, TeardownError
 from payload.core.suggested_commands import command
 from payload.orchestrate.clouds.cluster_records import remembered_clusters
 from payload.orchestrate.clouds.gcp.client import Google
@@ -27,11 +24,7 @@ from payload.orchestrate.clouds.gcp.cluster_resources import (
     is_made_by_program,
 )
 from payload.orchestrate.clouds.gcp.listing import list_everything
-from payload.orchestrate.clouds.gcp.ownership import (
-    Ownership,
-    describe_others,
-    removable,
-)
+from payload.orchestrate.clouds.gcp.ownership import Ownership, describe_others, removable
 from payload.orchestrate.clouds.gcp.resource_kinds import (
     BUCKET,
     FILESTORE,
@@ -41,10 +34,7 @@ from payload.orchestrate.clouds.gcp.resource_kinds import (
 )
 from payload.orchestrate.clouds.gcp.resources import Resource, in_order
 from payload.pricing.cloud_prices import filestore_price
-from payload.stack.cluster_identity import (
-    identity_in,
-    known_cluster_identity,
-)
+from payload.stack.cluster_identity import identity_in, known_cluster_identity
 
 _SCHEMA_VERSION = 1
 _LOSSES = {BUCKET: "  # deletes the results in it", FILESTORE: "  # deletes the data on it"}

@@ -1,4 +1,4 @@
-"""Resources of a project, whose cluster each is, and the command that removes it. Pure."""
+"""Resources of a project: their order of removal, and the command that removes each. Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from datetime import datetime
 
 from payload.core.errors import CloudError
 from payload.core.validation import printable, shown
-from payload.orchestrate.clouds.gcp.client import (
-    one_line,
-)
+from payload.orchestrate.clouds.gcp.client import one_line
 from payload.orchestrate.clouds.gcp.resource_kinds import (
     BUCKET,
     CLUSTER_LABEL,

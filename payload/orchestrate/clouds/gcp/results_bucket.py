@@ -9,26 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from payload.core.errors import (
-    CloudAuthError,
-    CloudError,
-    ConfigError,
-    TeardownError,
-)
+from payload.core.errors import CloudAuthError, CloudError, ConfigError, TeardownError
 from payload.core.validation import checked, shown
 from payload.orchestrate.clouds.gcp.buckets import bucket_in
 from payload.orchestrate.clouds.gcp.client import CloudMissingError, Google
-from payload.orchestrate.clouds.gcp.ownership import (
-    Ownership,
-)
-from payload.orchestrate.clouds.gcp.resource_kinds import (
-    CLUSTER_LABEL,
-    KEPT_LABEL,
-)
+from payload.orchestrate.clouds.gcp.ownership import Ownership
+from payload.orchestrate.clouds.gcp.resource_kinds import CLUSTER_LABEL, KEPT_LABEL
 from payload.stack.cloud_need import CLOUD_NAME
-from payload.stack.cluster_identity import (
-    identity_in,
-)
+from payload.stack.cluster_identity import identity_in
 
 _DIGITS = re.compile("[0-9]{1,19}")
 _DELETES_AT_ONCE = 8

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from payload.core.validation import checked
-from payload.orchestrate.clouds.gcp.client import (
-    Google,
-)
+from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.resource_kinds import CLUSTER_LABEL, SERVICE_ACCOUNT
 from payload.orchestrate.clouds.gcp.resources import Resource, marks
 from payload.stack.cloud_need import CLOUD_NAME

@@ -11,10 +11,7 @@ from shutil import which
 from typing import Any
 
 from payload.core.errors import ConfigError
-from payload.core.validation import (
-    parse_json,
-    printable,
-)
+from payload.core.validation import parse_json, printable
 from payload.orchestrate.clouds.proxy import past_the_proxy
 from payload.orchestrate.clouds.pulumi.events import Event, EventReader, Update
 from payload.orchestrate.clouds.pulumi.refusals import NEWER, PulumiError, refusal

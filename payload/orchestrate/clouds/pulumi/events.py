@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from payload.core.errors import ConfigError
-from payload.core.validation import (
-    build,
-    check_type,
-    checked,
-    parse_json,
-    shown,
-)
+from payload.core.validation import build, check_type, checked, parse_json, shown
 from payload.storage.google_login import GoogleLogin
 
 _MOST_EVENT_BYTES = 2**25

@@ -6,9 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from payload.core.errors import (
-    TileforgeError,
-)
+from payload.core.errors import TileforgeError
 from payload.core.files import write_whole
 from payload.core.validation import build, check_schema, checked, parse_json, read_bytes
 from payload.stack.cloud_need import CLOUD_NAME

@@ -8,9 +8,7 @@ from typing import Literal
 
 from payload.core.errors import ConfigError, ExitCode
 from payload.core.suggested_commands import command
-from payload.core.validation import (
-    printable,
-)
+from payload.core.validation import printable
 from payload.storage.google_login import REFUSED_CREDENTIALS, GoogleLogin
 
 NEWER = "See that it is Pulumi 3.200 or newer: pulumi version"

@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from payload.core.errors import ConfigError
-from payload.core.validation import (
-    NODE_NAME,
-    shown,
-)
+from payload.core.validation import NODE_NAME, shown
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.refusals import NEWER
 from payload.stack.cloud_need import Need

@@ -10,15 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import payload
-from payload.core.errors import (
-    ConfigError,
-)
+from payload.core.errors import ConfigError
 from payload.core.suggested_commands import command
-from payload.core.validation import (
-    parse_json,
-    read_bytes,
-    shown,
-)
+from payload.core.validation import parse_json, read_bytes, shown
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.clouds.cluster_records import (
     MOST_USD,
