@@ -8,9 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from payload.core.errors import (
-    TileforgeError,
-)
+from payload.core.errors import TileforgeError
 from payload.core.files import write_whole
 from payload.core.regular_files import read_bytes
 from payload.core.validation.fields import checked

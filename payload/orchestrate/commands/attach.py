@@ -7,10 +7,7 @@ from dataclasses import dataclass
 
 from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.commands.run_choice import ClusterRunChoice, run_is_here, run_of
-from payload.orchestrate.follow.follow import (
-    EndOptions,
-    follow,
-)
+from payload.orchestrate.follow.follow import EndOptions, follow
 from payload.orchestrate.terminal.console import text_console
 
 

@@ -27,14 +27,9 @@ from payload.monitor.tunnel import forwarded
 from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.commands.run_choice import ClusterRunChoice
 from payload.orchestrate.inventories.chosen import load_cluster
-from payload.orchestrate.runs.run_index import (
-    find_run,
-)
+from payload.orchestrate.runs.run_index import find_run
 from payload.orchestrate.terminal.console import text_console
-from payload.run_record.run_files import (
-    LATEST,
-    RunPaths,
-)
+from payload.run_record.run_files import LATEST, RunPaths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,11 +42,7 @@ from payload.orchestrate.clouds.pulumi.refusals import PulumiError
 from payload.orchestrate.clouds.pulumi.stack_config import cluster_name, settings
 from payload.orchestrate.inventories.chosen import nvidia_here
 from payload.orchestrate.terminal.console import text_console
-from payload.pricing.cloud_prices import (
-    Catalog,
-    source,
-    spot_warning,
-)
+from payload.pricing.cloud_prices import Catalog, source, spot_warning
 from payload.pricing.cluster_cost import cluster_cost
 from payload.stack.cloud_need import Need, need_of
 from payload.stack.cluster_files import cluster_path

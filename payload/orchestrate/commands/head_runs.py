@@ -16,9 +16,7 @@ from payload.orchestrate.clouds.cluster_records import cluster_folder
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.endpoints import Endpoints
 from payload.orchestrate.clouds.gcp.host_keys import CACHE_FILE, MachineGoneError, pin_node
-from payload.orchestrate.clouds.pulumi.stack_outputs import (
-    StackOutputs,
-)
+from payload.orchestrate.clouds.pulumi.stack_outputs import StackOutputs
 from payload.stack.operator_key import operator_key_path, require_private
 
 if TYPE_CHECKING:

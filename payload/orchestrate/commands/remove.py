@@ -6,11 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from payload.core.errors import (
-    ExitCode,
-    TileforgeError,
-    UsageError,
-)
+from payload.core.errors import ExitCode, TileforgeError, UsageError
 from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.commands.run_choice import alive_at_site, mirrored_if_readable
 from payload.orchestrate.runs.mirror import Mirrored, mirror_file
@@ -20,17 +16,9 @@ from payload.orchestrate.runs.removal import (
     refuse_to_remove,
     remove_run,
 )
-from payload.orchestrate.runs.run_index import (
-    all_runs,
-    find_run,
-    is_copy,
-)
+from payload.orchestrate.runs.run_index import all_runs, find_run, is_copy
 from payload.orchestrate.terminal.console import text_console
-from payload.run_record.run_files import (
-    LATEST,
-    RunPaths,
-    point_latest_at,
-)
+from payload.run_record.run_files import LATEST, RunPaths, point_latest_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

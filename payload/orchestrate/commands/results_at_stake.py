@@ -18,9 +18,7 @@ from payload.core.suggested_commands import command
 from payload.formats.checkpoint_files import checkpoint_step
 from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.access.local import LocalAccess
-from payload.orchestrate.clouds.pulumi.stack_outputs import (
-    StackOutputs,
-)
+from payload.orchestrate.clouds.pulumi.stack_outputs import StackOutputs
 from payload.orchestrate.commands.collect import collect
 from payload.orchestrate.commands.run_choice import RunChoice
 from payload.orchestrate.runs.mirror import Mirrored, read_mirrored

@@ -5,25 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from payload.core.errors import (
-    ConfigError,
-    TileforgeError,
-    UsageError,
-)
+from payload.core.errors import ConfigError, TileforgeError, UsageError
 from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.commands.run import site_of
 from payload.orchestrate.inventories.chosen import load_cluster
 from payload.orchestrate.runs.mirror import Mirrored, read_mirrored
-from payload.orchestrate.runs.run_index import (
-    find_run,
-)
+from payload.orchestrate.runs.run_index import find_run
 from payload.orchestrate.runs.site import SiteRun, looks_alive
 from payload.orchestrate.sites.local import LocalRun
 from payload.orchestrate.sites.registry import run_at_site
 from payload.orchestrate.terminal.console import text_console
-from payload.run_record.run_files import (
-    RunPaths,
-)
+from payload.run_record.run_files import RunPaths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,22 +8,14 @@ from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 
-from payload.core.errors import (
-    ConfigError,
-    ExitCode,
-)
+from payload.core.errors import ConfigError, ExitCode
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.commands.run_choice import RunChoice, mirrored_if_readable, site_run
 from payload.orchestrate.follow.run_text import ranks_lines, status_lines
-from payload.orchestrate.runs.run_index import (
-    find_run,
-    view_run,
-)
+from payload.orchestrate.runs.run_index import find_run, view_run
 from payload.orchestrate.terminal.console import text_console
-from payload.run_record.run_files import (
-    RunPaths,
-)
+from payload.run_record.run_files import RunPaths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

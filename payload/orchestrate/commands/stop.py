@@ -9,21 +9,13 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from payload.core.errors import (
-    ExitCode,
-)
+from payload.core.errors import ExitCode
 from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.commands.run_choice import ClusterRunChoice, run_of
-from payload.orchestrate.follow.follow import (
-    EndOptions,
-    StopWait,
-    say_run_end,
-)
+from payload.orchestrate.follow.follow import EndOptions, StopWait, say_run_end
 from payload.orchestrate.runs.site import SiteRun, how_to_attach
 from payload.orchestrate.terminal.console import text_console
-from payload.run_record.run_files import (
-    StopRequest,
-)
+from payload.run_record.run_files import StopRequest
 from payload.run_record.run_lock import FORCE_SIGNAL
 
 

@@ -21,21 +21,12 @@ from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.endpoints import Endpoints
 from payload.orchestrate.clouds.gcp.filestore_deletion import may_delete
 from payload.orchestrate.clouds.gcp.leftovers import Sweep, conclude, folders_own, look
-from payload.orchestrate.clouds.gcp.ownership import (
-    NO_IDENTITY,
-    Ownership,
-)
+from payload.orchestrate.clouds.gcp.ownership import NO_IDENTITY, Ownership
 from payload.orchestrate.clouds.gcp.project_choice import project_of
 from payload.orchestrate.clouds.gcp.removal import remove
-from payload.orchestrate.clouds.gcp.resource_kinds import (
-    FILESTORE,
-)
+from payload.orchestrate.clouds.gcp.resource_kinds import FILESTORE
 from payload.orchestrate.terminal.console import confirm, confirm_by_name, text_console
-from payload.stack.cluster_identity import (
-    PATTERN,
-    WANTED,
-    recorded_cluster_identity,
-)
+from payload.stack.cluster_identity import PATTERN, WANTED, recorded_cluster_identity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

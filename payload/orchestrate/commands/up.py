@@ -10,11 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from payload.core.errors import (
-    ConfigError,
-    ExitCode,
-    TileforgeError,
-)
+from payload.core.errors import ConfigError, ExitCode, TileforgeError
 from payload.core.suggested_commands import command
 from payload.orchestrate.clouds.cluster_records import remember_plan
 from payload.orchestrate.clouds.gcp.client import Google
@@ -33,9 +29,7 @@ from payload.orchestrate.clouds.gcp.resources import Resource
 from payload.orchestrate.clouds.pulumi.building import Builder, replacing, with_words
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.events import Update
-from payload.orchestrate.clouds.pulumi.failures import (
-    StackBusyError,
-)
+from payload.orchestrate.clouds.pulumi.failures import StackBusyError
 from payload.orchestrate.clouds.pulumi.filestore import (
     filestores_that_go,
     has_filestore,
@@ -43,9 +37,7 @@ from payload.orchestrate.clouds.pulumi.filestore import (
     zone_words,
 )
 from payload.orchestrate.clouds.pulumi.kept_bucket import use_kept_bucket
-from payload.orchestrate.clouds.pulumi.machine_status import (
-    places_in,
-)
+from payload.orchestrate.clouds.pulumi.machine_status import places_in
 from payload.orchestrate.clouds.pulumi.operations import Operations
 from payload.orchestrate.clouds.pulumi.operator_key import settle_operator_key
 from payload.orchestrate.clouds.pulumi.previews import (

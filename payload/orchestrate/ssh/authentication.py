@@ -22,12 +22,7 @@ from payload.core.errors import (
 )
 from payload.machines.inventory import Node
 from payload.orchestrate.ssh.connection import Connection
-from payload.orchestrate.ssh.remote_calls import (
-    Deadlines,
-    Login,
-    ProxyProcess,
-    os_login_command,
-)
+from payload.orchestrate.ssh.remote_calls import Deadlines, Login, ProxyProcess, os_login_command
 from payload.orchestrate.ssh.transport import Stream, Transport
 
 # A key that was handed out a moment ago may need one to arrive; a second refusal is meant.

@@ -7,11 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
-from payload.core.errors import (
-    SshAuthError,
-    SshUnreachableError,
-    TileforgeError,
-)
+from payload.core.errors import SshAuthError, SshUnreachableError, TileforgeError
 from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.ssh.authentication import dial
 from payload.orchestrate.ssh.connection import Connection

@@ -24,10 +24,7 @@ from payload.core.errors import (
 from payload.core.printable_text import printable
 from payload.core.regular_files import MAX_FILE_BYTES
 from payload.machines.inventory import Node
-from payload.orchestrate.ssh.remote_calls import (
-    Completed,
-    ProxyProcess,
-)
+from payload.orchestrate.ssh.remote_calls import Completed, ProxyProcess
 from payload.orchestrate.ssh.transport import BROKEN, SAID_CHARS, SFTPClient, Stream, Transport
 
 _KEEPALIVE_S = 15

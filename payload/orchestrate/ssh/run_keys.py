@@ -16,12 +16,7 @@ from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.connection import Connection
 from payload.orchestrate.ssh.files import put
-from payload.orchestrate.ssh.remote_calls import (
-    Nothing,
-    all_or_raise,
-    ask,
-    on_every_node,
-)
+from payload.orchestrate.ssh.remote_calls import Nothing, all_or_raise, ask, on_every_node
 from payload.orchestrate.ssh.ssh_config import render_known_hosts, render_ssh_config
 from payload.orchestrate.ssh.start_claim import KEY_NAME
 

@@ -9,9 +9,7 @@ from payload.core.errors import ConfigError
 from payload.core.files import write_whole
 from payload.machines.inventory import Access, Node
 from payload.orchestrate.ssh.connection import shell_text
-from payload.orchestrate.ssh.remote_calls import (
-    route_to,
-)
+from payload.orchestrate.ssh.remote_calls import route_to
 
 # ssh would read these in a file name as something else, and offers no way to write them.
 _UNWRITABLE = frozenset('"\\\n\r$')

@@ -19,11 +19,7 @@ from payload.core.validation.records import build
 from payload.machines.inventory import Node
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.connection import Connection
-from payload.orchestrate.ssh.remote_calls import (
-    parse_answer,
-    remote_argv,
-    remote_stdin,
-)
+from payload.orchestrate.ssh.remote_calls import parse_answer, remote_argv, remote_stdin
 
 # Somebody else's supervisor may be starting, for which the head has 30 s.
 _CLAIM_S = 60.0

@@ -21,7 +21,7 @@ from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.clouds.cluster_records import recall
 from payload.orchestrate.clouds.gcp import host_keys
 from payload.orchestrate.clouds.gcp.billing_catalog import fresh_catalog
-from payload.orchestrate.clouds.gcp.buckets import buckets as _buckets
+from payload.orchestrate.clouds.gcp.buckets import buckets
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.cluster_resources import by_cluster
 from payload.orchestrate.clouds.gcp.compute_resource import ask_compute
@@ -130,7 +130,7 @@ def listed(*names: str) -> Callable[[Site], object]:
     def read(site: Site) -> object:
         kinds = [kind for kind in KINDS if kind.name in names]
         found = [each for kind in kinds for each in _of_kind(google(site), kind, [])]
-        found += _buckets(google(site)) if "bucket" in names else ()
+        found += buckets(google(site)) if "bucket" in names else ()
         owned = by_cluster(found)
         return [each.removal(project=PROJECT) for group in owned.values() for each in group]
 

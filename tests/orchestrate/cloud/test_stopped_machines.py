@@ -312,7 +312,7 @@ def test_a_run_whose_head_is_reached_another_way_says_so_and_takes_it(
         dialled.append(node.external_address)
         raise HostKeyError(f"{node.name}: another host key")  # somebody else has the address
 
-    monkeypatch.setattr("payload.orchestrate.ssh.authentication.dial", dial)
+    monkeypatch.setattr("payload.orchestrate.ssh.cluster.dial", dial)
     interfaces = [{"accessConfigs": [{"natIP": now}]}] if now else [{}]
     paths = direct_copy(site, address=before)
     unchanged = paths.inventory.read_text()
@@ -351,7 +351,7 @@ def test_a_retry_within_one_command_takes_the_new_address(
         dialled.append(node.external_address)
         raise SshUnreachableError(f"{node.name}: no answer")
 
-    monkeypatch.setattr("payload.orchestrate.ssh.authentication.dial", dial)
+    monkeypatch.setattr("payload.orchestrate.ssh.cluster.dial", dial)
     paths = direct_copy(site, address="203.0.113.7")
     machine(site, "mine-0")["networkInterfaces"] = [{"accessConfigs": [{"natIP": "203.0.113.9"}]}]
     mirrored = read_mirrored(paths)

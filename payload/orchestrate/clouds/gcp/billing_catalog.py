@@ -12,13 +12,7 @@ from payload.core.errors import TileforgeError
 from payload.core.files import write_whole
 from payload.core.validation.fields import checked
 from payload.orchestrate.clouds.gcp.client import Google
-from payload.pricing.cloud_prices import (
-    CATALOG_FILE,
-    Catalog,
-    catalog_text,
-    rate_key,
-    read_catalog,
-)
+from payload.pricing.cloud_prices import CATALOG_FILE, Catalog, catalog_text, rate_key, read_catalog
 
 # Compute Engine's number in the catalog: cloud.google.com/billing/docs/reference/rest/v1/services.
 _SKUS = "/v1/services/6F81-5844-456A/skus?currencyCode=USD&pageSize=5000"

@@ -6,11 +6,7 @@ import time
 from typing import Any
 
 from payload.core.errors import CloudError
-from payload.orchestrate.clouds.gcp.client import (
-    Google,
-    one_line,
-    request_of,
-)
+from payload.orchestrate.clouds.gcp.client import Google, one_line, request_of
 
 _OPERATION_S = 300.0
 # Google holds the answer back for up to two minutes, until the operation is done.

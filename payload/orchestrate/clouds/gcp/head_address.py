@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from payload.core.errors import (
-    TileforgeError,
-)
+from payload.core.errors import TileforgeError
 from payload.core.files import write_whole
 from payload.machines.inventory import Access, ClusterInventory, Node
 from payload.orchestrate.clouds.gcp.client import Google

@@ -26,12 +26,7 @@ from payload.core.suggested_commands import command
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import check_schema
 from payload.machines.inventory import ClusterInventory, Node
-from payload.orchestrate.clouds.gcp.client import (
-    REQUEST_S,
-    CloudMissingError,
-    Google,
-    request_of,
-)
+from payload.orchestrate.clouds.gcp.client import REQUEST_S, CloudMissingError, Google, request_of
 from payload.orchestrate.clouds.gcp.head_address import external_address
 from payload.orchestrate.clouds.gcp.resource_kinds import ENDING, STOPPED
 from payload.orchestrate.ssh.remote_calls import all_or_raise, on_every_node

@@ -13,10 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from payload.core.durations import in_words
-from payload.core.errors import (
-    ConfigError,
-    TeardownError,
-)
+from payload.core.errors import ConfigError, TeardownError
 from payload.core.suggested_commands import command
 from payload.orchestrate.clouds.cluster_records import remembered_clusters
 from payload.orchestrate.clouds.gcp.client import Google

@@ -11,12 +11,7 @@ from typing import Any
 
 from payload.core.errors import CloudAuthError, CloudError, TileforgeError
 from payload.orchestrate.clouds.gcp.buckets import buckets
-from payload.orchestrate.clouds.gcp.client import (
-    Google,
-    UnreadableError,
-    one_line,
-    request_of,
-)
+from payload.orchestrate.clouds.gcp.client import Google, UnreadableError, one_line, request_of
 from payload.orchestrate.clouds.gcp.dns_zones import dns_zones
 from payload.orchestrate.clouds.gcp.filestore_instances import filestores
 from payload.orchestrate.clouds.gcp.resource_kinds import KINDS, RUNNING, Kind

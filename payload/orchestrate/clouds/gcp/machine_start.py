@@ -11,12 +11,7 @@ from typing import Literal
 
 from rich.console import Console
 
-from payload.core.errors import (
-    CapacityError,
-    CloudAuthError,
-    CloudError,
-    ConfigError,
-)
+from payload.core.errors import CapacityError, CloudAuthError, CloudError, ConfigError
 from payload.core.suggested_commands import command
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.clouds.gcp.client import REQUEST_S, Google, request_of

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from payload.core.errors import (
-    UsageError,
-)
+from payload.core.errors import UsageError
 from payload.orchestrate.clouds.cluster_records import recall, remembered_clusters
 from payload.orchestrate.terminal.console import text_console
 

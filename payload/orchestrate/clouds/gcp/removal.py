@@ -8,12 +8,7 @@ from functools import partial
 from itertools import groupby
 
 from payload.core.errors import TileforgeError
-from payload.orchestrate.clouds.gcp.client import (
-    REQUEST_S,
-    CloudMissingError,
-    Google,
-    request_of,
-)
+from payload.orchestrate.clouds.gcp.client import REQUEST_S, CloudMissingError, Google, request_of
 from payload.orchestrate.clouds.gcp.compute_operations import operation_deadline, see_to_its_end
 from payload.orchestrate.clouds.gcp.dns_zones import remove_dns_zone
 from payload.orchestrate.clouds.gcp.filestore_instances import begin_to_remove_filestore

@@ -1,4 +1,4 @@
-"""Resources of a project, whose cluster each is, and the command that removes it. Pure."""
+"""Resources of a project: their order of removal, and the command that removes each. Pure."""
 
 from __future__ import annotations
 

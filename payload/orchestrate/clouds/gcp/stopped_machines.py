@@ -10,11 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from payload.core.errors import (
-    CloudAuthError,
-    CloudError,
-    TileforgeError,
-)
+from payload.core.errors import CloudAuthError, CloudError, TileforgeError
 from payload.core.suggested_commands import command
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.clouds.gcp.client import Google, one_line, request_of

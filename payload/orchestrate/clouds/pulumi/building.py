@@ -8,28 +8,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from payload.core.errors import (
-    ExitCode,
-    TileforgeError,
-)
+from payload.core.errors import ExitCode, TileforgeError
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.filestore_deletion import MayDelete
 from payload.orchestrate.clouds.gcp.resource_kinds import FILESTORE
 from payload.orchestrate.clouds.gcp.stock_outs import StockOut
 from payload.orchestrate.clouds.pulumi.events import Step, Update, name_of, type_of
-from payload.orchestrate.clouds.pulumi.failures import (
-    explain,
-    problems_of,
-    stock_out_of,
-)
+from payload.orchestrate.clouds.pulumi.failures import explain, problems_of, stock_out_of
 from payload.orchestrate.clouds.pulumi.firewall_drift import settle
 from payload.orchestrate.clouds.pulumi.full_zones import FULL_HOURS, FullZone, FullZones
 from payload.orchestrate.clouds.pulumi.operations import Operations
 from payload.orchestrate.clouds.pulumi.orphans import orphans, remove_orphans
 from payload.orchestrate.clouds.pulumi.resource_types import INSTANCE
-from payload.orchestrate.clouds.pulumi.stack_state import (
-    stack_state,
-)
+from payload.orchestrate.clouds.pulumi.stack_state import stack_state
 from payload.stack.cloud_need import Spot
 
 _UP = ("up", "--yes", "--skip-preview")

@@ -6,9 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from payload.core.errors import (
-    TileforgeError,
-)
+from payload.core.errors import TileforgeError
 from payload.core.files import write_whole
 from payload.core.regular_files import read_bytes
 from payload.core.validation.fields import checked

@@ -6,11 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from payload.core.errors import (
-    CloudError,
-    ExitCode,
-    TileforgeError,
-)
+from payload.core.errors import CloudError, ExitCode, TileforgeError
 from payload.core.suggested_commands import command
 from payload.orchestrate.clouds.gcp.checks import Check, unknown
 from payload.orchestrate.clouds.gcp.client import Google

@@ -1,4 +1,4 @@
-"""A preview's effect on machines: which end and why, and what they read anew."""
+"""A preview's effect on machines: which end and why, and whether metadata changes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from payload.orchestrate.clouds.gcp.resources import last_word
 from payload.orchestrate.clouds.pulumi.events import Update, name_of, type_of
 from payload.orchestrate.clouds.pulumi.refusals import NEWER, PulumiError
 from payload.orchestrate.clouds.pulumi.resource_types import INSTANCE
-from payload.orchestrate.clouds.pulumi.stack_state import (
-    machine_names,
-)
+from payload.orchestrate.clouds.pulumi.stack_state import machine_names
 
 # Operations of a preview that end what is there; a replacement is one of them.
 _DELETING = ("delete", "replace", "delete-replaced")

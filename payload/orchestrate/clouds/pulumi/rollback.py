@@ -18,9 +18,7 @@ from payload.orchestrate.clouds.gcp.ownership import Ownership
 from payload.orchestrate.clouds.pulumi.building import with_words
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.events import Update
-from payload.orchestrate.clouds.pulumi.filestore import (
-    billed_words,
-)
+from payload.orchestrate.clouds.pulumi.filestore import billed_words
 from payload.orchestrate.clouds.pulumi.machine_status import (
     CLOCK_SLACK_S,
     MachinesThere,
@@ -28,11 +26,7 @@ from payload.orchestrate.clouds.pulumi.machine_status import (
     remove_machines,
 )
 from payload.orchestrate.clouds.pulumi.operations import Operations
-from payload.orchestrate.clouds.pulumi.stack_state import (
-    StackState,
-    ownership_of,
-    stack_state,
-)
+from payload.orchestrate.clouds.pulumi.stack_state import StackState, ownership_of, stack_state
 from payload.orchestrate.clouds.pulumi.teardown import destroy_and_look
 from payload.orchestrate.terminal.console import confirm
 from payload.stack.cluster_identity import known_cluster_identity

@@ -12,9 +12,7 @@ from payload.core.suggested_commands import command
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build
 from payload.orchestrate.clouds.gcp.ownership import Ownership
-from payload.orchestrate.clouds.gcp.resources import (
-    marks,
-)
+from payload.orchestrate.clouds.gcp.resources import marks
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.events import name_of, type_of, urn_field
 from payload.orchestrate.clouds.pulumi.refusals import NEWER
