@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import payload.models
-import payload.train.models
+import payload.train.families
 from payload.config.training_sections import OptimizerSection
 from payload.core.errors import CheckpointError
 from payload.estimates.step_time import buckets
@@ -19,7 +19,7 @@ from payload.formats.hf_folder import WEIGHTS_FILE
 from payload.models.registry import read_spec, spec_of
 from payload.run_record.run_files import RunPaths
 from payload.train.models.base import CausalLM, trainable
-from payload.train.models.registry import build, load
+from payload.train.models.loading import build, load
 from payload.train.models.weights import save_hf
 from payload.train.optimizers.optimizer import build_optimizers
 from payload.train.strategies.buckets import make_buckets
@@ -126,18 +126,21 @@ CONFIG = {"model_type": "toy", "hidden": 16, "vocab_size": 640}
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with a toy model, whose family is a file in each of the two packages."""
-    for package, text in ((payload.models, NUMBERS), (payload.train.models, TENSORS)):
+    for package, text in ((payload.models, NUMBERS), (payload.train.families, TENSORS)):
         folder = tmp_path / package.__name__
-        folder.mkdir()
-        (folder / "toy.py").write_text(text)
+        (folder / "toy").mkdir(parents=True)
+        (folder / "toy" / "__init__.py").touch()
+        name = "spec" if package is payload.models else "model"
+        (folder / "toy" / f"{name}.py").write_text(text)
         monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
     model = tmp_path / "model"
     model.mkdir()
     torch.manual_seed(5)
     save_hf(build(spec_of(CONFIG, where="test")), model)
     yield model
-    for package in (payload.models, payload.train.models):
-        sys.modules.pop(f"{package.__name__}.toy")
+    for package in (payload.models, payload.train.families):
+        for name in [name for name in sys.modules if name.startswith(f"{package.__name__}.toy")]:
+            sys.modules.pop(name)
         vars(package).pop("toy", None)
 
 

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 from payload.core.errors import CheckpointError
 from payload.core.validation import shown
 from payload.formats.hf_folder import CONFIG_FILE
-from payload.models import gpt2
-from payload.models.decoder_config import (
+from payload.models.gpt2.spec import spec as gpt2
+from payload.models.llama.config import (
     DecoderConfig,
     Layer,
     Rope,

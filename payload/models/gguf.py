@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 from payload.core.errors import CheckpointError
 from payload.core.validation import shown
 from payload.formats.hf_folder import CONFIG_FILE, own_file
-from payload.models import decoder
-from payload.models.decoder import DecoderSpec
 from payload.models.gguf_header import SUFFIX, Array, GgufHeader, Value, read_header
+from payload.models.llama import spec as decoder
+from payload.models.llama.spec import DecoderSpec
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """llama.cpp's names; SmolLM2 and Mistral are `llama` to it."""

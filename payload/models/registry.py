@@ -21,7 +21,7 @@ import payload.models as package
 from payload.core.errors import CheckpointError
 from payload.core.validation import shown
 from payload.formats.hf_folder import CONFIG_FILE, FIX, read_config
-from payload.models.hub_sizes import CONFIGS
+from payload.models.llama.hub_sizes import CONFIGS
 from payload.models.spec import ModelSpec
 
 ANY = "*"
@@ -38,8 +38,8 @@ class Family(Protocol):
 
 def families() -> list[Family]:
     """Import the package's files and return those that are families, by name."""
-    names = sorted(each.name for each in pkgutil.iter_modules(package.__path__))
-    modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
+    names = sorted(each.name for each in pkgutil.iter_modules(package.__path__) if each.ispkg)
+    modules = [importlib.import_module(f"{package.__name__}.{name}.spec") for name in names]
     return [cast(Family, module) for module in modules if hasattr(module, "MODEL_TYPES")]
 
 

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 from tests.support.import_rules import tree_of
 
-HOMES = (PurePosixPath("payload/models"), PurePosixPath("payload/train/models"))
+HOMES = (PurePosixPath("payload/models"), PurePosixPath("payload/train/families"))
 # A tokenizer is a seam of its own, with GPT-2's as a member; GGUF is a format that names families.
 OTHERS = tuple(
     map(

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, cast
 
-import payload.train.models as package
+import payload.train.families as package
 from payload.config.training_sections import Quantize
 from payload.core.errors import CheckpointError, ConfigError
 from payload.formats.checkpoint_files import TRAINER_FILE
@@ -51,8 +51,8 @@ class Family(Protocol):
 
 def families() -> list[Family]:
     """Import the package's files and return those that are families, by name."""
-    names = sorted(each.name for each in pkgutil.iter_modules(package.__path__))
-    modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
+    names = sorted(each.name for each in pkgutil.iter_modules(package.__path__) if each.ispkg)
+    modules = [importlib.import_module(f"{package.__name__}.{name}.model") for name in names]
     return [cast(Family, module) for module in modules if hasattr(module, "MODEL_TYPES")]
 
 

@@ -18,7 +18,7 @@ from payload.core.errors import CheckpointError
 from payload.data.tokenizers.gpt2 import END_OF_TEXT
 from payload.kernels.layers import add_norm, attention, mlp
 from payload.kernels.linears import LayerContext
-from payload.models.gpt2 import Activation, Gpt2Spec
+from payload.models.gpt2.spec import Activation, Gpt2Spec
 from payload.models.spec import ModelSpec
 from payload.train.models.base import CausalLM, LayerModule, OuterModules
 from payload.train.models.hf_layout import require_tensors

@@ -187,7 +187,7 @@ class DecoderConfig:
         )
 
     def unsupported(self, *, where: str) -> tuple[str, ...]:
-        """List what `train/models/decoder.py` does not compute, by name. Raises CheckpointError."""
+        """List what `train/families/llama` does not compute, by name. Raises CheckpointError."""
         ropes = [self._rope_config(kind, where=where) for kind in (_FULL, _SLIDING)]
         found = [
             f"rope type {shown(rope.kind())}" for rope in ropes if rope.kind() not in _ROPE_KINDS

@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from payload.core.errors import CheckpointError
 from payload.core.validation import build, checked, shown
-from payload.models.causal_types import CAUSAL_TYPES
 from payload.models.spec import PROCESS_BYTES, GradientSize, ModelSpec, RankSetting
 from payload.models.tensor_headers import tensor_headers
+from payload.models.transformers.causal_types import CAUSAL_TYPES
 
 MODEL_TYPES = ("*",)
 

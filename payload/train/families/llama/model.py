@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from payload.models.decoder import MODEL_TYPES, DecoderSpec
-from payload.models.decoder_config import Rope
+from payload.models.llama.config import Rope
+from payload.models.llama.spec import MODEL_TYPES, DecoderSpec
 from payload.models.spec import ModelSpec
+from payload.train.families.gpt2.model import Embedding, LayerCache, Linear
+from payload.train.families.llama.kernel_layers import JOINED, refusals, run_layers
+from payload.train.families.llama.layers import Layer, make_norm
+from payload.train.families.llama.rope import Table, frequencies, table
+from payload.train.families.transformers.model import TransformersLM
 from payload.train.models.base import CausalLM, OuterModules
-from payload.train.models.decoder_fast import JOINED, refusals, run_layers
-from payload.train.models.decoder_layers import Layer, make_norm
-from payload.train.models.gpt2 import Embedding, LayerCache, Linear
 from payload.train.models.hf_layout import load_named, require_tied, saved_config
 from payload.train.models.quantized import loading_targets
-from payload.train.models.rope import Table, frequencies, table
 from payload.train.models.split import Split, Splits, embed
-from payload.train.models.transformers_lm import TransformersLM
 
 __all__ = ["MODEL_TYPES", "Decoder", "build"]
 

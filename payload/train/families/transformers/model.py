@@ -15,8 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from payload.core.errors import CheckpointError, ConfigError
-from payload.models.other import OtherSpec
 from payload.models.spec import ModelSpec
+from payload.models.transformers.spec import OtherSpec
+from payload.train.families.transformers.from_config import (
+    build_module,
+    raw_config,
+    without_load_report,
+)
+from payload.train.families.transformers.probes import (
+    draws_in_training,
+    first_line,
+    mixes_documents,
+    require_causal,
+    why_not_plain,
+)
 from payload.train.models.base import CausalLM
 from payload.train.models.hf_layout import (
     load_named,
@@ -25,18 +37,6 @@ from payload.train.models.hf_layout import (
     saved_config,
 )
 from payload.train.models.quantized import QuantizedLinear, loading_targets
-from payload.train.models.transformers_module import (
-    build_module,
-    raw_config,
-    without_load_report,
-)
-from payload.train.models.transformers_probes import (
-    draws_in_training,
-    first_line,
-    mixes_documents,
-    require_causal,
-    why_not_plain,
-)
 from payload.train.tensors.lazy_tensors import PlannedTensors
 
 MODEL_TYPES = ("*",)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from payload.core.errors import CheckpointError
-from payload.models.decoder_config import (
+from payload.models.llama.config import (
     FAMILIES,
     Activation,
     Layer,
@@ -107,7 +107,7 @@ class DecoderSpec(ModelSpec):
     """Factor of a query's and a key's dot product."""
     initializer_range: float = 0.02
     unsupported_features: tuple[str, ...] = ()
-    """Features that the config asks for and `train/models/decoder.py` does not compute."""
+    """Features that the config asks for and `train/families/llama` does not compute."""
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """config.json as it was read; a checkpoint's is made from it."""
 
