@@ -1,147 +1,46 @@
-"""A new model family is one file in each of two packages: a toy family trains without more."""
+"""A new model family is one file and one line of the registry: a toy family trains so."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
+import os
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
-import payload.models
-import payload.train.families
 from payload.config.training_sections import OptimizerSection
-from payload.core.errors import CheckpointError
+from payload.core.errors import CheckpointError, ExitCode
 from payload.estimates.step_time import buckets
 from payload.formats.hf_folder import WEIGHTS_FILE
-from payload.models.registry import read_spec, spec_of
+from payload.models.registry import FAMILIES, read_spec, spec_of
+from payload.orchestrate.__main__ import main as orchestrate
 from payload.run_record.run_files import RunPaths
 from payload.train.models.base import CausalLM, trainable
 from payload.train.models.loading import build, load
 from payload.train.models.weights import save_hf
 from payload.train.optimizers.optimizer import build_optimizers
 from payload.train.strategies.buckets import make_buckets
-from tests.support.launching import losses
+from tests.models import toy_family
+from tests.support.launching import REPO, losses, train_several
 from tests.train.alone import train_alone
 
-NUMBERS = """
-from dataclasses import dataclass
-
-from payload.core.errors import CheckpointError
-from payload.models.spec import GradientSize, ModelSpec
-from payload.core.validation import build, checked
-
-MODEL_TYPES = ("toy",)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToySpec(ModelSpec):
-    hidden: int
-
-    def context(self): return 4096
-    def num_layers(self): return 1
-    def num_heads(self): return 1
-    def width(self): return self.hidden
-    def is_tied(self): return False
-    def num_params(self): return 2 * self.embedding_size() + self.hidden**2
-    def flops_per_token(self): return 6 * (self.embedding_size() + self.hidden**2)
-    def memory_bytes(self, _setting): return 16 * self.num_params()
-    def gradient_sizes(self):
-        ends = self.embedding_size()
-        return (
-            GradientSize(ends, "head"),
-            GradientSize(self.hidden**2, "matrix"),
-            GradientSize(ends, "embedding"),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Config:
-    hidden: int = checked(low=1)
-    vocab_size: int = checked(low=1)
-
-
-def read(raw, *, where):
-    config = build(_Config, raw, where=where, error=CheckpointError)
-    return ToySpec(
-        model_type="toy", hidden=config.hidden, vocab_size=config.vocab_size, sequence_length=4096
-    )
-"""
-
-TENSORS = '''
-import torch
-from torch import nn
-
-from payload.train.models.base import CausalLM
-
-MODEL_TYPES = ("toy",)
-
-
-class Seen:
-    tokens = 0
-
-    def num_tokens(self): return self.tokens
-
-
-class Toy(CausalLM):
-    """Predicts the next token from the last one."""
-
-    def __init__(self, spec, dropout):
-        super().__init__(spec, dropout=dropout)
-        self.embed = nn.Embedding(spec.vocab_size, spec.hidden)
-        self.mix = nn.Linear(spec.hidden, spec.hidden, bias=False)
-        self.head = nn.Linear(spec.hidden, spec.vocab_size, bias=False)
-
-    def hidden(self, tokens, caches=None, starts=None):
-        if caches:
-            caches[0].tokens += tokens.shape[1]
-        return torch.tanh(self.mix(self.embed(tokens)))
-
-    def head_weight(self): return self.head.weight
-    def tied_weight(self): return None
-    def new_caches(self): return [Seen()]
-    def is_hidden_matrix(self, name): return name == "mix.weight"
-    def hf_tensors(self): return dict(self.state_dict())
-    def speed_notes(self): return []
-
-    def hf_config(self):
-        return {
-            "model_type": "toy", "hidden": self.spec.hidden, "vocab_size": self.spec.vocab_size
-        }
-
-    def load_tensors(self, tensors, *, where):
-        for name, target in self.state_dict().items():
-            target.copy_(tensors[name])
-
-
-def build(spec, *, dropout, random):
-    return Toy(spec, dropout)
-'''
-
+MOST_LINES = 119
+RANKS = ("-m", toy_family.__name__)
 CONFIG = {"model_type": "toy", "hidden": 16, "vocab_size": 640}
 
 
 @pytest.fixture
-def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with a toy model, whose family is a file in each of the two packages."""
-    for package, text in ((payload.models, NUMBERS), (payload.train.families, TENSORS)):
-        folder = tmp_path / package.__name__
-        (folder / "toy").mkdir(parents=True)
-        (folder / "toy" / "__init__.py").touch()
-        name = "spec" if package is payload.models else "model"
-        (folder / "toy" / f"{name}.py").write_text(text)
-        monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a toy model, whose family is one more line of the registry."""
+    for name, module in toy_family.LINE.items():
+        monkeypatch.setitem(cast("dict[str, str]", FAMILIES), name, module)
     model = tmp_path / "model"
     model.mkdir()
     torch.manual_seed(5)
     save_hf(build(spec_of(CONFIG, where="test")), model)
-    yield model
-    for package in (payload.models, payload.train.families):
-        for name in [name for name in sys.modules if name.startswith(f"{package.__name__}.toy")]:
-            sys.modules.pop(name)
-        vars(package).pop("toy", None)
+    return model
 
 
 @pytest.mark.parametrize(
@@ -152,9 +51,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_family_of_two_files_trains_and_resumes_as_any_other(
     toy: Path, tmp_path: Path, tiny_config: Path, settings: list[str]
 ) -> None:
-    more = ["model.n_layer=none", "model.n_head=none", "model.n_embd=none", f"model.init={toy}"]
-    more += ["train.checkpoint_every=2", "schedule.decay_steps=4", "optimizer.lr=0.03"]
-    more += settings
+    more = [*settings_of(toy), *settings]
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     train_alone(whole, tiny_config, *more, "train.steps=4")
     train_alone(halves, tiny_config, *more, "train.steps=2")
@@ -165,6 +62,67 @@ def test_a_family_of_two_files_trains_and_resumes_as_any_other(
     assert len({(end / WEIGHTS_FILE).read_bytes() for end in ends}) == 1
     assert json.loads((ends[0] / "config.json").read_text()) == CONFIG
     assert type(load(ends[0])).__name__ == "Toy"
+
+
+@pytest.mark.ranks
+def test_two_ranks_train_it_to_the_losses_of_one_and_resume_it_bitwise(
+    toy: Path, tmp_path: Path, tiny_config: Path
+) -> None:
+    assert len(Path(toy_family.__file__).read_text("utf-8").splitlines()) <= MOST_LINES
+    more = [*settings_of(toy), "engine.kernels=off"]
+    one, two, halves = tmp_path / "one", tmp_path / "two", tmp_path / "halves"
+    train_alone(one, tiny_config, *more, "train.steps=4")
+    runs = {two: [*more, "train.steps=4"], halves: [*more, "train.steps=2"]}
+    train_several(runs, tiny_config, num_ranks=2, program=RANKS)
+    train_several({halves: runs[two]}, tiny_config, num_ranks=2, program=RANKS)
+    assert losses(two) == pytest.approx(losses(one), rel=1e-6)
+    assert losses(halves) == losses(two)
+    ends = [RunPaths(run).checkpoint(4) for run in (two, halves)]
+    assert len({(end / WEIGHTS_FILE).read_bytes() for end in ends}) == 1
+
+
+@pytest.mark.processes
+def test_a_plan_has_its_name_and_parameters(
+    toy: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(toy, tiny_config, tmp_path) == ExitCode.OK
+    printed = capsys.readouterr()
+    assert f"model.init = '{toy}'" in printed.err
+    assert "parameters       20,736" in printed.out
+
+
+@pytest.mark.processes
+def test_without_its_line_in_the_registry_the_error_lists_the_known_families(
+    toy: Path, tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in toy_family.LINE:
+        monkeypatch.delitem(cast("dict[str, str]", FAMILIES), name)
+    for use in (load, read_spec):
+        with pytest.raises(
+            CheckpointError, match=r"'toy'.* families are gpt2, llama, transformers\."
+        ):
+            use(toy)
+    assert plan(toy, tiny_config, tmp_path) == ExitCode.CONFIG
+
+
+def test_a_family_is_a_folder_of_numbers_and_one_of_tensors() -> None:
+    for folder in ("models", "train/families"):
+        found = {path.parent.name for path in (REPO / "payload" / folder).glob("*/__init__.py")}
+        assert found == set(FAMILIES)
+
+
+def settings_of(model: Path) -> list[str]:
+    """Settings of a short run of this model with checkpoints."""
+    sizes = [f"model.{name}=none" for name in ("n_layer", "n_head", "n_embd")]
+    run = ["train.checkpoint_every=2", "schedule.decay_steps=4", "optimizer.lr=0.03"]
+    return [*sizes, f"model.init={model}", *run, "schedule.warmup_steps=0"]
+
+
+def plan(model: Path, config: Path, folder: Path) -> int:
+    """Plan a run of this model here; return the exit code."""
+    words = [word for setting in settings_of(model) for word in ("--set", setting)]
+    place = ["--inventory", "local", "--runs-dir", str(folder / "runs"), "--config", str(config)]
+    return orchestrate(["plan", *place, *words], os.environ)
 
 
 def test_its_numbers_serve_the_prediction_of_a_step(toy: Path) -> None:

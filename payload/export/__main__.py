@@ -13,13 +13,13 @@ from payload.core.interrupts import interrupt_once
 from payload.core.validation import printable
 from payload.export.arguments import parser
 from payload.export.gguf_file import write_gguf
-from payload.export.gguf_metadata import plan_gguf
 from payload.export.hf_folder import write_hf
 from payload.export.merged import dequantized_weights, merged_weights
 from payload.export.tensors import WeightFiles, weights_of
 from payload.export.vocabulary import read_vocabulary
 from payload.formats.hf_folder import read_config
 from payload.formats.hub_names import local_name
+from payload.models.gguf import plan_gguf
 from payload.train.models.weights import (
     base_folder,
     checkpoint_folder,

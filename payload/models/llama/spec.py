@@ -13,7 +13,7 @@ from typing import Any
 
 from payload.core.errors import CheckpointError
 from payload.models.llama.config import (
-    FAMILIES,
+    DEFAULTS,
     Activation,
     Layer,
     read_decoder_config,
@@ -30,7 +30,7 @@ from payload.models.spec import (
     uneven,
 )
 
-MODEL_TYPES = (*FAMILIES, "gemma3")
+MODEL_TYPES = (*DEFAULTS, "gemma3")
 
 
 def read(raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
@@ -44,7 +44,7 @@ def read(raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
             "a text model (model_type 'gemma3_text', google/gemma-3-270m or -1b for example)."
         )
     config = read_decoder_config(raw, where=where)
-    family, head_dim = config.family(), config.width_of_head()
+    family, head_dim = config.defaults(), config.width_of_head()
     gemma, kind = family.is_gemma, config.model_type
     biased = config.attention_bias and kind in ("llama", "smollm3", "qwen3", "gemma3_text")
     return DecoderSpec(
@@ -130,10 +130,6 @@ class DecoderSpec(ModelSpec):
     def is_tied(self) -> bool:
         """Say whether the output head is the token embedding."""
         return self.tie_word_embeddings
-
-    def num_params(self) -> int:
-        """Return the number of all weights; a tied head counts once."""
-        return sum(math.prod(shape) for _, shape in self.tensor_shapes())
 
     def flops_per_token(self) -> int:
         """Return the floating-point operations of forward and backward for one token.

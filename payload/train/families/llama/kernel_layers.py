@@ -24,12 +24,12 @@ from payload.kernels.linears import LayerContext
 from payload.models.llama.config import Layer as LayerSpec
 from payload.models.llama.config import Rope
 from payload.models.llama.spec import DecoderSpec
-from payload.train.families.gpt2.model import Embedding, Linear
 from payload.train.families.llama.layers import MLP, Attention, Layer, RMSNorm
 from payload.train.families.llama.rope import Table
 from payload.train.models.kernel_support import layer_refusals, projection
 from payload.train.models.split import TensorRanks, enter, summed
 from payload.train.models.stage import Elsewhere, Stage
+from payload.train.models.uninitialised import Embedding, Linear
 
 _KNOWN = (Attention, Elsewhere, Embedding, Layer, Linear, MLP, RMSNorm, nn.ModuleList)
 _GATES: dict[str, Gate] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
