@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -78,7 +78,7 @@ class Toy(CausalLM):
         return torch.tanh(self.mix(self.embed(tokens)))
 
     def head_weight(self) -> nn.Parameter:
-        return self.head.weight
+        return cast(nn.Parameter, self.head.weight)
 
     def new_caches(self) -> Sequence[Cache]:
         return []
@@ -112,5 +112,5 @@ class ToyFamily(Family):
 FAMILY = ToyFamily()
 
 if __name__ == "__main__":
-    with mock.patch.dict(registry.FAMILIES, LINE):  # type: ignore[arg-type]
+    with mock.patch.dict(registry.FAMILIES, LINE):
         several_runs.main()

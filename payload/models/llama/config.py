@@ -1,4 +1,4 @@
-"""The config.json of a decoder of the Llama family, with each family's own defaults.
+"""The config.json of a decoder of the Llama family, with each model type's own defaults.
 
 transformers leaves keys out of config.json that have its defaults, so a default decides sizes too.
 Source of each: transformers 5.23, models/<family>/configuration_<family>.py.
