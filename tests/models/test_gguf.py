@@ -235,8 +235,9 @@ def test_linear_scaling_of_positions_is_kept(tmp_path: Path) -> None:
     change_config(model, rope_parameters=rope)
     assert export(model, tmp_path / "scaled.gguf") == ExitCode.OK
     known = read_spec(model)
-    assert isinstance(known, DecoderSpec)
-    assert read_gguf(tmp_path / "scaled.gguf").layers == known.layers
+    found = read_gguf(tmp_path / "scaled.gguf")
+    assert isinstance(known, DecoderSpec) and isinstance(found, DecoderSpec)
+    assert found.layers == known.layers
 
 
 @pytest.mark.parametrize(
