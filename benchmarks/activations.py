@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.tables import Table
-from payload.models.gpt2 import PRESETS
+from payload.models.gpt2.spec import PRESETS
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,7 +50,7 @@ def _kept(name: str, *, ranks: int, layers: int) -> int:
     import torch
     from torch import Tensor, nn
 
-    from payload.train.models.gpt2 import build
+    from payload.train.families.gpt2.model import build
     from payload.train.models.split import SplitModule, TensorRanks
 
     class OneOf(TensorRanks):

@@ -18,9 +18,9 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from payload.models.registry import read_spec
+from payload.train.families.transformers.model import TransformersLM
 from payload.train.models.base import CausalLM
-from payload.train.models.registry import load
-from payload.train.models.transformers_lm import TransformersLM
+from payload.train.models.loading import load
 
 BATCH, LENGTH = 2, 48
 CHUNKS = [13, 1, 1, 6, 27]

@@ -24,7 +24,7 @@ from benchmarks.contenders import Contender
 from benchmarks.machine import describe_machine
 from benchmarks.tables import Table
 from payload.launch.environment import malloc_environment, spin_environment
-from payload.models.gpt2 import PRESETS
+from payload.models.gpt2.spec import PRESETS
 
 
 def main(argv: Sequence[str]) -> int:

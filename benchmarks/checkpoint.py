@@ -29,12 +29,12 @@ from benchmarks.machine import describe_machine
 from benchmarks.tables import Table
 from payload.config.training_sections import EngineSection, OptimizerSection, TrainSection
 from payload.launch.environment import malloc_environment
-from payload.models.gpt2 import PRESETS
+from payload.models.gpt2.spec import PRESETS
 from payload.train.checkpoints.checkpoint import TrainerState
 from payload.train.checkpoints.saving import Saving
 from payload.train.checkpoints.snapshot import Snapshot
 from payload.train.engine import engage
-from payload.train.models.gpt2 import GPT
+from payload.train.families.gpt2.model import GPT
 from payload.train.optimizers.optimizer import build_optimizers
 from payload.train.ranks.world import World
 from payload.train.strategies.sync_check import rank_state

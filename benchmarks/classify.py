@@ -39,7 +39,7 @@ from benchmarks.package_texts import FORMS, PackageText, Parts, divide, packages
 from benchmarks.tables import Table
 from payload.train.checkpoints.checkpoint import load_trainer_state
 from payload.train.models.classifier import Classifier
-from payload.train.models.registry import load
+from payload.train.models.loading import load
 
 LABELS = 12
 TEXTS = 8_000

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.step_model import model_spec
 from payload.launch.environment import malloc_environment
-from payload.models.gpt2 import PRESETS, Gpt2Spec
+from payload.models.gpt2.spec import PRESETS, Gpt2Spec
 
 REPO = Path(__file__).parent.parent
 

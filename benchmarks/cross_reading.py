@@ -266,7 +266,7 @@ def _held(parts: Any) -> dict[str, Any]:
 def _differing(parts: Any, held: Mapping[str, Any], checkpoint: Path) -> list[str]:
     """Return the names of what is not, bitwise, this rank's part of a checkpoint's tensors."""
     from payload.train.checkpoints.checkpoint import optimizer_tensors
-    from payload.train.models.registry import load
+    from payload.train.models.loading import load
 
     weights = load(checkpoint).named_parameters()
     whole = {f"weight.{name}": each.detach() for name, each in weights}

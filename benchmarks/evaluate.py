@@ -32,9 +32,9 @@ from benchmarks.tables import Table
 from payload.config.training_sections import EngineSection, OptimizerSection
 from payload.data.reading.blocks import BlockOrder, TokenData
 from payload.launch.environment import malloc_environment
-from payload.models.gpt2 import PRESETS
+from payload.models.gpt2.spec import PRESETS
 from payload.train.engine import engage
-from payload.train.models.gpt2 import GPT
+from payload.train.families.gpt2.model import GPT
 from payload.train.optimizers.optimizer import build_optimizers
 from payload.train.ranks.world import World
 from payload.train.tasks.evaluate import EvalPass, evaluate

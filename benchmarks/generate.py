@@ -26,8 +26,8 @@ from benchmarks.nanogpt_parity import nanogpt_state
 from benchmarks.tables import Table
 from payload.data.tokenizers.gpt2 import VOCAB_SIZE
 from payload.generate.sampling import SamplingOptions, sample
-from payload.models.gpt2 import PRESETS, Gpt2Spec
-from payload.train.models.gpt2 import GPT
+from payload.models.gpt2.spec import PRESETS, Gpt2Spec
+from payload.train.families.gpt2.model import GPT
 
 RATIO_BOUND = 3.0
 """Bound of the ratio for 200 tokens of gpt2; the exit status tells if it is reached."""

@@ -32,7 +32,7 @@ from payload.kernels.head import SLICE
 from payload.kernels.library import Library, load_library
 from payload.kernels.linears import LayerContext, join, lay_below_each_other
 from payload.launch.environment import malloc_environment
-from payload.models.gpt2 import PRESETS, Gpt2Spec
+from payload.models.gpt2.spec import PRESETS, Gpt2Spec
 from payload.models.spec import logits_tokens
 from payload.train.models.kernel_support import projection
 from payload.train.models.lora import LoraLinear

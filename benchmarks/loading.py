@@ -47,7 +47,7 @@ def write_model(folder: Path, *, params: float, kind: str = "llama") -> int:
     import torch
 
     from payload.models.registry import spec_of
-    from payload.train.models.registry import build
+    from payload.train.models.loading import build
     from payload.train.tensors.tensor_file import write_tensors
 
     layer = 4 * _WIDTH**2 + 3 * 4 * _WIDTH**2
@@ -75,7 +75,7 @@ def write_model(folder: Path, *, params: float, kind: str = "llama") -> int:
 def write_state(folder: Path) -> int:
     """Write AdamW's state of the model in `folder`, of zeros that take no disk; return its size."""
     from payload.models.registry import read_spec
-    from payload.train.models.registry import build
+    from payload.train.models.loading import build
 
     entries: dict[str, Any] = {}
     end = 0
@@ -100,7 +100,7 @@ def load_as_a_rank(folder: Path, *, whole: bool, mesh: str) -> dict[str, Any]:
 
     from payload.config.run_config import parse_run_config
     from payload.models.registry import read_spec
-    from payload.train.models.registry import build, load
+    from payload.train.models.loading import build, load
     from payload.train.optimizer_state import restore_optimizer
     from payload.train.ranks.world import World
     from payload.train.strategies.registry import choose_strategy
@@ -168,8 +168,8 @@ def load_on_ranks(
 
 def load_in_4_bits(small: Path, large: Path) -> dict[str, int]:
     """Load `large` after `small`; return what the peak added, and the sizes of what is held."""
+    from payload.train.models.loading import load
     from payload.train.models.quantized import QuantizedLinear
-    from payload.train.models.registry import load
 
     load(small, quantize="nf4")  # What the first model imports is not the second's.
     Path("/proc/self/clear_refs").write_text("5")  # The peak so far is forgotten.

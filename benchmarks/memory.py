@@ -33,7 +33,7 @@ from benchmarks.step_model import model_argument
 from benchmarks.tables import Table
 from payload.config.run_config import RunConfig, parse_run_config
 from payload.launch.environment import malloc_environment
-from payload.models.gpt2 import PRESETS
+from payload.models.gpt2.spec import PRESETS
 from payload.run_record.run_files import RunPaths
 
 ESTIMATE_BOUND = 0.15

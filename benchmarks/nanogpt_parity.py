@@ -27,10 +27,10 @@ import torch
 from benchmarks.tables import Table
 from payload.config.run_config import RunConfig, parse_run_config
 from payload.data.reading.blocks import BlockOrder, TokenData
-from payload.models.gpt2 import PRESETS, Gpt2Spec
+from payload.models.gpt2.spec import PRESETS, Gpt2Spec
 from payload.run_record.metrics_log import read_metrics
 from payload.run_record.run_files import RunPaths
-from payload.train.models.gpt2 import GPT
+from payload.train.families.gpt2.model import GPT
 from payload.train.models.weights import save_hf
 
 TOLERANCE = 1e-4

@@ -37,7 +37,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.tables import Table
 from payload.config.run_config import RunConfig, parse_run_config
 from payload.launch.environment import malloc_environment
-from payload.models.gpt2 import Gpt2Spec
+from payload.models.gpt2.spec import Gpt2Spec
 from payload.run_record.run_files import RunPaths, Summary, read_json
 
 Name = Literal["adamw", "muon"]

@@ -45,12 +45,12 @@ from payload.config.launch_sections import TrackSection
 from payload.config.run_config import RunConfig
 from payload.config.training_sections import EngineSection, OptimizerSection
 from payload.launch.environment import malloc_environment
-from payload.models.gpt2 import PRESETS
+from payload.models.gpt2.spec import PRESETS
 from payload.run_record.metrics_log import StepMetrics
 from payload.run_record.run_files import RunPaths, RunState, write_json
 from payload.train.engine import engage
+from payload.train.families.gpt2.model import GPT
 from payload.train.metrics import Heartbeat, MetricsFile, rss_bytes
-from payload.train.models.gpt2 import GPT
 from payload.train.optimizers.optimizer import build_optimizers
 from payload.train.ranks.world import World
 from payload.train.step_clock import StepClock

@@ -33,7 +33,7 @@ from payload.data.rows.packing import best_fit
 from payload.formats.data_folder import IGNORED_TARGET
 from payload.kernels.kernels import find_kernels
 from payload.train.models.base import CausalLM
-from payload.train.models.registry import build
+from payload.train.models.loading import build
 
 SHORTEST, LONGEST = 50, 400
 CONVERSATIONS = 4000

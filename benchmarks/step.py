@@ -33,7 +33,7 @@ from benchmarks.contenders import adapter_settings, contenders
 from benchmarks.machine import describe_machine
 from benchmarks.step_model import has_weights, model_argument, model_spec, trained_spec
 from benchmarks.tables import Table
-from payload.models.gpt2 import PRESETS
+from payload.models.gpt2.spec import PRESETS
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from payload.core.errors import CheckpointError
 from payload.models.adapter import ALL_LINEAR, AdaptedSpec
-from payload.models.gpt2 import PRESETS
+from payload.models.gpt2.spec import PRESETS
 from payload.models.registry import read_spec
 from payload.models.spec import ModelSpec
 

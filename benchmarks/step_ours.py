@@ -20,8 +20,8 @@ from payload.models.spec import RankSetting
 from payload.train.calibration import TORCH_DTYPES, calibrate
 from payload.train.engine import engage
 from payload.train.models.base import CausalLM
+from payload.train.models.loading import build, load
 from payload.train.models.lora import add_adapter, shrink_base, widen_base
-from payload.train.models.registry import build, load
 from payload.train.optimizers.optimizer import build_optimizers
 from payload.train.ranks.world import World
 

@@ -49,7 +49,7 @@ from payload.estimates.step_time import (
     sent_bytes,
     update_s,
 )
-from payload.models.gpt2 import PRESETS
+from payload.models.gpt2.spec import PRESETS
 
 _FIRST_WORD = "--as-rank"
 

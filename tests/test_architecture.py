@@ -71,9 +71,9 @@ def test_the_lower_packages_import_without_any_installed_package() -> None:
         ("payload/core/errors.py", "import torch"),
         ("payload/core/errors.py", "from payload import train"),
         ("payload/core/errors.py", "from payload.launch.ranks import Rank"),
-        ("payload/models/gpt2.py", "import torch"),
-        ("payload/models/gpt2.py", "from payload.data.writing.meta import read_meta"),
-        ("payload/models/gpt2.py", "import importlib\nx = importlib.import_module(name)"),
+        ("payload/models/gpt2/spec.py", "import torch"),
+        ("payload/models/gpt2/spec.py", "from payload.data.writing.meta import read_meta"),
+        ("payload/models/gpt2/spec.py", "import importlib\nx = importlib.import_module(name)"),
         ("payload/launch/ranks.py", "import subprocess"),
         ("payload/launch/ranks.py", "def place():\n    import torch.nn as nn\n"),
         ("payload/launch/ranks.py", "from ..orchestrate import cli"),
@@ -97,7 +97,7 @@ def test_the_lower_packages_import_without_any_installed_package() -> None:
         ("payload/train/ranks/world.py", "from payload.launch import ranks"),
         ("payload/train/deep/world.py", "from ...orchestrate import ssh"),
         ("payload/generate/x.py", "import payload.supervise"),
-        ("payload/data/x.py", "from payload.train.models.gpt2 import GPT"),
+        ("payload/data/x.py", "from payload.train.families.gpt2.model import GPT"),
         ("payload/data/x.py", "def f(name):\n    return __import__(name)\n"),
         ("infra/gcp/nodes.py", "from payload.launch.ranks import Rank"),
         ("infra/gcp/nodes.py", "from payload.config.run_config import RunConfig"),
@@ -155,7 +155,7 @@ def test_no_module_outside_the_model_packages_names_a_family() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "from payload.models.gpt2 import Gpt2Spec",
+        "from payload.models.gpt2.spec import Gpt2Spec",
         "import payload.train.models.llama",
         "x = model.spec.n_head",
         "def f(n_embd): pass",
@@ -172,8 +172,8 @@ def test_the_search_for_families_finds(source: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("payload/models/gpt2.py", "PRESETS = {'gpt2': 1}"),
-        ("payload/train/models/decoder.py", "class Llama: pass"),
+        ("payload/models/gpt2/spec.py", "PRESETS = {'gpt2': 1}"),
+        ("payload/train/families/llama/model.py", "class Llama: pass"),
         ("payload/train/x.py", "MESSAGE = 'as in GPT-2 and Llama'"),
         ("payload/train/x.py", "# like gpt2\nx = spec.num_heads()"),
         ("payload/config/training_sections.py", "class S:\n    n_layer: int = 1"),

@@ -17,7 +17,7 @@ from payload.machines.core_speed import (
     typical_mfu,
 )
 from payload.machines.machine import discover
-from payload.models.gpt2 import PRESETS
+from payload.models.gpt2.spec import PRESETS
 from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.follow.run_text import estimate
 from payload.orchestrate.inventories.chosen import Chosen

@@ -11,7 +11,7 @@ import pytest
 
 from payload.config.run_config import RunConfig, parse_run_config
 from payload.estimates.quantized_cost import TYPICAL_DEQUANTIZED_PER_S, quantized_cost
-from payload.models.hub_sizes import CONFIGS
+from payload.models.llama.hub_sizes import CONFIGS
 from payload.models.registry import preset_of_hub_name, spec_of
 from payload.models.spec import ModelSpec
 from tests.support.launching import REPO

@@ -15,7 +15,7 @@ from benchmarks.scaling.fit import Constants, efficiencies, fit, points, predict
 from benchmarks.scaling.runs import Arrangement, Work
 from payload.config.run_config import parse_run_config
 from payload.estimates.step_time import buckets
-from payload.models.gpt2 import PRESETS
+from payload.models.gpt2.spec import PRESETS
 from tests.support.launching import BIN
 
 TINY = buckets(PRESETS["tiny"])

@@ -25,9 +25,9 @@ from payload.estimates.step_time import (
 )
 from payload.machines.core_speed import GPU_MFU
 from payload.machines.inventory import Node
-from payload.models.gpt2 import PRESETS, Gpt2Spec
+from payload.models.gpt2.spec import PRESETS, Gpt2Spec
 from payload.orchestrate.hardware.nvidia import for_prediction
-from payload.train.models.gpt2 import GPT
+from payload.train.families.gpt2.model import GPT
 from payload.train.strategies.buckets import Bucket, make_buckets
 
 GPT2 = PRESETS["gpt2"]

@@ -51,7 +51,7 @@ from benchmarks.scaling.fit import (
 from benchmarks.scaling.hosts import missing
 from benchmarks.scaling.runs import Arrangement, Work, measure
 from benchmarks.tables import Table
-from payload.models.gpt2 import PRESETS
+from payload.models.gpt2.spec import PRESETS
 
 STEPS_OF_TWO = ("loopback", "hosts:16", "hosts:1", "hosts:0.3")
 EXCHANGES = ("exchange:2", "exchange:2:16", "exchange:2:1", "exchange:2:0.3", "exchange:3:1")

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from payload.estimates.step_time import Network, StepTime, buckets, sends_per_byte, step_time
-from payload.models.gpt2 import PRESETS, Gpt2Spec
+from payload.models.gpt2.spec import PRESETS, Gpt2Spec
 
 Record = Mapping[str, Any]
 """One measurement, as `benchmarks.scaling.runs.measure` returns it."""

@@ -13,7 +13,6 @@ from payload.core.interrupts import interrupt_once
 from payload.core.printable_text import printable
 from payload.export.arguments import parser
 from payload.export.gguf_file import write_gguf
-from payload.export.gguf_metadata import plan_gguf
 from payload.export.hf_folder import write_hf
 from payload.export.merged import dequantized_weights, merged_weights
 from payload.export.tensors import WeightFiles, weights_of

@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any
 from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
 from payload.export.arguments import Dtype
-from payload.export.gguf_metadata import GgufPlan
 from payload.export.tensors import WeightFiles, rounded, whole_or_absent
 from payload.export.vocabulary import Vocabulary
+from payload.models.gguf_plan import GgufPlan
 
 if TYPE_CHECKING:
     import gguf
     import numpy as np
     from torch import Tensor
 
-_GPT2_PREFIX = "transformer."
 _ROPE_FACTORS = "rope_freqs.weight"
 _POSITIONS = "position_embd.weight"
 _NORM = "norm.weight"
@@ -103,9 +102,7 @@ def _entries(
     names = gguf.get_tensor_name_map(architecture, plan.num_layers)
     entries = []
     for source, shape in shapes.items():
-        full = source
-        if plan.architecture == "gpt2" and not source.startswith(_GPT2_PREFIX):
-            full = _GPT2_PREFIX + source
+        full = source if source.startswith(plan.prefix) else plan.prefix + source
         target = names.get_name(full, try_suffixes=(".weight", ".bias"))
         if target is None:
             raise CheckpointError(

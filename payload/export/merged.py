@@ -22,8 +22,8 @@ def merged_weights(base: Path, adapter: Path) -> WeightFiles:
     Memory holds all of a model that transformers converts as it loads it. Raises CheckpointError
     for what training refuses.
     """
+    from payload.train.models.loading import plan_adapter
     from payload.train.models.lora import merge_adapter
-    from payload.train.models.registry import plan_adapter
 
     model, tensors = plan_adapter(adapter, base)
     labels = _labels(model)
@@ -39,7 +39,7 @@ def dequantized_weights(adapter: Path) -> WeightFiles:
     The adapter belongs to the quantised weights, so these are dequantised and merged. Memory holds
     the whole model in fp32. Raises CheckpointError, and ConfigError without bitsandbytes.
     """
-    from payload.train.models.registry import load
+    from payload.train.models.loading import load
 
     model = load(adapter)
     return HeldWeights(adapter, model.hf_tensors(), labels=_labels(model))

@@ -66,7 +66,7 @@ def weights_of(folder: Path) -> WeightFiles:
 
     Raises CheckpointError for what training refuses.
     """
-    from payload.train.models.registry import plan
+    from payload.train.models.loading import plan
 
     model, tensors = plan(folder)
     if tensors.targets:

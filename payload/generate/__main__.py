@@ -29,7 +29,7 @@ from payload.generate.output import BETWEEN, InOrder, JsonOutput, Sample, TextOu
 from payload.generate.prompts import batches, encode, read_prompts
 from payload.generate.sampling import Sampler, SamplingOptions
 from payload.train.models.base import CausalLM
-from payload.train.models.registry import load
+from payload.train.models.loading import load
 from payload.train.models.weights import checkpoint_folder, tokenizer_folder
 
 _DEFAULTS = SamplingOptions()

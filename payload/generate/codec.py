@@ -24,6 +24,7 @@ from payload.formats.tokenizer_identity import (
     has_vocabulary,
     vocabulary_file,
 )
+from payload.models.registry import named_family
 from payload.train.models.weights import config_folder, tokenizer_folder
 
 _GENERATION_CONFIG = "generation_config.json"
@@ -56,9 +57,10 @@ def find_codec(folder: Path) -> Codec:
     """
     model, tokenizer = config_folder(folder), tokenizer_folder(folder)
     config = read_config(model)
-    # A GPT-2 may be trained on another tokenizer's tokens, which its folder has then.
     own = folder_identity(tokenizer, error=CheckpointError)
-    if config.get("model_type") == _GPT2 and (own is None or own.is_gpt2()):
+    family = named_family(config.get("model_type"))
+    # Such a model may be trained on another tokenizer's tokens, which its folder has then.
+    if family and family.tokenizer == TOKENIZER_NAME and (own is None or own.is_gpt2()):
         _require_gpt2(tokenizer)
         return _gpt2()
     return _any(tokenizer, stops=_named_stops(model, config))

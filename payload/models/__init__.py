@@ -1,1 +1,1 @@
-"""CONTRACT: a model's numbers, from its config.json alone and without torch. A file per family."""
+"""CONTRACT: a model's numbers, from its config.json alone, without torch. A folder per family."""

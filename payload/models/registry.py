@@ -1,67 +1,72 @@
-"""Finds a model's family by the `model_type` of its config.json.
-
-A family is a file in this package with `MODEL_TYPES`, the names that it reads, and
-`read(raw, where=...)`, which returns the ModelSpec or raises CheckpointError. `"*"` in MODEL_TYPES
-takes every name that no other family has. A family that needs more than the config also has
-`read_folder(raw, folder=..., where=...)`, which may read the headers of the weights. A family may
-have PRESETS: specs by name, for models from scratch and for the hub's names. There is no list to
-edit.
-"""
+"""The model families, and which of them reads a config.json."""
 
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
-import payload.models as package
 from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
 from payload.formats.hf_folder import CONFIG_FILE, FIX, read_config
-from payload.models.hub_sizes import CONFIGS
+from payload.models.family import Family
 from payload.models.spec import ModelSpec
 
-ANY = "*"
-
-
-class Family(Protocol):
-    """The members of a family's file."""
-
-    MODEL_TYPES: tuple[str, ...]
-
-    def read(self, raw: Mapping[str, object], *, where: str) -> ModelSpec:
-        """Build the spec from the content of a config.json. Raises CheckpointError."""
+FAMILIES: Mapping[str, str] = {
+    "gpt2": "payload.models.gpt2.family",
+    "llama": "payload.models.llama.family",
+    "transformers": "payload.models.transformers.family",
+}
+"""The module of each family, which defines `FAMILY`. A line here adds one, tensors included."""
 
 
 def families() -> list[Family]:
-    """Import the package's files and return those that are families, by name."""
-    names = sorted(each.name for each in pkgutil.iter_modules(package.__path__))
-    modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
-    return [cast(Family, module) for module in modules if hasattr(module, "MODEL_TYPES")]
+    """Return every family."""
+    return [importlib.import_module(module).FAMILY for module in FAMILIES.values()]
 
 
-def spec_of(raw: Mapping[str, object], *, where: str) -> ModelSpec:
-    """Build the spec from the content of a config.json; `where` names it in messages.
+def named_family(model_type: object) -> Family | None:
+    """Return the family whose own this `model_type` of config.json is, or None."""
+    return next((each for each in families() if model_type in each.model_types), None)
+
+
+def family_of(raw: Mapping[str, Any], *, where: str) -> Family:
+    """Return the family that reads a config.json; `where` names it in messages.
+
+    Raises CheckpointError, which lists the families, where none does.
+    """
+    kind = raw.get("model_type")
+    family = named_family(kind) or next(
+        (each for each in families() if each.takes_unknown(raw)), None
+    )
+    if family is None:
+        raise CheckpointError(
+            f"{where}: model_type = {shown(kind)}: no model family reads it; the families are "
+            f"{', '.join(FAMILIES)}. {FIX}"
+        )
+    return family
+
+
+def spec_of(raw: Mapping[str, Any], *, where: str) -> ModelSpec:
+    """Return the spec that a config.json describes; `where` names it in messages.
 
     Raises CheckpointError for a family that is not known, and for what the family refuses.
     """
-    return _family(raw, where=where).read(raw, where=where)
+    _require_language_model(raw, where=where)
+    return family_of(raw, where=where).read(raw, where=where)
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """Build the spec of the model in `folder`. Raises CheckpointError."""
+    """Return the spec of the model in `folder`. Raises CheckpointError."""
     raw, where = read_config(folder), str(folder / CONFIG_FILE)
-    family = _family(raw, where=where)
-    count = getattr(family, "read_folder", None)
-    if count is not None:
-        return cast(ModelSpec, count(raw, folder=folder, where=where))
-    return family.read(raw, where=where)
+    _require_language_model(raw, where=where)
+    return family_of(raw, where=where).read_folder(raw, folder=folder, where=where)
 
 
-def _family(raw: Mapping[str, object], *, where: str) -> Family:
+def _require_language_model(raw: Mapping[str, Any], *, where: str) -> None:
+    """Refuse weights that no family trains, by keys of every family's config.json."""
     if raw.get("quantization_config") is not None:
         raise CheckpointError(
             f"{where}: quantization_config: quantised weights cannot be trained. Name the model's "
@@ -73,23 +78,11 @@ def _family(raw: Mapping[str, object], *, where: str) -> Family:
             f"{where}: is_causal = {shown(raw['is_causal'])}: the model attends to both sides of a "
             "token, so it is no language model. Name another one."
         )
-    kind, known = raw.get("model_type"), families()
-    for wanted in (kind, ANY):
-        for family in known:
-            if wanted in family.MODEL_TYPES:
-                return family
-    names = " or ".join(repr(name) for family in known for name in family.MODEL_TYPES)
-    raise CheckpointError(
-        f"{where}: model_type is {shown(kind)}; only {names} can be loaded. {FIX}"
-    )
 
 
 def presets() -> dict[str, ModelSpec]:
     """Return every family's named models."""
-    found: dict[str, ModelSpec] = {}
-    for family in families():
-        found |= getattr(family, "PRESETS", {})
-    return found
+    return {name: spec for family in families() for name, spec in family.presets.items()}
 
 
 def from_scratch(preset: str, **changes: object) -> ModelSpec:
@@ -101,5 +94,7 @@ def from_scratch(preset: str, **changes: object) -> ModelSpec:
 def preset_of_hub_name(name: str) -> ModelSpec | None:
     """Return the spec of a model on the hub, `NAME` or `OWNER/NAME`, where its sizes are here."""
     last = name.partition("@")[0].rpartition("/")[2]
-    raw = CONFIGS.get(last)
-    return presets().get(last) if raw is None else spec_of(raw, where=name)
+    for family in families():
+        if last in family.hub_configs:
+            return family.read(family.hub_configs[last], where=name)
+    return presets().get(last)

@@ -5,6 +5,7 @@ The launch plan, the trainer and the benchmarks all print these numbers, so one 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -112,9 +113,9 @@ class ModelSpec(ABC):
     def width(self) -> int:
         """Return the width of the residual stream."""
 
-    @abstractmethod
     def num_params(self) -> int:
         """Return the number of all weights, trained or not; tied ones count once."""
+        return sum(math.prod(shape) for _, shape in self.tensor_shapes())
 
     @abstractmethod
     def flops_per_token(self) -> int:

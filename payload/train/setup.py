@@ -42,13 +42,13 @@ from payload.train.checkpoints.checkpoint import (
     remove_partial_checkpoints,
 )
 from payload.train.models.base import CausalLM
+from payload.train.models.loading import build, load, require_enough
 from payload.train.models.lora import (
     add_adapter,
     load_adapter,
     quantize_base,
     read_adapter_tensors,
 )
-from payload.train.models.registry import build, load, require_enough
 from payload.train.models.weights import config_folder, model_folder
 from payload.train.ranks.world import World
 from payload.train.tasks.base import Task

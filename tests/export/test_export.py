@@ -20,12 +20,12 @@ from payload.core.errors import CheckpointError, ExitCode
 from payload.data.tokenizers import load_hf_tokenizer
 from payload.data.tokenizers.hf import hf_tokenizer
 from payload.export.__main__ import main
-from payload.export.gguf_metadata import plan_gguf
 from payload.export.tensors import whole_or_absent
 from payload.export.vocabulary import Vocabulary, read_vocabulary
-from payload.models.gpt2 import Gpt2Spec
-from payload.train.models.registry import build
-from payload.train.models.registry import load as load_model
+from payload.models.gguf import plan_gguf
+from payload.models.gpt2.spec import Gpt2Spec
+from payload.train.models.loading import build
+from payload.train.models.loading import load as load_model
 from payload.train.models.weights import save_hf
 from tests.generate.models import make_model
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from payload.models.gpt2 import Gpt2Spec
-from payload.train.models.gpt2 import GPT
+from payload.models.gpt2.spec import Gpt2Spec
+from payload.train.families.gpt2.model import GPT
 
 
 def make_model(*, sequence_length: int = 64, vocab_size: int = 50257, seed: int = 0) -> GPT:

@@ -45,7 +45,7 @@ from payload.train.checkpoints.checkpoint import (
     load_trainer_state,
     optimizer_tensors,
 )
-from payload.train.models.registry import load
+from payload.train.models.loading import load
 from tests.supervise.planned import plan_stand_in
 from tests.train.alone import train_alone
 

@@ -10,7 +10,7 @@ from payload.config.run_config import RunConfig, parse_run_config
 from payload.core.errors import ConfigError
 from payload.estimates.step_time import PLANNED_COPIES, UPDATE_S_PER_WEIGHT
 from payload.launch.run_estimate import Arithmetic, work_out
-from payload.models.gpt2 import PRESETS
+from payload.models.gpt2.spec import PRESETS
 from payload.models.spec import PROCESS_BYTES
 
 MEDIUM = replace(PRESETS["gpt2-medium"], sequence_length=64)

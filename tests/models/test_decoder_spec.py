@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from payload.core.errors import CheckpointError
-from payload.models.decoder import DecoderSpec, read
-from payload.models.decoder_config import Rope
+from payload.models.llama.config import Rope
+from payload.models.llama.spec import DecoderSpec, read
 from payload.models.spec import RankSetting
 
 SIZES = {

@@ -15,12 +15,12 @@ from tokenizers import Tokenizer
 from payload.core.errors import CheckpointError, ExitCode
 from payload.data.tokenizers import load_tokenizer
 from payload.data.tokenizers.gguf import gguf_tokenizer_folder, write_tokenizer
-from payload.models.decoder import DecoderSpec
 from payload.models.gguf import gguf_config, gguf_file, read_gguf
 from payload.models.gguf_header import Array, Value, read_header
+from payload.models.llama.spec import DecoderSpec
 from payload.models.registry import read_spec
 from payload.orchestrate.access.supply import local_weights
-from payload.train.models.registry import load
+from payload.train.models.loading import load
 from payload.train.tensors.gguf_folder import folder_of_gguf
 from payload.weights.source import find_source
 from tests.export.test_export import change_config, export, make, make_llama
@@ -235,8 +235,9 @@ def test_linear_scaling_of_positions_is_kept(tmp_path: Path) -> None:
     change_config(model, rope_parameters=rope)
     assert export(model, tmp_path / "scaled.gguf") == ExitCode.OK
     known = read_spec(model)
-    assert isinstance(known, DecoderSpec)
-    assert read_gguf(tmp_path / "scaled.gguf").layers == known.layers
+    found = read_gguf(tmp_path / "scaled.gguf")
+    assert isinstance(known, DecoderSpec) and isinstance(found, DecoderSpec)
+    assert found.layers == known.layers
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,11 @@ from payload.config.run_config import load_run_config
 from payload.core.errors import ExitCode, TileforgeError
 from payload.data.tokenizer_files import gpt2_files
 from payload.formats.prepare_hints import with_tokenizer
-from payload.models.causal_types import CAUSAL_TYPES
 from payload.models.registry import spec_of
+from payload.models.transformers.causal_types import CAUSAL_TYPES
 from payload.orchestrate.__main__ import main as orchestrate
 from payload.run_record.run_files import RunPaths
-from payload.train.models.registry import build
+from payload.train.models.loading import build
 from payload.train.models.weights import save_hf
 from payload.train.setup import pin_initial
 from tests.models.fake_model_hub import FIRST, NAME, model_hub, use_hub

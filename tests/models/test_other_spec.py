@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from payload.core.errors import CheckpointError
-from payload.models.other import OtherSpec, read, read_folder
+from payload.models.transformers.spec import OtherSpec, read, read_folder
 
 SIZES = {
     "hidden_size": 64,

@@ -15,7 +15,7 @@ from payload.core.errors import ConfigError, ExitCode, UsageError
 from payload.estimates import disk_room
 from payload.formats.checkpoint_files import sha256_of
 from payload.launch.run_estimate import work_out
-from payload.models.gpt2 import Gpt2Spec
+from payload.models.gpt2.spec import Gpt2Spec
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.runs.start_checks import settle_initial

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from payload.config.run_config import parse_run_config
-from payload.models.gpt2 import PRESETS
+from payload.models.gpt2.spec import PRESETS
 from payload.orchestrate.runs.start_checks import initial_spec
 
 SMALL = {"n_layer": 3, "n_head": 2, "n_embd": 64}

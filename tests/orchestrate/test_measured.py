@@ -17,7 +17,7 @@ from payload.core.validation.records import build
 from payload.estimates.step_time import UPDATE_S_PER_WEIGHT
 from payload.machines.core_speed import typical_mfu
 from payload.machines.inventory import Access, ClusterInventory
-from payload.models.gpt2 import PRESETS
+from payload.models.gpt2.spec import PRESETS
 from payload.orchestrate.access.offline_plan import dry_run_access
 from payload.orchestrate.findings.trial import (
     Measured,

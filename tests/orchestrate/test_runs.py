@@ -21,7 +21,7 @@ from payload.core.validation.records import build
 from payload.formats.data_folder import load_meta
 from payload.launch.ranks import place_ranks
 from payload.launch.run_estimate import work_out
-from payload.models.gpt2 import PRESETS
+from payload.models.gpt2.spec import PRESETS
 from payload.orchestrate.follow import follow
 from payload.orchestrate.inventories.chosen import load_cluster
 from payload.orchestrate.inventories.placeable import memory_warning, require_one_machine

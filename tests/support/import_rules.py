@@ -131,13 +131,13 @@ REGISTRIES = frozenset(
     PurePosixPath(folder, "registry.py")
     for folder in (
         "payload/models",
-        "payload/train/models",
         "payload/launch/launchers",
         "payload/report/trackers",
     )
 ) | {
     PurePosixPath("payload/cli/completion.py"),
     PurePosixPath("payload/orchestrate/sites/registry.py"),
+    PurePosixPath("payload/train/models/loading.py"),
 }
 """They import the files of their package by names that they find there, or parsers by a table."""
 EXPORTER_MODULE = PurePosixPath("payload/monitor/exporter.py")

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from payload.config.launch_sections import DistributedSection
 from payload.kernels.kernels import Kernels
 from payload.kernels.library import Library
-from payload.train.models.gpt2 import GPT
+from payload.train.families.gpt2.model import GPT
 from payload.train.ranks.world import World
 from payload.train.strategies.gradients import GradientExchange
 from tests.train.test_kernels import bf16, error

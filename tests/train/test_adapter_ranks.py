@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from payload.models.adapter import AdaptedSpec
-from payload.train.models.registry import load
+from payload.train.models.loading import load
 from payload.train.models.weights import save_hf
 from tests.support.launching import losses, summary, train_several
 from tests.train.alone import forget_accelerate, train_alone

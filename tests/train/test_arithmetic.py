@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from payload.config.run_config import parse_run_config
-from payload.models.gpt2 import PRESETS
+from payload.models.gpt2.spec import PRESETS
 from payload.train.calibration import Calibration
 from payload.train.estimate_text import describe
 from payload.train.ranks.world import World

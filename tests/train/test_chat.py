@@ -19,7 +19,7 @@ from payload.data.reading.packed_blocks import open_packed
 from payload.evaluate.__main__ import main as evaluate
 from payload.formats.data_folder import IGNORED_TARGET, load_meta
 from payload.run_record.run_files import RunPaths
-from payload.train.models.registry import load
+from payload.train.models.loading import load
 from tests.support.chat_data import MARKED_TEMPLATE, conversations, make_model, prepare
 from tests.support.launching import losses
 from tests.train.alone import train_alone

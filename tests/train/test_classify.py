@@ -20,11 +20,11 @@ from payload.evaluate.__main__ import main as evaluate_main
 from payload.evaluate.classify import open_texts
 from payload.formats.data_folder import DataMeta, load_meta
 from payload.generate.__main__ import main as generate_main
-from payload.models.gpt2 import PRESETS
+from payload.models.gpt2.spec import PRESETS
 from payload.models.spec import RankSetting
 from payload.run_record.classification import accuracy, f1_scores, macro_f1
 from payload.train.models.classifier import Classifier, saved_labels
-from payload.train.models.registry import load
+from payload.train.models.loading import load
 from payload.train.tasks.classify import Classify
 from payload.train.tasks.registry import open_task
 from tests.support.launching import losses, metrics, summary

@@ -43,8 +43,8 @@ def _no_meta(folder: Path) -> list[str]:
 
 
 def _init(folder: Path, *, vocab_size: int) -> list[str]:
-    from payload.models.gpt2 import Gpt2Spec
-    from payload.train.models.gpt2 import GPT
+    from payload.models.gpt2.spec import Gpt2Spec
+    from payload.train.families.gpt2.model import GPT
     from payload.train.models.weights import save_hf
 
     (folder / "init").mkdir()

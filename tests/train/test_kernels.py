@@ -18,9 +18,9 @@ from payload.formats.data_folder import IGNORED_TARGET
 from payload.kernels import head
 from payload.kernels.kernels import Kernels
 from payload.kernels.library import Library
-from payload.models.gpt2 import PRESETS
+from payload.models.gpt2.spec import PRESETS
 from payload.models.spec import RankSetting
-from payload.train.models.gpt2 import GPT
+from payload.train.families.gpt2.model import GPT
 from payload.train.optimizers.optimizer import build_optimizers
 from tests.train.test_model import make_model, tokens
 

@@ -74,7 +74,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(folder: Path) -> None:
 _LOAD = """
 import gc, json, sys
 from pathlib import Path
-from payload.train.models.registry import load
+from payload.train.models.loading import load
 
 def kilobytes(name):
     return next(

@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from payload.config.model_fit import require_fit
 from payload.config.run_config import parse_run_config
 from payload.core.errors import CheckpointError
-from payload.models.gpt2 import PRESETS, Gpt2Spec
+from payload.models.gpt2.spec import PRESETS, Gpt2Spec
 from payload.models.registry import spec_of
-from payload.train.models.gpt2 import GPT, LayerCache
-from payload.train.models.registry import load
+from payload.train.families.gpt2.model import GPT
+from payload.train.models.key_value_cache import LayerCache
+from payload.train.models.loading import load
 from payload.train.models.weights import save_hf
 
 SIZES = [each.name for each in fields(Gpt2Spec)]

@@ -22,11 +22,11 @@ from payload.data.reference_logprobs import ReferenceModel, read_reference, writ
 from payload.evaluate.__main__ import main as evaluate
 from payload.formats.data_folder import load_meta
 from payload.kernels.kernels import find_kernels
-from payload.models.gpt2 import PRESETS
+from payload.models.gpt2.spec import PRESETS
 from payload.run_record.run_files import RunPaths
 from payload.train.checkpoints.base_model import identify
 from payload.train.models.base import CausalLM
-from payload.train.models.registry import load
+from payload.train.models.loading import load
 from payload.train.reference.__main__ import main as reference
 from payload.train.tasks import preference
 from payload.train.tasks.evaluate import EvalPass

@@ -10,7 +10,7 @@ import pytest
 from payload.config.run_config import load_run_config, parse_run_config
 from payload.core.errors import CheckpointError, ConfigError
 from payload.estimates import disk_room
-from payload.models.gpt2 import Gpt2Spec
+from payload.models.gpt2.spec import Gpt2Spec
 from payload.run_record.run_files import RunPaths
 from payload.train.setup import Start, find_start, require_disk_space, weights_folder
 from payload.train.tasks.registry import open_task

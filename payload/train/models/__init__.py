@@ -1,1 +1,1 @@
-"""Models as torch modules: what training and generation ask of them, and a file per family."""
+"""Models as torch modules: what training and generation ask of them, and what families share."""

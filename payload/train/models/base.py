@@ -129,13 +129,13 @@ class CausalLM(SplitModule, ABC):
         from `logits`, without the kernels.
         """
 
-    @abstractmethod
     def tied_weight(self) -> nn.Parameter | None:
         """Return the token embedding where it is the output head too, else None.
 
         Its gradient comes in two parts, the head's first and the embedding's last. A model with
-        kernels looks tokens up by `kernels.embed` then.
+        kernels looks tokens up by `kernels.embed` then. With None autograd adds up both.
         """
+        return None
 
     @abstractmethod
     def new_caches(self) -> Sequence[Cache]:
@@ -160,9 +160,9 @@ class CausalLM(SplitModule, ABC):
     def is_hidden_matrix(self, name: str) -> bool:
         """Say whether the parameter of this name is a layer's matrix, which Muon trains."""
 
-    @abstractmethod
     def hf_tensors(self) -> dict[str, Tensor]:
         """Return the weights under the names and in the layout of transformers."""
+        return {name: value.detach() for name, value in self.named_parameters()}
 
     @abstractmethod
     def hf_config(self) -> dict[str, Any]:
@@ -175,9 +175,9 @@ class CausalLM(SplitModule, ABC):
         Raises CheckpointError, which names `where`, when some are missing or of another size.
         """
 
-    @abstractmethod
     def speed_notes(self) -> list[str]:
         """Say what runs on the reference although kernels were asked for, and why; a line each."""
+        return []
 
     def enable_checkpointing(self) -> None:
         """Keep a layer's input alone in training, and compute the layer again going back.

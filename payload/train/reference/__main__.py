@@ -67,8 +67,8 @@ def _make(arguments: argparse.Namespace, world: World) -> None:
     from payload.kernels.kernels import find_kernels
     from payload.train.checkpoints.base_model import identify
     from payload.train.models.classifier import Classifier
+    from payload.train.models.loading import load
     from payload.train.models.lora import widen_base
-    from payload.train.models.registry import load
     from payload.train.models.weights import model_folder
     from payload.train.ranks.multi_rank_cli import autocast, progress
     from payload.train.tasks.dpo import reference_log_probs

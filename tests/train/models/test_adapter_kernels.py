@@ -16,8 +16,8 @@ from payload.kernels.kernels import Kernels
 from payload.kernels.library import Library
 from payload.models.registry import spec_of
 from payload.train.models.base import CausalLM, trainable
+from payload.train.models.loading import build
 from payload.train.models.lora import LoraLinear, add_adapter, merge_adapter, shrink_base
-from payload.train.models.registry import build
 from tests.train.test_kernels import bf16, error
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")

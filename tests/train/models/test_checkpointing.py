@@ -19,14 +19,14 @@ from payload.config.training_sections import AdapterSection
 from payload.core.errors import ConfigError
 from payload.kernels.kernels import Kernels
 from payload.kernels.library import Library
-from payload.models.gpt2 import PRESETS
+from payload.models.gpt2.spec import PRESETS
 from payload.models.registry import spec_of
 from payload.models.spec import RankSetting
+from payload.train.families.transformers.model import TransformersLM
 from payload.train.models.base import CausalLM
 from payload.train.models.classifier import Classifier
+from payload.train.models.loading import build
 from payload.train.models.lora import add_adapter
-from payload.train.models.registry import build
-from payload.train.models.transformers_lm import TransformersLM
 from tests.support.launching import losses
 from tests.train.alone import train_alone
 from tests.train.test_kernels import bf16

@@ -19,12 +19,12 @@ from payload.kernels import head as head_file
 from payload.kernels.accumulate import TokenGradient
 from payload.kernels.kernels import Kernels
 from payload.kernels.library import Library
-from payload.models.decoder import DecoderSpec
+from payload.models.llama.spec import DecoderSpec
 from payload.models.registry import spec_of
 from payload.models.spec import RankSetting, logits_tokens
-from payload.train.models import decoder as decoder_file
-from payload.train.models.decoder import Decoder
-from payload.train.models.decoder_fast import run_layers
+from payload.train.families.llama import model as decoder_file
+from payload.train.families.llama.kernel_layers import run_layers
+from payload.train.families.llama.model import Decoder
 from payload.train.optimizers.optimizer import build_optimizers
 from tests.train.test_kernels import bf16, error
 

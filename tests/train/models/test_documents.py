@@ -16,10 +16,10 @@ from payload.formats.data_folder import IGNORED_TARGET
 from payload.kernels.kernels import Kernels
 from payload.kernels.library import Library
 from payload.models.registry import spec_of
+from payload.train.families.transformers.model import TransformersLM
 from payload.train.models.base import CausalLM
+from payload.train.models.loading import build
 from payload.train.models.lora import add_adapter
-from payload.train.models.registry import build
-from payload.train.models.transformers_lm import TransformersLM
 from tests.train.test_kernels import bf16
 from tests.train.test_model import SMALL, make_model
 

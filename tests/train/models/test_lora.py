@@ -18,12 +18,12 @@ from payload.config.training_sections import AdapterSection
 from payload.core.errors import CheckpointError, ConfigError
 from payload.export.merged import merged_weights
 from payload.formats.checkpoint_files import manifest_problems
-from payload.models.gpt2 import PRESETS
+from payload.models.gpt2.spec import PRESETS
 from payload.models.spec import RankSetting
 from payload.train.checkpoints.base_model import identify
 from payload.train.models.base import trainable
+from payload.train.models.loading import load
 from payload.train.models.lora import add_adapter, load_adapter, merge_adapter, save_adapter
-from payload.train.models.registry import load
 from payload.train.models.weights import save_hf
 from payload.weights.adapter_files import read_adapter_config
 from tests.support.launching import losses, summary

@@ -30,14 +30,14 @@ from payload.core.errors import CheckpointError, ConfigError
 from payload.export.__main__ import main as export
 from payload.models.adapter import AdaptedSpec
 from payload.models.classifier import ClassifierSpec
-from payload.models.hub_sizes import CONFIGS
+from payload.models.llama.hub_sizes import CONFIGS
 from payload.models.nf4 import nf4_bytes
 from payload.models.registry import spec_of
 from payload.models.spec import PROCESS_BYTES, RankSetting
 from payload.train.engine import engage
+from payload.train.models.loading import load
 from payload.train.models.lora import add_adapter, save_adapter, widen_base
 from payload.train.models.quantized import QuantizedLinear, dequantize, require_quantizer
-from payload.train.models.registry import load
 from payload.train.optimizers.optimizer import build_optimizers
 from tests.support.launching import losses, mpirun, run, summary, train_program
 from tests.support.slow_imports import bitsandbytes, peft

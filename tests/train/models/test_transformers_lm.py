@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM
 from benchmarks.architecture_cases import CASES, make_folder, random_tokens
 from payload.core.errors import CheckpointError
 from payload.models.registry import spec_of
+from payload.train.families.transformers.from_config import module_config
+from payload.train.families.transformers.model import TransformersLM
+from payload.train.families.transformers.probes import require_causal
 from payload.train.models.hf_layout import saved_config
+from payload.train.models.loading import build, load
 from payload.train.models.lora import quantize_base
 from payload.train.models.quantized import QuantizedLinear
-from payload.train.models.registry import build, load
-from payload.train.models.transformers_lm import TransformersLM
-from payload.train.models.transformers_module import module_config
-from payload.train.models.transformers_probes import require_causal
 
 
 def built(raw: dict[str, Any], **options: Any) -> TransformersLM:

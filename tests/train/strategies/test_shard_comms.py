@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from payload.models.gpt2 import PRESETS
+from payload.models.gpt2.spec import PRESETS
 from payload.train.strategies.shard_comms import Buffers
 from payload.train.strategies.shard_times import layer_blocks
 

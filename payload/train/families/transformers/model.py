@@ -15,8 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from payload.core.errors import CheckpointError, ConfigError
-from payload.models.other import OtherSpec
 from payload.models.spec import ModelSpec
+from payload.train.families.transformers.from_config import (
+    build_module,
+    raw_config,
+    without_load_report,
+)
+from payload.train.families.transformers.probes import (
+    draws_in_training,
+    first_line,
+    mixes_documents,
+    require_causal,
+    why_not_plain,
+)
 from payload.train.models.base import CausalLM
 from payload.train.models.hf_layout import (
     load_named,
@@ -25,22 +36,7 @@ from payload.train.models.hf_layout import (
     saved_config,
 )
 from payload.train.models.quantized import QuantizedLinear, loading_targets
-from payload.train.models.transformers_module import (
-    build_module,
-    raw_config,
-    without_load_report,
-)
-from payload.train.models.transformers_probes import (
-    draws_in_training,
-    first_line,
-    mixes_documents,
-    require_causal,
-    why_not_plain,
-)
 from payload.train.tensors.lazy_tensors import PlannedTensors
-
-MODEL_TYPES = ("*",)
-"""Whatever no other family has."""
 
 _Module = Any
 """transformers.PreTrainedModel, most of whose methods have no types."""
@@ -206,10 +202,6 @@ class TransformersLM(CausalLM):
 
         return [ModelCache(DynamicCache(config=self.module.config))]
 
-    def tied_weight(self) -> nn.Parameter | None:
-        """Return None: autograd adds up both parts of a tied embedding's gradient."""
-        return None
-
     def layers(self) -> Sequence[nn.Module]:
         """Return the modules that transformers itself never splits; it may name none."""
         names = set(getattr(self.module, "_no_split_modules", None) or ())
@@ -338,7 +330,7 @@ class TransformersLM(CausalLM):
 
 def _counted(spec: ModelSpec, module: _Module) -> ModelSpec:
     """Return the spec with its parameters counted, where config.json alone did not tell them."""
-    if not isinstance(spec, OtherSpec) or spec.counts is not None:
+    if spec.is_counted():
         return spec
     return spec.with_tensors({name: tuple(each.shape) for name, each in module.named_parameters()})
 

@@ -1,25 +1,16 @@
-"""Builds and loads models: a family is a file in this package, found by its MODEL_TYPES.
-
-A family has `MODEL_TYPES`, as its file in payload.models, and
-`build(spec, dropout=..., random=...)`, which returns the CausalLM. `"*"` takes every
-model type that no other family has. All files are imported to find them, so a slow import belongs
-in a function.
-"""
+"""Builds the model of a spec, and loads the one in a folder, whatever its family."""
 
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, cast
 
-import payload.train.models as package
 from payload.config.training_sections import Quantize
 from payload.core.errors import CheckpointError, ConfigError
 from payload.formats.checkpoint_files import TRAINER_FILE
 from payload.formats.hf_folder import CONFIG_FILE, read_config
-from payload.models.registry import ANY, read_spec
+from payload.models.registry import family_of, read_spec
 from payload.models.spec import ModelSpec
 from payload.train.models.base import CausalLM
 from payload.train.models.classifier import (
@@ -40,36 +31,15 @@ from payload.train.tensors.lazy_tensors import LazyTensors, PlannedTensors
 from payload.weights.adapter_files import base_quantization, has_adapter, read_adapter_config
 
 
-class Family(Protocol):
-    """The members of a family's file."""
-
-    MODEL_TYPES: tuple[str, ...]
-
-    def build(self, spec: ModelSpec, *, dropout: float, random: bool) -> CausalLM:
-        """Build the model."""
-
-
-def families() -> list[Family]:
-    """Import the package's files and return those that are families, by name."""
-    names = sorted(each.name for each in pkgutil.iter_modules(package.__path__))
-    modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
-    return [cast(Family, module) for module in modules if hasattr(module, "MODEL_TYPES")]
-
-
 def build(spec: ModelSpec, *, dropout: float = 0.0, random: bool = True) -> CausalLM:
     """Build the model of this spec, with random weights or with weights for the caller to set.
 
-    Raises CheckpointError for a family without tensors.
+    Raises CheckpointError for a family that is not known.
     """
-    known = families()
-    for wanted in (spec.model_type, ANY):
-        for family in known:
-            if wanted in family.MODEL_TYPES:
-                return family.build(spec, dropout=dropout, random=random)
-    raise CheckpointError(
-        f"{CONFIG_FILE}: a model of model_type {spec.model_type!r} cannot be built here. Use one "
-        f"of {', '.join(sorted(name for family in known for name in family.MODEL_TYPES))}."
-    )
+    family = family_of({"model_type": spec.model_type}, where=CONFIG_FILE)
+    module = importlib.import_module(family.tensors)
+    model: CausalLM = module.build(spec, dropout=dropout, random=random)
+    return model
 
 
 def load(folder: Path, *, dropout: float = 0.0, quantize: Quantize = "none") -> CausalLM:

@@ -1,4 +1,4 @@
-"""A model's metadata in a GGUF file, from its config.json: llama.cpp's names and numbers.
+"""The Llama family's metadata in a GGUF file: llama.cpp's names and numbers.
 
 Only what llama.cpp computes as the model itself does is planned; the rest is refused by name.
 Source of the keys: llama.cpp, docs/gguf.md and src/models/<architecture>.cpp.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
@@ -25,7 +23,7 @@ from payload.models.decoder_config import (
     supported_activation,
 )
 
-_LLAMA_LIKE = {
+ARCHITECTURES: Mapping[str, str] = {
     "llama": "llama",
     "mistral": "llama",
     "smollm3": "smollm3",
@@ -33,10 +31,8 @@ _LLAMA_LIKE = {
     "qwen3": "qwen3",
     "gemma3_text": "gemma3",
 }
+"""llama.cpp's name of each `model_type`."""
 _SMOLLM3_PATTERN = 4
-_GPT2 = "gpt2"
-_GPT2_EPSILON = 1e-5
-_GPT2_CONTEXT = 1024
 _QWEN3_HEAD = 128
 _GEMMA_PATTERN = 6
 _GEMMA_SCALAR = 256.0
@@ -44,96 +40,38 @@ _GEMMA_LARGEST = 62
 """Layers of the 27B model."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GgufPlan:
-    """The part of a GGUF file that follows from config.json."""
+def plan_gguf(raw: Mapping[str, Any], *, where: str) -> GgufPlan:
+    """Return what a GGUF file of this config.json has.
 
-    architecture: str
-    """llama.cpp's name."""
-    values: Mapping[str, int | float | str]
-    """By key, without the architecture that each begins with."""
-    num_layers: int
-    vocab_size: int
-    """Rows of the token embedding."""
-    rotated_heads: Mapping[str, int]
-    """Heads of the projections whose rows llama.cpp has in another order, by the name's end."""
-    norm_shift: float = 0.0
-    """Added to every norm's scale."""
-    transposed: tuple[str, ...] = ()
-    """Ends of the names of matrices that the Hugging Face layout stores as (in, out)."""
-    rope_factors: tuple[float, ...] = ()
-    """Divisors of the rotary frequencies; none = 1."""
-    notes: tuple[str, ...] = ()
-    """Differences in how other programs read the file, a sentence each."""
-
-
-def plan_gguf(raw: Mapping[str, Any], *, folder: Path) -> GgufPlan:
-    """Return what a GGUF file of this config.json has. Raises CheckpointError for other models."""
-    where = str(folder / CONFIG_FILE)
-    kind = raw.get("model_type")
-    if kind == _GPT2:
-        return _gpt2(raw, where=where)
-    if kind not in _LLAMA_LIKE:
-        known = ", ".join(sorted([_GPT2, *_LLAMA_LIKE]))
-        raise CheckpointError(
-            f"{where}: model_type = {shown(kind)} cannot be exported to GGUF. Use a model of one "
-            f"of these types: {known}; or use llama.cpp's own converter."
-        )
+    Raises CheckpointError for what llama.cpp computes otherwise.
+    """
     config = read_decoder_config(raw, where=where)
     unsupported = config.unsupported(where=where)
     if unsupported:
-        _refuse(where, "architecture", unsupported[0])
+        refuse_export(where, "architecture", unsupported[0])
     if config.attention_bias or config.mlp_bias:
-        _refuse(where, "attention_bias or mlp_bias", True)
-    gate = "gelu_pytorch_tanh" if config.family().is_gemma else "silu"
+        refuse_export(where, "attention_bias or mlp_bias", True)
+    gate = "gelu_pytorch_tanh" if config.defaults().is_gemma else "silu"
     if supported_activation(config.activation()) != gate:
-        _refuse(where, "hidden_act", config.activation())
+        refuse_export(where, "hidden_act", config.activation())
     layers = config.layers(where=where)
-    if config.family().is_gemma:
+    if config.defaults().is_gemma:
         return _gemma(config, layers, where=where)
     return _llama_like(config, layers, where=where)
 
 
-def _gpt2(raw: Mapping[str, Any], *, where: str) -> GgufPlan:
-    spec = gpt2.read(raw, where=where)
-    notes = []
-    if spec.context() != _GPT2_CONTEXT:
-        notes.append(
-            f"transformers takes the context of a GPT-2 in GGUF to be {_GPT2_CONTEXT}: pass "
-            f"n_positions={spec.context()} to from_pretrained"
-        )
-    if spec.activation != "gelu_new":
-        _refuse(where, "activation_function", spec.activation)
-    return GgufPlan(
-        architecture=_GPT2,
-        values={
-            "context_length": spec.context(),
-            "embedding_length": spec.n_embd,
-            "block_count": spec.n_layer,
-            "feed_forward_length": 4 * spec.n_embd,
-            "attention.head_count": spec.n_head,
-            "attention.layer_norm_epsilon": _GPT2_EPSILON,
-        },
-        num_layers=spec.n_layer,
-        vocab_size=spec.vocab_size,
-        rotated_heads={},
-        transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
-        notes=tuple(notes),
-    )
-
-
 def _llama_like(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str) -> GgufPlan:
-    architecture = _LLAMA_LIKE[config.model_type]
+    architecture = ARCHITECTURES[config.model_type]
     if architecture == "smollm3":
         _require_smollm3_layers(layers, where=where)
     rope = layers[0].rope
     assert rope is not None, "the first layer of these families has one"
     if rope.kind == "llama3" and architecture != "llama":
-        _refuse(where, "rope_type", rope.kind)
+        refuse_export(where, "rope_type", rope.kind)
     values, notes = _values(config, rope), []
     window = min((layer.window for layer in layers if layer.window), default=None)
     if window is not None and config.model_type != "mistral":
-        _refuse(where, "use_sliding_window", True)
+        refuse_export(where, "use_sliding_window", True)
     if window is not None and window < (config.max_position_embeddings or 0):
         values["context_length"] = window
         notes.append(
@@ -167,7 +105,7 @@ def _require_smollm3_layers(layers: tuple[Layer, ...], *, where: str) -> None:
     """
     wanted = [bool((i + 1) % _SMOLLM3_PATTERN) for i in range(len(layers))]
     if [layer.rope is not None for layer in layers] != wanted:
-        _refuse(where, "no_rope_layers", "not one layer without rotation in four")
+        refuse_export(where, "no_rope_layers", "not one layer without rotation in four")
 
 
 def _gemma(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str) -> GgufPlan:
@@ -176,7 +114,7 @@ def _gemma(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str) -> G
     local = [layer for layer in layers if layer.window is not None]
     wanted = [(i + 1) % _GEMMA_PATTERN == 0 for i in range(len(layers))]
     if [layer.window is None for layer in layers] != wanted:
-        _refuse(where, "layer_types", "not one full layer in six")
+        refuse_export(where, "layer_types", "not one full layer in six")
     local_ropes = {layer.rope for layer in local}
     if local_ropes - {Rope(theta=GEMMA_LOCAL_THETA)}:
         _refuse(where, "rope of the layers with a window", "not the base 10,000")
@@ -184,7 +122,7 @@ def _gemma(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str) -> G
     is_largest = len(layers) == _GEMMA_LARGEST
     width = config.hidden_size // config.num_attention_heads
     if config.query_pre_attn_scalar != (width if is_largest else config.width_of_head()):
-        _refuse(where, "query_pre_attn_scalar", config.query_pre_attn_scalar)
+        refuse_export(where, "query_pre_attn_scalar", config.query_pre_attn_scalar)
     notes = []
     if config.query_pre_attn_scalar != _GEMMA_SCALAR:
         notes.append(
@@ -192,10 +130,10 @@ def _gemma(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str) -> G
             f"{_GEMMA_SCALAR:g}: pass query_pre_attn_scalar={config.query_pre_attn_scalar:g} to "
             "from_pretrained"
         )
-    rope = full[0].rope if full else Rope(theta=config.family().theta)
+    rope = full[0].rope if full else Rope(theta=config.defaults().theta)
     assert rope is not None, "Gemma's layers have one"
     if rope.kind == "llama3":
-        _refuse(where, "rope_type", rope.kind)
+        refuse_export(where, "rope_type", rope.kind)
     if rope.kind != "default":
         notes.append("transformers' GGUF reader ignores rope scaling; llama.cpp applies it")
     values = _values(config, rope)
@@ -251,10 +189,3 @@ def _rope_factors(rope: Rope, *, width: int) -> tuple[float, ...]:
             )
             factors.append(1 / ((1 - share) / rope.factor + share))
     return tuple(factors)
-
-
-def _refuse(where: str, key: str, value: object) -> NoReturn:
-    raise CheckpointError(
-        f"{where}: {key} = {shown(value)}: a GGUF file would compute something else. Use "
-        "--format hf."
-    )

@@ -1,4 +1,4 @@
-"""The config.json of a decoder of the Llama family, with each family's own defaults.
+"""The config.json of a decoder of the Llama family, with each model type's own defaults.
 
 transformers leaves keys out of config.json that have its defaults, so a default decides sizes too.
 Source of each: transformers 5.23, models/<family>/configuration_<family>.py.
@@ -60,7 +60,7 @@ _MOST_LAYERS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class TypeDefaults:
     """Features of one model_type that its config.json need not say."""
 
     kv_heads: int | None = None
@@ -77,13 +77,13 @@ class Family:
     is_gemma: bool = False
 
 
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(context=2048),
-    "smollm3": Family(kv_heads=4, theta=2_000_000.0, tied=True),
-    "qwen2": Family(kv_heads=32, window=4096),
-    "qwen3": Family(kv_heads=32, head_dim=128, window=4096, qk_norm=True),
-    "mistral": Family(kv_heads=8, window=4096, context=131_072, windows_everywhere=True),
-    "gemma3_text": Family(
+DEFAULTS: Mapping[str, TypeDefaults] = {
+    "llama": TypeDefaults(context=2048),
+    "smollm3": TypeDefaults(kv_heads=4, theta=2_000_000.0, tied=True),
+    "qwen2": TypeDefaults(kv_heads=32, window=4096),
+    "qwen3": TypeDefaults(kv_heads=32, head_dim=128, window=4096, qk_norm=True),
+    "mistral": TypeDefaults(kv_heads=8, window=4096, context=131_072, windows_everywhere=True),
+    "gemma3_text": TypeDefaults(
         kv_heads=4,
         head_dim=256,
         theta=1_000_000.0,
@@ -157,9 +157,9 @@ class DecoderConfig:
     per_layer_config: Any = None
     """transformers' own settings of single layers."""
 
-    def family(self) -> Family:
-        """Return the family's defaults."""
-        return FAMILIES[self.model_type]
+    def defaults(self) -> TypeDefaults:
+        """Return the model type's defaults."""
+        return DEFAULTS[self.model_type]
 
     def width_of_head(self) -> int:
         """Return the elements of one head."""
@@ -167,11 +167,11 @@ class DecoderConfig:
 
     def activation(self) -> str:
         """Return the name of the gate's activation, whether it is supported or not."""
-        return self.hidden_activation if self.family().is_gemma else self.hidden_act
+        return self.hidden_activation if self.defaults().is_gemma else self.hidden_act
 
     def layers(self, *, where: str) -> tuple[Layer, ...]:
         """Return what each layer attends to and how it knows positions. Raises CheckpointError."""
-        family = self.family()
+        family = self.defaults()
         types = self._layer_types(where)
         ropes = {kind: self._rope(kind, where=where) for kind in {*types, _FULL}}
         with_rope = self._with_rope(where)
@@ -189,7 +189,7 @@ class DecoderConfig:
         )
 
     def unsupported(self, *, where: str) -> tuple[str, ...]:
-        """List what `train/models/decoder.py` does not compute, by name. Raises CheckpointError."""
+        """List what `train/families/llama` does not compute, by name. Raises CheckpointError."""
         ropes = [self._rope_config(kind, where=where) for kind in (_FULL, _SLIDING)]
         found = [
             f"rope type {shown(rope.kind())}" for rope in ropes if rope.kind() not in _ROPE_KINDS
@@ -216,7 +216,7 @@ class DecoderConfig:
 
     def _layer_types(self, where: str) -> tuple[str, ...]:
         """Return each layer's type, as the family's own configuration concludes it."""
-        count, family = self.num_hidden_layers, self.family()
+        count, family = self.num_hidden_layers, self.defaults()
         if family.windows_everywhere or self.model_type == "llama":
             return (_FULL,) * count
         if self.layer_types is not None:
@@ -246,13 +246,15 @@ class DecoderConfig:
     def _rope_config(self, kind: str, *, where: str) -> _RopeConfig:
         """Return the rotary embedding of the layers of one type; transformers 5 nests them so."""
         raw: Any = self.rope_scaling or self.rope_parameters or {}
-        flat = ("rope_scaling",) if self.family().is_gemma else ("rope_scaling", "rope_parameters")
+        flat = (
+            ("rope_scaling",) if self.defaults().is_gemma else ("rope_scaling", "rope_parameters")
+        )
         for key in flat:
             parts = getattr(self, key) or {}
             if any(isinstance(each, Mapping) for each in parts.values()):
                 # transformers takes it in part, or not at all.
                 _refuse(where, key, parts, f"{self.model_type} has none by layer type")
-        if self.family().is_gemma:
+        if self.defaults().is_gemma:
             given = self.rope_scaling or {}
             if given.get("type") not in (None, "default") and "rope_type" not in given:
                 # transformers has a rope_type for these layers already, and does not stretch them.
@@ -290,7 +292,7 @@ class DecoderConfig:
 
 def read_decoder_config(raw: Mapping[str, Any], *, where: str) -> DecoderConfig:
     """Return the typed config with every default filled in. Raises CheckpointError."""
-    family = FAMILIES[raw["model_type"]]
+    family = DEFAULTS[raw["model_type"]]
     heads = raw.get("num_attention_heads")
     defaults = {
         "num_key_value_heads": family.kv_heads or heads,

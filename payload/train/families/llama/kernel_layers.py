@@ -21,15 +21,15 @@ from payload.kernels.decoder_layers import (
 )
 from payload.kernels.decoder_pointwise import LONGEST_HEAD, Gate, HeadSizes, Rotation
 from payload.kernels.linears import LayerContext
-from payload.models.decoder import DecoderSpec
-from payload.models.decoder_config import Layer as LayerSpec
-from payload.models.decoder_config import Rope
-from payload.train.models.decoder_layers import MLP, Attention, Layer, RMSNorm
-from payload.train.models.gpt2 import Embedding, Linear
+from payload.models.llama.config import Layer as LayerSpec
+from payload.models.llama.config import Rope
+from payload.models.llama.spec import DecoderSpec
+from payload.train.families.llama.layers import MLP, Attention, Layer, RMSNorm
+from payload.train.families.llama.rope import Table
 from payload.train.models.kernel_support import layer_refusals, projection
-from payload.train.models.rope import Table
 from payload.train.models.split import TensorRanks, enter, summed
 from payload.train.models.stage import Elsewhere, Stage
+from payload.train.models.uninitialised import Embedding, Linear
 
 _KNOWN = (Attention, Elsewhere, Embedding, Layer, Linear, MLP, RMSNorm, nn.ModuleList)
 _GATES: dict[str, Gate] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}

@@ -12,8 +12,8 @@ import torch
 from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
 from payload.models.spec import ModelSpec
+from payload.train.families.transformers.probes import first_line, require_causal
 from payload.train.models.hf_layout import without_code
-from payload.train.models.transformers_probes import first_line, require_causal
 
 _Module = Any
 """transformers.PreTrainedModel, most of whose methods have no types."""

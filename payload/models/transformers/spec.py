@@ -20,8 +20,7 @@ from payload.core.validation.records import build
 from payload.models.causal_types import CAUSAL_TYPES
 from payload.models.spec import PROCESS_BYTES, GradientSize, ModelSpec, RankSetting
 from payload.models.tensor_headers import tensor_headers
-
-MODEL_TYPES = ("*",)
+from payload.models.transformers.causal_types import CAUSAL_TYPES
 
 _FIX = "Name a folder in the Hugging Face layout, with its own config.json."
 _BUFFER = re.compile(
@@ -203,6 +202,18 @@ class OtherSpec(ModelSpec):
                 "files too."
             )
         return self.counts
+
+
+def has_known_sizes(raw: Mapping[str, Any]) -> bool:
+    """Say whether a config.json is of a type that transformers has, or names a size as it does.
+
+    One without a name is refused by `read`, and so is one with parts for more than text.
+    """
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind in CAUSAL_TYPES:
+        return True
+    names = {name for names in _NAMES.values() for name in names}
+    return any(key in names or key.endswith("_config") for key in raw)
 
 
 def read(raw: Mapping[str, Any], *, where: str) -> OtherSpec:

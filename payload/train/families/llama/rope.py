@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from payload.models.decoder_config import Rope
+from payload.models.llama.config import Rope
 
 Table = tuple[Tensor, Tensor]
 """Cosines and sines, (T, D / 2) fp32 each."""

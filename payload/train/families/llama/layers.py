@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from payload.models.decoder import DecoderSpec
-from payload.models.decoder_config import Activation
-from payload.models.decoder_config import Layer as LayerSpec
+from payload.models.llama.config import Activation
+from payload.models.llama.config import Layer as LayerSpec
+from payload.models.llama.spec import DecoderSpec
+from payload.train.families.llama.rope import Table, rotated
 from payload.train.models.base import LayerModule
-from payload.train.models.gpt2 import LayerCache, Linear, documents_mask
-from payload.train.models.rope import Table, rotated
+from payload.train.models.document_mask import documents_mask
+from payload.train.models.key_value_cache import LayerCache
 from payload.train.models.split import SplitModule, enter, leave, own_masks
+from payload.train.models.uninitialised import Linear
 
 
 class RMSNorm(nn.Module):

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from payload.core.errors import CheckpointError
-from payload.models.decoder_config import (
-    FAMILIES,
+from payload.models.llama.config import (
+    DEFAULTS,
     Activation,
     Layer,
     read_decoder_config,
@@ -30,7 +30,7 @@ from payload.models.spec import (
     uneven,
 )
 
-MODEL_TYPES = (*FAMILIES, "gemma3")
+MODEL_TYPES = (*DEFAULTS, "gemma3")
 
 
 def read(raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
@@ -44,7 +44,7 @@ def read(raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
             "a text model (model_type 'gemma3_text', google/gemma-3-270m or -1b for example)."
         )
     config = read_decoder_config(raw, where=where)
-    family, head_dim = config.family(), config.width_of_head()
+    family, head_dim = config.defaults(), config.width_of_head()
     gemma, kind = family.is_gemma, config.model_type
     biased = config.attention_bias and kind in ("llama", "smollm3", "qwen3", "gemma3_text")
     return DecoderSpec(
@@ -107,7 +107,7 @@ class DecoderSpec(ModelSpec):
     """Factor of a query's and a key's dot product."""
     initializer_range: float = 0.02
     unsupported_features: tuple[str, ...] = ()
-    """Features that the config asks for and `train/models/decoder.py` does not compute."""
+    """Features that the config asks for and `train/families/llama` does not compute."""
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """config.json as it was read; a checkpoint's is made from it."""
 
@@ -130,10 +130,6 @@ class DecoderSpec(ModelSpec):
     def is_tied(self) -> bool:
         """Say whether the output head is the token embedding."""
         return self.tie_word_embeddings
-
-    def num_params(self) -> int:
-        """Return the number of all weights; a tied head counts once."""
-        return sum(math.prod(shape) for _, shape in self.tensor_shapes())
 
     def flops_per_token(self) -> int:
         """Return the floating-point operations of forward and backward for one token.

@@ -22,8 +22,6 @@ from payload.models.spec import (
     uneven,
 )
 
-MODEL_TYPES = ("gpt2",)
-
 _ALIASES = {
     "n_embd": "hidden_size",
     "n_head": "num_attention_heads",

@@ -12,20 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from payload.models.decoder import MODEL_TYPES, DecoderSpec
-from payload.models.decoder_config import Rope
+from payload.models.llama.config import Rope
+from payload.models.llama.spec import DecoderSpec
 from payload.models.spec import ModelSpec
+from payload.train.families.llama.kernel_layers import JOINED, refusals, run_layers
+from payload.train.families.llama.layers import Layer, make_norm
+from payload.train.families.llama.rope import Table, frequencies, table
+from payload.train.families.transformers.model import TransformersLM
 from payload.train.models.base import CausalLM, OuterModules
-from payload.train.models.decoder_fast import JOINED, refusals, run_layers
-from payload.train.models.decoder_layers import Layer, make_norm
-from payload.train.models.gpt2 import Embedding, LayerCache, Linear
 from payload.train.models.hf_layout import load_named, require_tied, saved_config
+from payload.train.models.key_value_cache import LayerCache
 from payload.train.models.quantized import loading_targets
-from payload.train.models.rope import Table, frequencies, table
 from payload.train.models.split import Split, Splits, embed
-from payload.train.models.transformers_lm import TransformersLM
-
-__all__ = ["MODEL_TYPES", "Decoder", "build"]
+from payload.train.models.uninitialised import Embedding, Linear
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The head where it is the embedding, and a buffer that old releases saved.
@@ -207,10 +206,6 @@ class Decoder(CausalLM):
             for number in range(len(self.spec.layers))
             for names in JOINED
         ]
-
-    def hf_tensors(self) -> dict[str, Tensor]:
-        """Return the weights under the names of transformers, which are ours."""
-        return {name: value.detach() for name, value in self.named_parameters()}
 
     def hf_config(self) -> dict[str, Any]:
         """Return the content of config.json: the one that was read, for fp32 weights."""

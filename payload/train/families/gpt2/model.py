@@ -18,25 +18,24 @@ from payload.core.errors import CheckpointError
 from payload.data.tokenizers.gpt2 import END_OF_TEXT
 from payload.kernels.layers import add_norm, attention, mlp
 from payload.kernels.linears import LayerContext
-from payload.models.gpt2 import Activation, Gpt2Spec
+from payload.models.gpt2.spec import Gpt2Spec
 from payload.models.spec import ModelSpec
-from payload.train.models.base import CausalLM, LayerModule, OuterModules
+from payload.train.families.gpt2.layers import MLP, NORM_EPS, Attention, Block
+from payload.train.models.base import CausalLM, OuterModules
+from payload.train.models.document_mask import documents_mask
 from payload.train.models.hf_layout import require_tensors
 from payload.train.models.kernel_support import layer_refusals, projection
+from payload.train.models.key_value_cache import LayerCache
 from payload.train.models.split import (
     Split,
-    SplitModule,
     Splits,
     embed,
     enter,
-    leave,
-    own_masks,
     summed,
 )
 from payload.train.models.stage import Elsewhere
+from payload.train.models.uninitialised import Embedding, Linear
 from payload.train.tensors.lazy_tensors import copy_in
-
-MODEL_TYPES = ("gpt2",)
 
 _PREFIX = "transformer."
 # GPT-2's matrices are stored as (in, out), torch's Linear keeps (out, in).
@@ -47,134 +46,6 @@ _NOT_PARAMETERS = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
 
 _INIT_STD = 0.02
 _INIT_STD_POSITIONS = 0.01
-_NORM_EPS = 1e-5
-
-
-class LayerCache:
-    """One layer's keys and values of the tokens seen so far, (B, H, T, C / H) each."""
-
-    def __init__(self) -> None:
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-
-    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the new tokens' keys and values; return those of all tokens."""
-        if self.keys is not None and self.values is not None:
-            keys = torch.cat((self.keys, keys), dim=2)
-            values = torch.cat((self.values, values), dim=2)
-        self.keys, self.values = keys, values
-        return keys, values
-
-    def num_tokens(self) -> int:
-        """Tokens seen so far."""
-        return 0 if self.keys is None else self.keys.shape[2]
-
-
-class Linear(nn.Linear):
-    """torch's, without its own random weights: `GPT` sets all. GPT-2's take torch a second."""
-
-    def reset_parameters(self) -> None:
-        """Leave the weights as the memory is."""
-
-
-class Embedding(nn.Embedding):
-    """The same for embeddings."""
-
-    def reset_parameters(self) -> None:
-        """Leave the weights as the memory is."""
-
-
-class Attention(SplitModule):
-    """Causal self-attention over all heads at once."""
-
-    def __init__(self, spec: Gpt2Spec, *, dropout: float) -> None:
-        super().__init__()
-        self.head_width = spec.n_embd // spec.n_head
-        self.dropout = dropout
-        self.c_attn = Linear(spec.n_embd, 3 * spec.n_embd, bias=spec.bias)
-        self.c_proj = Linear(spec.n_embd, spec.n_embd, bias=spec.bias)
-
-    def forward(
-        self, x: Tensor, cache: LayerCache | None = None, mask: Tensor | None = None
-    ) -> Tensor:
-        """(B, T, C) to (B, T, C); `mask` is `documents_mask`'s, and there is no cache then."""
-        batch, length, _ = x.shape
-        query, key, value = (
-            part.view(batch, length, -1, self.head_width).transpose(1, 2)
-            for part in self.c_attn(enter(x, self.ranks)).chunk(3, dim=2)
-        )
-        if cache is not None:
-            key, value = cache.extend(key, value)
-            if key.shape[2] != length:
-                mask = _continuation_mask(length, key.shape[2])
-        dropout = self.dropout if self.training else 0.0
-        with own_masks(self.ranks, dropout=dropout):
-            mixed = functional.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=mask,
-                dropout_p=dropout,
-                is_causal=mask is None and key.shape[2] == length,
-            )
-        joined = mixed.transpose(1, 2).reshape(batch, length, -1)
-        projected = leave(joined, self.c_proj, self.ranks)
-        return functional.dropout(projected, self.dropout, self.training)
-
-
-def _continuation_mask(new: int, total: int) -> Tensor | None:
-    """Which of `total` tokens each of the `new` last ones sees; None when it is all of them."""
-    if new == 1:
-        return None
-    return torch.ones(new, total, dtype=torch.bool).tril(diagonal=total - new)
-
-
-def documents_mask(starts: Tensor, *, window: int | None = None) -> Tensor:
-    """Return which tokens each one attends to, (B, 1, T, T) bool, from its start (B, T).
-
-    It is those of its own document up to itself, and with a window the last of them alone.
-    """
-    length = starts.shape[1]
-    places = torch.arange(length, device=starts.device)
-    first = starts if window is None else starts.maximum(places - window + 1)
-    within = (places >= first.unsqueeze(2)) & (places <= places.unsqueeze(1))
-    return within.unsqueeze(1)
-
-
-class MLP(SplitModule):
-    """Two matrices with GELU between."""
-
-    def __init__(self, spec: Gpt2Spec, *, dropout: float, activation: Activation) -> None:
-        super().__init__()
-        self.dropout = dropout
-        self.approximate = "tanh" if activation == "gelu_new" else "none"
-        self.c_fc = Linear(spec.n_embd, 4 * spec.n_embd, bias=spec.bias)
-        self.c_proj = Linear(4 * spec.n_embd, spec.n_embd, bias=spec.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, C) to (B, T, C)."""
-        widened = functional.gelu(self.c_fc(enter(x, self.ranks)), approximate=self.approximate)
-        projected = leave(widened, self.c_proj, self.ranks)
-        return functional.dropout(projected, self.dropout, self.training)
-
-
-class Block(LayerModule):
-    """One layer: norm, attention, norm, MLP, each pair added to the residual stream."""
-
-    def __init__(self, spec: Gpt2Spec, *, dropout: float, activation: Activation) -> None:
-        super().__init__()
-        self.ln_1 = nn.LayerNorm(spec.n_embd, eps=_NORM_EPS, bias=spec.bias)
-        self.attn = Attention(spec, dropout=dropout)
-        self.ln_2 = nn.LayerNorm(spec.n_embd, eps=_NORM_EPS, bias=spec.bias)
-        self.mlp = MLP(spec, dropout=dropout, activation=activation)
-
-    def forward(
-        self, x: Tensor, cache: LayerCache | None = None, mask: Tensor | None = None
-    ) -> Tensor:
-        """(B, T, C) to (B, T, C)."""
-        x = x + self.attn(self.ln_1(x), cache, mask)
-        added: Tensor = x + self.mlp(self.ln_2(x))
-        return added
 
 
 _KNOWN = (Attention, Block, Elsewhere, Embedding, Linear, MLP, nn.LayerNorm, nn.ModuleList)
@@ -203,7 +74,7 @@ class GPT(CausalLM):
         self.h = nn.ModuleList(
             Block(spec, dropout=dropout, activation=spec.activation) for _ in range(spec.n_layer)
         )
-        self.ln_f = nn.LayerNorm(spec.n_embd, eps=_NORM_EPS, bias=spec.bias)
+        self.ln_f = nn.LayerNorm(spec.n_embd, eps=NORM_EPS, bias=spec.bias)
         self._has_bias, self._positions = spec.bias, spec.context()
         self._head_width = spec.n_embd // spec.n_head
         if random:
@@ -394,7 +265,7 @@ class GPT(CausalLM):
             "n_positions": self._positions,
             "n_ctx": self._positions,
             "vocab_size": rows,
-            "layer_norm_epsilon": _NORM_EPS,
+            "layer_norm_epsilon": NORM_EPS,
             "initializer_range": _INIT_STD,
             "attn_pdrop": self.dropout,
             "embd_pdrop": self.dropout,

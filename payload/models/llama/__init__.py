@@ -1,0 +1,1 @@
+"""The Llama family's numbers: Llama, SmolLM, Qwen, Mistral, Gemma 3."""

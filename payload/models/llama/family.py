@@ -1,0 +1,42 @@
+"""Llama and the models with its layers as a model family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from payload.models.family import Family
+from payload.models.gguf_header import GgufHeader
+from payload.models.gguf_plan import GgufPlan
+from payload.models.llama import gguf_export, gguf_import
+from payload.models.llama.hub_sizes import CONFIGS
+from payload.models.llama.spec import MODEL_TYPES, DecoderSpec, read
+
+
+class Llama(Family):
+    """Llama, SmolLM, Qwen, Mistral and Gemma 3."""
+
+    model_types = MODEL_TYPES
+    tensors = "payload.train.families.llama.model"
+    hub_configs = CONFIGS
+    gguf_architectures = gguf_import.ARCHITECTURES
+    gguf_types = tuple(gguf_export.ARCHITECTURES)
+
+    def read(self, raw: Mapping[str, Any], *, where: str) -> DecoderSpec:
+        """Return the spec that a config.json describes. Raises CheckpointError."""
+        return read(raw, where=where)
+
+    def gguf_config(self, header: GgufHeader, *, where: str) -> dict[str, Any]:
+        """Return config.json of a GGUF file. Raises CheckpointError."""
+        return gguf_import.gguf_config(header, where=where)
+
+    def gguf_name(self, tensor: str) -> str:
+        """Return llama.cpp's name of a tensor."""
+        return gguf_import.gguf_name(tensor)
+
+    def plan_gguf(self, raw: Mapping[str, Any], *, where: str) -> GgufPlan:
+        """Return what a GGUF file of this model has. Raises CheckpointError."""
+        return gguf_export.plan_gguf(raw, where=where)
+
+
+FAMILY = Llama()

@@ -1,0 +1,120 @@
+"""The Llama family's config.json and tensor names, from llama.cpp's names in a GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from payload.core.validation import shown
+from payload.models.gguf_errors import refuse_import
+from payload.models.gguf_header import Array, GgufHeader, Value
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""llama.cpp's names; SmolLM2 and Mistral are `llama` to it."""
+_KEYS: Mapping[str, str] = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+"""config.json's name of each key below the architecture's."""
+_READ = frozenset(
+    {*_KEYS, "attention.key_length", "attention.value_length", "rope.dimension_count"}
+    | {"rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"}
+    # These change nothing here: the tensors say the vocabulary, only YaRN reads the last two.
+    | {"vocab_size", "tensor_data_layout"}
+    | {"rope.scaling.original_context_length", "rope.scaling.finetuned"}
+)
+"""Keys below the architecture's that a file may have with any value."""
+_NEUTRAL: Mapping[str, float] = {"attention.causal": True, "rope.scaling.attn_factor": 1.0}
+"""Value of another key that changes nothing, where that is not 0."""
+_DEFAULTS: Mapping[str, float] = {"rope_theta": 10_000.0}
+_SINGLE = (
+    *("_token_id", ".add_bos_token", ".add_eos_token", ".add_space_prefix", ".chat_template"),
+    *("tokenizer.ggml.model", "tokenizer.ggml.pre"),
+)
+"""Ends of the tokenizer's keys that are no arrays; transformers takes an array of one for one."""
+_TOKENS: Mapping[str, str] = {
+    "bos_token_id": "tokenizer.ggml.bos_token_id",
+    "eos_token_id": "tokenizer.ggml.eos_token_id",
+    "pad_token_id": "tokenizer.ggml.padding_token_id",
+}
+_PARTS: Mapping[str, str] = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+"""llama.cpp's name of each module."""
+
+
+def gguf_config(header: GgufHeader, *, where: str) -> dict[str, Any]:
+    """Return the content of config.json for a header of one of `ARCHITECTURES`.
+
+    Raises CheckpointError.
+    """
+    values = header.values
+    kind = str(values["general.architecture"])
+    width = values.get(f"{kind}.attention.key_length", values.get(f"{kind}.rope.dimension_count"))
+    _refuse_variants(header, kind, width, where=where)
+    found = {name: values.get(f"{kind}.{key}") for key, name in _KEYS.items()}
+    config: dict[str, Any] = {key: value for key, value in found.items() if value is not None}
+    config = {**_DEFAULTS, **config, "model_type": kind}
+    if "token_embd.weight" in header.shapes:
+        config["vocab_size"] = header.shapes["token_embd.weight"][0]
+    config["tie_word_embeddings"] = "output.weight" not in header.shapes
+    if width is not None:
+        config["head_dim"] = width
+    config |= {name: values[key] for name, key in _TOKENS.items() if key in values}
+    factor = values.get(f"{kind}.rope.scaling.factor", values.get(f"{kind}.rope.scale_linear"))
+    # As in llama.cpp a factor is of linear scaling unless a type says otherwise, and 0 is none.
+    is_linear = values.get(f"{kind}.rope.scaling.type", "linear") == "linear"
+    if is_linear and factor not in (None, 0, 1):
+        config["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    return config
+
+
+def _refuse_variants(header: GgufHeader, kind: str, width: Value | None, *, where: str) -> None:
+    """Refuse what would be read without an error and compute something else."""
+    values = header.values
+    for key, value in values.items():
+        if isinstance(value, Array) and (key.startswith(f"{kind}.") or key.endswith(_SINGLE)):
+            refuse_import(where, key, value, "one value is read here, and no array of them")
+    if "rope_freqs.weight" in header.shapes:
+        refuse_import(where, "rope_freqs.weight", "a tensor", "transformers' reader leaves it out")
+    scaling = values.get(f"{kind}.rope.scaling.type")
+    if scaling not in (None, "none", "linear"):
+        refuse_import(
+            where, f"{kind}.rope.scaling.type", scaling, "transformers' reader leaves it out"
+        )
+    for full, found in values.items():
+        key = full.removeprefix(f"{kind}.")
+        if key != full and key not in _READ and found != _NEUTRAL.get(key, 0):
+            refuse_import(where, full, found, "it is not read here")
+    for key in ("rope.dimension_count", "attention.value_length"):
+        other = values.get(f"{kind}.{key}")
+        if other not in (None, width):
+            refuse_import(where, f"{kind}.{key}", other, f"heads are {shown(width)} wide")
+
+
+def gguf_name(name: str) -> str:
+    """Return llama.cpp's name of a tensor that transformers calls `name`."""
+    module, _, kind = name.rpartition(".")
+    if module.startswith("model.layers."):
+        number, _, part = module.removeprefix("model.layers.").partition(".")
+        return f"blk.{number}.{_PARTS[part]}.{kind}"
+    return f"{_PARTS[module]}.{kind}"

@@ -1,0 +1,1 @@
+"""The numbers of any other model that transformers builds."""

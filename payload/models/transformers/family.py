@@ -1,0 +1,31 @@
+"""Any other language model that transformers builds, as a model family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from payload.models.family import Family
+from payload.models.transformers.spec import OtherSpec, has_known_sizes, read, read_folder
+
+
+class Transformers(Family):
+    """Whatever no other family reads, in the names of transformers' own configs."""
+
+    tensors = "payload.train.families.transformers.model"
+
+    def takes_unknown(self, raw: Mapping[str, Any]) -> bool:
+        """Say whether the config.json is of transformers' kind: `read` refuses some of these."""
+        return has_known_sizes(raw)
+
+    def read(self, raw: Mapping[str, Any], *, where: str) -> OtherSpec:
+        """Return the spec that a config.json describes. Raises CheckpointError."""
+        return read(raw, where=where)
+
+    def read_folder(self, raw: Mapping[str, Any], *, folder: Path, where: str) -> OtherSpec:
+        """Return the spec, counted if the folder has its weights. Raises CheckpointError."""
+        return read_folder(raw, folder=folder, where=where)
+
+
+FAMILY = Transformers()

@@ -1,0 +1,99 @@
+"""GPT-2's layer in plain torch, the reference of the kernels.
+
+B batch, T tokens in this pass, C n_embd, H n_head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from payload.models.gpt2.spec import Activation, Gpt2Spec
+from payload.train.models.base import LayerModule
+from payload.train.models.key_value_cache import LayerCache
+from payload.train.models.split import SplitModule, enter, leave, own_masks
+from payload.train.models.uninitialised import Linear
+
+NORM_EPS = 1e-5
+
+
+class Attention(SplitModule):
+    """Causal self-attention over all heads at once."""
+
+    def __init__(self, spec: Gpt2Spec, *, dropout: float) -> None:
+        super().__init__()
+        self.head_width = spec.n_embd // spec.n_head
+        self.dropout = dropout
+        self.c_attn = Linear(spec.n_embd, 3 * spec.n_embd, bias=spec.bias)
+        self.c_proj = Linear(spec.n_embd, spec.n_embd, bias=spec.bias)
+
+    def forward(
+        self, x: Tensor, cache: LayerCache | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """(B, T, C) to (B, T, C); `mask` is `documents_mask`'s, and there is no cache then."""
+        batch, length, _ = x.shape
+        query, key, value = (
+            part.view(batch, length, -1, self.head_width).transpose(1, 2)
+            for part in self.c_attn(enter(x, self.ranks)).chunk(3, dim=2)
+        )
+        if cache is not None:
+            key, value = cache.extend(key, value)
+            if key.shape[2] != length:
+                mask = _continuation_mask(length, key.shape[2])
+        dropout = self.dropout if self.training else 0.0
+        with own_masks(self.ranks, dropout=dropout):
+            mixed = functional.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=mask is None and key.shape[2] == length,
+            )
+        joined = mixed.transpose(1, 2).reshape(batch, length, -1)
+        projected = leave(joined, self.c_proj, self.ranks)
+        return functional.dropout(projected, self.dropout, self.training)
+
+
+def _continuation_mask(new: int, total: int) -> Tensor | None:
+    """Which of `total` tokens each of the `new` last ones sees; None when it is all of them."""
+    if new == 1:
+        return None
+    return torch.ones(new, total, dtype=torch.bool).tril(diagonal=total - new)
+
+
+class MLP(SplitModule):
+    """Two matrices with GELU between."""
+
+    def __init__(self, spec: Gpt2Spec, *, dropout: float, activation: Activation) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.approximate = "tanh" if activation == "gelu_new" else "none"
+        self.c_fc = Linear(spec.n_embd, 4 * spec.n_embd, bias=spec.bias)
+        self.c_proj = Linear(4 * spec.n_embd, spec.n_embd, bias=spec.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) to (B, T, C)."""
+        widened = functional.gelu(self.c_fc(enter(x, self.ranks)), approximate=self.approximate)
+        projected = leave(widened, self.c_proj, self.ranks)
+        return functional.dropout(projected, self.dropout, self.training)
+
+
+class Block(LayerModule):
+    """One layer: norm, attention, norm, MLP, each pair added to the residual stream."""
+
+    def __init__(self, spec: Gpt2Spec, *, dropout: float, activation: Activation) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(spec.n_embd, eps=NORM_EPS, bias=spec.bias)
+        self.attn = Attention(spec, dropout=dropout)
+        self.ln_2 = nn.LayerNorm(spec.n_embd, eps=NORM_EPS, bias=spec.bias)
+        self.mlp = MLP(spec, dropout=dropout, activation=activation)
+
+    def forward(
+        self, x: Tensor, cache: LayerCache | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """(B, T, C) to (B, T, C)."""
+        x = x + self.attn(self.ln_1(x), cache, mask)
+        added: Tensor = x + self.mlp(self.ln_2(x))
+        return added

@@ -1,0 +1,1 @@
+"""The Llama family as tensors: Llama, SmolLM, Qwen, Mistral, Gemma 3."""

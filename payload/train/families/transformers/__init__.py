@@ -1,0 +1,1 @@
+"""Any other model, with transformers' own layers."""

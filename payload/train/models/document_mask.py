@@ -1,0 +1,18 @@
+"""The attention mask of rows that hold several documents."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def documents_mask(starts: Tensor, *, window: int | None = None) -> Tensor:
+    """Return which tokens each one attends to, (B, 1, T, T) bool, from its start (B, T).
+
+    It is those of its own document up to itself, and with a window the last of them alone.
+    """
+    length = starts.shape[1]
+    places = torch.arange(length, device=starts.device)
+    first = starts if window is None else starts.maximum(places - window + 1)
+    within = (places >= first.unsqueeze(2)) & (places <= places.unsqueeze(1))
+    return within.unsqueeze(1)
