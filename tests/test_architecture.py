@@ -127,7 +127,10 @@ def test_the_checker_finds_what_the_table_forbids(path: str, source: str) -> Non
             "payload/orchestrate/ssh/connection.py",
             "import paramiko\nfrom payload.launch import files\n",
         ),
-        ("payload/generate/x.py", "import torch\nfrom payload.train.models.gpt2 import GPT\n"),
+        (
+            "payload/generate/x.py",
+            "import torch\nfrom payload.train.families.gpt2.model import GPT\n",
+        ),
         ("payload/orchestrate/clouds/gcp/client.py", "def f():\n    import google.auth\n"),
         ("infra/gcp/nodes.py", "import pulumi\nfrom payload.machines.inventory import Node\n"),
         (

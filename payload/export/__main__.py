@@ -19,6 +19,7 @@ from payload.export.tensors import WeightFiles, weights_of
 from payload.export.vocabulary import read_vocabulary
 from payload.formats.hf_folder import read_config
 from payload.formats.hub_names import local_name
+from payload.models.gguf import plan_gguf
 from payload.models.gguf_header import SUFFIX
 from payload.train.models.weights import (
     base_folder,

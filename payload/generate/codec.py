@@ -12,7 +12,7 @@ from payload.core.links import inside_folder
 from payload.core.printable_text import one_line
 from payload.core.regular_files import read_bytes
 from payload.core.validation.json_text import parse_json
-from payload.data.tokenizers.gpt2 import END_OF_TEXT, VOCAB_SIZE, gpt2_encoding
+from payload.data.tokenizers.gpt2 import END_OF_TEXT, TOKENIZER_NAME, VOCAB_SIZE, gpt2_encoding
 from payload.data.tokenizers.hf import explained
 from payload.formats.hf_folder import CONFIG_FILE, read_config
 from payload.formats.prepare_hints import write_tokenizer_again
@@ -28,7 +28,6 @@ from payload.models.registry import named_family
 from payload.train.models.weights import config_folder, tokenizer_folder
 
 _GENERATION_CONFIG = "generation_config.json"
-_GPT2 = "gpt2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from payload.core.errors import CheckpointError
-from payload.core.validation import shown
+from payload.core.printable_text import shown
 
 FIX = "Name a folder in the Hugging Face layout, with safetensors."
 

@@ -266,8 +266,8 @@ class DecoderConfig:
 
     def _rope(self, kind: str, *, where: str) -> Rope:
         found = self._rope_config(kind, where=where)
-        theta = self.rope_theta or self.family().theta
-        if self.family().is_gemma and kind == _SLIDING:
+        theta = self.rope_theta or self.defaults().theta
+        if self.defaults().is_gemma and kind == _SLIDING:
             theta = self.rope_local_base_freq or GEMMA_LOCAL_THETA
         theta = found.rope_theta or theta
         if found.kind() == "linear":

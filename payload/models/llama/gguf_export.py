@@ -10,11 +10,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from payload.core.errors import CheckpointError
-from payload.core.printable_text import shown
-from payload.formats.hf_folder import CONFIG_FILE
-from payload.models import gpt2
-from payload.models.decoder_config import (
+from payload.models.gguf_errors import refuse_export
+from payload.models.gguf_plan import GgufPlan
+from payload.models.llama.config import (
     GEMMA_LOCAL_THETA,
     DecoderConfig,
     Layer,
@@ -117,7 +115,7 @@ def _gemma(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str) -> G
         refuse_export(where, "layer_types", "not one full layer in six")
     local_ropes = {layer.rope for layer in local}
     if local_ropes - {Rope(theta=GEMMA_LOCAL_THETA)}:
-        _refuse(where, "rope of the layers with a window", "not the base 10,000")
+        refuse_export(where, "rope of the layers with a window", "not the base 10,000")
     # llama.cpp goes by the number of layers.
     is_largest = len(layers) == _GEMMA_LARGEST
     width = config.hidden_size // config.num_attention_heads

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from payload.core.validation import shown
+from payload.core.printable_text import shown
 from payload.models.gguf_errors import refuse_import
 from payload.models.gguf_header import Array, GgufHeader, Value
 

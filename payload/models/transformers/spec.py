@@ -17,7 +17,6 @@ from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
 from payload.core.validation.fields import checked
 from payload.core.validation.records import build
-from payload.models.causal_types import CAUSAL_TYPES
 from payload.models.spec import PROCESS_BYTES, GradientSize, ModelSpec, RankSetting
 from payload.models.tensor_headers import tensor_headers
 from payload.models.transformers.causal_types import CAUSAL_TYPES
