@@ -14,7 +14,7 @@ import payload.models
 import payload.train.models
 from payload.config.training_sections import OptimizerSection
 from payload.core.errors import CheckpointError
-from payload.estimates.step_time import buckets
+from payload.estimates.gradient_buckets import buckets
 from payload.formats.hf_folder import WEIGHTS_FILE
 from payload.models.registry import read_spec, spec_of
 from payload.run_record.run_files import RunPaths

@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -73,6 +74,77 @@ def test_one_module_formats_durations_and_one_sums_a_cluster_s_prices() -> None:
     }
     homes = ("payload/pricing/cluster_cost.py",)
     assert {path.relative_to(ROOT).as_posix() for path in prices} == {*homes}
+
+
+_RATE = re.compile(r"(^|_)(flops_per_s|peak|mfu)$")
+_SECONDS = re.compile(r"(_s|seconds)$")
+
+
+def test_one_package_turns_flops_into_time_and_one_module_knows_mfu() -> None:
+    found = {
+        (path.relative_to(ROOT).as_posix(), ast.unparse(division))
+        for path, division in nodes_in(ROOT / "payload", ast.BinOp)
+        if makes_time_of_flops(division) and path.parent != ROOT / "payload/estimates"
+    }
+    # The share of a peak to expect, and how much faster one dtype is than another.
+    assert found == {
+        ("payload/machines/core_speed.py", "rate / (rate + core_flops_per_s)"),
+        (
+            "payload/orchestrate/findings/trial.py",
+            "self.bf16_flops_per_s / self.fp32_flops_per_s",
+        ),
+    }
+    homes = {
+        (path.relative_to(ROOT).as_posix(), function.name)
+        for path, function in nodes_in(ROOT / "payload", ast.FunctionDef)
+        if function.name in ("compute_time", "mfu")
+    }
+    home = "payload/estimates/compute_time.py"
+    assert homes == {(home, "compute_time"), (home, "mfu")}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_time"),
+    [
+        ("flops / (peak_flops_per_s * mfu) * 2", True),
+        ("flops / (cores * core * mfu)", True),
+        ("tokens * spec.flops_per_token() / speed.flops_per_s", True),
+        ("numbers.flops_per_step / step_s", True),
+        ("numbers.flops_per_step / numbers.tokens_per_step", False),
+        ("speed.flops_per_s / 1e12", False),
+    ],
+)
+def test_divisions_that_turn_flops_into_time_are_found(text: str, is_time: bool) -> None:
+    divisions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.BinOp)]
+    assert any(map(makes_time_of_flops, divisions)) is is_time
+
+
+def makes_time_of_flops(division: ast.BinOp) -> bool:
+    """Return whether it divides by a number of FLOP/s, or FLOPs by seconds."""
+    above, below = ([*names_in(side)] for side in (division.left, division.right))
+    if not isinstance(division.op, ast.Div | ast.FloorDiv):
+        return False
+    if any(_RATE.search(each) for each in below):
+        return True
+    return any("flops" in each for each in above) and any(_SECONDS.search(each) for each in below)
+
+
+def names_in(node: ast.AST) -> Iterator[str]:
+    """Yield the names and the attributes' names below `node`."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.Name | ast.Attribute):
+            yield each.id if isinstance(each, ast.Name) else each.attr
+
+
+_Node = TypeVar("_Node", bound=ast.AST)
+
+
+def nodes_in(folder: Path, kind: type[_Node]) -> Iterator[tuple[Path, _Node]]:
+    """Yield every node of the `kind` in the modules below `folder`."""
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(tree_of(path.read_text(encoding="utf-8"))):
+            if isinstance(node, kind):
+                yield path, node
 
 
 _SPLITS = {"partition", "rpartition", "split", "rsplit"}

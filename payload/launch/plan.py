@@ -18,7 +18,7 @@ from payload.core.validation import (
     parse_json,
     read_bytes,
 )
-from payload.launch.run_estimate import Arithmetic
+from payload.estimates.run_estimate import Arithmetic
 
 SCHEMA_VERSION = 1
 _FIX = "Start the run again."

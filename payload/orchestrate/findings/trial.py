@@ -14,7 +14,7 @@ from payload.core.dtype import Dtype
 from payload.core.errors import ConfigError
 from payload.core.files import write_whole
 from payload.core.validation import NODE_NAME, build, check_schema, checked, parse_json, read_bytes
-from payload.estimates.step_time import sends_per_byte
+from payload.estimates.network import sends_per_byte
 from payload.launch.launcher import BOOTSTRAP_AGAIN, MISSING_LIBRARY, Launcher
 from payload.machines.inventory import Node
 from payload.orchestrate.findings.nodes import GPU, NCCL, Finding

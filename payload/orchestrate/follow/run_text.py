@@ -20,11 +20,12 @@ from payload.core.validation import open_regular
 from payload.estimates.batch_size import USED
 from payload.estimates.disk_room import most_checkpoints
 from payload.estimates.quantized_cost import QuantizedCost, quantized_cost
+from payload.estimates.run_estimate import Arithmetic
+from payload.estimates.run_time import Speed, typical_speed
 from payload.formats.data_folder import load_meta
 from payload.launch.environment import rank_environment
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Placement, load_ranks
-from payload.launch.run_estimate import Arithmetic
 from payload.orchestrate.hardware.nvidia import gpu_need
 from payload.orchestrate.runs.planning import PlannedRun
 from payload.orchestrate.runs.run_index import RunView
@@ -36,8 +37,6 @@ from payload.run_record.run_repair import known_dtype
 from payload.run_record.stragglers import SlowRank
 from payload.run_record.suggested_run_commands import run_command
 
-# A forward pass is a third of the forward and backward pass.
-_EVALUATION_SHARE = 1 / 3
 _LOOKED_AT = 20
 
 
@@ -103,15 +102,12 @@ def estimate(
     """
     numbers, train = planned.plan.arithmetic, planned.config.train
     quantized = _quantized(planned, earlier if is_local else ())
-    speed = _measured_speed(planned, quantized, earlier if is_local else ())
-    speed = speed or _typical_speed(planned, quantized)
+    speed, basis = _speed(planned, quantized, earlier if is_local else ())
     sizes = {path.name: path.stat().st_size for path in data.glob("*.bin")}
     val_tokens = _val_tokens(data)
     evaluated = min(val_tokens, train.eval_tokens or val_tokens)
     evaluations = 1 + evaluations_left(train, 0)
-    flops_per_token = numbers.flops_per_step / numbers.tokens_per_step
-    flops = evaluations * evaluated * flops_per_token * _EVALUATION_SHARE
-    seconds = train.steps * speed.step_s + flops / speed.flops_per_s
+    seconds = speed.run_s(steps=train.steps, evaluated_tokens=evaluations * evaluated)
     hourly_usd = planned.inventory.hourly_usd()
     address = planned.config.storage.address()
     kept = train.keep_checkpoints + 1  # the best one besides
@@ -121,7 +117,7 @@ def estimate(
         data_bytes=sum(sizes.values()),
         free_bytes=free_bytes(planned.paths.root) if is_local else None,
         seconds=seconds,
-        basis=speed.basis,
+        basis=basis,
         usd=None if not hourly_usd else hourly_usd * seconds / 3600,
         store=None if address is None else str(address),
         store_checkpoints=kept,
@@ -130,55 +126,46 @@ def estimate(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Speed:
-    """Time of a step, and the rate at which evaluation computes."""
-
-    step_s: float
-    flops_per_s: float
-    basis: str
-    """Source of the time, for people."""
-
-
-def _measured_speed(
+def _speed(
     planned: PlannedRun, quantized: QuantizedCost | None, earlier: Sequence[RunPaths]
-) -> _Speed | None:
-    """Return the speed that these nodes' trial or an earlier run has measured, if one has.
+) -> tuple[Speed, str]:
+    """Return the speed of a run and its source, for people.
 
     The trial dequantises nothing.
     """
     numbers = planned.plan.arithmetic
-    step_s, basis = numbers.step_s, "from what was measured on these nodes"
-    if step_s is not None:
-        step_s += _dequantize_s(planned, quantized)
-    else:
-        measured = _measured_tokens_per_s(planned, earlier)
-        if measured is None:
-            return None
+    dequantize_s = _dequantize_s(planned, quantized)
+    if numbers.step_s is not None:
+        speed = Speed.of_steps(numbers, step_s=numbers.step_s + dequantize_s)
+        return speed, "from what was measured on these nodes"
+    measured = _measured_tokens_per_s(planned, earlier)
+    if measured is not None:
         tokens_per_s, run_id = measured
-        step_s = numbers.tokens_per_step / tokens_per_s
-        basis = f"at the {tokens_per_s:,.0f} tokens/s of run {run_id}"
-    return _Speed(step_s=step_s, flops_per_s=numbers.flops_per_step / step_s, basis=basis)
+        speed = Speed.of_tokens(numbers, tokens_per_s=tokens_per_s)
+        return speed, f"at the {tokens_per_s:,.0f} tokens/s of run {run_id}"
+    return _typical_speed(planned, dequantize_s=dequantize_s)
 
 
-def _typical_speed(planned: PlannedRun, quantized: QuantizedCost | None) -> _Speed:
+def _typical_speed(planned: PlannedRun, *, dequantize_s: float) -> tuple[Speed, str]:
     """Return the speed of typical cores, on nodes with GPUs too: no speed of theirs is known."""
-    numbers = planned.plan.arithmetic
     cores = sum(node.physical_cores for node in planned.inventory.nodes)
     device = replace(planned.predicted.device, kind="cpu")
     predicted = replace(planned.predicted, device=device)
-    core = planned.core_flops_per_s[predicted.dtype()]
-    spec = predicted.adapted(planned.base)
-    flops_per_s = cores * core * predicted.typical_mfu(spec, core_flops_per_s=core)
-    step_s = numbers.flops_per_step / flops_per_s * predicted.recomputation()
-    step_s += _dequantize_s(planned, quantized)
+    speed = typical_speed(
+        predicted,
+        predicted.adapted(planned.base),
+        planned.plan.arithmetic,
+        core_flops_per_s=planned.core_flops_per_s[predicted.dtype()],
+        cores=cores,
+        dequantize_s=dequantize_s,
+    )
     basis = (
-        f"at {numbers.tokens_per_step / step_s:,.0f} tokens/s, typical of {cores} AVX-512 core(s) "
+        f"at {speed.tokens_per_s():,.0f} tokens/s, typical of {cores} AVX-512 core(s) "
         f"in {predicted.dtype()}, not measured"
     )
     if gpu_need(planned.config, planned.inventory.nodes) is not None:
         basis += "; GPUs are faster: run preflight to measure them"
-    return _Speed(step_s=step_s, flops_per_s=flops_per_s, basis=basis)
+    return speed, basis
 
 
 def _dequantize_s(planned: PlannedRun, quantized: QuantizedCost | None) -> float:

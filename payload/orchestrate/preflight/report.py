@@ -15,7 +15,8 @@ from rich.table import Table
 
 from payload.config.run_config import RunConfig
 from payload.core.errors import ExitCode, TileforgeError, most_telling
-from payload.estimates.step_time import Network, run_step_time
+from payload.estimates.network import Network
+from payload.estimates.step_time import predict_step
 from payload.launch.ranks import Placement
 from payload.machines.core_speed import flags_have_bf16
 from payload.machines.inventory import ClusterInventory, Node
@@ -71,19 +72,16 @@ def predict(
     """Predict the times of one step by ranks of so many threads."""
     link = measured.link_bytes_per_s()
     config = config.computing_in(measured.dtype(config.precision.dtype))
-    peak = measured.peak_flops_per_s(config.dtype())
-    flops = config.tokens_per_step() * spec.flops_per_token()
-    mfu = config.typical_mfu(spec, core_flops_per_s=peak / (measured.world_size * threads))
-    compute_s = flops / (peak * mfu) * config.recomputation()
     # One rank has no link.
     network = Network(ranks=measured.world_size, bytes_per_s=link or 1.0)
-    step = run_step_time(config, spec, compute_s=compute_s, network=network, threads=threads)
+    peak = measured.peak_flops_per_s(config.dtype())
+    step = predict_step(config, spec, peak_flops_per_s=peak, network=network, threads=threads)
     return Prediction(
         what=f"{spec.num_params() / 1e6:.3g}M parameters, {config.batch.global_batch_size} "
         f"sequences of {config.data.sequence_length} tokens a step",
-        sync_s=step.exchange_s,
-        compute_s=compute_s,
-        step_s=step.total_s(),
+        sync_s=step.parts.exchange_s,
+        compute_s=step.compute.seconds,
+        step_s=step.parts.total_s(),
     )
 
 
