@@ -35,6 +35,23 @@ def test_no_folder_imports_itself_through_others(graph: dict[str, set[str]]) -> 
         assert cycles(folder_graph(graph, depth=depth)) == []
 
 
+def test_one_function_chooses_how_the_output_head_is_computed(graph: dict[str, set[str]]) -> None:
+    ways = ("payload.train.models.split_head", "payload.train.models.chunked_loss")
+    importers = {name for name, imported in graph.items() if imported & set(ways)}
+    assert importers == {"payload.train.models.head_loss", "payload.train.models.base"}
+    chosen = [
+        call
+        for path, call in calls_in(ROOT / "payload/train")
+        if ast.unparse(call.func) in ("SplitHead", "FusedHead")
+    ]
+    functions = {
+        function.name
+        for path, function in nodes_in(ROOT / "payload/train", ast.FunctionDef)
+        if any(call in chosen for call in ast.walk(function))
+    }
+    assert len(chosen) == 3 and functions == {"_head_loss"}
+
+
 def strings_with(pattern: str) -> set[str]:
     """Return the files below payload with a string, or part of one, that has the pattern."""
     return {
