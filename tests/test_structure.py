@@ -93,6 +93,35 @@ def test_one_module_formats_durations_and_one_sums_a_cluster_s_prices() -> None:
     assert {path.relative_to(ROOT).as_posix() for path in prices} == {*homes}
 
 
+def test_one_module_makes_one_line_of_a_text_and_one_finds_a_network_interface() -> None:
+    calls = {
+        path.relative_to(ROOT).as_posix()
+        for top in ("payload", "infra")
+        for path, call in calls_in(ROOT / top)
+        if makes_one_line(call) and path.parent != ROOT / "payload/orchestrate/cloud"
+    }
+    # Quoted values and names, below the other.
+    assert calls == {"payload/core/one_line.py", "payload/core/validation.py"}
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for path, call in calls_in(ROOT / "payload")
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "if_nameindex"
+    }
+    assert found == {"payload/machines/network_interface.py"}
+
+
+def makes_one_line(call: ast.Call) -> bool:
+    """Return whether it joins a text's words, or replaces the line breaks of a printable text."""
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    inner = call.args[0] if call.func.attr == "join" and call.args else call.func.value
+    name = ast.unparse(inner.func) if isinstance(inner, ast.Call) else ""
+    if call.func.attr == "join":
+        is_plain = isinstance(inner, ast.Call) and not inner.args
+        return ast.unparse(call.func.value) == "' '" and is_plain and name.endswith(".split")
+    return call.func.attr == "replace" and name == "printable"
+
+
 _RATE = re.compile(r"(^|_)(flops_per_s|peak|mfu)$")
 _SECONDS = re.compile(r"(_s|seconds)$")
 

@@ -13,6 +13,7 @@ from payload.config.training_sections import DtypeChoice
 from payload.core.dtype import Dtype
 from payload.core.errors import ConfigError
 from payload.core.files import write_whole
+from payload.core.one_line import joined_lines
 from payload.core.validation import NODE_NAME, build, check_schema, checked, parse_json, read_bytes
 from payload.estimates.network import sends_per_byte
 from payload.launch.launcher import BOOTSTRAP_AGAIN, MISSING_LIBRARY, Launcher
@@ -240,7 +241,7 @@ def _is_environment(text: str) -> bool:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())[:200].rstrip(".")
+    return joined_lines(text.strip().rstrip("."), longest=200)
 
 
 def _error(node: str, check: str, cause: str, fix: str, *, log: tuple[str, ...] = ()) -> Finding:

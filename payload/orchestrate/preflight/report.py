@@ -29,7 +29,6 @@ from payload.orchestrate.findings.nodes import (
     NodeFacts,
     checks,
     has_failed,
-    one_line,
 )
 from payload.orchestrate.findings.trial import (
     BF16_MIN_GAIN,
@@ -255,7 +254,7 @@ class Report:
         lines = []
         for finding in sorted(self.findings, key=lambda finding: finding.severity):
             lines.append(f"{finding.severity}: {finding.line()}")
-            lines += [f"  | {one_line(line)}" for line in finding.log]
+            lines += [f"  | {line}" for line in finding.log_lines()]
         return [*lines, *(f"note: {note}" for note in self.notes)]
 
     def to_json(self) -> str:

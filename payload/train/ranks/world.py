@@ -22,8 +22,8 @@ from payload.core.errors import ConfigError, RankLostError, TrainingError
 from payload.core.suggested_commands import command
 from payload.core.validation import check_type, parse_json
 from payload.machines.gpu_catalog import FP8_CAPABILITY
+from payload.machines.network_interface import interface_towards
 from payload.machines.rank_variables import TORCH, identify
-from payload.train.ranks.interface import interface_towards
 
 # What gloo's and NCCL's exceptions say when the other side is gone rather than wrong.
 _PEER_LOST = (
