@@ -110,6 +110,21 @@ def test_one_module_makes_one_line_of_a_text_and_one_finds_a_network_interface()
     assert found == {"payload/machines/network_interface.py"}
 
 
+def test_one_module_makes_the_terminal_s_tables() -> None:
+    made = {
+        path.relative_to(ROOT).as_posix()
+        for path, call in calls_in(ROOT / "payload")
+        if ast.unparse(call.func) in ("Table", "rich.table.Table")
+    }
+    # Google's side makes its own still.
+    assert made == {
+        "payload/orchestrate/cloud/pulumi_operations.py",
+        "payload/orchestrate/commands/doctor.py",
+        "payload/orchestrate/commands/sweep.py",
+        "payload/orchestrate/terminal/tables.py",
+    }
+
+
 def makes_one_line(call: ast.Call) -> bool:
     """Return whether it joins a text's words, or replaces the line breaks of a printable text."""
     if not isinstance(call.func, ast.Attribute):

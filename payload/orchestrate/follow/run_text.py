@@ -29,6 +29,7 @@ from payload.launch.ranks import Placement, load_ranks
 from payload.orchestrate.hardware.nvidia import gpu_need
 from payload.orchestrate.runs.planning import PlannedRun
 from payload.orchestrate.runs.run_index import RunView
+from payload.orchestrate.terminal.tables import labelled_lines, table_lines
 from payload.orchestrate.terminal.time_left import evaluations_left
 from payload.pricing.cloud_prices import bucket_price
 from payload.run_record.metrics_log import describe_missing
@@ -321,7 +322,8 @@ def arithmetic_lines(plan: LaunchPlan) -> list[str]:
 
 def strategy_table(planned: PlannedRun) -> str:
     """Return the strategies of the run's ranks as a table, the best first."""
-    rows = [("strategy", "GiB a rank", "MiB sent a step", "exchange s", "step s", "fits")]
+    names = ("strategy", "GiB a rank", "MiB sent a step", "exchange s", "step s", "fits")
+    rows = []
     for each in planned.strategies:
         step = "not measured" if each.step_s is None else f"{each.step_s:.3g}"
         fits = {True: "yes", False: "no", None: "not known"}[each.fits]
@@ -329,11 +331,7 @@ def strategy_table(planned: PlannedRun) -> str:
         rows.append(
             (each.name(), f"{memory:.1f}", f"{sent:,.0f}", f"{each.sync_s:.3g}", step, fits)
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    return "\n".join(table_lines(names, rows))
 
 
 def _exchanged(numbers: Arithmetic) -> str:
@@ -386,7 +384,7 @@ def result_lines(summary: Summary, *, checkpoint: Path | None, width: int) -> li
     if summary.cost_usd is not None:
         per_million = _number(summary.usd_per_million_tokens, ".2f")
         rows.insert(-1, ("cost", f"${summary.cost_usd:.2f} (${per_million} per million tokens)"))
-    return _aligned(rows, width=width)
+    return labelled_lines(rows, width=width)
 
 
 def failure_lines(error: str, *, log: Path) -> list[str]:
@@ -438,7 +436,7 @@ def status_lines(view: RunView, *, width: int) -> list[str]:
         rows.append(("error", view.error))
     elif view.note:
         rows.append(("note", view.note))
-    return _aligned(rows, width=width)
+    return labelled_lines(rows, width=width)
 
 
 def ranks_lines(view: RunView, *, width: int) -> list[str]:
@@ -472,44 +470,6 @@ def list_lines(views: Sequence[RunView], *, width: int) -> list[str]:
         for view in views
     ]
     return table_lines(("run", "status", "step", "loss", "validation"), rows, width=width)
-
-
-def table_lines(names: Sequence[str], rows: Sequence[Sequence[str]], *, width: int) -> list[str]:
-    """Return a table; where it is wider than `width`, each row under its first cell instead."""
-    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-    if sum(widths) + 2 * (len(widths) - 1) <= width:
-        padded = (
-            [f"{cell:<{size}}" for cell, size in zip(row, widths, strict=True)]
-            for row in (names, *rows)
-        )
-        return ["  ".join(row).rstrip() for row in padded]
-    lines = []
-    for first, *rest in rows:
-        lines.append(f"{names[0]} {first}")
-        cells = [f"{name} {cell}" for name, cell in zip(names[1:], rest, strict=True)]
-        lines += _filled(cells, width=width)
-    return lines
-
-
-def _filled(cells: Sequence[str], *, width: int) -> list[str]:
-    """Return cells in as few indented lines as fit."""
-    lines = ["  " + cells[0]]
-    for cell in cells[1:]:
-        if len(lines[-1]) + 2 + len(cell) <= width:
-            lines[-1] += "  " + cell
-        else:
-            lines.append("  " + cell)
-    return lines
-
-
-def _aligned(rows: Sequence[tuple[str, str]], *, width: int) -> list[str]:
-    """Return names and values; a value that does not fit beside its name goes below it."""
-    column = max(len(name) for name, _ in rows)
-    lines: list[str] = []
-    for name, value in rows:
-        beside = f"{name:<{column}}  {value}"
-        lines += [beside] if len(beside) <= width else [name, f"  {value}"]
-    return lines
 
 
 def _rank_lines(placement: Placement, *, width: int) -> list[str]:

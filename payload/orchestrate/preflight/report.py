@@ -45,6 +45,7 @@ from payload.orchestrate.runs.start_checks import initial_spec
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.files import this_code
 from payload.orchestrate.terminal.console import text_console
+from payload.orchestrate.terminal.tables import table
 
 _SLOW_NODE_SHARE = 0.8
 _SLOW_LINK_SHARE = 0.5
@@ -237,17 +238,15 @@ class Report:
     def table(self) -> Table:
         """Return a row for each node, a column for each check that was made somewhere."""
         made = [check for check in checks() if any(check in done for done in self.checks.values())]
-        table = Table(box=None, pad_edge=False)
         names = ["node", *made, "cores", "GiB", "free GiB", "interface", "MTU"]
         names += ["TFLOP/s bf16", "fp32", "Gbit/s"] if self.measured else []
-        for name in names:
-            table.add_column(name, no_wrap=True)
+        found = table(*names)
         for node in self.checks:
             statuses = [self.status(node, check) for check in made]
-            table.add_row(
+            found.add_row(
                 node, *statuses, *_numbers(self.facts.get(node)), *_speeds(self.measured, node)
             )
-        return table
+        return found
 
     def lines(self) -> list[str]:
         """Return every finding, errors first, each with its log."""
