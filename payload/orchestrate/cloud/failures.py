@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from payload.core.errors import CapacityError, ConfigError, QuotaError, TileforgeError
+from payload.core.one_line import joined_lines
 from payload.core.suggested_commands import command
 from payload.core.validation import printable
 from payload.orchestrate.cloud.error_catalog import access_refusal, other_refusal
@@ -105,7 +106,7 @@ class StockOut:
 
 def find_stock_out(output: str) -> StockOut | None:
     """Return the stock-out that Pulumi's output tells of, or None."""
-    flat = " ".join(output.split())
+    flat = joined_lines(output, longest=None)
     missing = _NOT_OFFERED.search(flat)
     if missing is not None:
         name, zone = missing["name"] or missing["type"], missing["zone"] or missing["in"]
@@ -165,7 +166,7 @@ class Lock:
 
 def is_busy(text: str) -> bool:
     """Tell whether Pulumi printed that the stack is locked."""
-    return _BUSY.search(" ".join(text.split())) is not None
+    return _BUSY.search(joined_lines(text, longest=None)) is not None
 
 
 def locks_in(text: str) -> list[Lock]:
@@ -411,7 +412,7 @@ def kind_in_words(urn: str) -> str:
 
 def _plain(message: str) -> str:
     """Return a message on one line, without what the engine and the provider put around it."""
-    text = " ".join(printable(message).split())
+    text = joined_lines(message, longest=None)
     while (wrapper := _WRAPPER.match(text)) is not None:
         text = text[wrapper.end() :]
     for pattern, short in _SHORTENED:

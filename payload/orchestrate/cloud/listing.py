@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from payload.core.errors import CloudAuthError, CloudError, TileforgeError
+from payload.core.one_line import joined_lines
 from payload.core.validation import checked, shown
 from payload.orchestrate.cloud.google import (
     MOST_PAGES,
@@ -22,7 +23,6 @@ from payload.orchestrate.cloud.google import (
     Google,
     UnreadableError,
     endless,
-    one_line,
     request_of,
 )
 from payload.orchestrate.cloud.resources import (
@@ -200,7 +200,7 @@ def filestores(google: Google) -> Iterator[Resource]:
         if "Enable it" not in str(error):
             raise
     if silent:
-        places = one_line(", ".join(sorted(last_word(place) for place in silent)))
+        places = joined_lines(", ".join(sorted(last_word(place) for place in silent)))
         raise CloudError(f"{what}: {places} does not answer. Try again.")
 
 
@@ -233,7 +233,7 @@ def begin_to_remove_filestore(google: Google, resource: Resource) -> Callable[[]
             time.sleep(_FILESTORE_PAUSE_S)
             operation = google.get("file", f"/v1/{operation.name}", what=what, shape=_Operation)
         if operation.error is not None:
-            raise CloudError(f"{what}: {one_line(operation.error.message)}")
+            raise CloudError(f"{what}: {joined_lines(operation.error.message)}")
 
     return see_to_its_end
 
@@ -367,7 +367,7 @@ def _global(google: Google, kind: Kind, blind: list[str]) -> Iterator[Resource]:
 
 def _see_warning(warning: Any, what: str, blind: list[str]) -> None:
     if warning.code not in _WHOLE:
-        said = one_line(warning.message).rstrip(".") or "no word"
+        said = joined_lines(warning.message).rstrip(".") or "no word"
         blind.append(f"{what}: {warning.code}: {said}. Try again.")
 
 
@@ -403,7 +403,8 @@ def _checked_name(name: str, what: str) -> str:
     """Return a name that Google can have given; it becomes a word of requests and commands."""
     if not CLOUD_NAME.fullmatch(name):
         raise CloudError(
-            f"listing: {one_line(what)}: Google Cloud names one {shown(name)}, which is no name."
+            f"listing: {joined_lines(what)}: Google Cloud names one {shown(name)}, which is no "
+            "name."
         )
     return name
 
@@ -531,7 +532,7 @@ def see_to_its_end(
         operation = google.ask(
             what, lambda: client.wait(request=request, retry=None, timeout=_WAIT_S)
         )
-    said = [one_line(error.message) for error in operation.error.errors]
+    said = [joined_lines(error.message) for error in operation.error.errors]
     if said or operation.http_error_status_code:
         raise CloudError(f"{what}: {' '.join(said) or operation.http_error_message}")
 

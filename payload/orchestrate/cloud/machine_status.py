@@ -26,11 +26,12 @@ from payload.core.errors import (
     TileforgeError,
 )
 from payload.core.files import write_whole
+from payload.core.one_line import joined_lines
 from payload.core.suggested_commands import command
 from payload.machines.inventory import Access, ClusterInventory, Node
 from payload.orchestrate.cloud.failures import find_stock_out
 from payload.orchestrate.cloud.firewall_drift import INSTANCE, StackState, stack_state
-from payload.orchestrate.cloud.google import REQUEST_S, Endpoints, Google, one_line, request_of
+from payload.orchestrate.cloud.google import REQUEST_S, Endpoints, Google, request_of
 from payload.orchestrate.cloud.listing import list_machines, see_to_its_end
 from payload.orchestrate.cloud.ownership import Ownership
 from payload.orchestrate.cloud.project_checks import Check, ask_compute, unknown
@@ -165,10 +166,10 @@ def _with_reason(google: Google, machine: StoppedMachine) -> StoppedMachine:
     newest = max(found, key=lambda each: each.insert_time)
     words = _BY_GOOGLE.get(newest.operation_type)
     other = _BY_OTHERS.get(newest.operation_type, "").format(user=newest.user or "somebody")
-    when = one_line(newest.insert_time)
+    when = joined_lines(newest.insert_time)
     return replace(
         machine,
-        reason=one_line(f"{words or other}, {when}" if when else words or other),
+        reason=joined_lines(f"{words or other}, {when}" if when else words or other),
         by_google=words is not None,
     )
 

@@ -12,6 +12,7 @@ from shutil import which
 from typing import Any, BinaryIO, Literal, TypeVar
 
 from payload.core.errors import ConfigError, ExitCode
+from payload.core.one_line import joined_lines
 from payload.core.suggested_commands import command
 from payload.core.validation import (
     NODE_NAME,
@@ -452,7 +453,7 @@ def refusal(shown: str, said: str, login: GoogleLogin) -> PulumiError:
     """
     said = printable(said)
     if REFUSED_CREDENTIALS.search(said) and re.search("google|oauth2", said):
-        flat = " ".join(said.split()).removeprefix("error: ").rstrip(".")
+        flat = joined_lines(said, longest=None).removeprefix("error: ").rstrip(".")
         flat = flat if len(flat) <= _MOST_CHARS else f"{flat[:_MOST_CHARS]}..."
         message = f"`{shown}`: {flat}. {login.refusal(said)}"
         return PulumiError(message, "credentials refused")

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from payload.core.errors import CloudError
 from payload.core.files import write_whole
+from payload.core.one_line import joined_lines
 from payload.orchestrate.cloud.failures import (
     Lock,
     are_dead,
@@ -31,6 +32,7 @@ from payload.orchestrate.cloud.pulumi import Event, Pulumi, Step, Update, name_o
 from payload.orchestrate.cloud.resources import Resource
 from payload.orchestrate.cloud.stack_outputs import cluster_folder
 from payload.orchestrate.terminal.console import confirm
+from payload.orchestrate.terminal.tables import table
 
 # What an operation does to a resource, while it does and afterwards. Others change nothing.
 _DOING = {
@@ -85,13 +87,11 @@ class Operations:
             raise explain(update)
         plan = [step for step in update.steps if step.op in _PLANNED and _is_real(step)]
         if plan:
-            table = Table(box=None, pad_edge=False, show_header=False)
+            made = table()
             for step in plan:
                 differs = ", ".join((step.diffs or ()) if step.op == "update" else ())
-                table.add_row(
-                    _PLANNED[step.op], kind_in_words(step.urn), name_of(step.urn), differs
-                )
-            self.talk.print(table)
+                made.add_row(_PLANNED[step.op], kind_in_words(step.urn), name_of(step.urn), differs)
+            self.talk.print(made)
         self.talk.print(f"pulumi preview: {_in_all(update) or 'nothing changes'}")
         return update
 
@@ -193,16 +193,14 @@ class Progress:
     def table(self) -> Table:
         """Return the table of resource, state and seconds."""
         now_s = self.clock()
-        table = Table(box=None, pad_edge=False)
-        for name in ("resource", "name", "state", "s"):
-            table.add_column(name, no_wrap=True, justify="right" if name == "s" else "left")
+        made = table("resource", "name", "state", "s", right=("s",))
         for row in self._rows.values():
             seconds = (now_s if row.ended_s is None else row.ended_s) - row.began_s
             urn = row.step.urn
-            table.add_row(kind_in_words(urn), name_of(urn), row.state(), f"{seconds:.0f}")
+            made.add_row(kind_in_words(urn), name_of(urn), row.state(), f"{seconds:.0f}")
         state = "running" if self._rows else "starting"
-        table.add_row(self.shown, "", state, f"{now_s - self._began_s:.0f}")
-        return table
+        made.add_row(self.shown, "", state, f"{now_s - self._began_s:.0f}")
+        return made
 
 
 def _is_real(step: Step) -> bool:
@@ -225,7 +223,7 @@ def _conclude(update: Update, *, talk: Console, told: set[str]) -> None:
         if each.severity == "warning"
     ]
     said += [
-        f"policy {each.name} ({each.level}): {' '.join(each.message.split())}"
+        f"policy {each.name} ({each.level}): {joined_lines(each.message, longest=None)}"
         for event in update.events
         if (each := event.policy) is not None
     ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from payload.core.errors import ConfigError
-from payload.core.validation import printable
+from payload.core.one_line import printable_line
 from payload.stack.cluster_identity import IDENTITY_LABEL
 
 CLUSTER_LABEL, EXPIRES_LABEL = "tileforge-cluster", "tileforge-expires"
@@ -274,12 +274,7 @@ def marks(description: str) -> dict[str, str]:
 
 def printable_labels(labels: Mapping[str, str]) -> dict[str, str]:
     """Return labels as a table may show them."""
-    return {_word(key): _word(value) for key, value in labels.items()}
-
-
-def _word(text: str) -> str:
-    """Return the text without control characters and line breaks."""
-    return printable(str(text)).replace("\n", " ")
+    return {printable_line(str(key)): printable_line(str(value)) for key, value in labels.items()}
 
 
 def expiry_of(resources: Sequence[Resource]) -> float | None:

@@ -43,6 +43,7 @@ from payload.orchestrate.cloud.pulumi import Pulumi, PulumiError, cluster_name, 
 from payload.orchestrate.commands.sweep import project_of
 from payload.orchestrate.inventories.chosen import nvidia_here
 from payload.orchestrate.terminal.console import text_console
+from payload.orchestrate.terminal.tables import table
 from payload.pricing.cloud_prices import (
     CATALOG_FILE,
     Catalog,
@@ -325,9 +326,7 @@ def _with_flags(need: Need, options: DoctorOptions) -> Need:
 
 
 def _table(checks: Sequence[Check]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("#", "check", "outcome", "found"):
-        table.add_column(name, no_wrap=name != "found")
+    made = table("#", "check", "outcome", "found", wrapped=("found",))
     for number, check in enumerate(checks, start=1):
-        table.add_row(str(number), check.name, check.outcome, check.found)
-    return table
+        made.add_row(str(number), check.name, check.outcome, check.found)
+    return made
