@@ -33,6 +33,7 @@ from benchmarks.contenders import adapter_settings, contenders
 from benchmarks.machine import describe_machine
 from benchmarks.step_model import has_weights, model_argument, model_spec, trained_spec
 from benchmarks.tables import Table
+from payload.estimates.compute_time import mfu
 from payload.models.gpt2.spec import PRESETS
 
 
@@ -102,10 +103,15 @@ def _summarise(
     peak = max(report["peak_flops_per_s"] for report in ours)
     adapter = adapter_settings(arguments)
     shape = trained_spec(vars(arguments) | {"adapter": adapter})
-    flops = shape.flops_per_token() * tokens
-    # Above 1 something disturbed the calibration: no figure, as in the trainer.
-    mfu = flops / median["tileforge"] / peak
     cpu_peak = max(report["peak_flops_per_cpu_s"] for report in ours)
+    share, cpu_share = (
+        mfu(
+            tokens_per_s=tokens / step_s,
+            flops_per_token=shape.flops_per_token(),
+            peak_flops_per_s=of_peak,
+        )
+        for step_s, of_peak in ((median["tileforge"], peak), (cpu_median["tileforge"], cpu_peak))
+    )
     rss = {name: max(r["peak_rss_bytes"] for r in reports) for name, reports in found.items()}
     peers = [name for name in found if name != "tileforge"]
     estimate = ours[0]["estimated_bytes"]
@@ -121,10 +127,11 @@ def _summarise(
         "malloc": arguments.malloc,
         "steps": len(steps["tileforge"]),
         "tokens_per_s": round(tokens / median["tileforge"], 1),
-        "mfu": round(mfu, 4) if mfu <= 1 else None,
+        # Above 1 something disturbed the calibration: no figure, as in the trainer.
+        "mfu": round(share, 4) if share <= 1 else None,
         "peak_flops_per_s": round(peak),
         "dequantized_per_s": ours[0].get("dequantized_per_s"),
-        "cpu_mfu": round(flops / cpu_median["tileforge"] / cpu_peak, 4),
+        "cpu_mfu": round(cpu_share, 4),
         "peak_flops_per_cpu_s": round(cpu_peak),
         **{f"ratio_vs_{name}": round(median[name] / median["tileforge"], 3) for name in peers},
         **{
@@ -163,9 +170,9 @@ def _print_table(result: dict[str, Any]) -> None:
         rss = result["contender_peak_rss_bytes"][name] / 1e9
         times = (middle, min(seconds), statistics.median(result["cpu_s"][name]))
         table.row(name, *(f"{each:.2f}" for each in times), f"{tokens / middle:.0f}", f"{rss:.2f}")
-    mfu = "unknown" if result["mfu"] is None else f"{result['mfu']:.1%}"
+    reached = "unknown" if result["mfu"] is None else f"{result['mfu']:.1%}"
     table.note(
-        f"MFU {mfu} of {result['peak_flops_per_s'] / 1e12:.2f} TFLOP/s, by processor time "
+        f"MFU {reached} of {result['peak_flops_per_s'] / 1e12:.2f} TFLOP/s, by processor time "
         f"{result['cpu_mfu']:.1%} of {result['peak_flops_per_cpu_s'] / 1e12:.2f} a core; memory "
         f"estimate off by {result['estimate_error']:+.1%}"
     )

@@ -40,15 +40,9 @@ from benchmarks.scaling.runs import Arrangement, Work, measure
 from benchmarks.tables import Table
 from payload.config.run_config import RunConfig, parse_run_config
 from payload.core.files import write_whole
-from payload.estimates.step_time import (
-    CopyTimes,
-    Network,
-    ShardTimes,
-    run_step_time,
-    sends_per_byte,
-    sent_bytes,
-    update_s,
-)
+from payload.estimates.network import CopyTimes, Network, ShardTimes, sends_per_byte
+from payload.estimates.sent_bytes import sent_bytes
+from payload.estimates.step_time import run_step_time, update_s
 from payload.models.gpt2.spec import PRESETS
 
 _FIRST_WORD = "--as-rank"

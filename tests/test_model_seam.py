@@ -12,7 +12,7 @@ import torch
 
 from payload.config.training_sections import OptimizerSection
 from payload.core.errors import CheckpointError, ExitCode
-from payload.estimates.step_time import buckets
+from payload.estimates.gradient_buckets import buckets
 from payload.formats.hf_folder import WEIGHTS_FILE
 from payload.models.registry import FAMILIES, read_spec, spec_of
 from payload.orchestrate.__main__ import main as orchestrate

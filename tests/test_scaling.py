@@ -14,7 +14,7 @@ from benchmarks.scaling.__main__ import main, summarise
 from benchmarks.scaling.fit import Constants, efficiencies, fit, points, predictions, step_medians
 from benchmarks.scaling.runs import Arrangement, Work
 from payload.config.run_config import parse_run_config
-from payload.estimates.step_time import buckets
+from payload.estimates.gradient_buckets import buckets
 from payload.models.gpt2.spec import PRESETS
 from tests.support.launching import BIN
 

@@ -10,17 +10,17 @@ import pytest
 from torch import nn
 
 from payload.config.run_config import parse_run_config
+from payload.estimates.compute_time import BACKWARD_SHARE, compute_time
+from payload.estimates.gradient_buckets import buckets
+from payload.estimates.network import CopyTimes, Network, ShardTimes, sends_per_byte
+from payload.estimates.run_estimate import work_out
+from payload.estimates.run_time import Speed
 from payload.estimates.step_time import (
-    BACKWARD_SHARE,
     GPU_UPDATE_S_PER_WEIGHT,
     UPDATE_S_PER_WEIGHT,
-    CopyTimes,
-    Network,
-    ShardTimes,
     StepTime,
-    buckets,
+    predict_step,
     run_step_time,
-    sends_per_byte,
     step_time,
 )
 from payload.machines.core_speed import GPU_MFU
@@ -233,3 +233,32 @@ def test_a_plan_for_gpu_nodes_predicts_for_gpus_though_the_device_is_auto(strate
     assert on_gpus.update_s == pytest.approx(GPU_UPDATE_S_PER_WEIGHT * GPT2.num_params() / shards)
     # The project's kernels, which reach more of the peak, are for CPUs.
     assert predicted.typical_mfu(GPT2) == GPU_MFU < auto.typical_mfu(GPT2)
+
+
+def test_computing_takes_the_flops_at_the_expected_share_of_the_peak() -> None:
+    config = parse_run_config("", overrides=["precision.dtype=bf16"], where="test")
+    found = compute_time(config, GPT2, peak_flops_per_s=4e11, cores=2)
+    assert found.mfu == config.typical_mfu(GPT2, core_flops_per_s=2e11)
+    flops = config.tokens_per_step() * GPT2.flops_per_token()
+    assert found.seconds == flops / (4e11 * found.mfu)
+    step = predict_step(
+        config,
+        GPT2,
+        peak_flops_per_s=4e11,
+        network=Network(ranks=1, bytes_per_s=1.0),
+        threads=2,
+    )
+    assert step.compute == found and step.parts.compute_s == found.seconds
+    # Layers that are computed twice take time, and are no FLOPs of the model.
+    twice = replace(config, memory=replace(config.memory, activation_checkpointing="on"))
+    again = compute_time(twice, GPT2, peak_flops_per_s=4e11, cores=2)
+    assert again.seconds == pytest.approx(found.seconds * 4 / 3) and again.mfu == found.mfu
+
+
+def test_an_evaluation_takes_a_third_of_the_training_on_as_many_tokens() -> None:
+    config = parse_run_config("", overrides=["precision.dtype=bf16"], where="test")
+    numbers = work_out(config, spec=GPT2, world_size=1, link_bytes_per_s=1.0)
+    speed = Speed.of_steps(numbers, step_s=2.0)
+    assert speed == Speed.of_tokens(numbers, tokens_per_s=speed.tokens_per_s())
+    whole_s = speed.run_s(steps=10, evaluated_tokens=3 * numbers.tokens_per_step)
+    assert whole_s == pytest.approx(10 * 2.0 + 2.0)

@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 import pytest
 
@@ -32,6 +33,23 @@ def test_no_module_imports_itself_through_others(graph: dict[str, set[str]]) -> 
 def test_no_folder_imports_itself_through_others(graph: dict[str, set[str]]) -> None:
     for depth in (2, 3, 4):
         assert cycles(folder_graph(graph, depth=depth)) == []
+
+
+def test_one_function_chooses_how_the_output_head_is_computed(graph: dict[str, set[str]]) -> None:
+    ways = ("payload.train.models.split_head", "payload.train.models.chunked_loss")
+    importers = {name for name, imported in graph.items() if imported & set(ways)}
+    assert importers == {"payload.train.models.head_loss", "payload.train.models.base"}
+    chosen = [
+        call
+        for path, call in calls_in(ROOT / "payload/train")
+        if ast.unparse(call.func) in ("SplitHead", "FusedHead")
+    ]
+    functions = {
+        function.name
+        for path, function in nodes_in(ROOT / "payload/train", ast.FunctionDef)
+        if any(call in chosen for call in ast.walk(function))
+    }
+    assert len(chosen) == 3 and functions == {"_head_loss"}
 
 
 def strings_with(pattern: str) -> set[str]:
@@ -168,6 +186,115 @@ def test_one_folder_reads_what_fields_declare() -> None:
         if ast.unparse(call.func).rpartition(".")[2] == "get_type_hints"
     }
     assert readers == {"payload/core/validation/readers.py"}
+
+
+def test_one_module_makes_one_line_of_a_text_and_one_finds_a_network_interface() -> None:
+    calls = {
+        path.relative_to(ROOT).as_posix()
+        for top in ("payload", "infra")
+        for path, call in calls_in(ROOT / top)
+        if makes_one_line(call)
+    }
+    # Quoted values and names, below the other.
+    assert calls == {"payload/core/one_line.py", "payload/core/validation.py"}
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for path, call in calls_in(ROOT / "payload")
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "if_nameindex"
+    }
+    assert found == {"payload/machines/network_interface.py"}
+
+
+def test_one_module_makes_the_terminal_s_tables() -> None:
+    made = {
+        path.relative_to(ROOT).as_posix()
+        for path, call in calls_in(ROOT / "payload")
+        if ast.unparse(call.func) in ("Table", "rich.table.Table")
+    }
+    assert made == {"payload/orchestrate/terminal/tables.py"}
+
+
+def makes_one_line(call: ast.Call) -> bool:
+    """Return whether it joins a text's words, or replaces the line breaks of a printable text."""
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    inner = call.args[0] if call.func.attr == "join" and call.args else call.func.value
+    name = ast.unparse(inner.func) if isinstance(inner, ast.Call) else ""
+    if call.func.attr == "join":
+        is_plain = isinstance(inner, ast.Call) and not inner.args
+        return ast.unparse(call.func.value) == "' '" and is_plain and name.endswith(".split")
+    return call.func.attr == "replace" and name == "printable"
+
+
+_RATE = re.compile(r"(^|_)(flops_per_s|peak|mfu)$")
+_SECONDS = re.compile(r"(_s|seconds)$")
+
+
+def test_one_package_turns_flops_into_time_and_one_module_knows_mfu() -> None:
+    found = {
+        (path.relative_to(ROOT).as_posix(), ast.unparse(division))
+        for path, division in nodes_in(ROOT / "payload", ast.BinOp)
+        if makes_time_of_flops(division) and path.parent != ROOT / "payload/estimates"
+    }
+    # The share of a peak to expect, and how much faster one dtype is than another.
+    assert found == {
+        ("payload/machines/core_speed.py", "rate / (rate + core_flops_per_s)"),
+        (
+            "payload/orchestrate/findings/trial.py",
+            "self.bf16_flops_per_s / self.fp32_flops_per_s",
+        ),
+    }
+    homes = {
+        (path.relative_to(ROOT).as_posix(), function.name)
+        for path, function in nodes_in(ROOT / "payload", ast.FunctionDef)
+        if function.name in ("compute_time", "mfu")
+    }
+    home = "payload/estimates/compute_time.py"
+    assert homes == {(home, "compute_time"), (home, "mfu")}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_time"),
+    [
+        ("flops / (peak_flops_per_s * mfu) * 2", True),
+        ("flops / (cores * core * mfu)", True),
+        ("tokens * spec.flops_per_token() / speed.flops_per_s", True),
+        ("numbers.flops_per_step / step_s", True),
+        ("numbers.flops_per_step / numbers.tokens_per_step", False),
+        ("speed.flops_per_s / 1e12", False),
+    ],
+)
+def test_divisions_that_turn_flops_into_time_are_found(text: str, is_time: bool) -> None:
+    divisions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.BinOp)]
+    assert any(map(makes_time_of_flops, divisions)) is is_time
+
+
+def makes_time_of_flops(division: ast.BinOp) -> bool:
+    """Return whether it divides by a number of FLOP/s, or FLOPs by seconds."""
+    above, below = ([*names_in(side)] for side in (division.left, division.right))
+    if not isinstance(division.op, ast.Div | ast.FloorDiv):
+        return False
+    if any(_RATE.search(each) for each in below):
+        return True
+    return any("flops" in each for each in above) and any(_SECONDS.search(each) for each in below)
+
+
+def names_in(node: ast.AST) -> Iterator[str]:
+    """Yield the names and the attributes' names below `node`."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.Name | ast.Attribute):
+            yield each.id if isinstance(each, ast.Name) else each.attr
+
+
+_Node = TypeVar("_Node", bound=ast.AST)
+
+
+def nodes_in(folder: Path, kind: type[_Node]) -> Iterator[tuple[Path, _Node]]:
+    """Yield every node of the `kind` in the modules below `folder`."""
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(tree_of(path.read_text(encoding="utf-8"))):
+            if isinstance(node, kind):
+                yield path, node
 
 
 _SPLITS = {"partition", "rpartition", "split", "rsplit"}

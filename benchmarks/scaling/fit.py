@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from payload.estimates.step_time import Network, StepTime, buckets, sends_per_byte, step_time
+from payload.estimates.gradient_buckets import buckets
+from payload.estimates.network import Network, sends_per_byte
+from payload.estimates.step_time import StepTime, step_time
 from payload.models.gpt2.spec import PRESETS, Gpt2Spec
 
 Record = Mapping[str, Any]

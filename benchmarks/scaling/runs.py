@@ -18,7 +18,7 @@ from benchmarks.meshes import mesh_settings
 from benchmarks.scaling.hosts import REPO, Hosts
 from benchmarks.scaling.watch import Watched, watch
 from payload.config.run_config import parse_run_config
-from payload.estimates.step_time import buckets
+from payload.estimates.gradient_buckets import buckets
 from payload.launch.environment import (
     Rendezvous,
     common_environment,

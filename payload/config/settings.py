@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from payload.core.errors import ConfigError
+from payload.core.one_line import printable_line, shortened
 from payload.core.printable_text import printable, shown
 from payload.core.validation.readers import fields_of, members_of
 from payload.core.validation.refusal import RefusedError
@@ -83,8 +84,7 @@ def _together(problems: Sequence[str]) -> str:
 
 def _short(override: str) -> str:
     """Return an override as the user typed it, unless that would fill the screen or steer it."""
-    text = printable(override).replace("\n", " ")
-    return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
+    return shortened(printable_line(override), _SHOWN_CHARS)
 
 
 def render_sections(config: object) -> str:

@@ -1,1 +1,1 @@
-"""The formulas before a run: time of a step, micro-batch, disk space."""
+"""The formulas before a run: time of a step and of the run, strategies, micro-batch, disk space."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from payload.config.run_config import RunConfig
 from payload.config.training_sections import Quantize
 from payload.core.dtype import Dtype
+from payload.estimates.compute_time import compute_time
 from payload.models.spec import ModelSpec
 
 TYPICAL_DEQUANTIZED_PER_S: dict[Dtype, float] = {"bf16": 0.75e9, "fp32": 2.0e9}
@@ -72,6 +73,28 @@ class QuantizedCost:
         )
 
 
+def quantized_weights(spec: ModelSpec) -> int:
+    """Return the weights of the layers' linears, which 4 bits hold."""
+    return sum(each.inputs * each.outputs for each in spec.linears())
+
+
+def dequantized_times(config: RunConfig) -> int:
+    """Return how often a step's pass dequantises each weight of the base."""
+    # In the forward and in the backward pass, and in the second forward pass of checkpointing.
+    return 3 if config.memory.activation_checkpointing == "on" else 2
+
+
+def dequantize_s(
+    config: RunConfig, spec: ModelSpec, *, world_size: int, weights_per_s: float
+) -> float:
+    """Return the seconds of a step in which a rank dequantises at `weights_per_s`.
+
+    Raises ConfigError when the ranks cannot share the batch evenly.
+    """
+    weights = dequantized_times(config) * quantized_weights(spec)
+    return config.passes(world_size) * weights / weights_per_s
+
+
 def quantized_cost(
     config: RunConfig,
     base: ModelSpec,
@@ -106,22 +129,17 @@ def quantized_cost(
         return run.memory_bytes(run.adapted(base), dtype=run.dtype(), world_size=world_size)
 
     def computing_s(run: RunConfig) -> float:
-        spec, core = run.adapted(base), core_flops_per_s[run.dtype()]
-        mfu = run.typical_mfu(spec, core_flops_per_s=core)
-        flops = config.tokens_per_step() * spec.flops_per_token()
-        return flops / (cores * core * mfu) * run.recomputation()
+        peak = cores * core_flops_per_s[run.dtype()]
+        return compute_time(run, run.adapted(base), peak_flops_per_s=peak, cores=cores).seconds
 
     def fits(run: RunConfig) -> bool:
         return room_bytes is None or needed(run) <= room_bytes
 
     # In the run's dtype, unless bf16 alone fits.
     nf4 = next(filter(fits, in_nf4), in_nf4[0])
-    linears = sum(each.inputs * each.outputs for each in base.linears())
-    # In the forward and in the backward pass, and in the second forward pass of checkpointing.
-    times = 3 if config.memory.activation_checkpointing == "on" else 2
     rate = dequantized_per_s or TYPICAL_DEQUANTIZED_PER_S[nf4.dtype()] * cores / world_size
-    dequantize_s = config.batch.grad_accum_steps(world_size) * times * linears / rate
-    nf4_step_s = computing_s(nf4) + dequantize_s
+    dequantizing_s = dequantize_s(config, base, world_size=world_size, weights_per_s=rate)
+    nf4_step_s = computing_s(nf4) + dequantizing_s
     chosen = next(filter(fits, whole), whole[0])
     # The peaks are those of cores; on a GPU the memory alone decides.
     if fits(nf4) and config.device.kind != "cuda" and computing_s(chosen) > nf4_step_s:
@@ -133,7 +151,7 @@ def quantized_cost(
         nf4_bytes=needed(nf4),
         whole_step_s=computing_s(chosen),
         nf4_step_s=nf4_step_s,
-        dequantize_s=dequantize_s,
+        dequantize_s=dequantizing_s,
         is_measured=dequantized_per_s is not None,
         room_bytes=room_bytes,
         auto_dtype=dtype,

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from payload.config.launch_sections import DistributedSection
 from payload.config.run_config import RunConfig
+from payload.estimates.compute_time import BACKWARD_SHARE, ComputeTime, compute_time
+from payload.estimates.gradient_buckets import buckets, bytes_per_gradient, gradient_bytes
+from payload.estimates.network import (
+    LOOPBACK_BYTES_PER_S,
+    PLANNED_COPIES,
+    Network,
+    ShardTimes,
+    sends_per_byte,
+)
+from payload.estimates.sent_bytes import Sent, gathered_bytes, sent_bytes
 from payload.machines.rank_mesh import Mesh
-from payload.models.spec import BYTES_PER_WEIGHT, ModelSpec
-from payload.models.stages import largest_stage, outer_weights, slowest_share, stage_weights
-
-# gloo's all-reduce of 32 MB of fp32 between two ranks over loopback: gradient bytes over time, on
-# two busy cores of the development machine; torchft PR #199 has 15-19 Gbit/s for 4-40 MB.
-LOOPBACK_BYTES_PER_S = 1.5e9
+from payload.models.spec import ModelSpec
+from payload.models.stages import largest_stage, slowest_share
 
 UPDATE_S_PER_WEIGHT = 2.4e-9
 """AdamW's update by one core, clipping included: it moves 28 bytes for each weight.
@@ -27,82 +32,6 @@ DDR5-4800 have 307 GB/s by specification. More cores are not counted; no such ra
 GPU_UPDATE_S_PER_WEIGHT = 28 / 300e9
 """The 28 bytes of a weight's update at 300 GB/s, the memory bandwidth in an L4's specification. The
 L4 is the slowest of Google's GPUs here; an H100 has eleven times that. Not measured."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyTimes:
-    """Times of a sharded rank's copies beside its collectives, page faults included.
-
-    Source of what is copied: torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
-    """
-
-    gathered_s_per_byte: float
-    """Time for a gathered weight: its own part into the collective's buffer, and all of that into
-    the weight, whose memory is new each time."""
-    summed_s_per_byte: float
-    """Time for a gradient: its memory, which is new each time, the copy into the collective's
-    buffer, and the mean and the accumulation of the rank's part."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardTimes:
-    """Speeds that sharded ranks measure before they train: of collectives, and of copies."""
-
-    gather_bytes_per_s: float
-    """Rate at which a rank sends in an all-gather, to all others together."""
-    sum_bytes_per_s: float
-    """Rate at which a rank sends in a reduce-scatter."""
-    copies: CopyTimes
-
-
-PLANNED_COPIES = CopyTimes(gathered_s_per_byte=0.3e-9, summed_s_per_byte=0.4e-9)
-"""One core's, where no trainer has measured them (`measure_shards`): a layer of GPT-2 124M on each
-of two busy cores of the development machine."""
-
-BACKWARD_SHARE = 2 / 3
-"""Share of a pass: for every product of the forward pass, the backward pass has two."""
-
-FIRST_BUCKET_BYTES = 2**20
-"""Gradients in fp32; small, so that the exchange begins early. Both are torch's DDP's sizes."""
-BUCKET_BYTES = 25 * 2**20
-"""A bucket is closed with the parameter that takes it there."""
-
-# Of n tokens of Python source, in blocks from anywhere, 1.2 n^0.7 were distinct, within a quarter
-# up to a quarter of a million. Prose has more words than code, so three times that is taken.
-_DISTINCT = 3.6
-_DISTINCT_EXPONENT = 0.7
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
-    """The network over which ranks exchange gradients, in a ring."""
-
-    ranks: int
-    bytes_per_s: float
-    """Rate of sending while a rank receives as much, on the slowest link: all wait for it."""
-    latency_s: float = 0.0
-    """Latency of one of a ring's rounds. 0 where `bytes_per_s` was measured on all-reduces of
-    about a bucket's size, since it is part of it then."""
-    busy_s_per_byte: float = 0.0
-    """Computing time that a rank loses for each byte that it sends."""
-    convert_s_per_number: float = 0.0
-    """Computing time that a rank loses for each gradient that travels as bf16."""
-    shards: ShardTimes | None = None
-    """As sharded ranks measured them; None = not measured."""
-
-    def all_reduce_s(self, num_bytes: float) -> float:
-        """Time until all ranks have the sum of `num_bytes` of each."""
-        rounds = 2 * (self.ranks - 1)
-        return rounds * self.latency_s + sends_per_byte(self.ranks) * num_bytes / self.bytes_per_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
-    """Gradients that are exchanged together."""
-
-    numbers: int
-    ready: float
-    """Share of the backward pass after which they are there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,57 +58,6 @@ class StepTime:
     def efficiency(self) -> float:
         """Return weak scaling's efficiency: a step without the others over one with them."""
         return self.compute_s / self.total_s()
-
-
-def sends_per_byte(ranks: int) -> float:
-    """How often a ring all-reduce sends each byte of the gradients: 2 (N-1)/N times."""
-    return 2 * (ranks - 1) / ranks
-
-
-def gradient_bytes(spec: ModelSpec, settings: DistributedSection) -> int:
-    """Bytes that each rank gives into the exchange in a step."""
-    return spec.num_trainable_params() * bytes_per_gradient(settings)
-
-
-def bytes_per_gradient(settings: DistributedSection) -> int:
-    """Bytes of one element, as it travels."""
-    return 2 if settings.grad_dtype == "bf16" else 4
-
-
-def buckets(spec: ModelSpec, *, tokens: int | None = None) -> tuple[Bucket, ...]:
-    """The exchange's buckets, in the order in which the backward pass fills them.
-
-    Where the token embedding is the output head too, its gradient is the first to begin and the
-    last to be whole. With the kernels it travels in two parts, the head's first of all, and at the
-    end the rows of those `tokens` that all ranks read in a pass; without (None) in the last bucket.
-    """
-    sizes = spec.gradient_sizes()
-    in_parts = tokens is not None and spec.is_tied()
-    head = 6 * spec.embedding_size() / spec.flops_per_token()
-    all_matrices = sum(each.elements for each in sizes if each.kind == "matrix")
-    found: list[Bucket] = []
-    if in_parts:
-        found.append(Bucket(numbers=spec.embedding_size(), ready=head))
-    is_first, held, matrices = True, 0, 0
-    for each in sizes:
-        if each.kind == "embedding":
-            continue
-        held += each.elements
-        matrices += each.elements * (each.kind == "matrix")
-        limit = FIRST_BUCKET_BYTES if is_first else BUCKET_BYTES
-        if held * 4 >= limit:
-            ready = head + (1 - head) * matrices / max(all_matrices, 1)
-            found.append(Bucket(numbers=held, ready=ready))
-            is_first, held = False, 0
-    held += sum(each.elements for each in sizes if each.kind == "embedding")
-    if in_parts:
-        held -= spec.embedding_size()
-    if held:
-        found.append(Bucket(numbers=held, ready=1.0))
-    if in_parts and tokens is not None:
-        rows = min(spec.vocab_size, round(_DISTINCT * tokens**_DISTINCT_EXPONENT))
-        found.append(Bucket(numbers=rows * spec.width(), ready=1.0))
-    return tuple(found)
 
 
 def step_time(
@@ -215,105 +93,6 @@ def step_time(
     return StepTime(compute_s=compute_s, exchange_s=exchange_s, exposed_s=exposed_s, busy_s=busy_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
-    """Bytes that a rank sends in a step, over each dimension of the mesh."""
-
-    replicate: float
-    """To the ranks that hold the same part of the model, or all of it like this one."""
-    shard: float
-    """To the ranks that hold the other parts."""
-    tensor: float = 0.0
-    """To the ranks that compute each layer with it."""
-    pipeline: float = 0.0
-    """To the stages beside it."""
-
-    def total(self) -> float:
-        """Return the bytes over all dimensions."""
-        return self.replicate + self.shard + self.tensor + self.pipeline
-
-
-def sent_bytes(config: RunConfig, spec: ModelSpec, *, ranks: int) -> Sent:
-    """Return what each of `ranks` ranks sends in a step.
-
-    Replicas all-reduce gradients, once a step. Shards gather what belongs to no layer once a pass
-    and the layers twice, and reduce-scatter gradients in every pass; replicas of shards all-reduce
-    their part then. Tensor ranks add up what each of them makes of the tokens. DeepSpeed gathers
-    all weights twice, and gloo's reduce-scatter, which it takes, is an all-reduce.
-    """
-    mesh = config.distributed.mesh(ranks)
-    gradients = gradient_bytes(spec, config.distributed)
-    per_pass = config.batch.per_pass(mesh.data_ranks)
-    passes = max(1, config.batch.global_batch_size // per_pass)
-    held = largest_stage(spec, mesh.pipeline) / mesh.tensor
-    sums = passes * sends_per_byte(mesh.tensor) * _summed_bytes(config, spec) / mesh.pipeline
-    sent = Sent(
-        replicate=sends_per_byte(mesh.replicate) * gradients * held,
-        shard=0.0,
-        tensor=sums,
-        pipeline=_passed_bytes(config, spec, passes=passes),
-    )
-    if mesh.shard == 1:
-        return sent
-    others = (mesh.shard - 1) / mesh.shard
-    gathered = _gathered_bytes(config, spec, mesh=mesh)
-    if config.distributed.strategy == "zero3":
-        return replace(sent, replicate=0.0, shard=passes * others * (gathered + 2 * gradients))
-    return replace(
-        sent,
-        replicate=passes * sent.replicate / mesh.shard,
-        shard=passes * others * (gathered + gradients * held),
-    )
-
-
-def _gathered_bytes(config: RunConfig, spec: ModelSpec, *, mesh: Mesh) -> float:
-    """Return the bytes of weights that shards of the largest stage gather in a pass.
-
-    Those of layers are gathered twice, and what belongs to no layer once; DeepSpeed gathers all of
-    them twice.
-    """
-    setting = config.rank_setting(dtype=config.dtype(), world_size=mesh.world_size)
-    weights = spec.weight_bytes(setting)
-    if config.distributed.strategy == "zero3":
-        return 2.0 * weights
-    each = zip(stage_weights(spec, mesh.pipeline), outer_weights(spec, mesh.pipeline), strict=True)
-    twice = weights / spec.num_params()
-    return (
-        max(
-            outer * BYTES_PER_WEIGHT + 2 * max(0.0, held * twice - outer * BYTES_PER_WEIGHT)
-            for held, outer in each
-        )
-        / mesh.tensor
-    )
-
-
-def _summed_bytes(config: RunConfig, spec: ModelSpec) -> float:
-    """Return the bytes that tensor ranks add up in a pass.
-
-    They are those of the results of each layer's attention and MLP and of their gradients, in the
-    dtype of the matmuls; of the embedding's result and the head's gradient, in fp32; and, with
-    activation checkpointing, of the results once more.
-    """
-    numbers = config.batch.sequences() * config.data.sequence_length * spec.width()
-    size = 4 if config.dtype() == "fp32" else 2
-    sums = 6 if config.memory.activation_checkpointing == "on" else 4
-    return float(numbers * (spec.num_layers() * sums * size + 2 * BYTES_PER_WEIGHT))
-
-
-def _passed_bytes(config: RunConfig, spec: ModelSpec, *, passes: int) -> float:
-    """Return the bytes that the busiest stage sends to those beside it in a step.
-
-    The first and the last send a pass's activations or their gradients, those between send both.
-    Where the head is the embedding, its gradient goes between the first and the last, too.
-    """
-    stages = config.distributed.pipeline_parallel
-    if stages == 1:
-        return 0.0
-    numbers = config.batch.sequences() * config.data.sequence_length * spec.width()
-    tied = spec.embedding_size() / config.distributed.tensor_parallel if spec.is_tied() else 0
-    return BYTES_PER_WEIGHT * float(passes * numbers * min(2, stages - 1) + tied)
-
-
 def _waiting_step_time(
     config: RunConfig, spec: ModelSpec, *, compute_s: float, network: Network, threads: int
 ) -> StepTime:
@@ -345,7 +124,7 @@ def _shard_exchange_s(config: RunConfig, spec: ModelSpec, *, sent: Sent, network
         return sent.shard / network.bytes_per_s
     passes = max(1, config.batch.global_batch_size // config.batch.per_pass(mesh.data_ranks))
     others = (mesh.shard - 1) / mesh.shard
-    gathers = passes * others * _gathered_bytes(config, spec, mesh=mesh)
+    gathers = passes * others * gathered_bytes(config, spec, mesh=mesh)
     sums = sent.shard - gathers
     return gathers / network.shards.gather_bytes_per_s + sums / network.shards.sum_bytes_per_s
 
@@ -362,7 +141,7 @@ def _copies_s(
     gradients = gradient_bytes(spec, config.distributed) * held
     each = measured.copies if measured else PLANNED_COPIES
     seconds = passes * (
-        each.gathered_s_per_byte * _gathered_bytes(config, spec, mesh=mesh)
+        each.gathered_s_per_byte * gathered_bytes(config, spec, mesh=mesh)
         + each.summed_s_per_byte * gradients
     )
     return seconds if measured else seconds / min(threads, _MOST_COPYING_CORES)
@@ -426,3 +205,37 @@ def run_step_time(
     )
     mesh = config.distributed.mesh(network.ranks)
     return replace(found, update_s=update_s(spec, mesh, threads=threads, on_gpu=on_gpu))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedStep:
+    """A step of a run, from the peak that its ranks have."""
+
+    compute: ComputeTime
+    """Its computing, as if the ranks shared it evenly."""
+    parts: StepTime
+
+
+def predict_step(
+    config: RunConfig,
+    spec: ModelSpec,
+    *,
+    peak_flops_per_s: float,
+    network: Network,
+    threads: int,
+    tokens: int | None = None,
+) -> PredictedStep:
+    """Predict a step of the run `config`, of whose ranks each has `threads`.
+
+    `peak_flops_per_s` is the GEMM peak of all ranks together, `tokens` are those of a step (None =
+    each sequence is full).
+    """
+    compute = compute_time(
+        config,
+        spec,
+        peak_flops_per_s=peak_flops_per_s,
+        cores=network.ranks * threads,
+        tokens=tokens,
+    )
+    parts = run_step_time(config, spec, compute_s=compute.seconds, network=network, threads=threads)
+    return PredictedStep(compute=compute, parts=parts)

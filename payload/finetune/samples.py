@@ -22,6 +22,7 @@ import numpy.typing as npt
 from payload.config.run_config import load_run_config
 from payload.core.errors import ConfigError, DataError, ExitCode, TileforgeError, is_failure
 from payload.core.files import write_whole
+from payload.core.one_line import last_line
 from payload.core.printable_text import one_line, printable
 from payload.core.python_processes import code_environment, module_words
 from payload.data.reading.packed_blocks import Split
@@ -149,8 +150,7 @@ def _continued(prompts: Sequence[str], *, checkpoint: str) -> list[str]:
             check=False,
         )
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
-        said = one_line(lines[-1].removeprefix("error: "))
+        said = last_line(done.stderr, otherwise=f"it ended with {done.returncode}")
         raise ConfigError(f"{checkpoint} wrote nothing: {said}")
     return [json.loads(line)["samples"][0]["text"] for line in done.stdout.splitlines()]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from payload.core.one_line import printable_line
 from payload.core.printable_text import printable
 from payload.core.suggested_commands import command
 
@@ -62,7 +63,7 @@ def how_to_make_again(folder: Path, *, source: object) -> str:
     """The same for a damaged folder; `source` is what its meta.json says that it was made from."""
     if not isinstance(source, str):
         source = None
-    plain = printable(source or "").replace("\n", " ")[:200]
+    plain = printable_line(source or "")[:200]
     was = f" (it was: {plain})" if plain else ""
     if folder.name in _KNOWN and (source is None or source.startswith(f"{folder.name}:")):
         again = _prepare(folder.name, "--out", str(folder), "--force")
@@ -77,7 +78,7 @@ def with_tokenizer(folder: Path, *, source: str, tokenizer: str) -> str:
     arguments = ["--tokenizer", tokenizer, "--out", new]
     if kind in _KNOWN:
         return _prepare(kind, *arguments)
-    where = printable(place.partition(", ")[0]).replace("\n", " ")[:200] or "PATH"
+    where = printable_line(place.partition(", ")[0])[:200] or "PATH"
     return _prepare(printable(kind)[:20] or "KIND", "--input", where, *arguments)
 
 

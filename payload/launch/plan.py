@@ -14,7 +14,7 @@ from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.names import MEMBER_NAME, RUN_ID
 from payload.core.validation.records import build, check_schema
-from payload.launch.run_estimate import Arithmetic
+from payload.estimates.run_estimate import Arithmetic
 
 SCHEMA_VERSION = 1
 _FIX = "Start the run again."

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from payload.config.store_address import is_bucket_address
-from payload.core.printable_text import printable
+from payload.core.one_line import printable_line
 from payload.core.suggested_commands import command, quoted
 from payload.formats.data_folder import FOLDER_WORD, DataMeta
 from payload.report.markup import Html, figure, join, plain, tag, text
@@ -75,7 +75,7 @@ def prepare_lines(meta: DataMeta, *, out: str) -> Sequence[str]:
 
 
 def _comment(words: str) -> str:
-    return "# " + printable(words).replace("\n", " ")
+    return "# " + printable_line(words)
 
 
 def _source_words(kind: str, place: str, *, revision: str | None) -> list[str] | None:

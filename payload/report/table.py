@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from payload.core.printable_text import printable
+from payload.core.one_line import printable_line
 from payload.report import comparison_figures as rows
 from payload.report.markup import plain
 from payload.report.source import Run
@@ -27,7 +27,7 @@ def comparison(runs: Sequence[Run]) -> str:
         lines.append([])
         lines.append(["settings that differ"])
         lines += [[each.name, *map(plain, each.values)] for each in differing]
-    return _aligned([[printable(cell).replace("\n", " ") for cell in line] for line in lines])
+    return _aligned([[printable_line(cell) for cell in line] for line in lines])
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from payload.core.errors import ConfigError
 from payload.core.files import write_whole
+from payload.core.one_line import shortened
 from payload.core.regular_files import read_bytes
 from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
@@ -67,7 +68,7 @@ def table_lines(table: ProfileTable) -> Iterator[str]:
     yield f"{'operator':<{_NAME_CHARS}} {'calls':>7} {'self':>9} {'share':>7} {'total':>9}"
     for each in table.operators[:_SHOWN]:
         share = each.self_s / table.whole_s if table.whole_s else 0.0
-        name = each.name if len(each.name) <= _NAME_CHARS else f"{each.name[: _NAME_CHARS - 3]}..."
+        name = shortened(each.name, _NAME_CHARS)
         yield (
             f"{name:<{_NAME_CHARS}} {each.calls:>7,} {each.self_s:>8.4f}s {share:>7.1%} "
             f"{each.total_s:>8.4f}s"

@@ -11,6 +11,7 @@ import signal
 import subprocess
 from collections.abc import Sequence
 
+from payload.core.one_line import last_line
 from payload.core.printable_text import one_line
 from payload.core.python_processes import code_environment, module_words
 from payload.run_record.run_files import RunPaths
@@ -39,8 +40,7 @@ def write_report(
         process.communicate()
         return f"it took longer than {_TIMEOUT_S:g} s."
     if process.returncode:
-        lines = said.strip().splitlines() or [f"it ended with {process.returncode}"]
-        return one_line(lines[-1].removeprefix("error: "))
+        return last_line(said, otherwise=f"it ended with {process.returncode}")
     return None
 
 
@@ -65,8 +65,7 @@ def add_samples(paths: RunPaths) -> str | None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     if process.returncode:
-        lines = said.strip().splitlines() or [f"it ended with {process.returncode}"]
-        return one_line(lines[-1].removeprefix("error: "))
+        return last_line(said, otherwise=f"it ended with {process.returncode}")
     return write_report(paths)
 
 

@@ -20,7 +20,8 @@ from payload.config.store_address import (
     settled_results,
 )
 from payload.core.errors import ConfigError, ExitCode, PreflightError, UsageError
-from payload.core.printable_text import one_line, shown
+from payload.core.one_line import last_line
+from payload.core.printable_text import shown
 from payload.core.python_processes import code_environment, module_words
 from payload.core.suggested_commands import command
 from payload.core.validation.names import RUN_ID
@@ -112,8 +113,8 @@ def require_stored(status: int, said: bytes, *, where: str = "") -> None:
     """Raise ConfigError or PreflightError for the end of an attempt at a store, but for success."""
     if status == ExitCode.OK:
         return
-    lines = said.decode(errors="replace").strip().splitlines() or ["no reason given"]
-    words = where + one_line(lines[-1].removeprefix("error: "))
+    reason = last_line(said.decode(errors="replace"), otherwise="no reason given")
+    words = where + reason
     if status == ExitCode.CONFIG:
         raise ConfigError(words)
     raise PreflightError(f"{words} {_WITHOUT}")

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from payload.config.run_config import RunConfig
-from payload.core.printable_text import printable
+from payload.core.one_line import joined_lines
 from payload.core.python_processes import code_environment, module_words
 from payload.machines.inventory import SHARED_FOLDER
 
@@ -151,7 +151,7 @@ class _Look:
 
 def short(text: str) -> str:
     """Return another program's words in one line, of a length that fits a note."""
-    return " ".join(printable(text).split())[:_MOST_CHARS]
+    return joined_lines(text, longest=_MOST_CHARS)
 
 
 def describe(node: str, troubles: Mapping[str, str]) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 
 from payload.config.training_sections import DtypeChoice
 from payload.core.dtype import BF16_MIN_GAIN, Dtype
-from payload.estimates.step_time import ShardTimes
+from payload.estimates.network import ShardTimes
 from payload.train.models.quantized import QuantizedLinear
 from payload.train.ranks.world import World
 from payload.train.strategies.shard_times import Sharded, measure_shards
@@ -67,7 +67,7 @@ def calibrate(
     speeds = {dtype: _gemm_flops_per_s(world, dtype, small) for dtype in dtypes}
     dtype, reason = _choose(choice, _summed(world, speeds))
     peak = speeds[dtype]
-    if 2 * small**3 / peak < _FAST_PRODUCT_S:
+    if peak * _FAST_PRODUCT_S > 2 * small**3:
         peak = max(peak, _gemm_flops_per_s(world, dtype, large))
     all_reduce = measure_exchange(world).bytes_per_s() if world.world_size > 1 else None
     shards = None

@@ -7,7 +7,10 @@ from dataclasses import replace
 import torch
 
 from payload.config.run_config import RunConfig
-from payload.estimates.step_time import Network, gradient_bytes, run_step_time, sends_per_byte
+from payload.estimates.gradient_buckets import gradient_bytes
+from payload.estimates.network import Network, sends_per_byte
+from payload.estimates.quantized_cost import dequantize_s, dequantized_times, quantized_weights
+from payload.estimates.step_time import predict_step
 from payload.models.spec import ModelSpec
 from payload.train.calibration import Calibration
 from payload.train.ranks.world import World
@@ -41,7 +44,7 @@ def describe(
         f"{calibration.peak_flops_per_s / 1e12:.2f} TFLOP/s measured over all ranks",
         f"memory    about {memory / 2**30:.1f} GiB a rank",
         *_sync_check(config, spec=spec, world=world),
-        *_dequantizing(config, spec=spec, passes=accumulation, calibration=calibration),
+        *_dequantizing(config, spec=spec, world=world, calibration=calibration),
         *_predictions(config, tokens, spec=spec, world=world, calibration=calibration),
     ]
 
@@ -55,16 +58,17 @@ def _sync_check(config: RunConfig, *, spec: ModelSpec, world: World) -> list[str
 
 
 def _dequantizing(
-    config: RunConfig, *, spec: ModelSpec, passes: int, calibration: Calibration
+    config: RunConfig, *, spec: ModelSpec, world: World, calibration: Calibration
 ) -> list[str]:
     """Return what linears of 4 bits cost in each step, by this machine's own measurement."""
     rate = calibration.dequantized_per_s
     if rate is None:
         return []
-    linears = sum(each.inputs * each.outputs for each in spec.linears())
-    seconds = passes * 2 * linears / rate
+    seconds = dequantize_s(config, spec, world_size=world.world_size, weights_per_s=rate)
+    weights = quantized_weights(spec)
+    times = "twice" if dequantized_times(config) == 2 else "three times"
     return [
-        f"4 bits    {seconds:.2g} s a step to dequantise {linears / 1e6:,.0f}M weights twice in "
+        f"4 bits    {seconds:.2g} s a step to dequantise {weights / 1e6:,.0f}M weights {times} in "
         f"each pass, at {rate / 1e9:.2f}G a second measured; the kernels do not run them"
     ]
 
@@ -75,16 +79,19 @@ def _predictions(
     """Time for computing and for synchronisation, and of a step with both."""
     config = replace(config, device=replace(config.device, kind=world.kind))
     config = config.computing_in(calibration.dtype)
-    threads = torch.get_num_threads()
-    step_flops = tokens * spec.flops_per_token()
-    core = calibration.peak_flops_per_s / (world.world_size * threads)
-    mfu = config.typical_mfu(spec, core_flops_per_s=core)
-    compute_s = step_flops / (calibration.peak_flops_per_s * mfu) * config.recomputation()
     speed = calibration.all_reduce_bytes_per_s
     # One rank has no link.
     link = 1.0 if speed is None else speed * sends_per_byte(world.world_size)
     network = Network(ranks=world.world_size, bytes_per_s=link, shards=calibration.shards)
-    step = run_step_time(config, spec, compute_s=compute_s, network=network, threads=threads)
+    predicted = predict_step(
+        config,
+        spec,
+        peak_flops_per_s=calibration.peak_flops_per_s,
+        network=network,
+        threads=torch.get_num_threads(),
+        tokens=tokens,
+    )
+    compute, step = predicted.compute, predicted.parts
     step_s = step.total_s()
     sync = "sync      nothing to exchange with one rank"
     if speed is not None:
@@ -96,7 +103,7 @@ def _predictions(
         )
     return [
         sync,
-        f"predicted {step_s:.2f} s a step, {compute_s:.2f} s of it computing, at "
-        f"{mfu:.0%} of the peak: about {step_s * config.train.steps / 60:.1f} min without "
+        f"predicted {step_s:.2f} s a step, {compute.seconds:.2f} s of it computing, at "
+        f"{compute.mfu:.0%} of the peak: about {step_s * config.train.steps / 60:.1f} min without "
         "evaluation",
     ]

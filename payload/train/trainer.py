@@ -14,6 +14,7 @@ import torch
 
 from payload.core.errors import TrainingError
 from payload.data.reading.blocks import BlockOrder, Indices
+from payload.estimates.compute_time import mfu
 from payload.formats.data_folder import TRAIN_NAME
 from payload.run_record.metrics_log import RankTimes, StepMetrics, read_val_losses
 from payload.train.checkpoints.checkpoint import TrainerState
@@ -340,8 +341,11 @@ class Trainer:
     def _mfu(self, tokens_per_s: float) -> float | None:
         """Share of the measured peak; None above 1, where something disturbed the calibration."""
         parts = self._parts
-        flops_per_s = tokens_per_s * parts.model.trained_spec().flops_per_token()
-        share = flops_per_s / parts.calibration.peak_flops_per_s
+        share = mfu(
+            tokens_per_s=tokens_per_s,
+            flops_per_token=parts.model.trained_spec().flops_per_token(),
+            peak_flops_per_s=parts.calibration.peak_flops_per_s,
+        )
         return share if share <= 1 else None
 
     def _record(self, row: StepMetrics) -> None:
@@ -353,11 +357,11 @@ class Trainer:
             self._mfu_missed = True
             log.warning(_NO_MFU)
         if row.step == 1 or row.step == train.steps or _due(row.step, train.log_every):
-            mfu = "" if row.mfu is None else f"  MFU {row.mfu:.1%}"
+            share = "" if row.mfu is None else f"  MFU {row.mfu:.1%}"
             log.info(
                 f"step {row.step:>{len(str(train.steps))}}/{train.steps}  loss {row.loss:.4f}  "
                 f"lr {row.lr:.2e}  grad norm {row.grad_norm:.2f}  {row.tokens_per_s:,.0f} tokens/s"
-                f"{mfu}{row.describe()}"
+                f"{share}{row.describe()}"
             )
 
     def _evaluate(self) -> bool:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from payload.config.run_config import parse_run_config
-from payload.estimates.step_time import LOOPBACK_BYTES_PER_S
-from payload.launch.strategy_comparison import Compared, compare_strategies
+from payload.estimates.network import LOOPBACK_BYTES_PER_S
+from payload.estimates.strategy_comparison import Compared, compare_strategies
 from payload.models.gpt2.spec import PRESETS
 
 SPEC = replace(PRESETS["gpt2-medium"], sequence_length=64)

@@ -15,6 +15,7 @@ from payload.config.run_config import RunConfig, parse_run_config
 from payload.config.training_sections import PrecisionSection
 from payload.core.errors import ConfigError
 from payload.core.validation.records import build
+from payload.estimates.run_estimate import work_out
 from payload.estimates.step_time import UPDATE_S_PER_WEIGHT
 from payload.launch.agents import AgentJob
 from payload.launch.environment import Rendezvous, common_environment
@@ -24,7 +25,6 @@ from payload.launch.launchers.registry import find
 from payload.launch.launchers.srun import each_node_command
 from payload.launch.plan import LaunchPlan, rank_program, rank_words
 from payload.launch.ranks import place_ranks
-from payload.launch.run_estimate import work_out
 from payload.models.spec import ModelSpec
 from payload.report.source import Plan as ReportedPlan
 from tests.launch.inventories import make_inventory

@@ -10,7 +10,7 @@ from benchmarks.architecture_cases import CASES
 from payload.config.launch_sections import DistributedSection
 from payload.config.run_config import parse_run_config
 from payload.core.errors import ConfigError
-from payload.launch.run_estimate import Arithmetic, work_out
+from payload.estimates.run_estimate import Arithmetic, work_out
 from payload.machines.rank_mesh import Mesh, require_tensor_ranks_on_a_node
 from payload.models.gpt2.spec import PRESETS
 from payload.models.registry import spec_of

@@ -18,9 +18,9 @@ from payload.config.run_config import parse_run_config
 from payload.core.errors import ConfigError, DataError, UsageError
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build
+from payload.estimates.run_estimate import work_out
 from payload.formats.data_folder import load_meta
 from payload.launch.ranks import place_ranks
-from payload.launch.run_estimate import work_out
 from payload.models.gpt2.spec import PRESETS
 from payload.orchestrate.follow import follow
 from payload.orchestrate.inventories.chosen import load_cluster

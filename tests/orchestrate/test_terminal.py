@@ -15,6 +15,7 @@ import pytest
 from payload.core.errors import INTERRUPTED
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.terminal import console
+from payload.orchestrate.terminal.tables import table_lines
 from tests.orchestrate.test_commands import Workplace
 from tests.supervise.planned import (
     DEADLINE_S,
@@ -106,6 +107,19 @@ def test_an_error_that_quotes_hostile_text_is_printed_harmless(open_terminal: Op
     terminal = open_terminal("run", "--set", f"train.{HOSTILE}=1", columns=200)
     assert terminal.wait() == 10
     assert is_harmless(terminal.raw())
+
+
+def test_a_table_is_plain_text_and_stacked_where_it_is_too_wide() -> None:
+    names = ("run", "status", "step")
+    rows = [("a", "[bold]x", ""), ("bbbb", "\x1b[31mends", "1/2")]
+    assert table_lines(names, rows, width=23) == [
+        "run   status   step",
+        "a     [bold]x",
+        "bbbb  ends     1/2",
+    ]
+    assert table_lines(names, rows) == table_lines(names, rows, width=19)
+    assert table_lines(names, rows[:1], width=17) == ["run a", "  status [bold]x", "  step "]
+    assert table_lines(names, []) == ["run  status  step"]
 
 
 @pytest.mark.ranks

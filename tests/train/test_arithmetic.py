@@ -24,9 +24,13 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def lines_with(ranks: int, tiny_data: Path) -> dict[str, str]:
+def lines_with(
+    ranks: int, tiny_data: Path, *overrides: str, dequantized_per_s: float | None = None
+) -> dict[str, str]:
     config = parse_run_config(
-        f"[data]\ndir = '{tiny_data}'\nsequence_length = 32\n[train]\nsteps = 60", where="test"
+        f"[data]\ndir = '{tiny_data}'\nsequence_length = 32\n[train]\nsteps = 60",
+        overrides=overrides,
+        where="test",
     )
     world = World(rank=0, world_size=ranks, local_rank=0, local_world_size=1, node="here")
     found = describe(
@@ -39,6 +43,7 @@ def lines_with(ranks: int, tiny_data: Path) -> dict[str, str]:
             reason="as configured",
             peak_flops_per_s=1e11 * ranks,
             all_reduce_bytes_per_s=1e9 if ranks > 1 else None,
+            dequantized_per_s=dequantized_per_s,
         ),
     )
     return {line.partition(" ")[0]: line for line in found}
@@ -63,3 +68,14 @@ def test_one_rank_has_nothing_to_exchange(tiny_data: Path) -> None:
     lines = lines_with(1, tiny_data)
     assert lines["sync"] == "sync      nothing to exchange with one rank"
     assert lines["predicted"].startswith("predicted 9.34 s a step, 9.19 s of it computing, ")
+
+
+def test_a_trainer_with_checkpointing_dequantises_once_more_as_its_plan_has_it(
+    tiny_data: Path,
+) -> None:
+    words = ["memory.activation_checkpointing=off", "memory.activation_checkpointing=on"]
+    plain, again = (lines_with(1, tiny_data, word, dequantized_per_s=1e9) for word in words)
+    assert " s a step to dequantise 85M weights twice in each pass, " in plain["4"]
+    assert " s a step to dequantise 85M weights three times in each pass, " in again["4"]
+    seconds = [float(lines["4"].split()[2]) for lines in (plain, again)]
+    assert seconds[1] == pytest.approx(1.5 * seconds[0], rel=0.05)

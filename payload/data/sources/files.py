@@ -16,7 +16,7 @@ from typing import Any
 
 from payload.core.errors import DataError
 from payload.core.links import inside_folder
-from payload.core.printable_text import printable
+from payload.core.one_line import printable_line
 from payload.data.sources.documents import PIECE_BYTES, Batch, Batcher, Cursor, Survey, read_pieces
 from payload.data.sources.request import SourceRequest
 from payload.data.sources.text_sections import Division, divide
@@ -135,7 +135,7 @@ def describe_inputs(kind: str, given: Sequence[Path]) -> str:
     """Kind and place for people: the first three and how many more."""
     shown = ", ".join(str(path) for path in given[:3])
     more = f" and {len(given) - 3} more" if len(given) > 3 else ""
-    return printable(f"{kind}: {shown}{more}").replace("\n", " ")
+    return printable_line(f"{kind}: {shown}{more}")
 
 
 class TextSource:

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from payload.config.run_config import RunConfig
 from payload.core.errors import ConfigError
 from payload.core.python_processes import SAFE_PATH
-from payload.estimates.step_time import LOOPBACK_BYTES_PER_S
+from payload.estimates.network import LOOPBACK_BYTES_PER_S
+from payload.estimates.run_estimate import work_out
 from payload.launch.environment import malloc_environment, spin_environment
 from payload.launch.exports import dstack, mpijob, sbatch, skypilot, trainjob
 from payload.launch.exports.base import Engine, ExportJob
 from payload.launch.ranks import place_ranks
-from payload.launch.run_estimate import work_out
 from payload.machines.inventory import ClusterInventory
 from payload.machines.machine import Domain
 from payload.models.spec import ModelSpec

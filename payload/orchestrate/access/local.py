@@ -20,7 +20,7 @@ from payload.config.training_sections import DtypeChoice
 from payload.core.dtype import Dtype
 from payload.core.errors import PreflightError, UsageError
 from payload.core.python_processes import code_environment, code_path, module_words
-from payload.estimates.step_time import LOOPBACK_BYTES_PER_S
+from payload.estimates.network import LOOPBACK_BYTES_PER_S
 from payload.launch.launcher import Launcher, Reach
 from payload.launch.launchers.registry import AUTO
 from payload.launch.plan import rank_program

@@ -42,6 +42,7 @@ from payload.orchestrate.clouds.pulumi.refusals import PulumiError
 from payload.orchestrate.clouds.pulumi.stack_config import cluster_name, settings
 from payload.orchestrate.inventories.chosen import nvidia_here
 from payload.orchestrate.terminal.console import text_console
+from payload.orchestrate.terminal.tables import table
 from payload.pricing.cloud_prices import Catalog, source, spot_warning
 from payload.pricing.cluster_cost import cluster_cost
 from payload.stack.cloud_need import Need, need_of
@@ -210,9 +211,7 @@ def _with_flags(need: Need, options: DoctorOptions) -> Need:
 
 
 def _table(checks: Sequence[Check]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("#", "check", "outcome", "found"):
-        table.add_column(name, no_wrap=name != "found")
+    made = table("#", "check", "outcome", "found", wrapped=("found",))
     for number, check in enumerate(checks, start=1):
-        table.add_row(str(number), check.name, check.outcome, check.found)
-    return table
+        made.add_row(str(number), check.name, check.outcome, check.found)
+    return made

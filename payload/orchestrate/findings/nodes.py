@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from payload.core.errors import ExitCode, TileforgeError
-from payload.core.printable_text import printable, shown
+from payload.core.one_line import printable_line
+from payload.core.printable_text import shown
 from payload.core.validation.fields import checked
 from payload.launch.launchers.registry import names
 from payload.machines.inventory import RANK_PORTS, Node
@@ -168,12 +169,15 @@ class Finding:
 
     def line(self) -> str:
         """Return node, cause and fix on one line, whatever a node said."""
-        return one_line(f"{self.node}: {self.cause}. {self.fix}")
+        return _line(f"{self.node}: {self.cause}. {self.fix}")
+
+    def log_lines(self) -> list[str]:
+        """Return the log's lines, as a terminal shows them."""
+        return [_line(each) for each in self.log]
 
 
-def one_line(text: str) -> str:
-    """Return the text as one line that a terminal shows as it is."""
-    return " ".join(printable(text[:_LINE_CHARS]).split("\n")).rstrip()
+def _line(text: str) -> str:
+    return printable_line(text[:_LINE_CHARS]).rstrip()
 
 
 def from_error(node: Node, error: TileforgeError) -> Finding:

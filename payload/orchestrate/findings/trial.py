@@ -13,12 +13,13 @@ from payload.config.training_sections import DtypeChoice
 from payload.core.dtype import BF16_MIN_GAIN, Dtype
 from payload.core.errors import ConfigError
 from payload.core.files import write_whole
+from payload.core.one_line import joined_lines
 from payload.core.regular_files import read_bytes
 from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.names import NODE_NAME
 from payload.core.validation.records import build, check_schema
-from payload.estimates.step_time import sends_per_byte
+from payload.estimates.network import sends_per_byte
 from payload.launch.launcher import BOOTSTRAP_AGAIN, MISSING_LIBRARY, Launcher
 from payload.machines.inventory import Node
 from payload.orchestrate.findings.nodes import GPU, NCCL, Finding
@@ -244,7 +245,7 @@ def _is_environment(text: str) -> bool:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())[:200].rstrip(".")
+    return joined_lines(text.strip().rstrip("."), longest=200)
 
 
 def _error(node: str, check: str, cause: str, fix: str, *, log: tuple[str, ...] = ()) -> Finding:

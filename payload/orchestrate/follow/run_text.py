@@ -20,14 +20,16 @@ from payload.core.regular_files import open_regular
 from payload.estimates.batch_size import USED
 from payload.estimates.disk_room import most_checkpoints
 from payload.estimates.quantized_cost import QuantizedCost, quantized_cost
+from payload.estimates.run_estimate import Arithmetic
+from payload.estimates.run_time import Speed, typical_speed
 from payload.formats.data_folder import load_meta
 from payload.launch.environment import rank_environment
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Placement, load_ranks
-from payload.launch.run_estimate import Arithmetic
 from payload.orchestrate.hardware.nvidia import gpu_need
 from payload.orchestrate.runs.planning import PlannedRun
 from payload.orchestrate.runs.run_index import RunView
+from payload.orchestrate.terminal.tables import labelled_lines, table_lines
 from payload.orchestrate.terminal.time_left import evaluations_left
 from payload.pricing.cloud_prices import bucket_price
 from payload.run_record.metrics_log import describe_missing
@@ -36,8 +38,6 @@ from payload.run_record.run_repair import known_dtype
 from payload.run_record.stragglers import SlowRank
 from payload.run_record.suggested_run_commands import run_command
 
-# A forward pass is a third of the forward and backward pass.
-_EVALUATION_SHARE = 1 / 3
 _LOOKED_AT = 20
 
 
@@ -103,15 +103,12 @@ def estimate(
     """
     numbers, train = planned.plan.arithmetic, planned.config.train
     quantized = _quantized(planned, earlier if is_local else ())
-    speed = _measured_speed(planned, quantized, earlier if is_local else ())
-    speed = speed or _typical_speed(planned, quantized)
+    speed, basis = _speed(planned, quantized, earlier if is_local else ())
     sizes = {path.name: path.stat().st_size for path in data.glob("*.bin")}
     val_tokens = _val_tokens(data)
     evaluated = min(val_tokens, train.eval_tokens or val_tokens)
     evaluations = 1 + evaluations_left(train, 0)
-    flops_per_token = numbers.flops_per_step / numbers.tokens_per_step
-    flops = evaluations * evaluated * flops_per_token * _EVALUATION_SHARE
-    seconds = train.steps * speed.step_s + flops / speed.flops_per_s
+    seconds = speed.run_s(steps=train.steps, evaluated_tokens=evaluations * evaluated)
     hourly_usd = planned.inventory.hourly_usd()
     address = planned.config.storage.address()
     kept = train.keep_checkpoints + 1  # the best one besides
@@ -121,7 +118,7 @@ def estimate(
         data_bytes=sum(sizes.values()),
         free_bytes=free_bytes(planned.paths.root) if is_local else None,
         seconds=seconds,
-        basis=speed.basis,
+        basis=basis,
         usd=None if not hourly_usd else hourly_usd * seconds / 3600,
         store=None if address is None else str(address),
         store_checkpoints=kept,
@@ -130,55 +127,46 @@ def estimate(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Speed:
-    """Time of a step, and the rate at which evaluation computes."""
-
-    step_s: float
-    flops_per_s: float
-    basis: str
-    """Source of the time, for people."""
-
-
-def _measured_speed(
+def _speed(
     planned: PlannedRun, quantized: QuantizedCost | None, earlier: Sequence[RunPaths]
-) -> _Speed | None:
-    """Return the speed that these nodes' trial or an earlier run has measured, if one has.
+) -> tuple[Speed, str]:
+    """Return the speed of a run and its source, for people.
 
     The trial dequantises nothing.
     """
     numbers = planned.plan.arithmetic
-    step_s, basis = numbers.step_s, "from what was measured on these nodes"
-    if step_s is not None:
-        step_s += _dequantize_s(planned, quantized)
-    else:
-        measured = _measured_tokens_per_s(planned, earlier)
-        if measured is None:
-            return None
+    dequantize_s = _dequantize_s(planned, quantized)
+    if numbers.step_s is not None:
+        speed = Speed.of_steps(numbers, step_s=numbers.step_s + dequantize_s)
+        return speed, "from what was measured on these nodes"
+    measured = _measured_tokens_per_s(planned, earlier)
+    if measured is not None:
         tokens_per_s, run_id = measured
-        step_s = numbers.tokens_per_step / tokens_per_s
-        basis = f"at the {tokens_per_s:,.0f} tokens/s of run {run_id}"
-    return _Speed(step_s=step_s, flops_per_s=numbers.flops_per_step / step_s, basis=basis)
+        speed = Speed.of_tokens(numbers, tokens_per_s=tokens_per_s)
+        return speed, f"at the {tokens_per_s:,.0f} tokens/s of run {run_id}"
+    return _typical_speed(planned, dequantize_s=dequantize_s)
 
 
-def _typical_speed(planned: PlannedRun, quantized: QuantizedCost | None) -> _Speed:
+def _typical_speed(planned: PlannedRun, *, dequantize_s: float) -> tuple[Speed, str]:
     """Return the speed of typical cores, on nodes with GPUs too: no speed of theirs is known."""
-    numbers = planned.plan.arithmetic
     cores = sum(node.physical_cores for node in planned.inventory.nodes)
     device = replace(planned.predicted.device, kind="cpu")
     predicted = replace(planned.predicted, device=device)
-    core = planned.core_flops_per_s[predicted.dtype()]
-    spec = predicted.adapted(planned.base)
-    flops_per_s = cores * core * predicted.typical_mfu(spec, core_flops_per_s=core)
-    step_s = numbers.flops_per_step / flops_per_s * predicted.recomputation()
-    step_s += _dequantize_s(planned, quantized)
+    speed = typical_speed(
+        predicted,
+        predicted.adapted(planned.base),
+        planned.plan.arithmetic,
+        core_flops_per_s=planned.core_flops_per_s[predicted.dtype()],
+        cores=cores,
+        dequantize_s=dequantize_s,
+    )
     basis = (
-        f"at {numbers.tokens_per_step / step_s:,.0f} tokens/s, typical of {cores} AVX-512 core(s) "
+        f"at {speed.tokens_per_s():,.0f} tokens/s, typical of {cores} AVX-512 core(s) "
         f"in {predicted.dtype()}, not measured"
     )
     if gpu_need(planned.config, planned.inventory.nodes) is not None:
         basis += "; GPUs are faster: run preflight to measure them"
-    return _Speed(step_s=step_s, flops_per_s=flops_per_s, basis=basis)
+    return speed, basis
 
 
 def _dequantize_s(planned: PlannedRun, quantized: QuantizedCost | None) -> float:
@@ -334,7 +322,8 @@ def arithmetic_lines(plan: LaunchPlan) -> list[str]:
 
 def strategy_table(planned: PlannedRun) -> str:
     """Return the strategies of the run's ranks as a table, the best first."""
-    rows = [("strategy", "GiB a rank", "MiB sent a step", "exchange s", "step s", "fits")]
+    names = ("strategy", "GiB a rank", "MiB sent a step", "exchange s", "step s", "fits")
+    rows = []
     for each in planned.strategies:
         step = "not measured" if each.step_s is None else f"{each.step_s:.3g}"
         fits = {True: "yes", False: "no", None: "not known"}[each.fits]
@@ -342,11 +331,7 @@ def strategy_table(planned: PlannedRun) -> str:
         rows.append(
             (each.name(), f"{memory:.1f}", f"{sent:,.0f}", f"{each.sync_s:.3g}", step, fits)
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    return "\n".join(table_lines(names, rows))
 
 
 def _exchanged(numbers: Arithmetic) -> str:
@@ -399,7 +384,7 @@ def result_lines(summary: Summary, *, checkpoint: Path | None, width: int) -> li
     if summary.cost_usd is not None:
         per_million = _number(summary.usd_per_million_tokens, ".2f")
         rows.insert(-1, ("cost", f"${summary.cost_usd:.2f} (${per_million} per million tokens)"))
-    return _aligned(rows, width=width)
+    return labelled_lines(rows, width=width)
 
 
 def failure_lines(error: str, *, log: Path) -> list[str]:
@@ -451,7 +436,7 @@ def status_lines(view: RunView, *, width: int) -> list[str]:
         rows.append(("error", view.error))
     elif view.note:
         rows.append(("note", view.note))
-    return _aligned(rows, width=width)
+    return labelled_lines(rows, width=width)
 
 
 def ranks_lines(view: RunView, *, width: int) -> list[str]:
@@ -485,44 +470,6 @@ def list_lines(views: Sequence[RunView], *, width: int) -> list[str]:
         for view in views
     ]
     return table_lines(("run", "status", "step", "loss", "validation"), rows, width=width)
-
-
-def table_lines(names: Sequence[str], rows: Sequence[Sequence[str]], *, width: int) -> list[str]:
-    """Return a table; where it is wider than `width`, each row under its first cell instead."""
-    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-    if sum(widths) + 2 * (len(widths) - 1) <= width:
-        padded = (
-            [f"{cell:<{size}}" for cell, size in zip(row, widths, strict=True)]
-            for row in (names, *rows)
-        )
-        return ["  ".join(row).rstrip() for row in padded]
-    lines = []
-    for first, *rest in rows:
-        lines.append(f"{names[0]} {first}")
-        cells = [f"{name} {cell}" for name, cell in zip(names[1:], rest, strict=True)]
-        lines += _filled(cells, width=width)
-    return lines
-
-
-def _filled(cells: Sequence[str], *, width: int) -> list[str]:
-    """Return cells in as few indented lines as fit."""
-    lines = ["  " + cells[0]]
-    for cell in cells[1:]:
-        if len(lines[-1]) + 2 + len(cell) <= width:
-            lines[-1] += "  " + cell
-        else:
-            lines.append("  " + cell)
-    return lines
-
-
-def _aligned(rows: Sequence[tuple[str, str]], *, width: int) -> list[str]:
-    """Return names and values; a value that does not fit beside its name goes below it."""
-    column = max(len(name) for name, _ in rows)
-    lines: list[str] = []
-    for name, value in rows:
-        beside = f"{name:<{column}}  {value}"
-        lines += [beside] if len(beside) <= width else [name, f"  {value}"]
-    return lines
 
 
 def _rank_lines(placement: Placement, *, width: int) -> list[str]:

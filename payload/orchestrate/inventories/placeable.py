@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from payload.config.run_config import RunConfig
 from payload.core.errors import ConfigError
+from payload.estimates.run_estimate import Arithmetic
 from payload.launch.launchers.registry import AUTO, candidates
 from payload.launch.ranks import Placement
-from payload.launch.run_estimate import Arithmetic
 from payload.machines.inventory import ClusterInventory
 from payload.machines.rank_mesh import require_tensor_ranks_on_a_node
 from payload.orchestrate.inventories.chosen import Chosen

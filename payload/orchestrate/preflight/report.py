@@ -16,7 +16,8 @@ from rich.table import Table
 from payload.config.run_config import RunConfig
 from payload.core.dtype import BF16_MIN_GAIN
 from payload.core.errors import ExitCode, TileforgeError, most_telling
-from payload.estimates.step_time import Network, run_step_time
+from payload.estimates.network import Network
+from payload.estimates.step_time import predict_step
 from payload.launch.ranks import Placement
 from payload.machines.core_speed import flags_have_bf16
 from payload.machines.inventory import ClusterInventory, Node
@@ -29,7 +30,6 @@ from payload.orchestrate.findings.nodes import (
     NodeFacts,
     checks,
     has_failed,
-    one_line,
 )
 from payload.orchestrate.findings.trial import Measured, Record, known_trial, nodes_sha, record_path
 from payload.orchestrate.hardware.nvidia import for_prediction, gpu_need
@@ -39,6 +39,7 @@ from payload.orchestrate.runs.start_checks import initial_spec
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.node_code import this_code
 from payload.orchestrate.terminal.console import text_console
+from payload.orchestrate.terminal.tables import table
 
 _SLOW_NODE_SHARE = 0.8
 _SLOW_LINK_SHARE = 0.5
@@ -65,19 +66,16 @@ def predict(
     """Predict the times of one step by ranks of so many threads."""
     link = measured.link_bytes_per_s()
     config = config.computing_in(measured.dtype(config.precision.dtype))
-    peak = measured.peak_flops_per_s(config.dtype())
-    flops = config.tokens_per_step() * spec.flops_per_token()
-    mfu = config.typical_mfu(spec, core_flops_per_s=peak / (measured.world_size * threads))
-    compute_s = flops / (peak * mfu) * config.recomputation()
     # One rank has no link.
     network = Network(ranks=measured.world_size, bytes_per_s=link or 1.0)
-    step = run_step_time(config, spec, compute_s=compute_s, network=network, threads=threads)
+    peak = measured.peak_flops_per_s(config.dtype())
+    step = predict_step(config, spec, peak_flops_per_s=peak, network=network, threads=threads)
     return Prediction(
         what=f"{spec.num_params() / 1e6:.3g}M parameters, {config.batch.global_batch_size} "
         f"sequences of {config.data.sequence_length} tokens a step",
-        sync_s=step.exchange_s,
-        compute_s=compute_s,
-        step_s=step.total_s(),
+        sync_s=step.parts.exchange_s,
+        compute_s=step.compute.seconds,
+        step_s=step.parts.total_s(),
     )
 
 
@@ -234,24 +232,22 @@ class Report:
     def table(self) -> Table:
         """Return a row for each node, a column for each check that was made somewhere."""
         made = [check for check in checks() if any(check in done for done in self.checks.values())]
-        table = Table(box=None, pad_edge=False)
         names = ["node", *made, "cores", "GiB", "free GiB", "interface", "MTU"]
         names += ["TFLOP/s bf16", "fp32", "Gbit/s"] if self.measured else []
-        for name in names:
-            table.add_column(name, no_wrap=True)
+        found = table(*names)
         for node in self.checks:
             statuses = [self.status(node, check) for check in made]
-            table.add_row(
+            found.add_row(
                 node, *statuses, *_numbers(self.facts.get(node)), *_speeds(self.measured, node)
             )
-        return table
+        return found
 
     def lines(self) -> list[str]:
         """Return every finding, errors first, each with its log."""
         lines = []
         for finding in sorted(self.findings, key=lambda finding: finding.severity):
             lines.append(f"{finding.severity}: {finding.line()}")
-            lines += [f"  | {one_line(line)}" for line in finding.log]
+            lines += [f"  | {line}" for line in finding.log_lines()]
         return [*lines, *(f"note: {note}" for note in self.notes)]
 
     def to_json(self) -> str:

@@ -21,6 +21,8 @@ from payload.core.errors import (
 )
 from payload.core.files import write_whole
 from payload.estimates.batch_size import as_recorded, left_open, settle_batch
+from payload.estimates.run_estimate import work_out
+from payload.estimates.strategy_comparison import Compared, compare_strategies
 from payload.formats.hub_names import HubName
 from payload.launch.budget import time_limit
 from payload.launch.environment import Rendezvous, common_environment
@@ -31,8 +33,6 @@ from payload.launch.launcher_files import render_accelerate, render_hosts
 from payload.launch.launchers.registry import AUTO, candidates
 from payload.launch.plan import LaunchPlan, auto_batch_size, rank_words
 from payload.launch.ranks import Placement, render_ranks
-from payload.launch.run_estimate import work_out
-from payload.launch.strategy_comparison import Compared, compare_strategies
 from payload.machines.inventory import ClusterInventory, Node
 from payload.machines.rank_mesh import require_tensor_ranks_on_a_node
 from payload.models.spec import ModelSpec

@@ -7,14 +7,11 @@ As a program (`python -m payload.orchestrate.sites.allocation RUN_DIR`) it is wh
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import re
 import shutil
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import time
@@ -37,6 +34,7 @@ from payload.launch.launchers.srun import LAUNCHER, NODE_COMMAND, each_node_comm
 from payload.launch.plan import auto_batch_size
 from payload.machines.inventory import Access, ClusterInventory, Node
 from payload.machines.machine import Domain, discover, hostname
+from payload.machines.network_interface import interface_towards
 from payload.orchestrate.access.local import LOOPBACK, LocalAccess
 from payload.orchestrate.hardware.nvidia import NvidiaFacts, smi_fault, with_gpus
 from payload.orchestrate.inventories.chosen import Chosen, nvidia_here
@@ -55,7 +53,6 @@ _LOOK_EVERY_S = 0.5
 _GUESSED_BYTES_PER_S = 1.25e9
 """10 Gbit/s, as nobody has measured the network between the nodes."""
 _AS_BY = "as by slurm.extra = '--gpus-per-node=1'"
-_GETS_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,6 +312,7 @@ def sight_here(told: str, env: Mapping[str, str]) -> NodeSight:
     """Return what this node has of what the job gave it."""
     raw = json.loads(told)
     name = _name_here(env)
+    target = raw["targets"].get(name)
     machine = discover()
     cpus = len(os.sched_getaffinity(0))
     threads = max(1, cpus // max(1, machine.num_cores()))
@@ -323,7 +321,7 @@ def sight_here(told: str, env: Mapping[str, str]) -> NodeSight:
         node=name,
         domains=_first_cores(machine.domains, max(1, granted)),
         memory_bytes=machine.memory_bytes,
-        interface=_interface_to(raw["targets"].get(name)),
+        interface=interface_towards(target) if target is not None else None,
         missing=tuple(each for each in raw["folders"] if not Path(each).is_dir()),
         nvidia=nvidia_here(env),
         has_gpus=_has_gpus(env),
@@ -345,25 +343,6 @@ def _first_cores(domains: Sequence[Domain], most: int) -> tuple[Domain, ...]:
         if cores:
             found.append(replace(domain, cores=cores))
     return tuple(found)
-
-
-def _interface_to(address: str | None) -> str | None:
-    """Return the interface that packets to `address` leave by; None where it is not known."""
-    if address is None:
-        return None
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
-            sender.connect((address, 9))  # sends nothing
-            here = sender.getsockname()[0]
-            for _, name in socket.if_nameindex():
-                asked = struct.pack("256s", name.encode()[:15])
-                with suppress(OSError):
-                    answer = fcntl.ioctl(sender.fileno(), _GETS_ADDRESS, asked)
-                    if socket.inet_ntoa(answer[20:24]) == here:
-                        return name
-    except OSError:
-        return None
-    return None
 
 
 def job_ends_unix(env: Mapping[str, str]) -> float | None:

@@ -19,7 +19,8 @@ from payload.formats.data_folder import IGNORED_TARGET
 from payload.kernels.kernels import Kernels
 from payload.models.adapter import AdaptedSpec
 from payload.models.spec import ModelSpec, RankSetting
-from payload.train.models import chunked_loss, split_head
+from payload.train.models import chunked_loss
+from payload.train.models.head_loss import FusedHead, HeadLoss, PlainHead, SplitHead
 from payload.train.models.quantized import QuantizedLinear
 from payload.train.models.split import SplitModule, Splits
 from payload.train.models.stage import Stage
@@ -275,29 +276,24 @@ class CausalLM(SplitModule, ABC):
             self.stage.send(hidden)
             return torch.zeros(targets.shape, device=targets.device)
         if starts is None:
-            return self._head_losses(hidden, targets)
+            return self._head_loss().token_losses(hidden, targets)
         losses = torch.zeros(targets.shape, device=targets.device)
         chosen = targets != IGNORED_TARGET
-        some = self._head_losses(hidden[chosen].unsqueeze(0), targets[chosen].unsqueeze(0))
+        hidden, targets = hidden[chosen].unsqueeze(0), targets[chosen].unsqueeze(0)
+        some = self._head_loss().token_losses(hidden, targets)
         losses[chosen] = some.squeeze(0)
         return losses
 
-    def _head_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def _head_loss(self) -> HeadLoss:
+        """Return how this model computes its head and loss now."""
         weight = self.head_weight()
-        if self.ranks is not None and weight is not None:
-            words = self.spec.head_rows()
-            return split_head.token_losses(hidden, weight, targets, self.ranks, words=words)
-        if self.kernels is not None and weight is not None:
-            return self.kernels.token_losses(hidden, weight, targets)
-        if self.chunks_loss and weight is not None:
-            return chunked_loss.token_losses(hidden, weight, targets)
-        losses = functional.cross_entropy(
-            self.logits(hidden).flatten(0, 1).float(),
-            targets.flatten(),
-            ignore_index=IGNORED_TARGET,
-            reduction="none",
-        )
-        return losses.view_as(targets)
+        if weight is None:
+            return PlainHead(self.logits)
+        if self.ranks is not None:
+            return SplitHead(weight, self.ranks, words=self.spec.head_rows())
+        if self.kernels is not None:
+            return FusedHead(weight, self.kernels)
+        return FusedHead(weight, chunked_loss) if self.chunks_loss else PlainHead(self.logits)
 
     def forward(
         self, tokens: Tensor, targets: Tensor, starts: Tensor | None = None, *more: Tensor
@@ -313,22 +309,11 @@ class CausalLM(SplitModule, ABC):
         hidden = self.hidden(tokens, starts=starts)
         if self.stage is not None and not self.stage.is_last():
             return hidden
-        weight = self.head_weight()
         if starts is not None:
             # The answers are a part of the text: the head reads those positions alone.
             chosen = targets != IGNORED_TARGET
             hidden, targets = hidden[chosen].unsqueeze(0), targets[chosen].unsqueeze(0)
-        if self.ranks is not None and weight is not None:
-            words = self.spec.head_rows()
-            return split_head.mean_loss(hidden, weight, targets, self.ranks, words=words)
-        if self.kernels is not None and weight is not None:
-            return self.kernels.mean_loss(hidden, weight, targets)
-        if self.chunks_loss and weight is not None:
-            return chunked_loss.mean_loss(hidden, weight, targets)
-        logits = self.logits(hidden)
-        return functional.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET
-        )
+        return self._head_loss().mean_loss(hidden, targets)
 
 
 def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -23,8 +23,8 @@ from payload.core.suggested_commands import command
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import check_type
 from payload.machines.gpu_catalog import FP8_CAPABILITY
+from payload.machines.network_interface import interface_towards
 from payload.machines.rank_variables import TORCH, identify
-from payload.train.ranks.interface import interface_towards
 
 # What gloo's and NCCL's exceptions say when the other side is gone rather than wrong.
 _PEER_LOST = (

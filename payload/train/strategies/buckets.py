@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from payload.estimates.step_time import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from payload.estimates.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 
 
 class Bucket:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from payload.config.launch_sections import DistributedSection
-from payload.estimates.step_time import CopyTimes, ShardTimes
+from payload.estimates.network import CopyTimes, ShardTimes
 from payload.machines.rank_mesh import Mesh
 from payload.models.spec import BYTES_PER_WEIGHT, ModelSpec
 from payload.train.ranks.world import World

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +39,13 @@ def test_no_program_of_it_takes_code_or_options_from_the_shared_folder(name: str
         assert "install-payload.sh" not in line
         assert "python3 -c" not in line
         assert "mpirun -f" not in line
+
+
+def test_what_an_mpijob_imports_finds_the_interface() -> None:
+    text = ENGINES["mpijob"].render(job_for(ENGINES["mpijob"]))
+    found = re.search(r"from (payload\.\S+) import (\w+);", text)
+    assert found is not None
+    assert getattr(importlib.import_module(found[1]), found[2])("127.0.0.1") == "lo"
 
 
 @pytest.mark.processes

@@ -11,7 +11,8 @@ from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
 from payload.core.errors import CloudAuthError, CloudError, ConfigError, TileforgeError
-from payload.core.printable_text import printable, shown
+from payload.core.one_line import joined_lines
+from payload.core.printable_text import shown
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build
 from payload.orchestrate.clouds.gcp.endpoints import Endpoints, Service
@@ -192,7 +193,7 @@ class Google:
             failed = False
         finally:
             took_s = round(time.monotonic() - began_s, 4)
-            line = json.dumps({"what": one_line(what), "seconds": took_s, "failed": failed})
+            line = json.dumps({"what": joined_lines(what), "seconds": took_s, "failed": failed})
             with self._lock, log.open("a", encoding="utf-8") as file:
                 file.write(f"{line}\n")
         return answer
@@ -254,18 +255,18 @@ class Google:
         if isinstance(error, InvalidJSONError):
             return _unreadable(error, what)
         message = str(_attribute(error, "message") or _attribute(error, "__str__"))
-        said = _REQUEST.sub("", one_line(message))
+        said = _REQUEST.sub("", joined_lines(message))
         is_refused = isinstance(error, auth.GoogleAuthError) and not isinstance(
             error, auth.TransportError
         )
         if is_refused or isinstance(error, exceptions.Unauthorized):
-            fix = self._endpoints.login.refusal(one_line(message, longest=2000))
+            fix = self._endpoints.login.refusal(joined_lines(message, longest=2000))
             return CloudAuthError(f"{what}: {said}", fix=f"{fix}.")
         if isinstance(error, exceptions.NotFound):
             return CloudMissingError(f"{what}: {said}")
         if isinstance(error, exceptions.Forbidden):
             more = f"{_attribute(error, 'errors')} {_attribute(error, 'details')}"
-            text = one_line(f"{said} {more}", longest=2000)
+            text = joined_lines(f"{said} {more}", longest=2000)
             known = access_refusal(text, project=self.project, login=self._endpoints.login)
             if known is not None and known.error is CloudError:
                 return CloudError(f"{what}: {said}. {known.advice}.")
@@ -274,7 +275,7 @@ class Google:
         if isinstance(error, exceptions.GoogleAPICallError):
             again = " Try again." if error.code in _TRY_AGAIN else ""
             return CloudError(f"{what}: Google Cloud answers {error.code}: {said}{again}")
-        known = other_refusal(one_line(message, longest=2000), project=self.project)
+        known = other_refusal(joined_lines(message, longest=2000), project=self.project)
         fix = known.advice if known else "See to the network"
         return CloudError(f"{what}: Google Cloud cannot be reached ({said}). {fix}.")
 
@@ -286,16 +287,10 @@ def request_of(name: str, **fields: Any) -> Any:
     return getattr(compute_v1, name)(**fields)
 
 
-def one_line(text: str, *, longest: int = 300) -> str:
-    """Return the text without line breaks and control characters, and not too much of it."""
-    flat = " ".join(printable(text).split())
-    return flat if len(flat) <= longest else f"{flat[:longest]}..."
-
-
 def _unreadable(error: Exception, what: str) -> UnreadableError:
     return UnreadableError(
-        f"{what}: Google Cloud's answer cannot be read ({one_line(repr(error))}). Try again; if it "
-        "stays so, something between here and Google changes answers."
+        f"{what}: Google Cloud's answer cannot be read ({joined_lines(repr(error))}). Try again; "
+        "if it stays so, something between here and Google changes answers."
     )
 
 

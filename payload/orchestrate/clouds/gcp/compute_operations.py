@@ -6,7 +6,8 @@ import time
 from typing import Any
 
 from payload.core.errors import CloudError
-from payload.orchestrate.clouds.gcp.client import Google, one_line, request_of
+from payload.core.one_line import joined_lines
+from payload.orchestrate.clouds.gcp.client import Google, request_of
 
 _OPERATION_S = 300.0
 # Google holds the answer back for up to two minutes, until the operation is done.
@@ -45,6 +46,6 @@ def see_to_its_end(
         operation = google.ask(
             what, lambda: client.wait(request=request, retry=None, timeout=_WAIT_S)
         )
-    said = [one_line(error.message) for error in operation.error.errors]
+    said = [joined_lines(error.message) for error in operation.error.errors]
     if said or operation.http_error_status_code:
         raise CloudError(f"{what}: {' '.join(said) or operation.http_error_message}")

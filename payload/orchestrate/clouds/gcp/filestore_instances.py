@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from payload.core.errors import CloudAuthError, CloudError
+from payload.core.one_line import joined_lines
 from payload.core.validation.fields import checked
-from payload.orchestrate.clouds.gcp.client import (
-    Google,
-    one_line,
-)
+from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.resource_kinds import FILESTORE
 from payload.orchestrate.clouds.gcp.resources import (
     Resource,
@@ -83,7 +81,7 @@ def filestores(google: Google) -> Iterator[Resource]:
         if "Enable it" not in str(error):
             raise
     if silent:
-        places = one_line(", ".join(sorted(last_word(place) for place in silent)))
+        places = joined_lines(", ".join(sorted(last_word(place) for place in silent)))
         raise CloudError(f"{what}: {places} does not answer. Try again.")
 
 
@@ -116,7 +114,7 @@ def begin_to_remove_filestore(google: Google, resource: Resource) -> Callable[[]
             time.sleep(_FILESTORE_PAUSE_S)
             operation = google.get("file", f"/v1/{operation.name}", what=what, shape=_Operation)
         if operation.error is not None:
-            raise CloudError(f"{what}: {one_line(operation.error.message)}")
+            raise CloudError(f"{what}: {joined_lines(operation.error.message)}")
 
     return see_to_its_end
 

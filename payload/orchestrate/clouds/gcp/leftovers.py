@@ -31,6 +31,7 @@ from payload.orchestrate.clouds.gcp.ownership import (
 )
 from payload.orchestrate.clouds.gcp.resource_kinds import BUCKET, FILESTORE, KINDS, RUNNING
 from payload.orchestrate.clouds.gcp.resources import Resource, in_order
+from payload.orchestrate.terminal.tables import table
 from payload.pricing.cloud_prices import filestore_price
 from payload.stack.cluster_identity import (
     identity_in,
@@ -98,20 +99,18 @@ class Sweep:
 
     def table(self) -> Table:
         """Return a table of resources that are left, kept or in use."""
-        table = Table(box=None, pad_edge=False)
-        for name in ("cluster", "kind", "name", "where", "age", "$/h", "status"):
-            table.add_column(name, no_wrap=True)
+        made = table("cluster", "kind", "name", "where", "age", "$/h", "status")
         for cluster, resources in self.left.items():
             for each in resources:
-                self._row(table, cluster, each, self._word(resources))
+                self._row(made, cluster, each, self._word(resources))
         for each in self.kept:
-            self._row(table, self.cluster or "-", each, "kept: it holds results")
+            self._row(made, self.cluster or "-", each, "kept: it holds results")
         for each in self.others:
-            self._row(table, "-", each, "not this cluster's")
+            self._row(made, "-", each, "not this cluster's")
         for cluster, resources in self.living.items():
             for each in resources:
-                self._row(table, cluster, each, self._word(resources))
-        return table
+                self._row(made, cluster, each, self._word(resources))
+        return made
 
     def _row(self, table: Table, cluster: str, each: Resource, word: str) -> None:
         usd = self.usd(each)

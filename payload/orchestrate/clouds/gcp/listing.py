@@ -10,8 +10,9 @@ from functools import partial
 from typing import Any
 
 from payload.core.errors import CloudAuthError, CloudError, TileforgeError
+from payload.core.one_line import joined_lines
 from payload.orchestrate.clouds.gcp.buckets import buckets
-from payload.orchestrate.clouds.gcp.client import Google, UnreadableError, one_line, request_of
+from payload.orchestrate.clouds.gcp.client import Google, UnreadableError, request_of
 from payload.orchestrate.clouds.gcp.dns_zones import dns_zones
 from payload.orchestrate.clouds.gcp.filestore_instances import filestores
 from payload.orchestrate.clouds.gcp.resource_kinds import KINDS, RUNNING, Kind
@@ -130,7 +131,7 @@ def _global(google: Google, kind: Kind, blind: list[str]) -> Iterator[Resource]:
 
 def _see_warning(warning: Any, what: str, blind: list[str]) -> None:
     if warning.code not in _WHOLE:
-        said = one_line(warning.message).rstrip(".") or "no word"
+        said = joined_lines(warning.message).rstrip(".") or "no word"
         blind.append(f"{what}: {warning.code}: {said}. Try again.")
 
 

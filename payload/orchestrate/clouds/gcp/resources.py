@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from payload.core.errors import CloudError
-from payload.core.printable_text import printable, shown
-from payload.orchestrate.clouds.gcp.client import (
-    one_line,
-)
+from payload.core.one_line import joined_lines, printable_line
+from payload.core.printable_text import shown
 from payload.orchestrate.clouds.gcp.resource_kinds import (
     BUCKET,
     DNS_ZONE,
@@ -114,12 +112,7 @@ def marks(description: str) -> dict[str, str]:
 
 def printable_labels(labels: Mapping[str, str]) -> dict[str, str]:
     """Return labels as a table may show them."""
-    return {_word(key): _word(value) for key, value in labels.items()}
-
-
-def _word(text: str) -> str:
-    """Return the text without control characters and line breaks."""
-    return printable(str(text)).replace("\n", " ")
+    return {printable_line(str(key)): printable_line(str(value)) for key, value in labels.items()}
 
 
 def last_word(url: str | None) -> str:
@@ -142,6 +135,6 @@ def checked_name(name: str, what: str) -> str:
     """Return a name that Google can have given; it becomes a word of requests and commands."""
     if not CLOUD_NAME.fullmatch(name):
         raise CloudError(
-            f"listing: {one_line(what)}: Google Cloud names one {shown(name)}, which is no name."
+            f"listing: {joined_lines(what)}: Google Cloud names one {shown(name)}, which is no name."
         )
     return name

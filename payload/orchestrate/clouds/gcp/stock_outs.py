@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from payload.core.errors import CapacityError, ConfigError, TileforgeError
+from payload.core.one_line import joined_lines
 from payload.core.suggested_commands import command
 
 _ZONE = r"[a-z]+(?:-[a-z]+)+\d+-[a-z]"
@@ -89,7 +90,7 @@ class StockOut:
 
 def find_stock_out(output: str) -> StockOut | None:
     """Return the stock-out that Pulumi's output tells of, or None."""
-    flat = " ".join(output.split())
+    flat = joined_lines(output, longest=None)
     missing = _NOT_OFFERED.search(flat)
     if missing is not None:
         name, zone = missing["name"] or missing["type"], missing["zone"] or missing["in"]

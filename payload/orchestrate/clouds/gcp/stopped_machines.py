@@ -11,9 +11,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from payload.core.errors import CloudAuthError, CloudError, TileforgeError
+from payload.core.one_line import joined_lines
 from payload.core.suggested_commands import command
 from payload.machines.inventory import ClusterInventory
-from payload.orchestrate.clouds.gcp.client import Google, one_line, request_of
+from payload.orchestrate.clouds.gcp.client import Google, request_of
 from payload.orchestrate.clouds.gcp.endpoints import Endpoints
 from payload.orchestrate.clouds.gcp.listing import list_machines
 from payload.orchestrate.clouds.gcp.ownership import Ownership
@@ -99,10 +100,10 @@ def _with_reason(google: Google, machine: StoppedMachine) -> StoppedMachine:
     newest = max(found, key=lambda each: each.insert_time)
     words = _BY_GOOGLE.get(newest.operation_type)
     other = _BY_OTHERS.get(newest.operation_type, "").format(user=newest.user or "somebody")
-    when = one_line(newest.insert_time)
+    when = joined_lines(newest.insert_time)
     return replace(
         machine,
-        reason=one_line(f"{words or other}, {when}" if when else words or other),
+        reason=joined_lines(f"{words or other}, {when}" if when else words or other),
         by_google=words is not None,
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from payload.core.errors import ConfigError, QuotaError, TileforgeError
-from payload.core.printable_text import printable
+from payload.core.one_line import joined_lines
 from payload.core.suggested_commands import command
 from payload.orchestrate.clouds.gcp.error_catalog import access_refusal, other_refusal
 from payload.orchestrate.clouds.gcp.stock_outs import StockOut, find_stock_out
@@ -202,7 +202,7 @@ def _other_error(what: str, problems: Sequence[Problem]) -> TileforgeError:
 
 def _plain(message: str) -> str:
     """Return a message on one line, without what the engine and the provider put around it."""
-    text = " ".join(printable(message).split())
+    text = joined_lines(message, longest=None)
     while (wrapper := _WRAPPER.match(text)) is not None:
         text = text[wrapper.end() :]
     for pattern, short in _SHORTENED:

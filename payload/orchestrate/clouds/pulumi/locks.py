@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from payload.core.one_line import joined_lines
 from payload.core.printable_text import printable
 
 _BUSY = re.compile(r"stack is currently locked|Another update is currently in progress")
@@ -43,7 +44,7 @@ class Lock:
 
 def is_busy(text: str) -> bool:
     """Tell whether Pulumi printed that the stack is locked."""
-    return _BUSY.search(" ".join(text.split())) is not None
+    return _BUSY.search(joined_lines(text, longest=None)) is not None
 
 
 def locks_in(text: str) -> list[Lock]:

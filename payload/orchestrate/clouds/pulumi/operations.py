@@ -9,9 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 
 from payload.core.files import write_whole
+from payload.core.one_line import joined_lines
 from payload.orchestrate.clouds.cluster_records import cluster_folder
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.events import Update, name_of
@@ -20,6 +20,7 @@ from payload.orchestrate.clouds.pulumi.locks import Lock, are_dead, is_busy, loc
 from payload.orchestrate.clouds.pulumi.progress import Progress, is_real
 from payload.orchestrate.clouds.pulumi.resource_types import kind_in_words
 from payload.orchestrate.terminal.console import confirm
+from payload.orchestrate.terminal.tables import table
 
 _PLANNED = {
     "create": "+ create",
@@ -65,13 +66,11 @@ class Operations:
             raise explain(update)
         plan = [step for step in update.steps if step.op in _PLANNED and is_real(step)]
         if plan:
-            table = Table(box=None, pad_edge=False, show_header=False)
+            made = table()
             for step in plan:
                 differs = ", ".join((step.diffs or ()) if step.op == "update" else ())
-                table.add_row(
-                    _PLANNED[step.op], kind_in_words(step.urn), name_of(step.urn), differs
-                )
-            self.talk.print(table)
+                made.add_row(_PLANNED[step.op], kind_in_words(step.urn), name_of(step.urn), differs)
+            self.talk.print(made)
         self.talk.print(f"pulumi preview: {_in_all(update) or 'nothing changes'}")
         return update
 
@@ -120,7 +119,7 @@ def _conclude(update: Update, *, talk: Console, told: set[str]) -> None:
         if each.severity == "warning"
     ]
     said += [
-        f"policy {each.name} ({each.level}): {' '.join(each.message.split())}"
+        f"policy {each.name} ({each.level}): {joined_lines(each.message, longest=None)}"
         for event in update.events
         if (each := event.policy) is not None
     ]

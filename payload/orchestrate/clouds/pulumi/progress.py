@@ -11,6 +11,7 @@ from rich.table import Table
 
 from payload.orchestrate.clouds.pulumi.events import Event, Step, name_of, type_of
 from payload.orchestrate.clouds.pulumi.resource_types import kind_in_words
+from payload.orchestrate.terminal.tables import table
 
 # What an operation does to a resource, while it does and afterwards. Others change nothing.
 _DOING = {
@@ -91,16 +92,14 @@ class Progress:
     def table(self) -> Table:
         """Return the table of resource, state and seconds."""
         now_s = self.clock()
-        table = Table(box=None, pad_edge=False)
-        for name in ("resource", "name", "state", "s"):
-            table.add_column(name, no_wrap=True, justify="right" if name == "s" else "left")
+        made = table("resource", "name", "state", "s", right=("s",))
         for row in self._rows.values():
             seconds = (now_s if row.ended_s is None else row.ended_s) - row.began_s
             urn = row.step.urn
-            table.add_row(kind_in_words(urn), name_of(urn), row.state(), f"{seconds:.0f}")
+            made.add_row(kind_in_words(urn), name_of(urn), row.state(), f"{seconds:.0f}")
         state = "running" if self._rows else "starting"
-        table.add_row(self.shown, "", state, f"{now_s - self._began_s:.0f}")
-        return table
+        made.add_row(self.shown, "", state, f"{now_s - self._began_s:.0f}")
+        return made
 
 
 def is_real(step: Step) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from payload.core.errors import ConfigError, ExitCode
+from payload.core.one_line import joined_lines
 from payload.core.printable_text import printable
 from payload.core.suggested_commands import command
 from payload.storage.google_login import REFUSED_CREDENTIALS, GoogleLogin
@@ -80,7 +81,7 @@ def refusal(shown: str, said: str, login: GoogleLogin) -> PulumiError:
     """
     said = printable(said)
     if REFUSED_CREDENTIALS.search(said) and re.search("google|oauth2", said):
-        flat = " ".join(said.split()).removeprefix("error: ").rstrip(".")
+        flat = joined_lines(said, longest=None).removeprefix("error: ").rstrip(".")
         flat = flat if len(flat) <= _MOST_CHARS else f"{flat[:_MOST_CHARS]}..."
         message = f"`{shown}`: {flat}. {login.refusal(said)}"
         return PulumiError(message, "credentials refused")

@@ -9,7 +9,7 @@ from payload.config.launch_sections import DistributedSection
 from payload.config.model_fit import require_split
 from payload.config.run_config import RunConfig
 from payload.core.errors import ConfigError
-from payload.launch.run_estimate import work_out
+from payload.estimates.run_estimate import work_out
 from payload.machines.core_speed import typical_core_flops_per_s
 from payload.machines.rank_mesh import divisors
 from payload.models.spec import ModelSpec

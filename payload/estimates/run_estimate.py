@@ -6,7 +6,11 @@ from dataclasses import dataclass
 
 from payload.config.model_fit import require_split
 from payload.config.run_config import RunConfig
-from payload.estimates.step_time import Network, gradient_bytes, run_step_time, sent_bytes
+from payload.estimates.compute_time import step_flops
+from payload.estimates.gradient_buckets import gradient_bytes
+from payload.estimates.network import Network
+from payload.estimates.sent_bytes import sent_bytes
+from payload.estimates.step_time import predict_step, run_step_time
 from payload.models.spec import ModelSpec
 
 
@@ -74,22 +78,24 @@ def work_out(
     require_split(spec, config)
     accumulation = config.passes(world_size)
     grad_bytes = gradient_bytes(spec, config.distributed)
-    flops = tokens * spec.flops_per_token()
-    mfu = None
-    compute_s = None
-    if peak_flops_per_s:
-        core = peak_flops_per_s / (world_size * threads)
-        mfu = config.typical_mfu(spec, core_flops_per_s=core)
-        compute_s = flops / (peak_flops_per_s * mfu) * config.recomputation()
     network = Network(ranks=world_size, bytes_per_s=link_bytes_per_s)
-    step = run_step_time(config, spec, compute_s=compute_s or 0.0, network=network, threads=threads)
+    predicted = None
+    if peak_flops_per_s:
+        predicted = predict_step(
+            config, spec, peak_flops_per_s=peak_flops_per_s, network=network, threads=threads
+        )
+    step = (
+        run_step_time(config, spec, compute_s=0.0, network=network, threads=threads)
+        if predicted is None
+        else predicted.parts
+    )
     sent = sent_bytes(config, spec, ranks=world_size)
     mesh = config.distributed.mesh(world_size)
     is_hidden = mesh.shard == 1 and not mesh.splits_model()
     return Arithmetic(
         params=spec.num_params(),
         checkpoint_bytes=spec.checkpoint_bytes(),
-        flops_per_step=flops,
+        flops_per_step=step_flops(config, spec),
         tokens_per_step=tokens,
         tokens_total=tokens * config.train.steps,
         grad_accum_steps=accumulation,
@@ -109,7 +115,7 @@ def work_out(
         pipeline=mesh.pipeline,
         pipeline_bytes=round(sent.pipeline),
         sync_s=network.all_reduce_s(grad_bytes) if is_hidden else step.exchange_s,
-        compute_s=compute_s,
-        mfu=mfu,
-        step_s=None if compute_s is None else step.total_s(),
+        compute_s=None if predicted is None else predicted.compute.seconds,
+        mfu=None if predicted is None else predicted.compute.mfu,
+        step_s=None if predicted is None else step.total_s(),
     )

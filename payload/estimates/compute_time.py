@@ -1,0 +1,66 @@
+"""FLOPs to seconds: the computing of a step and of an evaluation, and MFU.
+
+No other module divides FLOPs by a rate; a test holds that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from payload.config.run_config import RunConfig
+from payload.models.spec import ModelSpec
+
+BACKWARD_SHARE = 2 / 3
+"""Share of a pass: for every product of the forward pass, the backward pass has two."""
+_FORWARD_SHARE = 1 / 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeTime:
+    """Predicted computing of a step, without exchange and update."""
+
+    seconds: float
+    """Time of the forward and backward passes, recomputed layers included."""
+    mfu: float
+    """Share of the GEMM peak that the passes are expected to reach."""
+    flops_per_s: float
+    """Rate of all ranks together at that share."""
+
+
+def step_flops(config: RunConfig, spec: ModelSpec, *, tokens: int | None = None) -> int:
+    """Return the model's FLOPs in a step's forward and backward passes, on all ranks together.
+
+    `tokens` are those of a step; None = each sequence is full.
+    """
+    return (config.tokens_per_step() if tokens is None else tokens) * spec.flops_per_token()
+
+
+def compute_time(
+    config: RunConfig,
+    spec: ModelSpec,
+    *,
+    peak_flops_per_s: float,
+    cores: int,
+    tokens: int | None = None,
+) -> ComputeTime:
+    """Predict the computing of a step at the peak that `cores` cores have together.
+
+    `tokens` are as in `step_flops`. On GPUs `cores` has no effect.
+    """
+    share = config.typical_mfu(spec, core_flops_per_s=peak_flops_per_s / cores)
+    rate = peak_flops_per_s * share
+    seconds = step_flops(config, spec, tokens=tokens) / rate * config.recomputation()
+    return ComputeTime(seconds=seconds, mfu=share, flops_per_s=rate)
+
+
+def evaluation_s(*, tokens: int, flops_per_token: float, flops_per_s: float) -> float:
+    """Return the seconds of forward passes over `tokens`.
+
+    `flops_per_token` are those of training, with the backward pass.
+    """
+    return tokens * flops_per_token * _FORWARD_SHARE / flops_per_s
+
+
+def mfu(*, tokens_per_s: float, flops_per_token: int, peak_flops_per_s: float) -> float:
+    """Return the share of the measured peak that training at `tokens_per_s` reaches."""
+    return tokens_per_s * flops_per_token / peak_flops_per_s

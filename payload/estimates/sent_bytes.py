@@ -1,0 +1,111 @@
+"""The bytes that a rank sends in a step, over each dimension of the mesh of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from payload.config.run_config import RunConfig
+from payload.estimates.gradient_buckets import gradient_bytes
+from payload.estimates.network import sends_per_byte
+from payload.machines.rank_mesh import Mesh
+from payload.models.spec import BYTES_PER_WEIGHT, ModelSpec
+from payload.models.stages import largest_stage, outer_weights, stage_weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """Bytes that a rank sends in a step, over each dimension of the mesh."""
+
+    replicate: float
+    """To the ranks that hold the same part of the model, or all of it like this one."""
+    shard: float
+    """To the ranks that hold the other parts."""
+    tensor: float = 0.0
+    """To the ranks that compute each layer with it."""
+    pipeline: float = 0.0
+    """To the stages beside it."""
+
+    def total(self) -> float:
+        """Return the bytes over all dimensions."""
+        return self.replicate + self.shard + self.tensor + self.pipeline
+
+
+def sent_bytes(config: RunConfig, spec: ModelSpec, *, ranks: int) -> Sent:
+    """Return what each of `ranks` ranks sends in a step.
+
+    Replicas all-reduce gradients, once a step. Shards gather what belongs to no layer once a pass
+    and the layers twice, and reduce-scatter gradients in every pass; replicas of shards all-reduce
+    their part then. Tensor ranks add up what each of them makes of the tokens. DeepSpeed gathers
+    all weights twice, and gloo's reduce-scatter, which it takes, is an all-reduce.
+    """
+    mesh = config.distributed.mesh(ranks)
+    gradients = gradient_bytes(spec, config.distributed)
+    per_pass = config.batch.per_pass(mesh.data_ranks)
+    passes = max(1, config.batch.global_batch_size // per_pass)
+    held = largest_stage(spec, mesh.pipeline) / mesh.tensor
+    sums = passes * sends_per_byte(mesh.tensor) * _summed_bytes(config, spec) / mesh.pipeline
+    sent = Sent(
+        replicate=sends_per_byte(mesh.replicate) * gradients * held,
+        shard=0.0,
+        tensor=sums,
+        pipeline=_passed_bytes(config, spec, passes=passes),
+    )
+    if mesh.shard == 1:
+        return sent
+    others = (mesh.shard - 1) / mesh.shard
+    gathered = gathered_bytes(config, spec, mesh=mesh)
+    if config.distributed.strategy == "zero3":
+        return replace(sent, replicate=0.0, shard=passes * others * (gathered + 2 * gradients))
+    return replace(
+        sent,
+        replicate=passes * sent.replicate / mesh.shard,
+        shard=passes * others * (gathered + gradients * held),
+    )
+
+
+def gathered_bytes(config: RunConfig, spec: ModelSpec, *, mesh: Mesh) -> float:
+    """Return the bytes of weights that shards of the largest stage gather in a pass.
+
+    Those of layers are gathered twice, and what belongs to no layer once; DeepSpeed gathers all of
+    them twice.
+    """
+    setting = config.rank_setting(dtype=config.dtype(), world_size=mesh.world_size)
+    weights = spec.weight_bytes(setting)
+    if config.distributed.strategy == "zero3":
+        return 2.0 * weights
+    each = zip(stage_weights(spec, mesh.pipeline), outer_weights(spec, mesh.pipeline), strict=True)
+    twice = weights / spec.num_params()
+    return (
+        max(
+            outer * BYTES_PER_WEIGHT + 2 * max(0.0, held * twice - outer * BYTES_PER_WEIGHT)
+            for held, outer in each
+        )
+        / mesh.tensor
+    )
+
+
+def _summed_bytes(config: RunConfig, spec: ModelSpec) -> float:
+    """Return the bytes that tensor ranks add up in a pass.
+
+    They are those of the results of each layer's attention and MLP and of their gradients, in the
+    dtype of the matmuls; of the embedding's result and the head's gradient, in fp32; and, with
+    activation checkpointing, of the results once more.
+    """
+    numbers = config.batch.sequences() * config.data.sequence_length * spec.width()
+    size = 4 if config.dtype() == "fp32" else 2
+    sums = 6 if config.memory.activation_checkpointing == "on" else 4
+    return float(numbers * (spec.num_layers() * sums * size + 2 * BYTES_PER_WEIGHT))
+
+
+def _passed_bytes(config: RunConfig, spec: ModelSpec, *, passes: int) -> float:
+    """Return the bytes that the busiest stage sends to those beside it in a step.
+
+    The first and the last send a pass's activations or their gradients, those between send both.
+    Where the head is the embedding, its gradient goes between the first and the last, too.
+    """
+    stages = config.distributed.pipeline_parallel
+    if stages == 1:
+        return 0.0
+    numbers = config.batch.sequences() * config.data.sequence_length * spec.width()
+    tied = spec.embedding_size() / config.distributed.tensor_parallel if spec.is_tied() else 0
+    return BYTES_PER_WEIGHT * float(passes * numbers * min(2, stages - 1) + tied)
