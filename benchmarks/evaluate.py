@@ -34,6 +34,7 @@ from payload.data.reading.blocks import BlockOrder, TokenData
 from payload.launch.environment import malloc_environment
 from payload.models.gpt2 import PRESETS
 from payload.train.engine import engage
+from payload.train.losses.next_token import NextToken
 from payload.train.models.gpt2 import GPT
 from payload.train.optimizers.optimizer import build_optimizers
 from payload.train.ranks.world import World
@@ -114,7 +115,7 @@ def _measurement(arguments: argparse.Namespace) -> Callable[[int], Round]:
             autocast=accelerator.autocast,
             should_stop=lambda _done, _of: False,
         )
-        evaluate(model, data.val, how)
+        evaluate(model, data.val, how, NextToken())
         return Round(
             step_s=stepped_s - started_s - again_s,
             data_s=read_s - started_s,

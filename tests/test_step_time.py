@@ -12,8 +12,6 @@ from torch import nn
 from payload.config.run_config import parse_run_config
 from payload.estimates.step_time import (
     BACKWARD_SHARE,
-    GPU_UPDATE_S_PER_WEIGHT,
-    UPDATE_S_PER_WEIGHT,
     CopyTimes,
     Network,
     ShardTimes,
@@ -26,6 +24,7 @@ from payload.estimates.step_time import (
 from payload.machines.core_speed import GPU_MFU
 from payload.machines.inventory import Node
 from payload.models.gpt2 import PRESETS, Gpt2Spec
+from payload.optimizers.adamw import GPU_UPDATE_S_PER_WEIGHT, UPDATE_S_PER_WEIGHT
 from payload.orchestrate.hardware.nvidia import for_prediction
 from payload.train.models.gpt2 import GPT
 from payload.train.strategies.buckets import Bucket, make_buckets

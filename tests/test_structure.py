@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from payload.optimizers.registry import names
 from tests.support.import_graph import cycles, folder_graph, import_graph
 from tests.support.import_rules import tree_of
 
@@ -73,6 +74,12 @@ def test_one_module_formats_durations_and_one_sums_a_cluster_s_prices() -> None:
     }
     homes = ("payload/pricing/cluster_cost.py",)
     assert {path.relative_to(ROOT).as_posix() for path in prices} == {*homes}
+
+
+def test_no_module_outside_their_package_names_an_optimizer() -> None:
+    # `adamw` is a function of the kernels, too.
+    homes = {"payload/kernels/library.py", "payload/optimizers/registry.py"}
+    assert strings_with(rf"^({'|'.join(names())})$") == homes
 
 
 _SPLITS = {"partition", "rpartition", "split", "rsplit"}

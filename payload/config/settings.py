@@ -11,7 +11,7 @@ import difflib
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from payload.core.errors import ConfigError
@@ -32,10 +32,19 @@ _Problem = tuple[str, str]
 
 
 def setting(
-    default: Any, *, low: float | None = None, above: float | None = None, high: float | None = None
+    default: Any,
+    *,
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+    choices: Callable[[], Sequence[str]] | None = None,
 ) -> Any:
-    """A dataclass field with its limits: `low` and `high` are allowed values, `above` is not."""
-    return dataclasses.field(default=default, metadata={"low": low, "above": above, "high": high})
+    """A dataclass field with its limits: `low` and `high` are allowed values, `above` is not.
+
+    `choices` returns the allowed texts, where a registry has them.
+    """
+    metadata = {"low": low, "above": above, "high": high, "choices": choices}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def parse_sections(cls: type[_T], text: str, *, overrides: Sequence[str], where: str) -> _T:
@@ -54,10 +63,11 @@ def parse_sections(cls: type[_T], text: str, *, overrides: Sequence[str], where:
     sections = typing.get_type_hints(cls)
     known = {name: tuple(typing.get_type_hints(section)) for name, section in sections.items()}
     texts = {
-        f"{name}.{key}"
+        f"{name}.{field.name}"
         for name, section in sections.items()
-        for key, hint in typing.get_type_hints(section).items()
-        if str in _alternatives(hint)
+        for hints in [typing.get_type_hints(section)]
+        for field in dataclasses.fields(section)
+        if str in _alternatives(hints[field.name]) and not field.metadata.get("choices")
     }
     in_text = _unknown_names(tables, known)
     in_overrides: list[str] = []
@@ -253,6 +263,9 @@ def _problem_with(value: Any, hint: Any, limits: Mapping[str, Any]) -> str | Non
     """Return a sentence that says what would be right in place of `value`, or None if it is."""
     if _is_none(value, hint):
         return None
+    if limits.get("choices") is not None:
+        choices = limits["choices"]()
+        return None if value in choices else f"choose one of {', '.join(choices)}."
     optional = ' (or "none")' if type(None) in _alternatives(hint) else ""
     kind, *words = (member for member in _alternatives(hint) if member is not type(None))
     names = [name for each in words for name in typing.get_args(each)]

@@ -13,20 +13,16 @@ from payload.config.run_config import RunConfig
 from payload.machines.rank_mesh import Mesh
 from payload.models.spec import BYTES_PER_WEIGHT, ModelSpec
 from payload.models.stages import largest_stage, outer_weights, slowest_share, stage_weights
+from payload.optimizers.registry import find as find_optimizer
 
 # gloo's all-reduce of 32 MB of fp32 between two ranks over loopback: gradient bytes over time, on
 # two busy cores of the development machine; torchft PR #199 has 15-19 Gbit/s for 4-40 MB.
 LOOPBACK_BYTES_PER_S = 1.5e9
 
-UPDATE_S_PER_WEIGHT = 2.4e-9
-"""AdamW's update by one core, clipping included: it moves 28 bytes for each weight.
-Two cores took 0.15 s for GPT-2 124M (benchmarks/results/2026-11-22_step_epyc-2-cores.md)."""
 _MOST_COPYING_CORES = 16
-"""So many cores move 190 GB/s at that rate, about what a socket's memory gives: eight channels of
-DDR5-4800 have 307 GB/s by specification. More cores are not counted; no such rank was measured."""
-GPU_UPDATE_S_PER_WEIGHT = 28 / 300e9
-"""The 28 bytes of a weight's update at 300 GB/s, the memory bandwidth in an L4's specification. The
-L4 is the slowest of Google's GPUs here; an H100 has eleven times that. Not measured."""
+"""So many cores move 190 GB/s at AdamW's rate, about what a socket's memory gives: eight channels
+of DDR5-4800 have 307 GB/s by specification. More cores are not counted; no such rank was
+measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,7 +329,7 @@ def _waiting_step_time(
         exchange_s=exchange_s,
         exposed_s=exchange_s,
         busy_s=0.0,
-        update_s=update_s(spec, mesh, threads=threads, on_gpu=on_gpu),
+        update_s=update_s(config, spec, mesh, threads=threads, on_gpu=on_gpu),
         copies_s=_copies_s(config, spec, mesh=mesh, measured=network.shards, threads=threads),
     )
 
@@ -368,12 +364,15 @@ def _copies_s(
     return seconds if measured else seconds / min(threads, _MOST_COPYING_CORES)
 
 
-def update_s(spec: ModelSpec, mesh: Mesh, *, threads: int = 1, on_gpu: bool = False) -> float:
+def update_s(
+    config: RunConfig, spec: ModelSpec, mesh: Mesh, *, threads: int = 1, on_gpu: bool = False
+) -> float:
     """Return how long the rank with the most weights updates them, on a GPU or with `threads`."""
     held = largest_stage(spec, mesh.pipeline) / (mesh.tensor * mesh.shard)
+    optimizer = find_optimizer(config.optimizer.name)
     if on_gpu:
-        return GPU_UPDATE_S_PER_WEIGHT * spec.num_trainable_params() * held
-    seconds = UPDATE_S_PER_WEIGHT * spec.num_trainable_params() * held
+        return optimizer.gpu_update_s * spec.num_trainable_params() * held
+    seconds = optimizer.update_s * spec.num_trainable_params() * held
     return seconds / min(threads, _MOST_COPYING_CORES)
 
 
@@ -425,4 +424,5 @@ def run_step_time(
         else None,
     )
     mesh = config.distributed.mesh(network.ranks)
-    return replace(found, update_s=update_s(spec, mesh, threads=threads, on_gpu=on_gpu))
+    seconds = update_s(config, spec, mesh, threads=threads, on_gpu=on_gpu)
+    return replace(found, update_s=seconds)

@@ -15,7 +15,6 @@ from payload.config.run_config import RunConfig, parse_run_config
 from payload.config.training_sections import PrecisionSection
 from payload.core.errors import ConfigError
 from payload.core.validation import build
-from payload.estimates.step_time import UPDATE_S_PER_WEIGHT
 from payload.launch.agents import AgentJob
 from payload.launch.environment import Rendezvous, common_environment
 from payload.launch.launcher import Job, Reach
@@ -26,6 +25,7 @@ from payload.launch.plan import LaunchPlan, rank_program, rank_words
 from payload.launch.ranks import place_ranks
 from payload.launch.run_estimate import work_out
 from payload.models.spec import ModelSpec
+from payload.optimizers.adamw import UPDATE_S_PER_WEIGHT
 from payload.report.source import Plan as ReportedPlan
 from tests.launch.inventories import make_inventory
 from tests.support.golden_files import assert_golden

@@ -8,10 +8,11 @@ import pytest
 
 from payload.config.run_config import RunConfig, parse_run_config
 from payload.core.errors import ConfigError
-from payload.estimates.step_time import PLANNED_COPIES, UPDATE_S_PER_WEIGHT
+from payload.estimates.step_time import PLANNED_COPIES
 from payload.launch.run_estimate import Arithmetic, work_out
 from payload.models.gpt2 import PRESETS
 from payload.models.spec import PROCESS_BYTES
+from payload.optimizers.adamw import UPDATE_S_PER_WEIGHT
 
 MEDIUM = replace(PRESETS["gpt2-medium"], sequence_length=64)
 WEIGHTS = 4 * MEDIUM.num_params()

@@ -9,10 +9,5 @@ from payload.train.tasks.base import Task
 
 def open_task(config: RunConfig) -> Task:
     """Return the run's task. Raises DataError, ConfigError for a folder that does not suit it."""
-    if config.task.kind == "chat":
-        return chat.open_task(config)
-    if config.task.kind == "classify":
-        return classify.open_task(config)
-    if config.task.kind == "preference":
-        return preference.open_task(config)
-    return text.open_task(config)
+    modules = {"text": text, "chat": chat, "classify": classify, "preference": preference}
+    return modules[config.task.data()].open_task(config)
