@@ -33,7 +33,7 @@ from tests.train import toys
 from tests.train.alone import train_alone
 from tests.train.test_model import make_model
 
-STEPS = ("train.steps=8", "train.checkpoint_every=4", "schedule.warmup_steps=0")
+STEPS = ("train.steps=4", "train.checkpoint_every=2", "schedule.warmup_steps=0")
 TOYS = {"optimizer": "optimizer.name=toy", "loss": "task.kind=toy"}
 PROGRAM = ("-m", "tests.train.toys.ranks")
 
@@ -75,10 +75,10 @@ def test_a_toy_trains_two_ranks_to_the_losses_of_one_and_resumes_bitwise(
     assert summary(on_two_ranks[toy])["ranks_identical"] is True
 
     shutil.copytree(whole, half)
-    shutil.rmtree(RunPaths(half).checkpoint(8))
+    shutil.rmtree(RunPaths(half).checkpoint(4))
     train_alone(half, tiny_config, *STEPS, TOYS[toy])
     assert losses(half) == losses(whole)
-    ends = [RunPaths(run).checkpoint(8) for run in (whole, half)]
+    ends = [RunPaths(run).checkpoint(4) for run in (whole, half)]
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert len({(end / name).read_bytes() for end in ends}) == 1, name
 
