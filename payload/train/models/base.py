@@ -59,7 +59,7 @@ class Placement:
 class Objective(Protocol):
     """A task's own reduction of the losses of a batch's tokens, where it is not their mean."""
 
-    def __call__(self, losses: Tensor, targets: Tensor, *inputs: Tensor) -> Tensor:
+    def __call__(self, losses: Tensor, targets: Tensor, /, *inputs: Tensor) -> Tensor:
         """Return the batch's loss, a scalar, of (B, T) losses and what else the batch holds."""
 
 
