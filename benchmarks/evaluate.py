@@ -114,7 +114,7 @@ def _measurement(arguments: argparse.Namespace) -> Callable[[int], Round]:
             autocast=accelerator.autocast,
             should_stop=lambda _done, _of: False,
         )
-        evaluate(model, data.val, how)
+        evaluate(model, data.val, how, NextToken())
         return Round(
             step_s=stepped_s - started_s - again_s,
             data_s=read_s - started_s,

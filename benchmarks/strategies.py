@@ -84,8 +84,9 @@ def main(argv: Sequence[str]) -> int:
             rates[case.ranks] = _rate(case, arguments)
         row = _measure(case, arguments)
         if case.ranks not in computing:
-            spec, mesh = PRESETS[case.model], _config(case, arguments).distributed.mesh(case.ranks)
-            computing[case.ranks] = row["step_s"] - row["sync_s"] - update_s(spec, mesh)
+            config, spec = _config(case, arguments), PRESETS[case.model]
+            mesh = config.distributed.mesh(case.ranks)
+            computing[case.ranks] = row["step_s"] - row["sync_s"] - update_s(config, spec, mesh)
         shards = row["shards"] and ShardTimes(
             **row["shards"] | {"copies": CopyTimes(**row["shards"]["copies"])}
         )

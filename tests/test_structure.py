@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import pytest
 
+from payload.optimizers.registry import names
 from tests.support.import_graph import cycles, folder_graph, import_graph
 from tests.support.import_rules import imports, tree_of
 
@@ -295,6 +296,11 @@ def nodes_in(folder: Path, kind: type[_Node]) -> Iterator[tuple[Path, _Node]]:
         for node in ast.walk(tree_of(path.read_text(encoding="utf-8"))):
             if isinstance(node, kind):
                 yield path, node
+def test_no_module_outside_their_package_names_an_optimizer() -> None:
+    found = strings_with(rf"^({'|'.join(names())})$")
+    others = {path for path in found if not path.startswith("payload/optimizers/")}
+    # `adamw` is a function of the kernels, too.
+    assert others == {"payload/kernels/library.py"}
 
 
 _SPLITS = {"partition", "rpartition", "split", "rsplit"}

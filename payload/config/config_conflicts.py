@@ -15,6 +15,8 @@ from payload.config.training_sections import (
     TaskSection,
     TrainSection,
 )
+from payload.optimizers.base import Split
+from payload.optimizers.registry import find as find_optimizer
 
 
 def schedule_conflicts(
@@ -99,12 +101,9 @@ def strategy_conflicts(
         )
     if distributed.strategy == "replicate":
         return found
-    if optimizer.name == "muon":
-        found.append(
-            f'optimizer.name = "muon" needs whole matrices, and distributed.strategy = {strategy} '
-            'splits them. Use adamw, or strategy = "replicate".'
-        )
-    found += _plain_engine_conflicts(f"distributed.strategy = {strategy}", engine)
+    setting = f"distributed.strategy = {strategy}"
+    found += _optimizer_conflicts(optimizer, setting, splits="matrices")
+    found += _plain_engine_conflicts(setting, engine)
     if distributed.backend == "ccl":
         found.append(
             f'distributed.backend = "ccl": on CPUs strategy = {strategy} is for gloo alone. Use '
@@ -142,11 +141,7 @@ def _split_conflicts(
             f'{setting} does not run with distributed.strategy = "zero3": DeepSpeed takes all '
             'ranks for shards of a whole model. Use strategy = "shard" or "replicate" with it.'
         )
-    if optimizer.name == "muon":
-        found.append(
-            f'optimizer.name = "muon" needs whole matrices, and {setting} splits the model. Use '
-            "adamw."
-        )
+    found += _optimizer_conflicts(optimizer, setting, splits="model")
     found += _plain_engine_conflicts(setting, engine)
     if distributed.backend not in ("auto", "gloo"):
         found.append(
@@ -157,12 +152,18 @@ def _split_conflicts(
             f'adapter.kind = "{adapter.kind}" does not run with {setting}. Set that to 1, or '
             'adapter.kind to "none".'
         )
-    if task.kind in ("classify", "preference"):
+    if not task.splits_model():
         found.append(
             f'task.kind = "{task.kind}" does not run with {setting}. Use '
             'distributed.strategy = "shard" without it.'
         )
     return found
+
+
+def _optimizer_conflicts(optimizer: OptimizerSection, setting: str, *, splits: Split) -> list[str]:
+    """Say why the optimizer does not run where `setting` splits the weights."""
+    why = find_optimizer(optimizer.name).conflict(setting, splits=splits)
+    return [] if why is None else [why]
 
 
 def quantize_conflicts(
@@ -248,11 +249,11 @@ def _plain_engine_conflicts(setting: str, engine: EngineSection) -> list[str]:
 
 def preference_conflicts(task: TaskSection, model: ModelSection) -> list[str]:
     """Say why there is no model for preference pairs to start from."""
-    if task.kind != "preference" or model.init != "scratch":
+    if task.data() != "preference" or model.init != "scratch":
         return []
     return [
-        'task.kind = "preference" trains away from a model that answers already, but model.init = '
-        '"scratch" has none. Name a model.'
+        f'task.kind = "{task.kind}" trains away from a model that answers already, but model.init '
+        '= "scratch" has none. Name a model.'
     ]
 
 

@@ -51,6 +51,7 @@ from payload.machines.core_speed import GPU_MFU, typical_core_flops_per_s, typic
 from payload.models.adapter import AdaptedSpec
 from payload.models.classifier import ClassifierSpec
 from payload.models.spec import ModelSpec, RankSetting
+from payload.optimizers.registry import find as find_optimizer
 
 _FIXED = (
     ("run", "seed"),
@@ -182,6 +183,7 @@ class RunConfig:
             tensor=self.distributed.tensor_parallel,
             stages=self.distributed.pipeline_parallel,
             passes_kept=self._passes_kept(world_size),
+            state_bytes=find_optimizer(self.optimizer.name).state_bytes,
         )
 
     def _passes_kept(self, world_size: int) -> int:
@@ -194,6 +196,10 @@ class RunConfig:
             self.rank_setting(dtype=dtype, world_size=world_size),
             checkpointed=self.memory.activation_checkpointing == "on",
         )
+
+    def checkpoint_bytes(self, spec: ModelSpec) -> int:
+        """Return what a checkpoint takes on disk, without the small files."""
+        return spec.checkpoint_bytes(state_bytes=find_optimizer(self.optimizer.name).state_bytes)
 
     def malloc(self) -> Literal["tuned", "lean", "sharded", "tcmalloc", "default"]:
         """Return how ranks allocate memory: not as `tuned` where it would keep what shards free."""
@@ -212,7 +218,7 @@ class RunConfig:
 
         Raises ConfigError for an adapter.target that the model does not have.
         """
-        if self.task.kind == "classify":
+        if self.task.data() == "classify":
             spec = ClassifierSpec.of(spec, num_labels=2)
         if not self.adapter.is_on():
             return spec

@@ -9,7 +9,7 @@ import dataclasses
 import datetime
 import tomllib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from payload.core.errors import ConfigError
@@ -49,7 +49,7 @@ def parse_sections(cls: type[_T], text: str, *, overrides: Sequence[str], where:
     sections = {name: each.hint for name, each in fields_of(cls).items()}
     known = {name: tuple(fields_of(section)) for name, section in sections.items()}
     texts = {
-        f"{name}.{key}"
+        f"{name}.{field.name}"
         for name, section in sections.items()
         for key, each in fields_of(section).items()
         if str in members_of(each.hint)

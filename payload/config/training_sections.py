@@ -15,11 +15,11 @@ from payload.core.tasks import TaskKind
 from payload.core.validation.fields import checked
 from payload.models.registry import from_scratch
 from payload.models.spec import ModelSpec
+from payload.optimizers.registry import DEFAULT, names
 
 Preset = Literal["tiny", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
 DtypeChoice = Literal["auto", "bf16", "fp32"]
 Quantize = Literal["none", "nf4"]
-OptimizerName = Literal["adamw", "muon"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class ModelSection:
 class TaskSection:
     """[task]; data.dir was prepared for it with `prepare --task`"""
 
-    kind: TaskKind = "text"
+    kind: str = setting("text", choices=training_tasks)
     """`text`: the next token of plain text. `chat`: the assistant's tokens of conversations.
     `classify`: a label for each text. `preference`: the better one of two answers (DPO)."""
     beta: float = checked(0.1, above=0.0, high=1e3)
@@ -117,7 +117,15 @@ class TaskSection:
 
     def sequences_per_sample(self) -> int:
         """Return the sequences that a sample of a batch has: a preference pair has two."""
-        return 2 if self.kind == "preference" else 1
+        return 2 if self.data() == "preference" else 1
+
+    def data(self) -> TaskKind:
+        """Return the task that the data is prepared for."""
+        return TASKS[self.kind].data
+
+    def splits_model(self) -> bool:
+        """Return whether ranks that hold parts of the model can compute the loss together."""
+        return TASKS[self.kind].splits_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +202,7 @@ class BatchSection:
 class OptimizerSection:
     """[optimizer]"""
 
-    name: OptimizerName = "adamw"
+    name: str = setting(DEFAULT, choices=names)
     """`muon`: Muon for hidden matrices, scaled to AdamW's step size, and AdamW for the rest."""
     lr: float = checked(3e-5, above=0.0)
     """Highest learning rate. 3e-5 is nanoGPT's for fine-tuning GPT-2."""

@@ -1,10 +1,36 @@
-"""CONTRACT: what a run trains a model for, as `prepare --task` and run.toml's [task] name it."""
+"""CONTRACT: the tasks that data is prepared for, and those that a run trains a model for."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 TaskKind = Literal["text", "chat", "classify", "preference"]
 """`text`: the next token of plain text. `chat`: the assistant's tokens of conversations.
 `classify`: a label for each text. `preference`: the better one of two answers (DPO)."""
 TASK_KINDS: tuple[TaskKind, ...] = get_args(TaskKind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingTask:
+    """One value of `task.kind` in run.toml."""
+
+    data: TaskKind
+    """The task that its data is prepared for, as `prepare --task` names it."""
+    loss: str
+    """The loss that it minimises: a file below `payload/train/losses`."""
+    splits_model: bool = False
+    """True if ranks that hold parts of the model can compute the loss together."""
+
+
+TASKS = {
+    "text": TrainingTask(data="text", loss="next_token", splits_model=True),
+    "chat": TrainingTask(data="chat", loss="next_token", splits_model=True),
+    "classify": TrainingTask(data="classify", loss="classification"),
+    "preference": TrainingTask(data="preference", loss="preference"),
+}
+
+
+def training_tasks() -> tuple[str, ...]:
+    """Return the values of `task.kind`."""
+    return tuple(TASKS)

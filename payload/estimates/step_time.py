@@ -23,15 +23,10 @@ from payload.machines.rank_mesh import Mesh
 from payload.models.spec import ModelSpec
 from payload.models.stages import largest_stage, slowest_share
 
-UPDATE_S_PER_WEIGHT = 2.4e-9
-"""AdamW's update by one core, clipping included: it moves 28 bytes for each weight.
-Two cores took 0.15 s for GPT-2 124M (benchmarks/results/2026-11-22_step_epyc-2-cores.md)."""
 _MOST_COPYING_CORES = 16
-"""So many cores move 190 GB/s at that rate, about what a socket's memory gives: eight channels of
-DDR5-4800 have 307 GB/s by specification. More cores are not counted; no such rank was measured."""
-GPU_UPDATE_S_PER_WEIGHT = 28 / 300e9
-"""The 28 bytes of a weight's update at 300 GB/s, the memory bandwidth in an L4's specification. The
-L4 is the slowest of Google's GPUs here; an H100 has eleven times that. Not measured."""
+"""So many cores move 190 GB/s at AdamW's rate, about what a socket's memory gives: eight channels
+of DDR5-4800 have 307 GB/s by specification. More cores are not counted; no such rank was
+measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +107,7 @@ def _waiting_step_time(
         exchange_s=exchange_s,
         exposed_s=exchange_s,
         busy_s=0.0,
-        update_s=update_s(spec, mesh, threads=threads, on_gpu=on_gpu),
+        update_s=update_s(config, spec, mesh, threads=threads, on_gpu=on_gpu),
         copies_s=_copies_s(config, spec, mesh=mesh, measured=network.shards, threads=threads),
     )
 
@@ -147,12 +142,15 @@ def _copies_s(
     return seconds if measured else seconds / min(threads, _MOST_COPYING_CORES)
 
 
-def update_s(spec: ModelSpec, mesh: Mesh, *, threads: int = 1, on_gpu: bool = False) -> float:
+def update_s(
+    config: RunConfig, spec: ModelSpec, mesh: Mesh, *, threads: int = 1, on_gpu: bool = False
+) -> float:
     """Return how long the rank with the most weights updates them, on a GPU or with `threads`."""
     held = largest_stage(spec, mesh.pipeline) / (mesh.tensor * mesh.shard)
+    optimizer = find_optimizer(config.optimizer.name)
     if on_gpu:
-        return GPU_UPDATE_S_PER_WEIGHT * spec.num_trainable_params() * held
-    seconds = UPDATE_S_PER_WEIGHT * spec.num_trainable_params() * held
+        return optimizer.gpu_update_s * spec.num_trainable_params() * held
+    seconds = optimizer.update_s * spec.num_trainable_params() * held
     return seconds / min(threads, _MOST_COPYING_CORES)
 
 

@@ -279,6 +279,7 @@ def _require_equal_ranks(model: CausalLM, val_sha256: str, world: World) -> None
 def _measure(
     model: CausalLM, blocks: Blocks, world: World, *, tokens: int, dtype: str
 ) -> EvalMetrics:
+    from payload.train.losses.next_token import NextToken
     from payload.train.ranks.multi_rank_cli import autocast, progress
     from payload.train.tasks.evaluate import EvalPass, evaluate
 
@@ -290,7 +291,7 @@ def _measure(
         autocast=autocast(dtype),
         should_stop=progress(world, clock=time.monotonic),
     )
-    result = evaluate(model, blocks, how)
+    result = evaluate(model, blocks, how, NextToken())
     assert result is not None, "nobody asks this evaluation to stop"
     return result
 

@@ -13,6 +13,7 @@ from payload.core.errors import ConfigError, DataError
 from payload.data.reading.labelled import LabelledTexts, open_labelled
 from payload.formats.data_folder import VAL_NAME, DataMeta
 from payload.run_record.classification import ClassMetrics, f1_scores
+from payload.train.losses.classification import Classification
 from payload.train.models.classifier import Classifier
 from payload.train.ranks.world import World
 from payload.train.tasks.classify import evaluate_texts
@@ -62,8 +63,8 @@ def measure(
         autocast=autocast,
         should_stop=progress,
     )
-    found = evaluate_texts(model, texts, how)
-    assert found is not None, "nobody asks this evaluation to stop"
+    found = evaluate_texts(model, texts, how, Classification())
+    assert isinstance(found, ClassMetrics), "nobody asks this evaluation to stop"
     return found
 
 

@@ -18,10 +18,11 @@ from payload.data.reading.pairs import Pairs, open_pairs
 from payload.formats.checkpoint_files import checkpoint_config
 from payload.formats.data_folder import DataMeta
 from payload.run_record.preference import PreferenceMetrics
+from payload.train.losses.preference import Dpo
 from payload.train.models.base import CausalLM
 from payload.train.ranks.world import World
-from payload.train.tasks.dpo import evaluate_pairs
 from payload.train.tasks.evaluate import EvalPass
+from payload.train.tasks.pair_log_probs import evaluate_pairs
 from payload.train.tasks.preference import stored_reference
 
 _BATCH_PAIRS = 8
@@ -59,7 +60,7 @@ def beta_of(weights: Path) -> float:
     if text is None:
         return TaskSection().beta
     task = parse_run_config(text, where=f"{weights}'s config").task
-    return task.beta if task.kind == "preference" else TaskSection().beta
+    return task.beta if task.data() == "preference" else TaskSection().beta
 
 
 def measure(
@@ -82,8 +83,8 @@ def measure(
         autocast=autocast,
         should_stop=progress,
     )
-    found = evaluate_pairs(model, pairs, reference, how, beta=beta)
-    assert found is not None, "nobody asks this evaluation to stop"
+    found = evaluate_pairs(model, pairs, reference, how, Dpo(beta))
+    assert isinstance(found, PreferenceMetrics), "nobody asks this evaluation to stop"
     return found
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from payload.core.errors import ConfigError
 from payload.models.nf4 import nf4_bytes
 from payload.models.spec import (
-    BYTES_PER_TRAINABLE,
     BYTES_PER_WEIGHT,
     PROCESS_BYTES,
     GradientSize,
@@ -19,7 +18,7 @@ from payload.models.spec import (
     ModelSpec,
     RankSetting,
 )
-from payload.models.wrapper_spec import BYTES_PER_TRAINED, WrappedSpec
+from payload.models.wrapper_spec import WrappedSpec
 
 _GAPS = 1.3
 """Memory of activations with the gaps between them over that without. Measured on two AMX cores:
@@ -149,7 +148,7 @@ class AdaptedSpec(WrappedSpec):
             sum(each.inputs * each.outputs for each in self.linears()),
         )
         held = linears * size + (self.base.num_params() - linears) * BYTES_PER_WEIGHT
-        held += self.num_trainable_params() * BYTES_PER_TRAINED + PROCESS_BYTES
+        held += self.num_trainable_params() * setting.trained_bytes() + PROCESS_BYTES
         activations = self._activation_bytes(setting)
         if setting.kernels:
             activations += self.base.head_rows() * self.width() * size
@@ -165,7 +164,7 @@ class AdaptedSpec(WrappedSpec):
         setting = replace(setting, kernels=False)
         size = setting.value_bytes()
         held = self.base_bytes(other_bytes=size)
-        held += self.num_trainable_params() * BYTES_PER_TRAINED
+        held += self.num_trainable_params() * setting.trained_bytes()
         largest = max((each.inputs * each.outputs for each in self.linears()), default=0)
         whole = 2 if setting.dtype == "bf16" else 2 + size
         return held + whole * largest + self._activation_bytes(setting) + PROCESS_BYTES
@@ -229,9 +228,9 @@ class AdaptedSpec(WrappedSpec):
             ]
         return tuple(sizes)
 
-    def checkpoint_bytes(self) -> int:
-        """Return what a checkpoint takes on disk: the adapter and its optimizer state alone."""
-        return self.num_trainable_params() * (BYTES_PER_WEIGHT + BYTES_PER_TRAINABLE)
+    def num_saved_params(self) -> int:
+        """Return the number of the adapter's weights: the base is not in a checkpoint."""
+        return self.num_trainable_params()
 
     def summary(self) -> str:
         """Describe the base's sizes and the adapter in words."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from payload.models.spec import GradientSize, ModelSpec, RankSetting, logits_tokens
-from payload.models.wrapper_spec import BYTES_PER_TRAINED, WrappedSpec
+from payload.models.wrapper_spec import WrappedSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class ClassifierSpec(WrappedSpec):
             logits = min(tokens, logits_tokens(self.vocab_size)) * size
         else:
             logits = tokens * 16
-        return whole - logits * self.vocab_size - self._dropped() * BYTES_PER_TRAINED
+        return whole - logits * self.vocab_size - self._dropped() * setting.trained_bytes()
 
     def gradient_sizes(self) -> tuple[GradientSize, ...]:
         """Return the parameters in the order in which the backward pass finishes them."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 from payload.core.dtype import Dtype
 from payload.models.stages import outer_weights, stage_layers, stage_weights
+from payload.optimizers.registry import default_state_bytes
 
 _MOST_LOGITS_TOKENS = 2048
 _MOST_LOGITS = 160 * 10**6
@@ -25,8 +26,6 @@ WHOLE_ACTIVATIONS = 12 / 28
 
 BYTES_PER_WEIGHT = 4
 """An fp32 weight in a checkpoint on disk."""
-BYTES_PER_TRAINABLE = 8
-"""The two AdamW moments of a trained weight in a checkpoint on disk."""
 
 
 def logits_tokens(vocab_size: int) -> int:
@@ -81,9 +80,20 @@ class RankSetting:
     passes_kept: int = 1
     """Passes whose activations the first stage keeps; each one behind it keeps one less."""
 
+    state_bytes: int = field(default_factory=default_state_bytes)
+    """Bytes of optimizer state of a trained weight."""
+
     def value_bytes(self) -> int:
         """Return the bytes of a number in the matmuls."""
         return 2 if self.dtype == "bf16" else 4
+
+    def held_bytes(self) -> int:
+        """Return the bytes of a trained weight in fp32 and its optimizer state."""
+        return BYTES_PER_WEIGHT + self.state_bytes
+
+    def trained_bytes(self) -> int:
+        """Return the same with the weight's gradient in fp32."""
+        return self.held_bytes() + BYTES_PER_WEIGHT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +187,7 @@ class ModelSpec(ABC):
         inner += layer * (BYTES_PER_WEIGHT + exchanged) + activations
         last = outer * (BYTES_PER_WEIGHT + exchanged)
         state = self.weight_bytes(setting)
-        state += self.num_trainable_params() * (BYTES_PER_WEIGHT + BYTES_PER_TRAINABLE)
+        state += self.num_trainable_params() * setting.held_bytes()
         return round(state * share / setting.shards + max(inner, last))
 
     def _part_memory_bytes(
@@ -296,11 +306,17 @@ class ModelSpec(ABC):
         """Return the elements of the token embedding."""
         return self.vocab_size * self.width()
 
-    def checkpoint_bytes(self) -> int:
-        """Return what a checkpoint takes on disk, without the small files."""
-        return (
-            self.num_params() * BYTES_PER_WEIGHT + self.num_trainable_params() * BYTES_PER_TRAINABLE
-        )
+    def checkpoint_bytes(self, *, state_bytes: int | None = None) -> int:
+        """Return what a checkpoint takes on disk, without the small files.
+
+        `state_bytes` are those of a trained weight's optimizer state; None = the default's.
+        """
+        state = default_state_bytes() if state_bytes is None else state_bytes
+        return self.num_saved_params() * BYTES_PER_WEIGHT + self.num_trainable_params() * state
+
+    def num_saved_params(self) -> int:
+        """Return the number of weights that a checkpoint has."""
+        return self.num_params()
 
     def settings(self) -> dict[str, int | bool]:
         """Return what the run config's [model] section says of the sizes, for this model."""

@@ -7,9 +7,6 @@ from typing import Self
 
 from payload.models.spec import LinearSize, ModelSpec
 
-BYTES_PER_TRAINED = 16
-"""Memory of a trained weight in fp32, with its gradient and AdamW's two moments."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrappedSpec(ModelSpec):

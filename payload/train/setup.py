@@ -161,7 +161,7 @@ def require_disk_space(config: RunConfig, spec: ModelSpec, *, paths: RunPaths) -
     remove_partial_checkpoints(paths.checkpoints)
     require_room(
         paths.root,
-        checkpoint_bytes=spec.checkpoint_bytes(),
+        checkpoint_bytes=config.checkpoint_bytes(spec),
         keep=config.train.keep_checkpoints,
         uploads=config.storage.address() is not None,
     )
@@ -301,7 +301,7 @@ def _read_in_parts(config: RunConfig, folder: Path | None, *, world: World) -> P
 
     An adapter's base and a classifier are read whole by rank 0.
     """
-    whole = config.adapter.is_on() or config.task.kind == "classify"
+    whole = config.adapter.is_on() or config.task.data() == "classify"
     in_parts = config.distributed.strategy == "shard" or config.distributed.splits_model()
     if whole or not in_parts or world.world_size == 1:
         return None

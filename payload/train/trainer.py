@@ -200,7 +200,7 @@ class Trainer:
             rss_bytes=rss_bytes(),
             ranks=rank_times,
         )
-        self._record(parts.task.step_row(row, sums, samples=self._batch.global_batch_size))
+        self._record(parts.task.loss.step_row(row, sums, samples=self._batch.global_batch_size))
         return stopping
 
     def _accumulate_gradients(self) -> _Passes | None:
@@ -321,7 +321,7 @@ class Trainer:
             dtype=torch.float64,
             device=world.device,
         )
-        sums = self._parts.task.take_sums().to(world.device)
+        sums = self._parts.task.loss.take_sums().to(world.device)
         shared = world.sum(torch.cat((shared, sums)))
         total_loss, stopping, *seconds = shared[: len(shared) - len(sums)].tolist()
         mean, times = total_loss / strategy.mesh.data_ranks, self._clock.add_step(seconds)

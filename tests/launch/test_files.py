@@ -26,6 +26,7 @@ from payload.launch.launchers.srun import each_node_command
 from payload.launch.plan import LaunchPlan, rank_program, rank_words
 from payload.launch.ranks import place_ranks
 from payload.models.spec import ModelSpec
+from payload.optimizers.adamw import UPDATE_S_PER_WEIGHT
 from payload.report.source import Plan as ReportedPlan
 from tests.launch.inventories import make_inventory
 from tests.support.golden_files import assert_golden

@@ -13,6 +13,7 @@ from payload.estimates.run_estimate import Arithmetic, work_out
 from payload.estimates.step_time import UPDATE_S_PER_WEIGHT
 from payload.models.gpt2.spec import PRESETS
 from payload.models.spec import PROCESS_BYTES
+from payload.optimizers.adamw import UPDATE_S_PER_WEIGHT
 
 MEDIUM = replace(PRESETS["gpt2-medium"], sequence_length=64)
 WEIGHTS = 4 * MEDIUM.num_params()

@@ -113,6 +113,9 @@ def _values(hint: Any, field: dataclasses.Field[Any]) -> str:
 
 
 def _kind(kind: Any, field: dataclasses.Field[Any]) -> Iterator[str]:
+    if field.metadata.get("choices"):
+        yield from (f"`{value}`" for value in field.metadata["choices"]())
+        return
     if typing.get_origin(kind) is typing.Literal:
         yield from (f"`{value}`" for value in typing.get_args(kind))
         return

@@ -23,6 +23,7 @@ from payload.generate.__main__ import main as generate_main
 from payload.models.gpt2.spec import PRESETS
 from payload.models.spec import RankSetting
 from payload.run_record.classification import accuracy, f1_scores, macro_f1
+from payload.train.losses.classification import Classification
 from payload.train.models.classifier import Classifier, saved_labels
 from payload.train.models.loading import load
 from payload.train.tasks.classify import Classify
@@ -223,7 +224,7 @@ def test_a_classifier_that_fills_texts_up_otherwise_is_refused_in_its_own_words(
     trained: Path, data: Path
 ) -> None:
     model = load(trained / "checkpoints" / "step_00000012")
-    task = Classify(data, with_padding(data, 7), sequence_length=16)
+    task = Classify(data, with_padding(data, 7), sequence_length=16, loss=Classification())
     with pytest.raises(CheckpointError, match="'x': it pads texts with token 50256, the data"):
         task.fitted(model, seed=1, init="x")
 
@@ -262,7 +263,8 @@ def test_a_checkpoint_of_ours_may_have_another_number_of_labels_of_its_base(
     shutil.copytree(trained / "checkpoints" / "step_00000012", own)
     path = own / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_labels": 2}))
-    Classify(data, load_meta(data), sequence_length=16).require_own(own)
+    task = Classify(data, load_meta(data), sequence_length=16, loss=Classification())
+    task.require_own(own)
     load(own)
     (own / "trainer.json").unlink()
     with pytest.raises(CheckpointError, match="num_labels = 2, but here a text has one of the"):

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from payload.config.run_config import RunConfig, parse_run_config
-from payload.config.training_sections import OptimizerName, OptimizerSection
+from payload.config.training_sections import OptimizerSection
 from payload.data.reading.blocks import BlockOrder, TokenBlocks
 from payload.run_record.metrics_log import read_metrics
 from payload.run_record.run_files import RunPaths
 from payload.train.calibration import calibrate
 from payload.train.checkpoints.saving import Saving
+from payload.train.losses.next_token import NextToken
 from payload.train.metrics import Heartbeat
 from payload.train.optimizers.optimizer import build_optimizers
 from payload.train.parts import Parts
@@ -38,7 +39,7 @@ def make_trainer(config: RunConfig, *, rank: int, world_size: int) -> Trainer:
         world=world,
         strategy=Replicate(config.distributed, world),
         paths=RunPaths(Path("nowhere")),
-        task=SimpleNamespace(train=BlockSamples(cast(TokenBlocks, blocks))),
+        task=SimpleNamespace(train=BlockSamples(cast(TokenBlocks, blocks), NextToken())),
         tokenizer={},
     )
     return Trainer(cast(Parts, parts), start=None)
@@ -63,7 +64,7 @@ def test_a_step_trains_on_the_same_sequences_whoever_shares_it(world_size: int, 
     assert sorted(seen) == sorted(order.blocks(np.arange(12, dtype=np.int64)).tolist())
 
 
-def groups_of(name: OptimizerName) -> list[dict[str, Any]]:
+def groups_of(name: str) -> list[dict[str, Any]]:
     model = make_model()
     optimizers = build_optimizers(model, OptimizerSection(name=name))
     names: dict[torch.Tensor, str] = {p: n for n, p in model.named_parameters()}

@@ -159,7 +159,7 @@ class Gpt2Spec(ModelSpec):
         size = setting.value_bytes()
         tokens = setting.micro_batch_size * self.sequence_length
         gradients = self.num_params() * 4
-        held = self.num_params() * 12 + PROCESS_BYTES
+        held = self.num_params() * setting.held_bytes() + PROCESS_BYTES
         if setting.accumulates or not setting.alone:
             held, gradients = held + gradients, 0
         if not setting.kernels:

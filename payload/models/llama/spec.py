@@ -162,7 +162,7 @@ class DecoderSpec(ModelSpec):
         inner = self.num_params() - embeddings
         gradients = inner * (2 if linears_rounded else 4)
         gradients += head_gradient + (embeddings - self.embedding_size()) * 4
-        held = self.num_params() * 12 + PROCESS_BYTES
+        held = self.num_params() * setting.held_bytes() + PROCESS_BYTES
         if setting.accumulates or not setting.alone:
             held, gradients = held + gradients, 0
         has_layers = self._has_fast_layers(setting)

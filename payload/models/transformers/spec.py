@@ -174,7 +174,7 @@ class OtherSpec(ModelSpec):
         size = setting.value_bytes()
         kept = counts.kept_elements * size + 20 * self.num_layers() * self.width()
         logits = tokens * self.vocab_size * 16
-        return counts.params * 16 + PROCESS_BYTES + tokens * kept + logits
+        return counts.params * setting.trained_bytes() + PROCESS_BYTES + tokens * kept + logits
 
     def gradient_sizes(self) -> tuple[GradientSize, ...]:
         """Return the parameters in the order in which the backward pass finishes them."""

@@ -311,7 +311,7 @@ def _check_data(config: RunConfig) -> int:
     return check_data(
         config.data.folder(),
         sequence_length=config.data.sequence_length,
-        task=config.task.kind,
+        task=config.task.data(),
     )
 
 

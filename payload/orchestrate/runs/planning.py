@@ -433,7 +433,7 @@ def plan_export(
     data, notes = config.data.folder(), []
     try:
         vocab_size: int | None = check_data(
-            data, sequence_length=config.data.sequence_length, task=config.task.kind
+            data, sequence_length=config.data.sequence_length, task=config.task.data()
         )
     except DataError as error:
         vocab_size = None

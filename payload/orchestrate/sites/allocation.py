@@ -405,7 +405,7 @@ def _supervise(paths: RunPaths, env: Mapping[str, str], *, grace_s: float) -> in
     data = config.data.folder()
     found = allocation(env, why="run --site slurm", folders=(paths.root, data))
     vocab_size = check_data(
-        data, sequence_length=config.data.sequence_length, task=config.task.kind
+        data, sequence_length=config.data.sequence_length, task=config.task.data()
     )
     with found.access.reserve_port() as holder:
         planned = plan_run(

@@ -60,7 +60,7 @@ class Placement:
 class Objective(Protocol):
     """A task's own reduction of the losses of a batch's tokens, where it is not their mean."""
 
-    def __call__(self, losses: Tensor, *inputs: Tensor) -> Tensor:
+    def __call__(self, losses: Tensor, targets: Tensor, /, *inputs: Tensor) -> Tensor:
         """Return the batch's loss, a scalar, of (B, T) losses and what else the batch holds."""
 
 
@@ -305,7 +305,7 @@ class CausalLM(SplitModule, ABC):
         `starts` as in `hidden`, and `more` what the objective reads besides.
         """
         if self.objective is not None:
-            return self.objective(self._token_losses(tokens, targets, starts), *more)
+            return self.objective(self._token_losses(tokens, targets, starts), targets, *more)
         hidden = self.hidden(tokens, starts=starts)
         if self.stage is not None and not self.stage.is_last():
             return hidden

@@ -16,6 +16,7 @@ from torch.nn import functional
 from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
 from payload.models.classifier import ClassifierSpec
+from payload.train.losses.classification import Classification
 from payload.train.models.base import CausalLM
 from payload.train.models.hf_layout import require_tensors
 from payload.train.tensors.lazy_tensors import copy_in, without
@@ -53,8 +54,7 @@ class Classifier(CausalLM):
         self.labels = tuple(labels)
         self.pad_token = pad_token
         """Fills a batch's shorter texts; a text's own last tokens count as filling, too."""
-        self.class_weights: Tensor | None = None
-        """(K,) weight of each label's texts in the loss; None = all weigh the same."""
+        self.objective = Classification()
         self.score = nn.Linear(body.spec.width(), len(labels), bias=False)
         if named is not None:
             self.score.weight = nn.Parameter(named)
@@ -94,14 +94,10 @@ class Classifier(CausalLM):
     def forward(
         self, tokens: Tensor, targets: Tensor, starts: Tensor | None = None, *more: Tensor
     ) -> Tensor:
-        """Mean cross entropy of the texts' labels (B,), by class weight, a scalar."""
+        """Return the loss of the texts' labels (B,), a scalar."""
         assert starts is None and not more, "a row has one text"
-        return functional.cross_entropy(
-            self.class_logits(tokens), targets, weight=self._weights_on(tokens.device)
-        )
-
-    def _weights_on(self, device: torch.device) -> Tensor | None:
-        return None if self.class_weights is None else self.class_weights.to(device)
+        assert self.objective is not None
+        return self.objective(self.class_logits(tokens), targets)
 
     def enable_checkpointing(self) -> None:
         """Keep a layer's input alone in training."""

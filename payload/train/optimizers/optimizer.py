@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from payload.config.training_sections import EngineSection, OptimizerSection
-from payload.core.errors import CheckpointError, ConfigError
+from payload.core.errors import CheckpointError
 from payload.kernels.kernels import Kernels
+from payload.optimizers.base import Parameters
+from payload.optimizers.registry import find
 from payload.train.models.base import CausalLM, trainable
 from payload.train.optimizers.uncompiled import eager
 
@@ -159,48 +161,37 @@ def build_optimizers(
     *,
     parts: dict[str, nn.Parameter] | None = None,
 ) -> Optimizers:
-    """Make AdamW for what is trainable, or Muon for the layers' matrices and AdamW for the rest.
+    """Make the optimizer of `settings.name`, and the one beside it for what it does not take.
 
-    Weight decay is for matrices and embeddings; norms and biases have none. Engines that change
-    torch's own classes need those themselves. `parts` are trained instead of the model's
-    parameters, where a rank holds a part of each.
+    Engines that change torch's own classes need those themselves. `parts` are trained instead of
+    the model's parameters, where a rank holds a part of each. Raises ConfigError.
     """
     stock = engine is not None and (engine.compile or engine.kind != "native")
-    hidden, matrices, vectors = [], [], []
+    chosen = find(settings.name)
+    mine: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, parameter in trainable(model) if parts is None else parts.items():
-        if parameter.dim() < 2:
-            vectors.append(parameter)
-        elif settings.name == "muon" and cast(CausalLM, model).is_hidden_matrix(name):
-            hidden.append(parameter)
-        else:
-            matrices.append(parameter)
-    adamw = (torch.optim.AdamW if stock else eager(torch.optim.AdamW))(
-        [
-            {"params": matrices, "weight_decay": settings.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ],
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        fused=True,
-    )
-    if settings.name == "adamw":
-        return Optimizers(model, (adamw,), parts=parts)
-    return Optimizers(model, (_muon(hidden, settings, stock=stock), adamw), parts=parts)
-
-
-def _muon(
-    hidden: list[nn.Parameter], settings: OptimizerSection, *, stock: bool
-) -> torch.optim.Optimizer:
-    if not hasattr(torch.optim, "Muon"):
-        raise ConfigError(
-            f"optimizer.name = 'muon' needs torch 2.9 or newer; this is {torch.__version__}. Use "
-            "adamw."
+        is_taken = chosen.beside is None or chosen.takes(
+            is_layer_matrix=parameter.dim() >= 2 and cast(CausalLM, model).is_hidden_matrix(name)
         )
-    # match_rms_adamw scales Muon's update to the size of AdamW's, so that one lr serves both
-    # (Moonshot, https://arxiv.org/abs/2502.16982, section 2.2).
-    return (torch.optim.Muon if stock else eager(torch.optim.Muon))(
-        hidden,
-        lr=settings.lr,
-        weight_decay=settings.weight_decay,
-        adjust_lr_fn="match_rms_adamw",
+        (mine if is_taken else others).append(parameter)
+    shares = [(chosen, mine)]
+    if chosen.beside is not None:
+        shares.append((chosen.beside, others))
+    members = (
+        each.build(_parameters(share), settings, prepare=_unchanged if stock else eager)
+        for each, share in shares
     )
+    return Optimizers(model, tuple(members), parts=parts)
+
+
+def _parameters(trained: list[nn.Parameter]) -> Parameters:
+    """Return the parameters of one optimizer, by whether they decay."""
+    return Parameters(
+        matrices=[each for each in trained if each.dim() >= 2],
+        vectors=[each for each in trained if each.dim() < 2],
+    )
+
+
+def _unchanged(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    return kind

@@ -71,8 +71,8 @@ def _make(arguments: argparse.Namespace, world: World) -> None:
     from payload.train.models.lora import widen_base
     from payload.train.models.weights import model_folder
     from payload.train.ranks.multi_rank_cli import autocast, progress
-    from payload.train.tasks.dpo import reference_log_probs
     from payload.train.tasks.evaluate import EvalPass
+    from payload.train.tasks.pair_log_probs import reference_log_probs
     from payload.train.tasks.preference import reference_model, store
 
     folder: Path = arguments.data

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from payload.core.dtype import Dtype
 from payload.core.errors import CheckpointError
 from payload.data.reading.blocks import Indices
 from payload.formats.data_folder import DataMeta
-from payload.run_record.metrics_log import EvalMetrics, StepMetrics
+from payload.run_record.metrics_log import EvalMetrics
 from payload.train.checkpoints.checkpoint import BaseModel
+from payload.train.losses.base import Counts, Loss
 from payload.train.models.base import CausalLM
 from payload.train.models.classifier import Classifier
 from payload.train.tasks.evaluate import EvalPass
@@ -45,6 +45,8 @@ class Batch:
 class Samples(ABC):
     """The training samples of a data folder, numbered from 0."""
 
+    loss: Loss
+
     @abstractmethod
     def num_samples(self) -> int:
         """Return the number of samples of an epoch."""
@@ -58,8 +60,12 @@ class Samples(ABC):
         """Have the system read these samples from the disk meanwhile."""
 
     @abstractmethod
+    def counts(self, chosen: Indices) -> Counts:
+        """Return the counts of a batch of these samples, without reading its tokens."""
+
     def weight(self, chosen: Indices) -> float:
-        """Return the weight that a batch of these samples has, without reading its tokens."""
+        """Return the weight that the loss of a batch of these samples has."""
+        return self.loss.weight(self.counts(chosen))
 
     @abstractmethod
     def num_tokens(self, chosen: Indices) -> int:
@@ -76,6 +82,7 @@ class Task(ABC):
     folder: Path
     meta: DataMeta
     train: Samples
+    loss: Loss
     keeps_base: ClassVar[bool] = False
     """True if checkpoints say which weights the run started from, also without an adapter."""
 
@@ -89,6 +96,7 @@ class Task(ABC):
                 f"model.init = {init!r}: it is a classifier. Set task.kind=classify, or name a "
                 "language model."
             )
+        model.objective = None if self.loss.is_mean else self.loss
         return model
 
     def require_own(self, checkpoint: Path) -> None:  # noqa: B027 - few tasks ask
@@ -107,15 +115,6 @@ class Task(ABC):
         """
         del model, how, dtype, resumes
         return True
-
-    def take_sums(self) -> Tensor:
-        """Return what the passes since the last call add to their step's row, a vector float64."""
-        return torch.zeros(0, dtype=torch.float64)
-
-    def step_row(self, row: StepMetrics, sums: Tensor, *, samples: int) -> StepMetrics:
-        """Return a step's row with the sums over all ranks and its number of samples in it."""
-        del sums, samples
-        return row
 
     def tokenizer(self, files: Mapping[str, bytes]) -> Mapping[str, bytes]:
         """Return the tokenizer's files for the checkpoints, with what the task needs in them."""

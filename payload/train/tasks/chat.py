@@ -7,8 +7,10 @@ from pathlib import Path
 from payload.config.run_config import RunConfig
 from payload.data.reading.blocks import Indices
 from payload.data.reading.packed_blocks import PackedBlocks, open_packed
-from payload.formats.data_folder import load_meta
+from payload.formats.data_folder import DataMeta, load_meta
 from payload.run_record.metrics_log import EvalMetrics
+from payload.train.losses.base import Counts, Loss
+from payload.train.losses.registry import loss_of
 from payload.train.models.base import CausalLM
 from payload.train.tasks.base import Batch, Samples, Task
 from payload.train.tasks.evaluate import EvalPass, evaluate
@@ -18,14 +20,16 @@ def open_task(config: RunConfig) -> Task:
     """Open the run's data folder. Raises DataError, ConfigError."""
     folder, length = config.data.folder(), config.data.sequence_length
     train = open_packed(folder, split="train", sequence_length=length)
-    return Chat(folder, train, open_packed(folder, split="val", sequence_length=length))
+    val = open_packed(folder, split="val", sequence_length=length)
+    meta = load_meta(folder)
+    return Chat(folder, meta, train, val, loss_of(config.task, meta))
 
 
 class PackedSamples(Samples):
     """Blocks of conversations."""
 
-    def __init__(self, blocks: PackedBlocks) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: PackedBlocks, loss: Loss) -> None:
+        self._blocks, self.loss = blocks, loss
 
     def num_samples(self) -> int:
         """Return the number of blocks."""
@@ -40,9 +44,9 @@ class PackedSamples(Samples):
         """Have the system read these blocks meanwhile."""
         self._blocks.expect(chosen)
 
-    def weight(self, chosen: Indices) -> float:
-        """Return the number of trained tokens."""
-        return float(self._blocks.num_targets(chosen))
+    def counts(self, chosen: Indices) -> Counts:
+        """Return the number of blocks and of their trained tokens."""
+        return Counts(samples=len(chosen), targets=self._blocks.num_targets(chosen))
 
     def num_tokens(self, chosen: Indices) -> int:
         """Return the number of tokens, padding left out."""
@@ -52,9 +56,11 @@ class PackedSamples(Samples):
 class Chat(Task):
     """A folder of packed conversations with marks of the trained tokens."""
 
-    def __init__(self, folder: Path, train: PackedBlocks, val: PackedBlocks) -> None:
-        self.folder, self.meta = folder, load_meta(folder)
-        self.train = PackedSamples(train)
+    def __init__(
+        self, folder: Path, meta: DataMeta, train: PackedBlocks, val: PackedBlocks, loss: Loss
+    ) -> None:
+        self.folder, self.meta, self.loss = folder, meta, loss
+        self.train = PackedSamples(train, loss)
         self._blocks = train, val
 
     def has_range_hashes(self) -> bool:
@@ -62,5 +68,5 @@ class Chat(Task):
         return all(blocks.is_checked() for blocks in self._blocks)
 
     def evaluate(self, model: CausalLM, how: EvalPass) -> EvalMetrics | None:
-        """Return the mean loss per trained validation token; None when asked to stop."""
-        return evaluate(model, self._blocks[1], how)
+        """Return the loss of the trained validation tokens; None when asked to stop."""
+        return evaluate(model, self._blocks[1], how, self.loss)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn import functional
+from torch import Tensor
 
 from payload.config.run_config import RunConfig
 from payload.core.dtype import Dtype
-from payload.core.errors import CheckpointError, ConfigError
+from payload.core.errors import CheckpointError
 from payload.data.reading.blocks import Indices
 from payload.data.reading.labelled import LabelledTexts, open_labelled
 from payload.data.tokenizers.special_tokens import special_tokens, tokenizer_config
@@ -29,11 +29,13 @@ from payload.formats.data_folder import (
     require_task,
 )
 from payload.formats.hf_folder import CONFIG_FILE, read_config
-from payload.run_record.classification import MOST_LABELS_LOGGED, ClassMetrics, accuracy, macro_f1
+from payload.run_record.metrics_log import EvalMetrics
+from payload.train.losses.base import Counts, Loss
+from payload.train.losses.registry import loss_of
 from payload.train.models.base import CausalLM
 from payload.train.models.classifier import Classifier, saved_labels, saved_pad_token
 from payload.train.tasks.base import Batch, Samples, Task
-from payload.train.tasks.evaluate import EvalPass
+from payload.train.tasks.evaluate import EvalPass, compute_batches
 
 log = logging.getLogger(__name__)
 
@@ -49,16 +51,15 @@ def open_task(config: RunConfig) -> Task:
         folder,
         meta,
         sequence_length=config.data.sequence_length,
-        class_weights=class_weights(config.task.class_weights, meta),
+        loss=loss_of(config.task, meta),
     )
 
 
 class TextSamples(Samples):
     """Labelled texts; a batch is as long as its longest one."""
 
-    def __init__(self, texts: LabelledTexts, weights: tuple[float, ...] | None) -> None:
-        self._texts = texts
-        self._weights = None if weights is None else np.array(weights)
+    def __init__(self, texts: LabelledTexts, loss: Loss) -> None:
+        self._texts, self.loss = texts, loss
 
     def num_samples(self) -> int:
         """Return the number of texts."""
@@ -72,11 +73,10 @@ class TextSamples(Samples):
     def expect(self, chosen: Indices) -> None:
         """Do nothing: a text is a few hundred bytes, which the system has read ahead."""
 
-    def weight(self, chosen: Indices) -> float:
-        """Return the sum of the texts' class weights."""
-        if self._weights is None:
-            return float(len(chosen))
-        return float(self._weights[self._texts.labels[chosen]].sum())
+    def counts(self, chosen: Indices) -> Counts:
+        """Return the number of texts, and their labels."""
+        labels = self._texts.labels[chosen]
+        return Counts(samples=len(chosen), targets=len(chosen), labels=labels)
 
     def num_tokens(self, chosen: Indices) -> int:
         """Return the number of tokens, padding left out."""
@@ -90,25 +90,17 @@ class TextSamples(Samples):
 class Classify(Task):
     """A folder that `prepare --task classify` wrote."""
 
-    def __init__(
-        self,
-        folder: Path,
-        meta: DataMeta,
-        *,
-        sequence_length: int,
-        class_weights: tuple[float, ...] | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, meta: DataMeta, *, sequence_length: int, loss: Loss) -> None:
         assert meta.classify is not None
-        self.folder, self.meta = folder, meta
+        self.folder, self.meta, self.loss = folder, meta, loss
         self._labels = meta.classify
-        self._weights = class_weights
         self._start_note: str | None = None
         """A new classifier's start of `score`, for the log; None for one that was loaded."""
         texts, self._val = (
             open_labelled(folder / name, meta=meta, sequence_length=sequence_length)
             for name in (TRAIN_NAME, VAL_NAME)
         )
-        self.train = TextSamples(texts, class_weights)
+        self.train = TextSamples(texts, loss)
         truncated = texts.num_truncated + self._val.num_truncated
         if truncated:
             log.info(
@@ -134,8 +126,7 @@ class Classify(Task):
             )
         else:
             _require_same(model.labels, model.pad_token, labels, where=f"model.init = {init!r}")
-        if self._weights is not None:
-            model.class_weights = torch.tensor(self._weights)
+        model.objective = self.loss
         return model
 
     def require_own(self, checkpoint: Path) -> None:
@@ -164,13 +155,10 @@ class Classify(Task):
         padded = json.dumps({**raw, "pad_token": named["eos_token"]}, ensure_ascii=False, indent=2)
         return {**files, _TOKENIZER_CONFIG: padded.encode()}
 
-    def evaluate(self, model: CausalLM, how: EvalPass) -> ClassMetrics | None:
-        """Return loss, accuracy, F1 and confusion matrix; None when asked to stop.
-
-        The loss weighs every text the same, whatever the class weights are.
-        """
+    def evaluate(self, model: CausalLM, how: EvalPass) -> EvalMetrics | None:
+        """Return loss, accuracy, F1 and confusion matrix; None when asked to stop."""
         assert isinstance(model, Classifier)
-        return evaluate_texts(model, self._val, how)
+        return evaluate_texts(model, self._val, how, self.loss)
 
 
 def _require_same(
@@ -214,53 +202,36 @@ def start_note(body: CausalLM, labels: ClassifyRecord, *, folder: Path, init: st
     return "starts from the labels' names"
 
 
-def evaluate_texts(model: Classifier, texts: LabelledTexts, how: EvalPass) -> ClassMetrics | None:
+def evaluate_texts(
+    model: Classifier, texts: LabelledTexts, how: EvalPass, loss: Loss
+) -> EvalMetrics | None:
     """Classify the texts, shared by the ranks in batches that do not depend on their number.
 
     Ranks exchange counts, and each batch's sum of losses in float64 at a place of its own, so the
     result is equal to the last bit. None when a rank was asked to stop.
     """
     size, count = how.micro_batch_size, len(model.labels)
-    index, parts = how.part()
     chosen = np.arange(_num_texts(texts, how.max_tokens))
     chosen = chosen[np.argsort(texts.lengths[chosen], kind="stable")]
     batches = [chosen[start : start + size] for start in range(0, len(chosen), size)]
-    confusion = torch.zeros(count, count, dtype=torch.float64)
+    confusion = torch.zeros(count * count, dtype=torch.float64)
     losses = torch.zeros(len(batches), dtype=torch.float64)
-    passes = -(-len(batches) // parts)
-    stopped = False
-    model.eval()
-    with how.computing():
-        for done in range(passes):
-            mine = done * parts + index
-            # Every rank makes as many passes, the last perhaps with nothing to do.
-            if mine < len(batches):
-                tokens, labels = texts.gather(batches[mine])
-                logits = model.class_logits(tokens.to(how.world.device)).cpu()
-                each = functional.cross_entropy(logits, labels, reduction="none")
-                losses[mine] = each.sum(dtype=torch.float64)
-                ones = torch.ones(len(labels), dtype=torch.float64)
-                confusion.index_put_((labels, logits.argmax(-1)), ones, accumulate=True)
-            elif how.computes_together:
-                model.class_logits(texts.gather(batches[0])[0].to(how.world.device))
-            stopped = how.should_stop(done + 1, passes)
-            if stopped:
-                break
-    model.train()
-    if stopped:
+
+    def compute(batch: Indices) -> Tensor:
+        tokens, labels = texts.gather(batch)
+        return loss.sums(model.class_logits(tokens.to(how.world.device)).cpu(), labels)
+
+    def keep(number: int, sums: Tensor) -> None:
+        confusion.add_(sums[:-1])
+        losses[number] = sums[-1]
+
+    if not compute_batches(model, batches, how, compute, keep):
         return None
-    total = torch.cat((confusion.flatten(), losses))
+    total = torch.cat((confusion, losses))
     how.sum(total)
-    rows = total[: count * count].view(count, count).to(torch.int64).tolist()
-    return ClassMetrics(
-        step=how.step,
-        val_loss=float(total[count * count :].sum()) / len(chosen),
-        val_tokens=int(texts.lengths[chosen].sum()),
-        val_texts=len(chosen),
-        val_accuracy=accuracy(rows),
-        val_f1=macro_f1(rows),
-        val_confusion=tuple(map(tuple, rows)) if count <= MOST_LABELS_LOGGED else (),
-    )
+    sums = torch.cat((total[: len(confusion)], total[len(confusion) :].sum().view(1)))
+    tokens = int(texts.lengths[chosen].sum())
+    return loss.metrics(sums, step=how.step, samples=len(chosen), tokens=tokens)
 
 
 def _num_texts(texts: LabelledTexts, max_tokens: int | None) -> int:
@@ -269,27 +240,3 @@ def _num_texts(texts: LabelledTexts, max_tokens: int | None) -> int:
         return texts.num_texts()
     before = int(np.searchsorted(np.cumsum(texts.lengths), max_tokens))
     return min(before + 1, texts.num_texts())
-
-
-def class_weights(setting: str, meta: DataMeta) -> tuple[float, ...] | None:
-    """Return the weight of each label's texts in the loss; None = all weigh the same.
-
-    `balanced` makes every label weigh the same in all: texts / (labels x texts of this label).
-    Raises ConfigError.
-    """
-    assert meta.classify is not None
-    labels, counts = meta.classify.labels, meta.classify.train_counts
-    if setting == "none":
-        return None
-    if setting == "balanced":
-        return tuple(sum(counts) / (len(counts) * count) for count in counts)
-    try:
-        found = tuple(float(each) for each in setting.split(","))
-    except ValueError:
-        found = ()
-    if len(found) != len(labels) or not all(0 < each < float("inf") for each in found):
-        raise ConfigError(
-            f"task.class_weights = {setting!r}: use none, balanced, or {len(labels)} numbers above "
-            f"0 with commas between, for {', '.join(labels[:8])}."
-        )
-    return found

@@ -1,17 +1,18 @@
-"""Validation loss over the whole validation set, shared by all ranks and summed exactly."""
+"""Evaluation of a validation set, shared by all ranks and summed exactly."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from payload.data.reading.blocks import Blocks, Indices
-from payload.formats.data_folder import IGNORED_TARGET
 from payload.run_record.metrics_log import EvalMetrics
+from payload.train.losses.base import Loss
 from payload.train.models.base import CausalLM
 from payload.train.ranks.world import World
 
@@ -43,7 +44,7 @@ class EvalPass:
         """Return which part of the samples this rank evaluates, and of how many."""
         return (self.world.rank, self.world.world_size) if self.share is None else self.share
 
-    def sum(self, values: torch.Tensor) -> None:
+    def sum(self, values: Tensor) -> None:
         """Add up what the ranks found, in place."""
         if not self.has_results:
             values.zero_()
@@ -56,11 +57,11 @@ class EvalPass:
             yield
 
 
-def evaluate(model: CausalLM, blocks: Blocks, how: EvalPass) -> EvalMetrics | None:
-    """Mean loss per token over the first validation tokens, or all of them.
+def evaluate(model: CausalLM, blocks: Blocks, how: EvalPass, loss: Loss) -> EvalMetrics | None:
+    """Return the loss over the first validation tokens, or all of them.
 
-    Losses are added up in float64 and counted, so that neither the number of ranks nor a short
-    last block weighs on the mean. None when it was asked to stop.
+    Sums are added up in float64, so that the number of ranks does not weigh on the result. None
+    when it was asked to stop.
     """
     size, num_blocks = how.micro_batch_size, blocks.num_blocks()
     index, parts = how.part()
@@ -69,6 +70,11 @@ def evaluate(model: CausalLM, blocks: Blocks, how: EvalPass) -> EvalMetrics | No
     mine = np.arange(index, num_blocks, parts, dtype=np.int64)
     total = torch.zeros(2, dtype=torch.float64)
     stopped = False
+
+    def sums(chosen: Indices) -> Tensor:
+        inputs, targets, *rest = (each.to(how.world.device) for each in blocks.gather(chosen))
+        return loss.sums(model.token_losses(inputs, targets, *rest), targets)
+
     model.eval()
     with how.computing():
         # Every rank makes as many passes, the last perhaps with nothing to do.
@@ -76,9 +82,9 @@ def evaluate(model: CausalLM, blocks: Blocks, how: EvalPass) -> EvalMetrics | No
         for done, start in enumerate(starts, 1):
             chosen = mine[start : start + size]
             if len(chosen):
-                total += _sums(model, blocks, chosen, device=how.world.device)
+                total += sums(chosen)
             elif how.computes_together:
-                _sums(model, blocks, np.zeros(1, dtype=np.int64), device=how.world.device)
+                sums(np.zeros(1, dtype=np.int64))
             stopped = how.should_stop(done, len(starts))
             if stopped:
                 break
@@ -86,16 +92,36 @@ def evaluate(model: CausalLM, blocks: Blocks, how: EvalPass) -> EvalMetrics | No
     if stopped:
         return None
     how.sum(total)
-    return EvalMetrics(
-        step=how.step, val_loss=float(total[0] / total[1]), val_tokens=int(total[1].item())
-    )
+    tokens = num_blocks * blocks.sequence_length
+    return loss.metrics(total, step=how.step, samples=num_blocks, tokens=tokens)
 
 
-def _sums(
-    model: CausalLM, blocks: Blocks, chosen: Indices, *, device: torch.device
-) -> torch.Tensor:
-    """Sum of the losses of these blocks' targets, and their number, float64 on the CPU."""
-    inputs, targets, *rest = (each.to(device) for each in blocks.gather(chosen))
-    losses = model.token_losses(inputs, targets, *rest)
-    count = (targets != IGNORED_TARGET).sum()
-    return torch.stack((losses.sum(dtype=torch.float64), count.double())).cpu()
+def compute_batches(
+    model: CausalLM,
+    batches: Sequence[Indices],
+    how: EvalPass,
+    compute: Callable[[Indices], Tensor],
+    keep: Callable[[int, Tensor], None],
+) -> bool:
+    """Compute this rank's share of the batches, and keep each result under its batch's number.
+
+    The batches do not depend on the number of ranks, so neither does a result. Returns False when
+    a rank was asked to stop.
+    """
+    index, parts = how.part()
+    passes = -(-len(batches) // parts)
+    stopped = False
+    model.eval()
+    with how.computing():
+        for done in range(passes):
+            mine = done * parts + index
+            # Every rank makes as many passes, the last perhaps with nothing to do.
+            if mine < len(batches):
+                keep(mine, compute(batches[mine]))
+            elif how.computes_together:
+                compute(batches[0])
+            stopped = how.should_stop(done + 1, passes)
+            if stopped:
+                break
+    model.train()
+    return not stopped

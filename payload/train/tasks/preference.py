@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from pathlib import Path
 
@@ -25,13 +24,14 @@ from payload.data.reference_logprobs import (
     write_reference,
 )
 from payload.formats.data_folder import DataMeta, load_meta
-from payload.run_record.metrics_log import StepMetrics
-from payload.run_record.preference import PreferenceMetrics, PreferenceStep
+from payload.run_record.metrics_log import EvalMetrics
 from payload.train.checkpoints.checkpoint import BaseModel
+from payload.train.losses.base import Counts, Loss
+from payload.train.losses.registry import loss_of
 from payload.train.models.base import CausalLM
 from payload.train.tasks.base import Batch, Samples, Task
-from payload.train.tasks.dpo import DpoLoss, evaluate_pairs, reference_log_probs
 from payload.train.tasks.evaluate import EvalPass
+from payload.train.tasks.pair_log_probs import evaluate_pairs, reference_log_probs
 
 log = logging.getLogger(__name__)
 
@@ -43,14 +43,15 @@ def open_task(config: RunConfig) -> Task:
         open_pairs(folder, split="train", sequence_length=length),
         open_pairs(folder, split="val", sequence_length=length),
     )
-    return Preference(folder, train, val, beta=config.task.beta)
+    meta = load_meta(folder)
+    return Preference(folder, meta, train, val, loss_of(config.task, meta))
 
 
 class PairSamples(Samples):
     """Preference pairs; a batch is as long as its longest conversation."""
 
-    def __init__(self, pairs: Pairs) -> None:
-        self._pairs = pairs
+    def __init__(self, pairs: Pairs, loss: Loss) -> None:
+        self._pairs, self.loss = pairs, loss
         self.reference: Tensor | None = None
         """(pairs, 2) float64, once it is known."""
 
@@ -71,9 +72,9 @@ class PairSamples(Samples):
     def expect(self, chosen: Indices) -> None:
         """Do nothing: a pair is a few kilobytes, which the system has read ahead."""
 
-    def weight(self, chosen: Indices) -> float:
+    def counts(self, chosen: Indices) -> Counts:
         """Return the number of pairs."""
-        return float(len(chosen))
+        return Counts(samples=len(chosen), targets=len(chosen))
 
     def num_tokens(self, chosen: Indices) -> int:
         """Return the number of tokens of both conversations, padding left out."""
@@ -89,23 +90,16 @@ class Preference(Task):
 
     keeps_base = True
 
-    def __init__(self, folder: Path, train: Pairs, val: Pairs, *, beta: float) -> None:
-        self.folder, self.meta = folder, load_meta(folder)
-        self.train: PairSamples = PairSamples(train)
+    def __init__(self, folder: Path, meta: DataMeta, train: Pairs, val: Pairs, loss: Loss) -> None:
+        self.folder, self.meta, self.loss = folder, meta, loss
+        self.train: PairSamples = PairSamples(train, loss)
         self._pairs = train, val
-        self._loss = DpoLoss(beta)
         self._model: ReferenceModel | None = None
         self._val_reference: Tensor | None = None
 
     def has_range_hashes(self) -> bool:
         """Say whether what training reads is compared with meta.json."""
         return all(pairs.is_checked() for pairs in self._pairs)
-
-    def fitted(self, model: CausalLM, *, seed: int, init: str) -> CausalLM:
-        """Return the model with this loss. Raises CheckpointError for a classifier."""
-        model = super().fitted(model, seed=seed, init=init)
-        model.objective = self._loss
-        return model
 
     def take_base(self, base: BaseModel, *, resumes: bool) -> None:
         """Take what the run starts from; on rank 0.
@@ -144,22 +138,10 @@ class Preference(Task):
         self.train.reference, self._val_reference = found[:train], found[train:]
         return True
 
-    def take_sums(self) -> Tensor:
-        """Return what the passes since the last call add to their step's row."""
-        return self._loss.take_sums()
-
-    def step_row(self, row: StepMetrics, sums: Tensor, *, samples: int) -> StepMetrics:
-        """Return the step's row with the share of right margins and their mean."""
-        return PreferenceStep(
-            **{each.name: getattr(row, each.name) for each in dataclasses.fields(row)},
-            reward_accuracy=float(sums[0]) / samples,
-            reward_margin=float(sums[1]) / samples,
-        )
-
-    def evaluate(self, model: CausalLM, how: EvalPass) -> PreferenceMetrics | None:
+    def evaluate(self, model: CausalLM, how: EvalPass) -> EvalMetrics | None:
         """Return loss, accuracy, margin and rewards; None when asked to stop."""
         assert self._val_reference is not None, "begin comes first"
-        return evaluate_pairs(model, self._pairs[1], self._val_reference, how, beta=self._loss.beta)
+        return evaluate_pairs(model, self._pairs[1], self._val_reference, how, self.loss)
 
     def _own_reference(self) -> Reference | None:
         """Return what is stored. Raises CheckpointError where it is another model's.

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from payload.config.run_config import RunConfig
+from payload.core.tasks import TaskKind
 from payload.train.tasks import chat, classify, preference, text
 from payload.train.tasks.base import Task
 
 
 def open_task(config: RunConfig) -> Task:
     """Return the run's task. Raises DataError, ConfigError for a folder that does not suit it."""
-    if config.task.kind == "chat":
-        return chat.open_task(config)
-    if config.task.kind == "classify":
-        return classify.open_task(config)
-    if config.task.kind == "preference":
-        return preference.open_task(config)
-    return text.open_task(config)
+    openers: dict[TaskKind, Callable[[RunConfig], Task]] = {
+        "text": text.open_task,
+        "chat": chat.open_task,
+        "classify": classify.open_task,
+        "preference": preference.open_task,
+    }
+    return openers[config.task.data()](config)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from payload.config.run_config import RunConfig
 from payload.data.reading.blocks import Indices, TokenBlocks, TokenData
 from payload.run_record.metrics_log import EvalMetrics
+from payload.train.losses.base import Counts, Loss
+from payload.train.losses.registry import loss_of
 from payload.train.models.base import CausalLM
 from payload.train.tasks.base import Batch, Samples, Task
 from payload.train.tasks.evaluate import EvalPass, evaluate
@@ -13,14 +15,14 @@ from payload.train.tasks.evaluate import EvalPass, evaluate
 def open_task(config: RunConfig) -> Task:
     """Open the run's data folder. Raises DataError."""
     data = TokenData.open(config.data.folder(), sequence_length=config.data.sequence_length)
-    return Text(data)
+    return Text(data, loss_of(config.task, data.meta))
 
 
 class BlockSamples(Samples):
     """Whole blocks of a token file; every token is a target."""
 
-    def __init__(self, blocks: TokenBlocks) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: TokenBlocks, loss: Loss) -> None:
+        self._blocks, self.loss = blocks, loss
 
     def num_samples(self) -> int:
         """Return the number of whole blocks."""
@@ -35,9 +37,9 @@ class BlockSamples(Samples):
         """Have the system read these blocks meanwhile."""
         self._blocks.expect(chosen)
 
-    def weight(self, chosen: Indices) -> float:
-        """Return the number of targets."""
-        return float(self.num_tokens(chosen))
+    def counts(self, chosen: Indices) -> Counts:
+        """Return the number of blocks and of their tokens."""
+        return Counts(samples=len(chosen), targets=self.num_tokens(chosen))
 
     def num_tokens(self, chosen: Indices) -> int:
         """Return the number of tokens."""
@@ -47,9 +49,9 @@ class BlockSamples(Samples):
 class Text(Task):
     """A folder of train.bin and val.bin without labels."""
 
-    def __init__(self, data: TokenData) -> None:
-        self.folder, self.meta = data.folder, data.meta
-        self.train = BlockSamples(data.train)
+    def __init__(self, data: TokenData, loss: Loss) -> None:
+        self.folder, self.meta, self.loss = data.folder, data.meta, loss
+        self.train = BlockSamples(data.train, loss)
         self._data = data
 
     def has_range_hashes(self) -> bool:
@@ -57,5 +59,5 @@ class Text(Task):
         return self._data.has_range_hashes()
 
     def evaluate(self, model: CausalLM, how: EvalPass) -> EvalMetrics | None:
-        """Return the mean loss per validation token; None when asked to stop."""
-        return evaluate(model, self._data.val, how)
+        """Return the loss of the validation tokens; None when asked to stop."""
+        return evaluate(model, self._data.val, how, self.loss)

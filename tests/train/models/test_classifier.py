@@ -17,6 +17,7 @@ from payload.config.training_sections import AdapterSection
 from payload.core.errors import CheckpointError
 from payload.formats.data_folder import ClassifyRecord
 from payload.models.registry import spec_of
+from payload.train.losses.classification import Classification
 from payload.train.models.base import trainable
 from payload.train.models.classifier import Classifier, last_tokens
 from payload.train.models.loading import build, load
@@ -113,10 +114,10 @@ def test_padding_changes_neither_loss_nor_gradients(name: str) -> None:
 
 def test_class_weights_weigh_as_in_torch() -> None:
     model = classifier("gpt2").eval()
-    model.class_weights = torch.tensor([1.0, 5.0, 0.5])
+    model.objective = Classification((1.0, 5.0, 0.5))
     tokens, labels = padded()
     losses = -model.class_logits(tokens).log_softmax(-1)[torch.arange(3), labels]
-    weights = model.class_weights[labels]
+    weights = torch.tensor([1.0, 5.0, 0.5])[labels]
     torch.testing.assert_close(model(tokens, labels), (losses * weights).sum() / weights.sum())
 
 

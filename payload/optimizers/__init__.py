@@ -1,0 +1,1 @@
+"""The optimizers of `optimizer.name`, a file each: numbers, conflicts and construction."""

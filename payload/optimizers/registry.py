@@ -1,0 +1,35 @@
+"""The known optimizers: one for each file of this package that defines `OPTIMIZER`."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from payload import optimizers
+from payload.core.errors import ConfigError
+from payload.optimizers.base import Optimizer
+
+DEFAULT = "adamw"
+
+_NOT_OPTIMIZERS = ("base", "registry")
+
+
+def names() -> list[str]:
+    """Return every optimizer's name, in alphabetical order."""
+    found = (module.name for module in pkgutil.iter_modules(optimizers.__path__))
+    return sorted(name for name in found if name not in _NOT_OPTIMIZERS)
+
+
+def find(name: str) -> Optimizer:
+    """Return the optimizer of that name. Raises ConfigError that lists the known ones."""
+    known = names()
+    if name not in known:
+        raise ConfigError(f"optimizer.name = {name!r}: choose one of {', '.join(known)}.")
+    module = importlib.import_module(f"{optimizers.__name__}.{name}")
+    optimizer: Optimizer = module.OPTIMIZER
+    return optimizer
+
+
+def default_state_bytes() -> int:
+    """Return the bytes of state of a trained weight where no optimizer is named."""
+    return find(DEFAULT).state_bytes

@@ -1,0 +1,81 @@
+"""The interface of a loss: its value for a batch, its weight, and the numbers of an evaluation.
+
+A loss is one file of this package with a class below `Loss`, named `LOSS`. It works on what the
+model's head found, and knows neither the model nor the ranks. B samples, T tokens, K labels.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from payload.config.training_sections import TaskSection
+from payload.formats.data_folder import DataMeta
+from payload.run_record.metrics_log import EvalMetrics, StepMetrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Counts of a batch, which are known without reading its tokens."""
+
+    samples: int
+    targets: int
+    """Tokens or labels to predict."""
+    labels: NDArray[np.int64] | None = None
+    """The samples' labels, where they have one each."""
+
+
+class Loss(ABC):
+    """The quantity that a task minimises."""
+
+    is_mean: ClassVar[bool] = False
+    """True for the mean over a batch's targets, which the model's head computes by itself."""
+
+    @classmethod
+    def of(cls, task: TaskSection, meta: DataMeta) -> Self:
+        """Return the loss with the run's settings. Raises ConfigError for wrong ones."""
+        del task, meta
+        return cls()
+
+    @abstractmethod
+    def __call__(self, found: Tensor, targets: Tensor, *more: Tensor) -> Tensor:
+        """Return a batch's loss, a scalar.
+
+        `found` are the losses of its tokens (B, T) or its logits (B, K), `more` what the batch
+        holds besides.
+        """
+
+    @abstractmethod
+    def weight(self, counts: Counts) -> float:
+        """Return the weight of a batch's loss in a step's mean over micro-batches and ranks."""
+
+    def take_sums(self) -> Tensor:
+        """Return what the calls since the last one add to their step's row, a vector float64."""
+        return torch.zeros(0, dtype=torch.float64)
+
+    def step_row(self, row: StepMetrics, sums: Tensor, *, samples: int) -> StepMetrics:
+        """Return a step's row with the sums over all ranks and its number of samples in it."""
+        del sums, samples
+        return row
+
+    @abstractmethod
+    def sums(self, found: Tensor, targets: Tensor) -> Tensor:
+        """Return what a batch gives to an evaluation, float64 on the CPU.
+
+        A loss of tokens returns two numbers, which the evaluation adds up over all batches.
+        """
+
+    @abstractmethod
+    def metrics(
+        self, sums: Tensor, *more: Tensor, step: int, samples: int, tokens: int
+    ) -> EvalMetrics:
+        """Return the numbers of an evaluation, from the sums over all its batches and ranks.
+
+        It read `samples` samples of `tokens` tokens; `more` is known of each besides.
+        """

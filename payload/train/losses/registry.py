@@ -1,0 +1,34 @@
+"""The known losses: one for each file of this package that defines `LOSS`."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from payload.config.training_sections import TaskSection
+from payload.core.errors import ConfigError
+from payload.core.tasks import TASKS
+from payload.formats.data_folder import DataMeta
+from payload.train import losses
+from payload.train.losses.base import Loss
+
+_NOT_LOSSES = ("base", "registry")
+
+
+def names() -> list[str]:
+    """Return every loss's name, in alphabetical order."""
+    found = (module.name for module in pkgutil.iter_modules(losses.__path__))
+    return sorted(name for name in found if name not in _NOT_LOSSES)
+
+
+def loss_of(task: TaskSection, meta: DataMeta) -> Loss:
+    """Return the loss of a run's task. Raises ConfigError that lists the known ones."""
+    name, known = TASKS[task.kind].loss, names()
+    if name not in known:
+        raise ConfigError(
+            f"task.kind = {task.kind!r}: its loss {name!r} has no file. Use one of "
+            f"{', '.join(known)}."
+        )
+    module = importlib.import_module(f"{losses.__name__}.{name}")
+    loss: type[Loss] = module.LOSS
+    return loss.of(task, meta)

@@ -1,0 +1,84 @@
+"""The log-probabilities of preference pairs' answers, and the evaluation of pairs by them.
+
+P pairs, T tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from payload.data.reading.blocks import Indices
+from payload.data.reading.pairs import Pairs
+from payload.run_record.metrics_log import EvalMetrics
+from payload.train.losses.base import Loss
+from payload.train.losses.preference import log_probs
+from payload.train.models.base import CausalLM
+from payload.train.tasks.evaluate import EvalPass, compute_batches
+
+
+def reference_log_probs(
+    model: CausalLM, splits: tuple[Pairs, Pairs], how: EvalPass
+) -> Tensor | None:
+    """Return the log-probabilities of both splits' answers, one below the other.
+
+    None when a rank was asked to stop.
+    """
+    found = []
+    for pairs in splits:
+        part = answer_log_probs(model, pairs, how)
+        if part is None:
+            return None
+        found.append(part)
+    return torch.cat(found)
+
+
+def answer_log_probs(
+    model: CausalLM, pairs: Pairs, how: EvalPass, *, most: int | None = None
+) -> Tensor | None:
+    """Return log-probabilities (N, 2) float64 of the first N pairs' answers, on every rank.
+
+    The ranks share batches that do not depend on their number, so the result is equal to the last
+    bit. None when a rank was asked to stop.
+    """
+    size = how.micro_batch_size
+    chosen = np.arange(pairs.num_pairs() if most is None else most)
+    chosen = chosen[np.argsort(pairs.longest(chosen), kind="stable")]
+    batches = [chosen[start : start + size] for start in range(0, len(chosen), size)]
+    found = torch.zeros(len(chosen), 2, dtype=torch.float64)
+
+    def compute(batch: Indices) -> Tensor:
+        inputs = (each.to(how.world.device) for each in pairs.gather(batch))
+        return log_probs(model.token_losses(*inputs)).cpu()
+
+    def keep(number: int, values: Tensor) -> None:
+        found[torch.from_numpy(batches[number])] = values
+
+    if not compute_batches(model, batches, how, compute, keep):
+        return None
+    how.sum(found)
+    return found
+
+
+def evaluate_pairs(
+    model: CausalLM, pairs: Pairs, reference: Tensor, how: EvalPass, loss: Loss
+) -> EvalMetrics | None:
+    """Return the result over the first pairs that hold `how.max_tokens`, or all.
+
+    Equal to the last bit for any number of ranks. None when a rank was asked to stop.
+    """
+    count = _num_pairs(pairs, how.max_tokens)
+    found = answer_log_probs(model, pairs, how, most=count)
+    if found is None:
+        return None
+    tokens = pairs.num_tokens(np.arange(count))
+    return loss.metrics(found, reference[:count], step=how.step, samples=count, tokens=tokens)
+
+
+def _num_pairs(pairs: Pairs, max_tokens: int | None) -> int:
+    """Return how many of the first pairs hold `max_tokens`, or all."""
+    if max_tokens is None:
+        return pairs.num_pairs()
+    before = int(np.searchsorted(np.cumsum(pairs.lengths.sum(axis=1)), max_tokens))
+    return min(before + 1, pairs.num_pairs())

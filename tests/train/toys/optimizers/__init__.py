@@ -1,0 +1,1 @@
+"""A folder of optimizers, with the toy alone."""
