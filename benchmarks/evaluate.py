@@ -35,6 +35,7 @@ from payload.launch.environment import malloc_environment
 from payload.models.gpt2.spec import PRESETS
 from payload.train.engine import engage
 from payload.train.families.gpt2.model import GPT
+from payload.train.losses.next_token import NextToken
 from payload.train.optimizers.optimizer import build_optimizers
 from payload.train.ranks.world import World
 from payload.train.tasks.evaluate import EvalPass, evaluate

@@ -15,17 +15,11 @@ from payload.estimates.gradient_buckets import buckets
 from payload.estimates.network import CopyTimes, Network, ShardTimes, sends_per_byte
 from payload.estimates.run_estimate import work_out
 from payload.estimates.run_time import Speed
-from payload.estimates.step_time import (
-    GPU_UPDATE_S_PER_WEIGHT,
-    UPDATE_S_PER_WEIGHT,
-    StepTime,
-    predict_step,
-    run_step_time,
-    step_time,
-)
+from payload.estimates.step_time import StepTime, predict_step, run_step_time, step_time
 from payload.machines.core_speed import GPU_MFU
 from payload.machines.inventory import Node
 from payload.models.gpt2.spec import PRESETS, Gpt2Spec
+from payload.optimizers.adamw import GPU_UPDATE_S_PER_WEIGHT, UPDATE_S_PER_WEIGHT
 from payload.orchestrate.hardware.nvidia import for_prediction
 from payload.train.families.gpt2.model import GPT
 from payload.train.strategies.buckets import Bucket, make_buckets

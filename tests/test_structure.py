@@ -296,6 +296,8 @@ def nodes_in(folder: Path, kind: type[_Node]) -> Iterator[tuple[Path, _Node]]:
         for node in ast.walk(tree_of(path.read_text(encoding="utf-8"))):
             if isinstance(node, kind):
                 yield path, node
+
+
 def test_no_module_outside_their_package_names_an_optimizer() -> None:
     found = strings_with(rf"^({'|'.join(names())})$")
     others = {path for path in found if not path.startswith("payload/optimizers/")}

@@ -9,7 +9,7 @@ import dataclasses
 import datetime
 import tomllib
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from payload.core.errors import ConfigError
@@ -49,10 +49,10 @@ def parse_sections(cls: type[_T], text: str, *, overrides: Sequence[str], where:
     sections = {name: each.hint for name, each in fields_of(cls).items()}
     known = {name: tuple(fields_of(section)) for name, section in sections.items()}
     texts = {
-        f"{name}.{field.name}"
+        f"{name}.{key}"
         for name, section in sections.items()
         for key, each in fields_of(section).items()
-        if str in members_of(each.hint)
+        if str in members_of(each.hint) and not each.limits.get("choices")
     }
     in_text = _unknown_names(tables, known)
     in_overrides: list[str] = []

@@ -11,7 +11,7 @@ from payload.config.settings import AUTO
 from payload.config.store_address import is_bucket_address, parse_store_address
 from payload.core.errors import ConfigError
 from payload.core.printable_text import shown
-from payload.core.tasks import TaskKind
+from payload.core.tasks import TASKS, TaskKind, training_tasks
 from payload.core.validation.fields import checked
 from payload.models.registry import from_scratch
 from payload.models.spec import ModelSpec
@@ -106,7 +106,7 @@ class ModelSection:
 class TaskSection:
     """[task]; data.dir was prepared for it with `prepare --task`"""
 
-    kind: str = setting("text", choices=training_tasks)
+    kind: str = checked("text", choices=training_tasks)
     """`text`: the next token of plain text. `chat`: the assistant's tokens of conversations.
     `classify`: a label for each text. `preference`: the better one of two answers (DPO)."""
     beta: float = checked(0.1, above=0.0, high=1e3)
@@ -202,7 +202,7 @@ class BatchSection:
 class OptimizerSection:
     """[optimizer]"""
 
-    name: str = setting(DEFAULT, choices=names)
+    name: str = checked(DEFAULT, choices=names)
     """`muon`: Muon for hidden matrices, scaled to AdamW's step size, and AdamW for the rest."""
     lr: float = checked(3e-5, above=0.0)
     """Highest learning rate. 3e-5 is nanoGPT's for fine-tuning GPT-2."""

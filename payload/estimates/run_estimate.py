@@ -94,7 +94,7 @@ def work_out(
     is_hidden = mesh.shard == 1 and not mesh.splits_model()
     return Arithmetic(
         params=spec.num_params(),
-        checkpoint_bytes=spec.checkpoint_bytes(),
+        checkpoint_bytes=config.checkpoint_bytes(spec),
         flops_per_step=step_flops(config, spec),
         tokens_per_step=tokens,
         tokens_total=tokens * config.train.steps,

@@ -22,6 +22,7 @@ from payload.estimates.sent_bytes import Sent, gathered_bytes, sent_bytes
 from payload.machines.rank_mesh import Mesh
 from payload.models.spec import ModelSpec
 from payload.models.stages import largest_stage, slowest_share
+from payload.optimizers.registry import find as find_optimizer
 
 _MOST_COPYING_CORES = 16
 """So many cores move 190 GB/s at AdamW's rate, about what a socket's memory gives: eight channels
@@ -202,7 +203,8 @@ def run_step_time(
         else None,
     )
     mesh = config.distributed.mesh(network.ranks)
-    return replace(found, update_s=update_s(spec, mesh, threads=threads, on_gpu=on_gpu))
+    seconds = update_s(config, spec, mesh, threads=threads, on_gpu=on_gpu)
+    return replace(found, update_s=seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

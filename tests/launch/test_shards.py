@@ -10,7 +10,6 @@ from payload.config.run_config import RunConfig, parse_run_config
 from payload.core.errors import ConfigError
 from payload.estimates.network import PLANNED_COPIES
 from payload.estimates.run_estimate import Arithmetic, work_out
-from payload.estimates.step_time import UPDATE_S_PER_WEIGHT
 from payload.models.gpt2.spec import PRESETS
 from payload.models.spec import PROCESS_BYTES
 from payload.optimizers.adamw import UPDATE_S_PER_WEIGHT

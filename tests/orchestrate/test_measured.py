@@ -14,10 +14,10 @@ from payload.config.run_config import parse_run_config
 from payload.config.training_sections import DtypeChoice
 from payload.core.dtype import Dtype
 from payload.core.validation.records import build
-from payload.estimates.step_time import UPDATE_S_PER_WEIGHT
 from payload.machines.core_speed import typical_mfu
 from payload.machines.inventory import Access, ClusterInventory
 from payload.models.gpt2.spec import PRESETS
+from payload.optimizers.adamw import UPDATE_S_PER_WEIGHT
 from payload.orchestrate.access.offline_plan import dry_run_access
 from payload.orchestrate.findings.trial import (
     Measured,

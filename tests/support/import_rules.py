@@ -131,6 +131,8 @@ REGISTRIES = frozenset(
     PurePosixPath(folder, "registry.py")
     for folder in (
         "payload/models",
+        "payload/optimizers",
+        "payload/train/losses",
         "payload/launch/launchers",
         "payload/report/trackers",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 MAX_SECONDS = 1e11
@@ -21,7 +21,7 @@ def checked(
     high: float | None = None,
     pattern: re.Pattern[str] | None = None,
     wanted: str = "",
-    choices: tuple[Any, ...] | None = None,
+    choices: tuple[Any, ...] | Callable[[], Sequence[Any]] | None = None,
     max_items: int | None = None,
     max_chars: int = MAX_TEXT_CHARS,
     default_factory: Callable[[], Any] | None = None,
@@ -33,9 +33,9 @@ def checked(
 
     `low` and `high` are the smallest and largest number; `above` is not allowed itself. `pattern`
     must match a string whole, and every string in a container; `wanted` describes what matches.
-    `choices` are the values that there are, as those of a Literal. `key` is the field's name in
-    the JSON object, where it differs. In a message `refusal` follows the value in place of what
-    the limits say, and `fix` replaces the record's.
+    `choices` are the allowed values, as those of a Literal, or a function that returns them. `key`
+    is the field's name in the JSON object, where it differs. In a message `refusal` follows the
+    value in place of what the limits say, and `fix` replaces the record's.
     """
     metadata = {
         **{"low": low, "above": above, "high": high, "pattern": pattern, "wanted": wanted},

@@ -154,14 +154,15 @@ def _choices(kind: Any) -> tuple[Any, ...]:
     return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
 
 
-def _is_one_of(value: Any, choices: tuple[Any, ...]) -> bool:
+def _is_one_of(value: Any, choices: Sequence[Any]) -> bool:
     return any(type(value) is type(each) and value == each for each in choices)
 
 
-def _choice(choices: tuple[Any, ...]) -> Reader:
+def _choice(choices: Sequence[Any] | Callable[[], Sequence[Any]]) -> Reader:
     def read(value: Any) -> Any:
-        if not _is_one_of(value, choices):
-            raise RefusedError("choices", choices, value=value)
+        allowed = choices() if callable(choices) else choices
+        if not _is_one_of(value, allowed):
+            raise RefusedError("choices", allowed, value=value)
         return value
 
     return read

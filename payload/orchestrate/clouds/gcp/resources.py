@@ -135,6 +135,7 @@ def checked_name(name: str, what: str) -> str:
     """Return a name that Google can have given; it becomes a word of requests and commands."""
     if not CLOUD_NAME.fullmatch(name):
         raise CloudError(
-            f"listing: {joined_lines(what)}: Google Cloud names one {shown(name)}, which is no name."
+            f"listing: {joined_lines(what)}: Google Cloud names one {shown(name)}, which is no "
+            "name."
         )
     return name
