@@ -21,7 +21,7 @@ from payload.orchestrate.commands import run
 from payload.orchestrate.commands import run_commands as status
 from payload.orchestrate.commands.cloud_arguments import add_cloud_commands, add_runs_dir, typed
 from payload.orchestrate.inventories.chosen import load_cluster
-from payload.orchestrate.runs.planning import plan_export
+from payload.orchestrate.runs.export_plan import plan_export
 from payload.orchestrate.runs.run_index import check_named_id, check_new_id
 from payload.orchestrate.sites.registry import site_names
 from payload.orchestrate.terminal.console import text_console
@@ -175,7 +175,8 @@ def _export(arguments: argparse.Namespace, access: LocalAccess) -> int:
     job, notes = plan_export(
         typed(run.ConfigOptions, arguments).load(),
         run_id=arguments.run_id,
-        chosen=chosen,
+        machines=chosen.inventory.nodes,
+        domains=chosen.domains,
         nodes=arguments.nodes,
         image=arguments.image,
         storage=arguments.storage,

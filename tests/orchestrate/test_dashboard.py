@@ -13,6 +13,7 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from payload.core.errors import PreflightError, UsageError
 from payload.monitor.local import in_origins_of_their_own, local_stack
 from payload.monitor.tunnel import forwarded
 from payload.orchestrate.commands import run_commands as status
+from payload.orchestrate.preflight.checks import connect_to
 from payload.orchestrate.ssh.connection import Cluster
 from payload.orchestrate.ssh.remote_calls import Login
 from payload.run_record.run_files import RunPaths
@@ -109,11 +111,11 @@ def test_a_head_s_pages_are_named_and_one_without_any_is_told(
     start_sshd: StartSshd, login: Login, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = start_sshd("node-0", "127.0.0.2")
-    inventory, chosen = make_cluster(head.node), options(run="mine", ssh_key=login.key)
+    cluster = partial(connect_to, make_cluster(head.node), ssh_key=login.key, env=os.environ)
     with page("/api/health") as grafana, page("/-/ready") as prometheus:
         monkeypatch.setattr(status, "GRAFANA_PORT", grafana)
         monkeypatch.setattr(status, "PROMETHEUS_PORT", prometheus)
-        with status._cluster_pages(inventory, chosen, os.environ) as pages:
+        with status._cluster_pages(cluster(), "mine") as pages:
             assert len(pages) == 2
             assert pages[0].endswith("/d/tileforge-run?var-run=mine")
             assert pages[1].endswith("/alerts")
@@ -122,7 +124,7 @@ def test_a_head_s_pages_are_named_and_one_without_any_is_told(
         monkeypatch.setattr(status, "PROMETHEUS_PORT", neither)
         with (
             pytest.raises(PreflightError, match="neither Grafana nor Prometheus"),
-            status._cluster_pages(inventory, chosen, os.environ),
+            status._cluster_pages(cluster(), "mine"),
         ):
             pass
 
