@@ -30,7 +30,7 @@ class ResolvedDtypes:
     """The resolved dtype without fp8."""
     core_flops_per_s: Mapping[Dtype, float]
     peak_flops_per_s: float | None
-    """Of all nodes; None where it was not measured."""
+    """The nodes together; None where it was not measured."""
     compute: Dtype
 
 
@@ -89,9 +89,9 @@ def settle_run(
     placement: Placement,
     dtypes: ResolvedDtypes,
 ) -> SettledRun:
-    """Return the settings with the micro-batch that fits; `left` has it open where a plan chose it.
+    """Return the settings with the micro-batch that fits. Raises ConfigError.
 
-    Raises ConfigError.
+    `left` are the settings with the micro-batch `auto` where an earlier plan chose it.
     """
     config = request.config
     free_bytes = (
