@@ -341,7 +341,7 @@ def test_a_claim_that_a_broken_connection_still_holds_ends_as_that_connection_di
     with ExitStack() as stack, cluster_of(inventory, login) as again:
         # A head that has not noticed the break has the claim from before.
         before = stack.enter_context(cluster_of(inventory, login))
-        claim = partial(claimed, inventory=inventory, run_dir=run_dir_on(nodes[0], "one"))
+        claim = partial(claimed, run_dir=run_dir_on(nodes[0], "one"))
         name = stack.enter_context(claim(before, say=print)).name
         retry = partial(claim, again, say=said.append, timeout_s=1, lost=lost)
         with pytest.raises(ConnectionLostError) as caught, retry(name=name):
