@@ -14,7 +14,9 @@ from payload.estimates.batch_size import USED, as_recorded, left_open, settle_ba
 from payload.launch.plan import LaunchPlan
 from payload.models.spec import ModelSpec
 from payload.orchestrate.inventories.chosen import load_cluster
-from payload.orchestrate.runs.planning import PlannedRun, plan_run
+from payload.orchestrate.runs.planning import PlanTarget, resolve
+from payload.orchestrate.runs.resolved_plan import ResolvedPlan
+from payload.orchestrate.runs.run_request import PlanRequest
 from payload.run_record.run_files import RunPaths
 from tests.supervise.planned import REPO, StandInAccess, plan_stand_in
 
@@ -149,20 +151,19 @@ def test_a_size_that_was_given_and_does_not_divide_is_refused(tmp_path: Path) ->
         plan_again(first, ranks=2, size=None)
 
 
-def plan_again(paths: RunPaths, *, ranks: int, size: int | None) -> PlannedRun:
+def plan_again(paths: RunPaths, *, ranks: int, size: int | None) -> ResolvedPlan:
     """Plan a run again from its folder; `size` is what its last plan chose."""
     overrides = [f"launch.ranks_per_node={ranks}"]
     overrides += [] if size is None else [f"batch.micro_batch_size={size}"]
-    return plan_run(
-        paths,
-        config=load_run_config(paths.config, overrides=overrides),
+    config = load_run_config(paths.config, overrides=overrides)
+    target = PlanTarget(
         chosen=load_cluster("local", env={}),
-        access=StandInAccess(os.environ),
-        vocab_size=50257,
+        profile=StandInAccess(os.environ),
+        paths=paths,
         work_dir=REPO,
         port=29500,
-        auto_size=size,
     )
+    return resolve(PlanRequest(config=config, vocab_size=50257, auto_size=size), target)
 
 
 def test_auto_survives_a_file_and_another_word_does_not() -> None:

@@ -20,8 +20,11 @@ from payload.machines.machine import discover
 from payload.models.gpt2.spec import PRESETS
 from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.follow.run_text import estimate
-from payload.orchestrate.inventories.chosen import Chosen
-from payload.orchestrate.runs.planning import PlannedRun, plan_run, slow_bf16
+from payload.orchestrate.inventories.chosen import ResolvedInventory
+from payload.orchestrate.runs.compute_settings import slow_bf16
+from payload.orchestrate.runs.planning import PlanTarget, resolve
+from payload.orchestrate.runs.resolved_plan import ResolvedPlan
+from payload.orchestrate.runs.run_request import PlanRequest
 from payload.run_record.run_files import RunPaths
 
 GPT2, SMOLLM2, TINY = 768, 576, 128
@@ -96,23 +99,24 @@ class Planned(Protocol):
 
     def __call__(
         self, *words: str, bf16: bool | None, kept_dtype: Dtype | None = None
-    ) -> PlannedRun: ...
+    ) -> ResolvedPlan: ...
 
 
 @pytest.fixture
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
-    def plan(*words: str, bf16: bool | None, kept_dtype: Dtype | None = None) -> PlannedRun:
+    def plan(*words: str, bf16: bool | None, kept_dtype: Dtype | None = None) -> ResolvedPlan:
         monkeypatch.setattr("payload.orchestrate.access.local.has_bf16", lambda: bf16)
         overrides = ["launch.launcher=torchrun", "device.kind=cpu", *words]
-        return plan_run(
-            RunPaths(tmp_path / "runs" / "one"),
-            config=parse_run_config("", overrides=overrides, where="test"),
-            chosen=Chosen(inventory=discover().inventory(), why="test", domains={}),
-            access=LocalAccess(os.environ),
-            vocab_size=None,
-            work_dir=tmp_path,
-            port=20_000,
-            kept_dtype=kept_dtype,
+        config = parse_run_config("", overrides=overrides, where="test")
+        return resolve(
+            PlanRequest(config=config, vocab_size=None, kept_dtype=kept_dtype),
+            PlanTarget(
+                chosen=ResolvedInventory(inventory=discover().inventory(), why="test", domains={}),
+                profile=LocalAccess(os.environ),
+                paths=RunPaths(tmp_path / "runs" / "one"),
+                work_dir=tmp_path,
+                port=20_000,
+            ),
         )
 
     return plan

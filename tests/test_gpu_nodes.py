@@ -16,8 +16,9 @@ from payload.machines.inventory import Node
 from payload.machines.machine import discover
 from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.follow.run_text import Estimate, estimate
-from payload.orchestrate.inventories.chosen import Chosen
-from payload.orchestrate.runs.planning import plan_run
+from payload.orchestrate.inventories.chosen import ResolvedInventory
+from payload.orchestrate.runs.planning import PlanTarget, resolve, resolve_placement
+from payload.orchestrate.runs.run_request import PlanRequest
 from payload.orchestrate.runs.start_checks import rank_memory, require_fp8_on
 from payload.run_record.run_files import RunPaths
 
@@ -60,16 +61,20 @@ def test_a_plan_of_gpu_nodes_counts_no_copies_and_says_that_its_share_of_the_pea
 
     def step_s(node: Node) -> tuple[float | None, str]:
         inventory = replace(discover().inventory(), nodes=(node,))
-        chosen = Chosen(inventory=inventory, why="test", domains={})
-        planned = plan_run(
-            RunPaths(tmp_path / "runs" / "one"),
-            config=config,
-            chosen=chosen,
-            access=Measured(os.environ),
-            vocab_size=None,
-            work_dir=tmp_path,
-            port=20_000,
-            placement=chosen.place(replace(config.launch, ranks_per_node=2), config.device),
+        chosen = ResolvedInventory(inventory=inventory, why="test", domains={})
+        placed = resolve_placement(
+            replace(config, launch=replace(config.launch, ranks_per_node=2)), chosen
+        )
+        planned = resolve(
+            PlanRequest(config=config, vocab_size=None),
+            PlanTarget(
+                chosen=chosen,
+                profile=Measured(os.environ),
+                paths=RunPaths(tmp_path / "runs" / "one"),
+                work_dir=tmp_path,
+                port=20_000,
+            ),
+            placed=placed,
         )
         assert planned.config.device.kind == "auto"
         return planned.plan.arithmetic.step_s, "\n".join(planned.notes())
@@ -89,15 +94,16 @@ def test_unmeasured_gpu_nodes_are_estimated_at_the_share_of_the_cores_that_the_s
 
     def estimated(node: Node) -> Estimate:
         inventory = replace(discover().inventory(), nodes=(node,))
-        chosen = Chosen(inventory=inventory, why="test", domains={})
-        planned = plan_run(
-            RunPaths(tmp_path / "runs" / "one"),
-            config=config,
-            chosen=chosen,
-            access=LocalAccess(os.environ),
-            vocab_size=None,
-            work_dir=tmp_path,
-            port=20_000,
+        chosen = ResolvedInventory(inventory=inventory, why="test", domains={})
+        planned = resolve(
+            PlanRequest(config=config, vocab_size=None),
+            PlanTarget(
+                chosen=chosen,
+                profile=LocalAccess(os.environ),
+                paths=RunPaths(tmp_path / "runs" / "one"),
+                work_dir=tmp_path,
+                port=20_000,
+            ),
         )
         return estimate(planned, data=tmp_path, earlier=[], is_local=True)
 

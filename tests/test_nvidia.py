@@ -22,7 +22,7 @@ from payload.machines.machine import discover
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.hardware.nvidia import QUERY, Fault, GpuNeed, NvidiaFacts, gpu_faults
-from payload.orchestrate.inventories.chosen import Chosen, load_cluster
+from payload.orchestrate.inventories.chosen import ResolvedInventory, load_cluster
 from payload.orchestrate.node import look
 from payload.orchestrate.node.look import nvidia
 from payload.orchestrate.preflight import checks
@@ -274,7 +274,7 @@ def test_gpus_are_needed_where_a_setting_or_every_node_of_the_inventory_says_so(
         for i, count in enumerate(gpus)
     ]
     inventory = replace(discover().inventory(), nodes=tuple(nodes))
-    chosen = Chosen(inventory=inventory, why="test", domains={})
+    chosen = ResolvedInventory(inventory=inventory, why="test", domains={})
     config = parse_run_config(
         "", overrides=[f"{key}={value}" for key, value in settings.items()], where="test"
     )
@@ -288,7 +288,7 @@ def test_gpus_here_that_ranks_cannot_use_yet_count_for_what_a_run_needs(tmp_path
     make_torch(make_nvidia_smi(tmp_path, L4 | {"driver_version": "535.183.01"}))
     node = replace(NODE, gpus=0, numa_domains=4)
     inventory = replace(discover().inventory(), nodes=(node,))
-    chosen = Chosen(inventory=inventory, why="test", domains={}, nvidia=ask(tmp_path))
+    chosen = ResolvedInventory(inventory=inventory, why="test", domains={}, nvidia=ask(tmp_path))
     need = chosen.gpu_need(parse_run_config("", overrides=["device.kind=cuda"], where="test"))
     assert need is not None and chosen.nvidia is not None and need.on(node) == 1
     (found,) = gpu_faults(chosen.nvidia, need=need, node=node)
@@ -382,12 +382,11 @@ def test_the_trial_of_a_run_on_gpus_starts_its_ranks_there_and_names_a_torch_wit
     tmp_path: Path,
 ) -> None:
     access = LocalAccess(os.environ)
-    machine = discover()
-    chosen = Chosen(inventory=machine.inventory(), why="test", domains={})
+    nodes = discover().inventory().nodes
     config = parse_run_config(
         "", overrides=["device.kind=cuda", "launch.ranks_per_node=1"], where="test"
     )
-    trial = try_this_machine(chosen, access, tmp_path, config=config)
+    trial = try_this_machine(nodes, access, tmp_path, config=config, domains={})
     # The torch of these tests is the CPU build.
     (found,) = trial.findings
     assert trial.on_gpus and trial.measured is None and found.check == "gpu"

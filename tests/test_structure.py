@@ -15,7 +15,7 @@ from tests.support.import_graph import cycles, folder_graph, import_graph
 from tests.support.import_rules import imports, tree_of
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST_INVENTORY_FILES = 15
+MOST_INVENTORY_FILES = 10
 MOST_TOY_LINES = 59
 
 
@@ -353,9 +353,33 @@ def test_an_inventory_passes_few_files_on_its_way_to_the_launcher() -> None:
         for within in ("payload/orchestrate", "payload/launch")
         for path, _ in takers_of("ClusterInventory", "Chosen", within=within)
         if "/clouds/" not in path
+        for path, _ in takers_of(
+            "ClusterInventory", "ResolvedInventory", "PlanTarget", within=within
+        )
+        if "/cloud/" not in path
     }
     assert len(found) <= MOST_INVENTORY_FILES, sorted(found)
     assert not {path for path in found if path.startswith("payload/launch/launchers/")}
+
+
+_DECISIONS = {"candidates", "choose_launcher", "place", "place_ranks", "settle_batch", "time_limit"}
+
+
+def test_planning_alone_makes_a_launcher_s_job_and_decides_what_a_site_carries_out() -> None:
+    names = {
+        (path.relative_to(ROOT).as_posix(), ast.unparse(call.func).rpartition(".")[2])
+        for path, call in calls_in(ROOT / "payload" / "orchestrate")
+    }
+    makers = {path for path, name in names if name == "common_environment"}
+    assert makers == {"payload/orchestrate/runs/launch_command.py"}
+    sites = {(path, name) for path, name in names if path.startswith("payload/orchestrate/sites/")}
+    assert sites and not {each for each in sites if each[1] in _DECISIONS}
+    rewritten = {
+        (path.name, ast.unparse(call))
+        for path, call in calls_in(ROOT / "payload" / "orchestrate" / "sites")
+        if ast.unparse(call.func) == "replace" and "config" in ast.unparse(call)
+    }
+    assert rewritten == set()
 
 
 def test_only_the_inventory_and_the_route_know_what_an_access_kind_means() -> None:

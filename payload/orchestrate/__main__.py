@@ -29,7 +29,7 @@ from payload.orchestrate.commands.run_list import ListOptions, list_runs
 from payload.orchestrate.commands.status import StatusOptions, status
 from payload.orchestrate.commands.stop import StopOptions, stop
 from payload.orchestrate.inventories.chosen import load_cluster
-from payload.orchestrate.runs.planning import plan_export
+from payload.orchestrate.runs.export_plan import plan_export
 from payload.orchestrate.runs.run_index import check_named_id, check_new_id
 from payload.orchestrate.sites.registry import site_names
 from payload.orchestrate.terminal.console import text_console
@@ -183,7 +183,8 @@ def _export(arguments: argparse.Namespace, access: LocalAccess) -> int:
     job, notes = plan_export(
         typed(run.ConfigOptions, arguments).load(),
         run_id=arguments.run_id,
-        chosen=chosen,
+        machines=chosen.inventory.nodes,
+        domains=chosen.domains,
         nodes=arguments.nodes,
         image=arguments.image,
         storage=arguments.storage,

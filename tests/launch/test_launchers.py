@@ -16,7 +16,7 @@ from payload.launch.agents import end_of_agent
 from payload.launch.environment import launcher_environment
 from payload.launch.launcher import LostNode, Report
 from payload.launch.launchers.registry import candidates, find, names
-from payload.orchestrate.inventories.placeable import require_launcher
+from payload.orchestrate.runs.planning import require_launcher
 from payload.run_record.run_files import RunPaths
 from tests.launch import toy_launcher
 from tests.launch.inventories import make_inventory

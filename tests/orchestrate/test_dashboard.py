@@ -13,6 +13,7 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from payload.core.errors import PreflightError, UsageError
 from payload.monitor.local import in_origins_of_their_own, local_stack
 from payload.monitor.tunnel import forwarded
 from payload.orchestrate.commands import dashboard
-from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.cluster import Cluster, connect_to
 from payload.orchestrate.ssh.remote_calls import Login
 from payload.run_record.run_files import RunPaths
 from tests.orchestrate.conftest import PATIENT, StartSshd
@@ -109,11 +110,11 @@ def test_a_head_s_pages_are_named_and_one_without_any_is_told(
     start_sshd: StartSshd, login: Login, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = start_sshd("node-0", "127.0.0.2")
-    inventory, chosen = make_cluster(head.node), options(run="mine", ssh_key=login.key)
+    cluster = partial(connect_to, make_cluster(head.node), ssh_key=login.key, env=os.environ)
     with page("/api/health") as grafana, page("/-/ready") as prometheus:
         monkeypatch.setattr(dashboard, "GRAFANA_PORT", grafana)
         monkeypatch.setattr(dashboard, "PROMETHEUS_PORT", prometheus)
-        with dashboard._cluster_pages(inventory, chosen, os.environ) as pages:
+        with dashboard._cluster_pages(cluster(), "mine") as pages:
             assert len(pages) == 2
             assert pages[0].endswith("/d/tileforge-run?var-run=mine")
             assert pages[1].endswith("/alerts")
@@ -122,7 +123,7 @@ def test_a_head_s_pages_are_named_and_one_without_any_is_told(
         monkeypatch.setattr(dashboard, "PROMETHEUS_PORT", neither)
         with (
             pytest.raises(PreflightError, match="neither Grafana nor Prometheus"),
-            dashboard._cluster_pages(inventory, chosen, os.environ),
+            dashboard._cluster_pages(cluster(), "mine"),
         ):
             pass
 

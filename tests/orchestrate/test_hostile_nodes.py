@@ -141,7 +141,7 @@ def test_a_head_plants_no_key_of_its_own_choice_on_the_nodes(
     before = head.authorized_keys.read_text()
     lie(head, run_key={"folder": folder, "public": public})
     with pytest.raises(AnswerError, match=r"^node-0: "):
-        install_run_key(cluster, inventory, name="one", lasts_s=60)
+        install_run_key(cluster, name="one", lasts_s=60)
     assert head.authorized_keys.read_text() == before
 
 

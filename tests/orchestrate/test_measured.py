@@ -28,7 +28,6 @@ from payload.orchestrate.findings.trial import (
     nodes_sha,
     record_path,
 )
-from payload.orchestrate.inventories.chosen import Chosen
 from payload.orchestrate.preflight.report import (
     FRESH_S,
     Report,
@@ -240,7 +239,6 @@ def test_run_takes_a_fresh_trial_s_figures_and_asks_no_node(
     inventory = make_cluster()
     report = Report(cluster="mine", checks={}, facts={}, findings=[], took_s=0.0)
     unasked = Cluster(inventory, login=Login(user="nobody", key=tmp_path / "none"), env={})
-    chosen = Chosen(inventory=inventory, why="test", domains={})
     record = Record(
         nodes_sha=nodes_sha(inventory.nodes),
         code=this_code().digest,
@@ -249,12 +247,12 @@ def test_run_takes_a_fresh_trial_s_figures_and_asks_no_node(
         measured=make_measured(),
     )
     record.write(record_path(tmp_path, cluster="mine"))
-    assert try_if_new(report, chosen, unasked, CONFIG).measured == record.measured
+    assert try_if_new(report, inventory.nodes, unasked, CONFIG).measured == record.measured
     stale = replace(record, time_unix=time.time() - 2 * FRESH_S)
     stale.write(record_path(tmp_path, cluster="mine"))
     # `run --quick` takes what `plan` takes.
-    assert with_known_trial(report, chosen, CONFIG).measured == record.measured
-    tried = try_if_new(report, chosen, unasked, CONFIG)
+    assert with_known_trial(report, inventory.nodes, CONFIG).measured == record.measured
+    tried = try_if_new(report, inventory.nodes, unasked, CONFIG)
     assert tried.measured is None and [f.node for f in tried.findings] == [
         node.name for node in inventory.nodes
     ]
@@ -305,5 +303,5 @@ def test_a_cluster_s_dtype_is_the_set_one_else_by_speeds_else_by_its_cpus(
 def test_a_trial_is_left_out_where_it_could_only_wait_for_a_resolver() -> None:
     facts = {f"node-{i}": make_facts(i, resolver_answers=i != 1) for i in range(3)}
     report = Report(cluster="mine", checks={}, facts=facts, findings=[], took_s=0.0)
-    tried = with_trial(report, make_cluster(), CONFIG, lambda: pytest.fail("it was made"))
+    tried = with_trial(report, make_cluster().nodes, CONFIG, lambda: pytest.fail("it was made"))
     assert tried.notes == ["mpirun was not tried, as the resolver of node-1 does not answer"]

@@ -16,10 +16,10 @@ from payload.machines.inventory import Access, ClusterInventory
 from payload.machines.machine import discover
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.access.local import LocalAccess
-from payload.orchestrate.inventories.chosen import Chosen
+from payload.orchestrate.inventories.chosen import ResolvedInventory
 from payload.orchestrate.runs.mirror import mirror_file, note_seen
-from payload.orchestrate.runs.planning import plan_order
-from payload.orchestrate.runs.run_index import Order
+from payload.orchestrate.runs.planning import PlanTarget, resolve
+from payload.orchestrate.runs.run_request import RunRequest
 from payload.orchestrate.sites.local import Local
 from payload.orchestrate.sites.ssh import Ssh
 from payload.orchestrate.terminal.console import text_console
@@ -58,10 +58,10 @@ def hold(paths: RunPaths, *, name: str | None) -> None:
     with ExitStack() as held:
         if name is None:
             access = LocalAccess(os.environ)
-            here = Chosen(inventory=make_inventory(), why="test", domains={})
+            here = ResolvedInventory(inventory=make_inventory(), why="test", domains={})
             Local(here, access).hold_to_resume(paths, lambda: None, held, talk)
         else:
-            chosen = Chosen(inventory=cluster(name), why="test", domains={})
+            chosen = ResolvedInventory(inventory=cluster(name), why="test", domains={})
             site = Ssh(chosen, env=os.environ, talk=talk)
             site.hold_to_resume(paths, lambda: None, held, talk)
 
@@ -117,7 +117,7 @@ def test_a_site_that_plans_an_order_tells_the_run_if_it_is_resumed(
             write_trainer_state(paths.checkpoint(step), dtype=dtype)
         (paths.checkpoint(3) / "trainer.json").mkdir(parents=True)
     with ExitStack() as held:
-        order = Order(
+        order = RunRequest(
             paths=paths,
             config=load_run_config(paths.config),
             vocab_size=512,
@@ -129,11 +129,15 @@ def test_a_site_that_plans_an_order_tells_the_run_if_it_is_resumed(
             held=held,
         )
         access = LocalAccess(os.environ)
-        here = Chosen(inventory=make_inventory(), why="test", domains={})
-        planned = plan_order(paths, order, chosen=here, access=access, port=12345)
+        here = ResolvedInventory(inventory=make_inventory(), why="test", domains={})
+        target = PlanTarget(chosen=here, profile=access, paths=paths, port=12345)
+        planned = resolve(order.to_plan(), target)
+        planned.write(paths)
     assert planned.plan.resumes is resumes
     if resumes:
-        local = Local(Chosen(inventory=discover().inventory(), why="test", domains={}), access)
+        local = Local(
+            ResolvedInventory(inventory=discover().inventory(), why="test", domains={}), access
+        )
         again = local.plan(paths, order.config, vocab_size=512)
         assert planned.predicted.dtype() == again.predicted.dtype() == "fp32"
 
@@ -141,7 +145,7 @@ def test_a_site_that_plans_an_order_tells_the_run_if_it_is_resumed(
 def test_a_device_is_looked_for_on_the_nodes_not_here(tmp_path: Path) -> None:
     overrides = ("distributed.backend=nccl", "device.kind=cuda", "batch.global_batch_size=8")
     config = parse_run_config("", overrides=overrides, where="test")
-    chosen = Chosen(inventory=cluster("first"), why="test", domains={})
+    chosen = ResolvedInventory(inventory=cluster("first"), why="test", domains={})
     Ssh(chosen, env=os.environ, talk=text_console(stderr=True)).check(config, os.environ)
 
 

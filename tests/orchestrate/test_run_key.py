@@ -78,12 +78,12 @@ def test_the_head_reaches_every_node_until_the_key_is_removed(
     inventory = make_cluster(*(sshd.node for sshd in nodes))
     before = [sshd.authorized_keys.read_text(encoding="ascii") for sshd in nodes]
     with cluster_of(inventory, login) as cluster:
-        key = install_run_key(cluster, inventory, name=NAME, lasts_s=600)
+        key = install_run_key(cluster, name=NAME, lasts_s=600)
         for sshd in nodes:
             done = ssh_from_head(key, sshd.node, ["echo", "$HOME"])
             assert done.stdout.strip() == str(sshd.home), done.stderr
-        remove_run_key(cluster, inventory, NAME)
-        remove_run_key(cluster, inventory, NAME)
+        remove_run_key(cluster, NAME)
+        remove_run_key(cluster, NAME)
     assert [sshd.authorized_keys.read_text(encoding="ascii") for sshd in nodes] == before
     assert not Path(key.folder).exists()
 
@@ -93,7 +93,7 @@ def test_the_private_half_stays_on_the_head_for_its_owner_alone(
 ) -> None:
     inventory = make_cluster(*(sshd.node for sshd in nodes))
     with cluster_of(inventory, login) as cluster:
-        key = Path(install_run_key(cluster, inventory, name=NAME, lasts_s=600).folder)
+        key = Path(install_run_key(cluster, name=NAME, lasts_s=600).folder)
     assert key.is_relative_to(nodes[0].home / ".ssh")
     assert stat.S_IMODE(key.stat().st_mode) == 0o700
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in key.iterdir()}
@@ -124,7 +124,7 @@ def test_no_private_key_travels_or_becomes_an_argument(
     monkeypatch.setattr(Connection, "run", watched)
     inventory = make_cluster(*(sshd.node for sshd in nodes))
     with cluster_of(inventory, login) as cluster:
-        key = install_run_key(cluster, inventory, name=NAME, lasts_s=600)
+        key = install_run_key(cluster, name=NAME, lasts_s=600)
     private = [Path(key.folder) / "id_ed25519", login.key]
     lines = [line for path in private for line in path.read_text().splitlines()[1:-1]]
     assert len(lines) > 8 and len(seen) > 4
@@ -134,10 +134,10 @@ def test_no_private_key_travels_or_becomes_an_argument(
 def test_removing_one_run_s_key_leaves_the_others(nodes: list[Sshd], login: Login) -> None:
     inventory = make_cluster(*(sshd.node for sshd in nodes))
     with cluster_of(inventory, login) as cluster:
-        install_run_key(cluster, inventory, name=NAME, lasts_s=600)
-        kept = install_run_key(cluster, inventory, name=OTHER, lasts_s=600)
-        install_run_key(cluster, inventory, name=OTHER, lasts_s=600)
-        remove_run_key(cluster, inventory, NAME)
+        install_run_key(cluster, name=NAME, lasts_s=600)
+        kept = install_run_key(cluster, name=OTHER, lasts_s=600)
+        install_run_key(cluster, name=OTHER, lasts_s=600)
+        remove_run_key(cluster, NAME)
         assert ssh_from_head(kept, nodes[1].node, ["true"]).returncode == 0
     text = nodes[1].authorized_keys.read_text(encoding="ascii")
     assert f"tileforge-run:{NAME}\n" not in text
@@ -149,12 +149,12 @@ def test_a_key_that_lasts_ends_by_itself_and_the_next_action_clears_it_away(
 ) -> None:
     inventory = make_cluster(*(sshd.node for sshd in nodes))
     with cluster_of(inventory, login) as cluster:
-        lasting = install_run_key(cluster, inventory, name="long.00000000", lasts_s=600)
-        ended = install_run_key(cluster, inventory, name="short.00000000", lasts_s=-1)
+        lasting = install_run_key(cluster, name="long.00000000", lasts_s=600)
+        ended = install_run_key(cluster, name="short.00000000", lasts_s=-1)
         for key, reached in ((lasting, True), (ended, False)):
             done = ssh_from_head(key, nodes[1].node, ["true"])
             assert (done.returncode == 0) is reached, done.stderr
-        install_run_key(cluster, inventory, name="next.00000000", lasts_s=600)
+        install_run_key(cluster, name="next.00000000", lasts_s=600)
     for sshd in nodes:
         text = sshd.authorized_keys.read_text(encoding="ascii")
         assert "tileforge-run:long." in text and "tileforge-run:short." not in text
@@ -184,7 +184,7 @@ def test_mpirun_starts_ranks_with_the_run_s_key(
 ) -> None:
     inventory = make_cluster(*(sshd.node for sshd in nodes))
     with cluster_of(inventory, login) as cluster:
-        key = install_run_key(cluster, inventory, name=NAME, lasts_s=600)
+        key = install_run_key(cluster, name=NAME, lasts_s=600)
     done = mpirun(key, inventory, tmp_path)
     assert done.stdout == "here\nhere\n", done.stderr
     public = (Path(key.folder) / "id_ed25519.pub").read_text(encoding="ascii").split()[1]
@@ -197,7 +197,7 @@ def test_mpirun_s_ssh_refuses_another_host_key(
 ) -> None:
     inventory = make_cluster(*(sshd.node for sshd in nodes))
     with cluster_of(inventory, login) as cluster:
-        key = install_run_key(cluster, inventory, name=NAME, lasts_s=600)
+        key = install_run_key(cluster, name=NAME, lasts_s=600)
     known_hosts = Path(key.folder) / "known_hosts"
     lines = known_hosts.read_text(encoding="ascii").splitlines()
     lines[1] = f"node-1 {make_key(tmp_path / 'other')}"
@@ -213,7 +213,7 @@ def test_a_node_that_does_not_take_the_key_is_named(nodes: list[Sshd], login: Lo
         cluster.connect(inventory.nodes[1])
         nodes[1].stop()
         with pytest.raises(NodesError, match=r"failed on 1 node\(s\):\n  node-1: ") as caught:
-            install_run_key(cluster, inventory, name=NAME, lasts_s=600)
+            install_run_key(cluster, name=NAME, lasts_s=600)
     assert caught.value.exit_code == ExitCode.SSH_UNREACHABLE
 
 
@@ -223,16 +223,16 @@ def test_a_worker_that_was_away_forgets_the_key_when_it_is_back(
     inventory = make_cluster(*(sshd.node for sshd in nodes))
     before = [sshd.authorized_keys.read_text(encoding="ascii") for sshd in nodes]
     with cluster_of(inventory, login) as cluster:
-        key = install_run_key(cluster, inventory, name=NAME, lasts_s=600)
+        key = install_run_key(cluster, name=NAME, lasts_s=600)
         nodes[1].stop()
         with pytest.raises(NodesError, match="node-1"):
-            remove_run_key(cluster, inventory, NAME)
+            remove_run_key(cluster, NAME)
         assert list(Path(key.folder).iterdir()) == []
     assert trusted(nodes[1]) == [NAME]
     nodes[1].start()
     with cluster_of(inventory, login) as cluster:
-        assert remove_dead_keys(cluster, inventory) == [NAME]
-        assert remove_dead_keys(cluster, inventory) == []
+        assert remove_dead_keys(cluster) == [NAME]
+        assert remove_dead_keys(cluster) == []
     assert [sshd.authorized_keys.read_text(encoding="ascii") for sshd in nodes] == before
     assert not Path(key.folder).exists()
 
@@ -243,12 +243,12 @@ def test_a_run_id_that_is_no_plain_name_is_refused(
 ) -> None:
     inventory = make_cluster(nodes[0].node)
     with cluster_of(inventory, login) as cluster, pytest.raises(ConfigError, match="run id"):
-        enter(cluster, inventory, run_dir=PurePosixPath(f"{nodes[0].home}/runs/{run_id}"))
+        enter(cluster, run_dir=PurePosixPath(f"{nodes[0].home}/runs/{run_id}"))
 
 
-def enter(cluster: Cluster, inventory: ClusterInventory, *, run_dir: PurePosixPath) -> Claim:
+def enter(cluster: Cluster, *, run_dir: PurePosixPath) -> Claim:
     """Claim the head now; return the claim."""
-    with claimed(cluster, inventory.head, run_dir=run_dir, say=print, timeout_s=0) as claim:
+    with claimed(cluster, run_dir=run_dir, say=print, timeout_s=0) as claim:
         return claim
 
 
@@ -267,17 +267,17 @@ def test_two_people_who_resume_one_run_have_one_key_each_and_the_loser_touches_n
     inventory = make_cluster(*(sshd.node for sshd in nodes))
     run_dir = run_dir_on(nodes[0], "one")
     with cluster_of(inventory, login) as winner, cluster_of(inventory, login) as loser:
-        with claimed(winner, inventory.head, run_dir=run_dir, say=print) as claim:
-            key = install_run_key(winner, inventory, name=claim.name, lasts_s=600)
+        with claimed(winner, run_dir=run_dir, say=print) as claim:
+            key = install_run_key(winner, name=claim.name, lasts_s=600)
             with pytest.raises(
                 HeadBusyError, match=r"from 127\.0\.0\.1\) is starting one, so noth"
             ):
-                enter(loser, inventory, run_dir=run_dir)
+                enter(loser, run_dir=run_dir)
             # Whatever the other one removes, a key whose attempt is alive stays.
-            assert remove_dead_keys(loser, inventory) == []
+            assert remove_dead_keys(loser) == []
             assert [trusted(sshd) for sshd in nodes] == [[claim.name]] * 2
             assert ssh_from_head(key, nodes[1].node, ["true"]).returncode == 0
-        later = enter(loser, inventory, run_dir=run_dir)
+        later = enter(loser, run_dir=run_dir)
         assert later.running is None and later.name != claim.name
 
 
@@ -287,14 +287,14 @@ def test_the_head_is_claimed_while_a_supervisor_starts_and_then_has_a_run(
     inventory = make_cluster(*(sshd.node for sshd in nodes))
     run_dir = run_dir_on(nodes[0], "one")
     with cluster_of(inventory, login) as cluster:
-        name = enter(cluster, inventory, run_dir=run_dir).name
-        install_run_key(cluster, inventory, name=name, lasts_s=600)
+        name = enter(cluster, run_dir=run_dir).name
+        install_run_key(cluster, name=name, lasts_s=600)
         Path(run_dir).mkdir()
         with Path(run_dir, "supervisor.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            assert enter(cluster, inventory, run_dir=run_dir_on(nodes[0], "two")).running == "one"
-            assert remove_dead_keys(cluster, inventory) == []
-        assert remove_dead_keys(cluster, inventory) == [name]
+            assert enter(cluster, run_dir=run_dir_on(nodes[0], "two")).running == "one"
+            assert remove_dead_keys(cluster) == []
+        assert remove_dead_keys(cluster) == [name]
     assert not trusted(nodes[0]) and not trusted(nodes[1])
     assert not list((nodes[0].home / ".ssh" / "tileforge").iterdir())
 
@@ -303,18 +303,18 @@ def test_the_key_of_a_run_with_another_head_is_not_removed(nodes: list[Sshd], lo
     mine = make_cluster(*(sshd.node for sshd in nodes))
     theirs = make_cluster(*(sshd.node for sshd in reversed(nodes)))
     with cluster_of(mine, login) as owner, cluster_of(theirs, login) as other:
-        with claimed(owner, mine.head, run_dir=run_dir_on(nodes[0], "one"), say=print) as claim:
-            install_run_key(owner, mine, name=claim.name, lasts_s=600)
+        with claimed(owner, run_dir=run_dir_on(nodes[0], "one"), say=print) as claim:
+            install_run_key(owner, name=claim.name, lasts_s=600)
         # Every node has the run's files, and only its own head the supervisor.
         for sshd in nodes:
             Path(run_dir_on(sshd, "one")).mkdir(parents=True)
         with Path(run_dir_on(nodes[0], "one"), "supervisor.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            assert remove_dead_keys(other, theirs) == []
+            assert remove_dead_keys(other) == []
         # Its end is not for the other head to know.
-        assert remove_dead_keys(other, theirs) == []
+        assert remove_dead_keys(other) == []
         assert [trusted(sshd) for sshd in nodes] == [[claim.name]] * 2
-        assert remove_dead_keys(owner, mine) == [claim.name]
+        assert remove_dead_keys(owner) == [claim.name]
 
 
 def test_the_claim_of_an_operator_whose_connection_breaks_is_free_again(
@@ -324,9 +324,9 @@ def test_the_claim_of_an_operator_whose_connection_breaks_is_free_again(
     run_dir = run_dir_on(nodes[0], "one")
     with ExitStack() as stack, cluster_of(inventory, login) as other:
         broken = stack.enter_context(cluster_of(inventory, login))
-        stack.enter_context(claimed(broken, inventory.head, run_dir=run_dir, say=print))
+        stack.enter_context(claimed(broken, run_dir=run_dir, say=print))
         broken.connect(inventory.head).close()
-        with claimed(other, inventory.head, run_dir=run_dir, say=print, timeout_s=60) as claim:
+        with claimed(other, run_dir=run_dir, say=print, timeout_s=60) as claim:
             assert claim.running is None
 
 
@@ -340,7 +340,7 @@ def test_a_claim_that_a_broken_connection_still_holds_ends_as_that_connection_di
     with ExitStack() as stack, cluster_of(inventory, login) as again:
         # A head that has not noticed the break has the claim from before.
         before = stack.enter_context(cluster_of(inventory, login))
-        claim = partial(claimed, head=inventory.head, run_dir=run_dir_on(nodes[0], "one"))
+        claim = partial(claimed, run_dir=run_dir_on(nodes[0], "one"))
         name = stack.enter_context(claim(before, say=print)).name
         retry = partial(claim, again, say=said.append, timeout_s=1, lost=lost)
         with pytest.raises(ConnectionLostError) as caught, retry(name=name):
@@ -361,7 +361,7 @@ def test_a_claim_that_a_broken_connection_still_holds_ends_as_that_connection_di
 def test_a_stolen_run_key_opens_no_node_from_elsewhere(nodes: list[Sshd], login: Login) -> None:
     inventory = make_cluster(*(sshd.node for sshd in nodes))
     with cluster_of(inventory, login) as cluster:
-        key = install_run_key(cluster, inventory, name=NAME, lasts_s=600)
+        key = install_run_key(cluster, name=NAME, lasts_s=600)
     worker = nodes[1].node
     assert ssh_from_head(key, worker, ["true"]).returncode == 0
     argv = ["ssh", "-F", str(key.config), "-b", "127.0.0.9", worker.address, "true"]
@@ -394,6 +394,6 @@ def test_a_head_that_answers_with_another_key_than_asked_for_reaches_no_worker(
     monkeypatch.setattr(run_keys, "ask", lie)
     inventory = make_cluster(*(sshd.node for sshd in nodes))
     with cluster_of(inventory, login) as cluster, pytest.raises(PreflightError, match="node-0: "):
-        install_run_key(cluster, inventory, name=NAME, lasts_s=600)
+        install_run_key(cluster, name=NAME, lasts_s=600)
     assert not trusted(nodes[1])
     assert len(nodes[1].authorized_keys.read_text(encoding="ascii").splitlines()) == 1

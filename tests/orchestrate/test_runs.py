@@ -24,9 +24,9 @@ from payload.launch.ranks import place_ranks
 from payload.models.gpt2.spec import PRESETS
 from payload.orchestrate.follow import follow
 from payload.orchestrate.inventories.chosen import load_cluster
-from payload.orchestrate.inventories.placeable import memory_warning, require_one_machine
 from payload.orchestrate.runs.run_index import all_runs, create_run, find_run, view_run
-from payload.orchestrate.runs.start_checks import check_data
+from payload.orchestrate.runs.start_checks import check_data, memory_warning
+from payload.orchestrate.sites.local import require_one_machine
 from payload.run_record.named_settings import note_named
 from payload.run_record.run_files import (
     RankProgress,

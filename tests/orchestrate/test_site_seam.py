@@ -19,8 +19,8 @@ from payload.launch.launchers.registry import find
 from payload.machines.inventory import Access
 from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.inventories.chosen import load_cluster
-from payload.orchestrate.inventories.placeable import require_launcher
-from payload.orchestrate.runs.planning import plan_run
+from payload.orchestrate.runs.planning import PlanTarget, require_launcher, resolve
+from payload.orchestrate.runs.run_request import PlanRequest
 from payload.orchestrate.sites.allocation import (
     NodeSight,
     SlurmAccess,
@@ -232,14 +232,16 @@ def test_in_a_job_srun_reaches_the_nodes_and_a_failing_nvidia_smi_is_a_note(
     for kind, noted in (("auto", {note}), ("cuda", {note, other}), ("cpu", set())):
         wanted = [*SETTINGS, f"data.dir={data}", "launch.launcher=torchrun", f"device.kind={kind}"]
         wanted += ["launch.ranks_per_node=2", "batch.global_batch_size=8"]
-        planned = plan_run(
-            RunPaths(tmp_path / "run"),
-            config=parse_run_config("", overrides=wanted, where="test"),
-            chosen=found.chosen,
-            access=found.access,
-            vocab_size=512,
-            work_dir=tmp_path,
-            port=29400,
+        config = parse_run_config("", overrides=wanted, where="test")
+        planned = resolve(
+            PlanRequest(config=config, vocab_size=512),
+            PlanTarget(
+                chosen=found.chosen,
+                profile=found.access,
+                paths=RunPaths(tmp_path / "run"),
+                work_dir=tmp_path,
+                port=29400,
+            ),
         )
         assert planned.plan.argv[0] == str(tmp_path / "srun") and planned.plan.off_head
         assert {note, other} & set(planned.plan.notes) == noted

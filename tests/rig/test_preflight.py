@@ -164,7 +164,7 @@ def test_a_hostname_on_127_0_1_1_and_a_full_disk_are_named(rig: Rig, login: Logi
 def test_mpirun_crosses_machines_with_the_run_s_key(rig: Rig, login: Login, tmp_path: Path) -> None:
     inventory = inventory_of(rig, num_nodes=2)
     with rig.joined(), Cluster(inventory, login=login, env=os.environ) as cluster:
-        key = install_run_key(cluster, inventory, name="run-1.00000000", lasts_s=600)
+        key = install_run_key(cluster, name="run-1.00000000", lasts_s=600)
         settings = find("mpirun").settings(Reach(interface="ens4", ssh=("-F", str(key.config))))
         words = [f"{name}={value}" for name, value in settings.items()]
         argv = ["env", f"PATH={VENV}:/usr/bin:/bin", *words, f"{VENV}/mpirun"]
@@ -174,7 +174,7 @@ def test_mpirun_crosses_machines_with_the_run_s_key(rig: Rig, login: Login, tmp_
         head = cluster.connect(inventory.head)
         put(head, hosts, "hosts", timeout_s=20)
         said = head.check_run(argv, timeout_s=60)
-        remove_run_key(cluster, inventory, "run-1.00000000")
+        remove_run_key(cluster, "run-1.00000000")
         left = [
             cluster.connect(node).check_run(["cat", ".ssh/authorized_keys"], timeout_s=20)
             for node in inventory.nodes

@@ -15,7 +15,8 @@ from payload.config.run_config import RunConfig, load_run_config
 from payload.config.store_address import parse_store_address
 from payload.core.errors import ConfigError, ExitCode, UsageError
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.runs.run_index import Order, collect_from_store, resumable_run
+from payload.orchestrate.runs.run_index import collect_from_store, resumable_run
+from payload.orchestrate.runs.run_request import RunRequest
 from payload.orchestrate.terminal.console import text_console
 from payload.run_record.run_files import RunPaths, write_json
 from payload.run_record.run_identity import RunIdentity, known_identity
@@ -82,7 +83,7 @@ def resume(named: str, runs: Path) -> RunPaths:
 def settle(paths: RunPaths) -> RunIdentity:
     """Do what a command does to the folder of a run that it resumes."""
     with ExitStack() as held:
-        order = Order(
+        order = RunRequest(
             paths=paths,
             config=load_run_config(paths.config),
             vocab_size=512,

@@ -12,7 +12,8 @@ from pathlib import Path
 from payload.config.run_config import parse_run_config
 from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.inventories.chosen import load_cluster
-from payload.orchestrate.runs.planning import plan_run
+from payload.orchestrate.runs.planning import PlanTarget, resolve
+from payload.orchestrate.runs.run_request import PlanRequest
 from payload.run_record.run_files import (
     RankProgress,
     RunPaths,
@@ -74,15 +75,14 @@ def plan_stand_in(
         where="test",
     )
     with access.reserve_port() as holder:
-        plan_run(
-            RunPaths(root),
-            config=config,
+        target = PlanTarget(
             chosen=load_cluster("local", env={}),
-            access=access,
-            vocab_size=50257,
+            profile=access,
+            paths=RunPaths(root),
             work_dir=REPO,
             port=port or holder.getsockname()[1],
-        ).write(RunPaths(root))
+        )
+        resolve(PlanRequest(config=config, vocab_size=50257), target).write(RunPaths(root))
     return RunPaths(root)
 
 

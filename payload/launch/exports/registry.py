@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from payload.config.run_config import RunConfig
 from payload.core.errors import ConfigError
@@ -13,7 +13,7 @@ from payload.launch.environment import malloc_environment, spin_environment
 from payload.launch.exports import dstack, mpijob, sbatch, skypilot, trainjob
 from payload.launch.exports.base import Engine, ExportJob
 from payload.launch.ranks import place_ranks
-from payload.machines.inventory import ClusterInventory
+from payload.machines.inventory import Node
 from payload.machines.machine import Domain
 from payload.models.spec import ModelSpec
 
@@ -27,13 +27,13 @@ def export_job(
     *,
     run_id: str,
     spec: ModelSpec,
-    inventory: ClusterInventory,
+    machines: Sequence[Node],
     domains: Mapping[str, tuple[Domain, ...]],
     nodes: int | None,
     image: str | None,
     storage: str | None,
 ) -> ExportJob:
-    """Return the run on `nodes` machines like the inventory's head; None is as many as it has.
+    """Return the run on `nodes` machines like the first of `machines`; None is all of them.
 
     Raises ConfigError for ranks that cannot be placed or would share the batch unevenly.
     """
@@ -42,9 +42,9 @@ def export_job(
             "launch.malloc = 'tcmalloc': the library's path on another engine's machines is not "
             "known. Use 'tuned' or 'default'."
         )
-    alike = inventory.nodes if nodes is None else inventory.nodes[:1]
+    alike = machines if nodes is None else machines[:1]
     placement = place_ranks(alike, config.launch, device=config.device, domains=domains)
-    num_nodes = nodes or len(inventory.nodes)
+    num_nodes = nodes or len(machines)
     arithmetic = work_out(
         config,
         spec=spec,

@@ -14,9 +14,10 @@ from payload.orchestrate.access.cluster import (
 )
 from payload.orchestrate.findings.trial import Record, known_trial
 from payload.orchestrate.hardware.nvidia import gpu_need
-from payload.orchestrate.inventories.chosen import Chosen
-from payload.orchestrate.inventories.placeable import require_launcher
-from payload.orchestrate.runs.planning import PlannedRun, plan_run
+from payload.orchestrate.inventories.chosen import ResolvedInventory
+from payload.orchestrate.runs.planning import PlanTarget, resolve
+from payload.orchestrate.runs.resolved_plan import ResolvedPlacement, ResolvedPlan
+from payload.orchestrate.runs.run_request import PlanRequest
 from payload.orchestrate.ssh.node_code import this_code
 from payload.orchestrate.ssh.remote_calls import NODE_FOLDER
 from payload.run_record.run_files import RunPaths
@@ -28,30 +29,29 @@ _INTERFACE = "ens4"  # Compute Engine's
 def plan_dry_run(
     run_id: str,
     config: RunConfig,
-    chosen: Chosen,
+    chosen: ResolvedInventory,
     *,
     vocab_size: int | None,
+    placed: ResolvedPlacement | None,
     root: Path,
     now_unix: float,
-) -> PlannedRun:
+) -> ResolvedPlan:
     """Plan the run as it would be on the cluster; its newest trial is below `root`.
 
     Raises ConfigError.
     """
     inventory = chosen.inventory
-    require_launcher(config, inventory)
     home = default_home(inventory)
     on_gpus = gpu_need(config, inventory.nodes) is not None
     record = known_trial(inventory.cluster, inventory.nodes, root, on_gpus=on_gpus)
-    planned = plan_run(
-        RunPaths(Path(home / NODE_FOLDER / "runs" / run_id)),
-        config=config,
+    target = PlanTarget(
         chosen=chosen,
-        access=dry_run_access(inventory, record, run_id=run_id),
-        vocab_size=vocab_size,
+        profile=dry_run_access(inventory, record, run_id=run_id),
+        paths=RunPaths(Path(home / NODE_FOLDER / "runs" / run_id)),
         work_dir=Path(home),
         port=_PORT,
     )
+    planned = resolve(PlanRequest(config=config, vocab_size=vocab_size), target, placed=placed)
     notes = dry_run_notes(inventory, record, now_unix=now_unix)
     return replace(planned, plan=replace(planned.plan, notes=(*planned.plan.notes, *notes)))
 

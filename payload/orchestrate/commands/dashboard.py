@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 from payload.core.errors import (
     ExitCode,
@@ -31,6 +33,9 @@ from payload.orchestrate.runs.run_index import find_run
 from payload.orchestrate.terminal.console import text_console
 from payload.run_record.run_files import LATEST, RunPaths
 
+if TYPE_CHECKING:
+    from payload.orchestrate.ssh.cluster import Cluster
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DashboardOptions(ClusterRunChoice):
@@ -52,9 +57,14 @@ def dashboard(options: DashboardOptions, access: LocalAccess) -> int:
                 ) as pages:
                     stay(pages, show=show, say=say, in_browser=options.open)
             else:
-                with _cluster_pages(
-                    inventory, replace(options, run=run_id), access.environment(), copy=paths
-                ) as pages:
+                # paramiko takes half a second to import.
+                from payload.orchestrate.sites.ssh_run import news_of_head
+                from payload.orchestrate.ssh.cluster import connect_to
+
+                env = access.environment()
+                news = str if paths is None else partial(news_of_head, paths, env)
+                cluster = connect_to(inventory, ssh_key=options.ssh_key, env=env, news=news)
+                with _cluster_pages(cluster, run_id) as pages:
                     stay(pages, show=show, say=say, in_browser=options.open)
     except KeyboardInterrupt:
         say("ended")
@@ -86,38 +96,23 @@ def _run_id(options: DashboardOptions) -> str | None:
 
 
 @contextmanager
-def _cluster_pages(
-    inventory: ClusterInventory,
-    options: DashboardOptions,
-    env: Mapping[str, str],
-    *,
-    copy: RunPaths | None = None,
-) -> Iterator[list[str]]:
-    """Forward the head's Grafana and Prometheus to here. Raises PreflightError without them."""
-    # paramiko takes half a second to import.
-    from payload.orchestrate.sites.ssh_run import news_of_head
-    from payload.orchestrate.ssh.cluster import Cluster, operator_key
-    from payload.orchestrate.ssh.remote_calls import Login
+def _cluster_pages(cluster: Cluster, run_id: str | None) -> Iterator[list[str]]:
+    """Forward the head's Grafana and Prometheus to here. Raises PreflightError without them.
 
-    key = operator_key(inventory, given=options.ssh_key)
-    login = Login(user=inventory.ssh_user, key=key)
-
-    def news() -> str:
-        return "" if copy is None else news_of_head(copy, env)
-
+    `run_id` is the run whose page is shown; the connection is closed at the end.
+    """
     with ExitStack() as stack:
-        cluster = stack.enter_context(Cluster(inventory, login=login, env=env, news=news))
-        head = cluster.connect(inventory.head)
+        head = stack.enter_context(cluster).connect(cluster.inventory.head)
         ports = stack.enter_context(forwarded(head, (GRAFANA_PORT, PROMETHEUS_PORT)))
         grafana, prometheus = (f"http://127.0.0.1:{port}" for port in ports)
         pages = []
         if answers(f"{grafana}/api/health"):
-            pages.append(run_page(grafana, options.run))
+            pages.append(run_page(grafana, run_id))
         if answers(f"{prometheus}/-/ready"):
             pages.append(f"{prometheus}/alerts")
         if not pages:
             raise PreflightError(
-                f"{inventory.head.name} has neither Grafana nor Prometheus. Build the cluster with "
+                f"{head.node.name} has neither Grafana nor Prometheus. Build the cluster with "
                 "them: pulumi config set monitoring prometheus, then tileforge up"
             )
         yield pages

@@ -22,10 +22,11 @@ from payload.launch.plan import auto_batch_size
 from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.follow.follow import EndOptions, Tails, follow
 from payload.orchestrate.follow.run_text import Estimate, estimate, print_plan, strategy_table
-from payload.orchestrate.inventories.chosen import Chosen, load_cluster
+from payload.orchestrate.inventories.chosen import ResolvedInventory, load_cluster
 from payload.orchestrate.runs.at_risk import run_warning
-from payload.orchestrate.runs.planning import PlannedRun
-from payload.orchestrate.runs.run_index import Order, all_runs, resumable_run
+from payload.orchestrate.runs.resolved_plan import ResolvedPlan
+from payload.orchestrate.runs.run_index import all_runs, resumable_run
+from payload.orchestrate.runs.run_request import RunRequest
 from payload.orchestrate.runs.site import InventorySite, Site
 from payload.orchestrate.runs.start_checks import check_data, require_known_sizes, settle_initial
 from payload.orchestrate.sites.local import Local, require_disk
@@ -110,14 +111,14 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
     except DataError as error:
         vocab_size = None
         talk.print(f"note: a run would stop here: {error}")
-    site.check(config, access.environment())
+    placed = site.check(config, access.environment())
     try:
         config = _settle(config, site, vocab_size=vocab_size, talk=talk)
     except ConfigError as error:
         require_known_sizes(config)
         talk.print(f"note: a run would stop here: {error}")
     paths = RunPaths(options.runs_dir / (options.run_id or _fresh_id(config)))
-    planned = site.plan(paths, config, vocab_size=vocab_size)
+    planned = site.plan(paths, config, vocab_size=vocab_size, placed=placed)
     if site.uses_this_environment:
         try:
             require_disk(planned)
@@ -159,11 +160,11 @@ def run(options: RunOptions, access: LocalAccess) -> int:
         )
     with ExitStack() as held:
         bucket = None if chosen is None else chosen.inventory.bucket
-        order = _order(options, site, access, bucket=bucket, talk=talk, held=held)
+        request = _request(options, site, access, bucket=bucket, talk=talk, held=held)
         if chosen is not None:
-            _warn_without_store(chosen, order.config, talk=talk)
-        tails = Tails(order.paths)
-        started = site.start(order)
+            _warn_without_store(chosen, request.config, talk=talk)
+        tails = Tails(request.paths)
+        started = site.start(request)
     with closing(started):
         line = started.start_line()
         if line is not None:
@@ -174,7 +175,7 @@ def run(options: RunOptions, access: LocalAccess) -> int:
                 talk.print(words)
                 return ExitCode.OK
         end = EndOptions(json=options.json, open=options.open, inventory=options.inventory)
-        is_ours = started.paths == order.paths
+        is_ours = started.paths == request.paths
         status = follow(started, options=end, talk=talk, tails=tails if is_ours else None)
     if options.samples and status == ExitCode.OK and site.uses_this_environment:
         talk.print("samples: the model before and after the run continues prompts; Ctrl-C skips it")
@@ -184,14 +185,16 @@ def run(options: RunOptions, access: LocalAccess) -> int:
     return status
 
 
-def _warn_without_store(chosen: Chosen, config: RunConfig, *, talk: Console) -> None:
+def _warn_without_store(chosen: ResolvedInventory, config: RunConfig, *, talk: Console) -> None:
     inventory = chosen.inventory
     warning = run_warning(inventory.source, config, head=inventory.head.name)
     if warning is not None:
         talk.print(warning)
 
 
-def _chosen(options: PlanOptions | RunOptions, access: LocalAccess) -> tuple[Chosen, LocalAccess]:
+def _chosen(
+    options: PlanOptions | RunOptions, access: LocalAccess
+) -> tuple[ResolvedInventory, LocalAccess]:
     """Return the inventory, and how planning asks its nodes where it is this machine's."""
     if options.inventory != "slurm":
         return load_cluster(options.inventory, env=access.environment()), access
@@ -203,7 +206,7 @@ def _chosen(options: PlanOptions | RunOptions, access: LocalAccess) -> tuple[Cho
 
 
 def site_of(
-    chosen: Chosen,
+    chosen: ResolvedInventory,
     access: LocalAccess,
     *,
     talk: Console,
@@ -224,7 +227,7 @@ def site_of(
     return Ssh(chosen, env=env, talk=talk, argument=argument, ssh_key=ssh_key, quick=quick)
 
 
-def _order(
+def _request(
     options: RunOptions,
     site: Site,
     access: LocalAccess,
@@ -232,7 +235,7 @@ def _order(
     bucket: str | None,
     talk: Console,
     held: ExitStack,
-) -> Order:
+) -> RunRequest:
     """Return what the site is to start, checked as far as that is possible before.
 
     `bucket` is the cluster's own, or None.
@@ -263,12 +266,12 @@ def _order(
     if resumed is not None:
         _refuse_when_finished(resumed, config)
         auto_size = auto_batch_size(resumed.plan)
-    site.check(left_open(config, auto_size=auto_size), env)
+    placed = site.check(left_open(config, auto_size=auto_size), env)
     bring_data_here(config, env=code_env, say=talk.print)
     vocab_size = _check_data(config)
     if resumed is None:
         config = _settle(config, site, vocab_size=vocab_size, talk=talk)
-    return Order(
+    return RunRequest(
         paths=resumed or RunPaths(options.runs_dir / (options.run_id or _fresh_id(config))),
         config=config,
         vocab_size=vocab_size,
@@ -279,6 +282,7 @@ def _order(
         talk=talk,
         held=held,
         named=reaching(config, reads_init=reads_init),
+        placed=placed,
     )
 
 
@@ -326,11 +330,11 @@ def _fresh_id(config: RunConfig) -> str:
     return new_run_id(config.run.name, now=datetime.now(), suffix=secrets.token_hex(2))
 
 
-def _strategies_json(planned: PlannedRun) -> str:
+def _strategies_json(planned: ResolvedPlan) -> str:
     return json.dumps({"strategies": [asdict(each) for each in planned.strategies]}, indent=2)
 
 
-def _plan_json(planned: PlannedRun, estimated: Estimate) -> str:
+def _plan_json(planned: ResolvedPlan, estimated: Estimate) -> str:
     nodes = range(len(planned.inventory.nodes))
     return json.dumps(
         {

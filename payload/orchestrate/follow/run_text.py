@@ -27,7 +27,7 @@ from payload.launch.environment import rank_environment
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Placement, load_ranks
 from payload.orchestrate.hardware.nvidia import gpu_need
-from payload.orchestrate.runs.planning import PlannedRun
+from payload.orchestrate.runs.resolved_plan import ResolvedPlan
 from payload.orchestrate.runs.run_index import RunView
 from payload.orchestrate.terminal.tables import labelled_lines, table_lines
 from payload.orchestrate.terminal.time_left import evaluations_left
@@ -95,7 +95,7 @@ class Estimate:
 
 
 def estimate(
-    planned: PlannedRun, *, data: Path, earlier: Sequence[RunPaths], is_local: bool
+    planned: ResolvedPlan, *, data: Path, earlier: Sequence[RunPaths], is_local: bool
 ) -> Estimate:
     """Estimate a run from its nodes' measured speed, else that of earlier runs, else a typical one.
 
@@ -128,7 +128,7 @@ def estimate(
 
 
 def _speed(
-    planned: PlannedRun, quantized: QuantizedCost | None, earlier: Sequence[RunPaths]
+    planned: ResolvedPlan, quantized: QuantizedCost | None, earlier: Sequence[RunPaths]
 ) -> tuple[Speed, str]:
     """Return the speed of a run and its source, for people.
 
@@ -147,7 +147,7 @@ def _speed(
     return _typical_speed(planned, dequantize_s=dequantize_s)
 
 
-def _typical_speed(planned: PlannedRun, *, dequantize_s: float) -> tuple[Speed, str]:
+def _typical_speed(planned: ResolvedPlan, *, dequantize_s: float) -> tuple[Speed, str]:
     """Return the speed of typical cores, on nodes with GPUs too: no speed of theirs is known."""
     cores = sum(node.physical_cores for node in planned.inventory.nodes)
     device = replace(planned.predicted.device, kind="cpu")
@@ -169,14 +169,14 @@ def _typical_speed(planned: PlannedRun, *, dequantize_s: float) -> tuple[Speed, 
     return speed, basis
 
 
-def _dequantize_s(planned: PlannedRun, quantized: QuantizedCost | None) -> float:
+def _dequantize_s(planned: ResolvedPlan, quantized: QuantizedCost | None) -> float:
     """Return the part of a step in which the run dequantises its base."""
     if quantized is None or planned.config.model.quantize == "none":
         return 0.0
     return quantized.dequantize_s
 
 
-def _store_usd(planned: PlannedRun, size: int) -> float | None:
+def _store_usd(planned: ResolvedPlan, size: int) -> float | None:
     """Return what a bucket beside the nodes costs a month for so many bytes, if that is known.
 
     Another bucket than the cluster's may be in any region.
@@ -188,7 +188,7 @@ def _store_usd(planned: PlannedRun, size: int) -> float | None:
     return None if price is None else price * size / 2**30
 
 
-def _quantized(planned: PlannedRun, earlier: Sequence[RunPaths]) -> QuantizedCost | None:
+def _quantized(planned: ResolvedPlan, earlier: Sequence[RunPaths]) -> QuantizedCost | None:
     """Return what 4 bits save and cost, by the dequantising that the newest run has measured.
 
     That of a run in the same dtype: fp32 takes longer than bf16.
@@ -218,7 +218,7 @@ def _val_tokens(data: Path) -> int:
 
 
 def _measured_tokens_per_s(
-    planned: PlannedRun, earlier: Sequence[RunPaths]
+    planned: ResolvedPlan, earlier: Sequence[RunPaths]
 ) -> tuple[float, str] | None:
     """Return the speed and id of the newest run whose steps cost the same here."""
     for paths in earlier[:_LOOKED_AT]:
@@ -260,7 +260,7 @@ _TAIL_LINES = 12
 _TAIL_BYTES = 2**16
 
 
-def print_plan(planned: PlannedRun, estimated: Estimate, console: Console) -> None:
+def print_plan(planned: ResolvedPlan, estimated: Estimate, console: Console) -> None:
     """Print hosts, ranks, environment, command line, Accelerate config and arithmetic."""
     plan = planned.plan
     console.print(f"run folder\n  {planned.paths.root}\n")
@@ -320,7 +320,7 @@ def arithmetic_lines(plan: LaunchPlan) -> list[str]:
     ]
 
 
-def strategy_table(planned: PlannedRun) -> str:
+def strategy_table(planned: ResolvedPlan) -> str:
     """Return the strategies of the run's ranks as a table, the best first."""
     names = ("strategy", "GiB a rank", "MiB sent a step", "exchange s", "step s", "fits")
     rows = []

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class ResolvedInventory:
     """An inventory, and what is known of its nodes' cores."""
 
     inventory: ClusterInventory
@@ -87,7 +87,7 @@ class Chosen:
         return f"{text}, {gpus} GPU(s)" if gpus else text
 
 
-def load_cluster(argument: str | None, *, env: Mapping[str, str]) -> Chosen:
+def load_cluster(argument: str | None, *, env: Mapping[str, str]) -> ResolvedInventory:
     """Return the cluster that `--inventory` names; without it the selected stack's or this machine.
 
     A stack's machines are asked for their host keys. Raises ConfigError, and what `load_stack`
@@ -121,17 +121,17 @@ def load_cluster(argument: str | None, *, env: Mapping[str, str]) -> Chosen:
             f"--inventory {argument}: it is of a Slurm job, and every job gets its own nodes. Use "
             "--inventory slurm within the job."
         )
-    return Chosen(inventory=inventory, why=f"--inventory {argument}", domains={})
+    return ResolvedInventory(inventory=inventory, why=f"--inventory {argument}", domains={})
 
 
 def _is_stack(argument: str) -> bool:
     return argument == "stack" or argument.startswith("stack:")
 
 
-def _this_machine(why: str, env: Mapping[str, str]) -> Chosen:
+def _this_machine(why: str, env: Mapping[str, str]) -> ResolvedInventory:
     machine, gpus = discover(), nvidia_here(env)
     inventory = machine.inventory()
-    return Chosen(
+    return ResolvedInventory(
         inventory=replace(inventory, nodes=(with_gpus(inventory.head, gpus),)),
         why=why,
         domains={machine.name: machine.domains},
@@ -145,10 +145,12 @@ def nvidia_here(env: Mapping[str, str]) -> NvidiaFacts:
     return build(NvidiaFacts, answer, where="this machine")
 
 
-def _of_stack(outputs: StackOutputs, env: Mapping[str, str], *, why: str) -> Chosen:
+def _of_stack(outputs: StackOutputs, env: Mapping[str, str], *, why: str) -> ResolvedInventory:
     from payload.orchestrate.clouds.pulumi.stack_outputs import load_stack
 
     talk = text_console(stderr=True)
     talk.print(f"cluster {outputs.inventory.cluster} ({why}): looking for its machines")
     inventory = load_stack(outputs, env, folder=Path.cwd(), say=talk.print)
-    return Chosen(inventory=inventory, why=f"{why}; {outputs.price_and_end()}", domains={})
+    return ResolvedInventory(
+        inventory=inventory, why=f"{why}; {outputs.price_and_end()}", domains={}
+    )

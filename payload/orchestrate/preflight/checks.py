@@ -37,10 +37,10 @@ from payload.orchestrate.findings.nodes import (
 )
 from payload.orchestrate.hardware.nvidia import QUERY, GpuNeed, torch_here
 from payload.orchestrate.inventories.chosen import load_cluster
-from payload.orchestrate.inventories.placeable import require_placeable
 from payload.orchestrate.node.look import probe
 from payload.orchestrate.preflight.report import BootWait, Report, try_here, try_there
-from payload.orchestrate.runs.planning import choose_launcher
+from payload.orchestrate.runs.launcher_choice import choose_launcher
+from payload.orchestrate.runs.planning import require_placeable
 from payload.orchestrate.ssh.cluster import Cluster, operator_key
 from payload.orchestrate.ssh.connection import Connection
 from payload.orchestrate.ssh.node_code import look, this_code
@@ -103,7 +103,7 @@ def preflight(options: PreflightOptions, access: LocalAccess) -> int:
     if is_here:
         report = check_this_machine(inventory, access, need=need)
         if not options.quick:
-            report = try_here(report, chosen, access, config)
+            report = try_here(report, inventory.nodes, access, config, domains=chosen.domains)
         try_it = partial(try_store_here, env=access.code_environment())
         report = _with_store(report, inventory, config, try_it)
     else:
@@ -113,10 +113,10 @@ def preflight(options: PreflightOptions, access: LocalAccess) -> int:
             with Cluster(inventory, login=login, env=env) as cluster:
                 report = check_cluster(inventory, cluster, lock_sha=lock_sha(), need=need)
                 if not report.exit_code:
-                    report = _without_dead_keys(report, inventory, cluster)
+                    report = _without_dead_keys(report, cluster)
                 if options.quick:
                     return report
-                report = try_there(report, chosen, cluster, config)
+                report = try_there(report, inventory.nodes, cluster, config)
                 head = cluster.connect(inventory.head)
                 return _with_store(report, inventory, config, partial(_try_store_from, head))
 
@@ -171,12 +171,12 @@ def _try_store_from(head: Connection, address: StoreAddress) -> None:
     try_store(address, head, look(head, code, venv=VENV), code=code)
 
 
-def _without_dead_keys(report: Report, inventory: ClusterInventory, cluster: Cluster) -> Report:
+def _without_dead_keys(report: Report, cluster: Cluster) -> Report:
     """Remove the keys of runs whose operator was killed before they began; a note for each."""
     try:
         notes = [
             f"the key {name} was left on the nodes; it is gone now"
-            for name in remove_dead_keys(cluster, inventory)
+            for name in remove_dead_keys(cluster)
         ]
     except TileforgeError as error:
         notes = [str(error)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
@@ -17,27 +17,30 @@ from payload.config.run_config import RunConfig
 from payload.core.errors import ConfigError, PreflightError, TileforgeError
 from payload.core.printable_text import shown
 from payload.core.validation.records import build
-from payload.launch.environment import FOREIGN_PREFIXES, Rendezvous, common_environment
-from payload.launch.launcher import Job, Launcher, Reach
+from payload.launch.environment import FOREIGN_PREFIXES
+from payload.launch.launcher import Launcher
 from payload.launch.launcher_files import render_hosts
 from payload.launch.launchers.registry import AUTO, candidates
-from payload.launch.ranks import Placement
-from payload.machines.inventory import ClusterInventory, Node
-from payload.orchestrate.access.cluster import programs_of, venv_executable
-from payload.orchestrate.access.local import LOOPBACK, LocalAccess
+from payload.launch.ranks import Placement, place_ranks
+from payload.machines.inventory import Node
+from payload.machines.machine import Domain
+from payload.orchestrate.access.cluster import Answers, ClusterAccess, programs_of, venv_executable
+from payload.orchestrate.access.local import LocalAccess, port_of
 from payload.orchestrate.access.supply import bring_code
 from payload.orchestrate.findings import nodes as find
 from payload.orchestrate.findings.nodes import Finding, NodeFacts
 from payload.orchestrate.findings.trial import Measured, Outcome, failures
 from payload.orchestrate.hardware.nvidia import gpu_need
-from payload.orchestrate.inventories.chosen import Chosen
 from payload.orchestrate.node.mesh import trial
-from payload.orchestrate.runs.planning import choose_launcher
+from payload.orchestrate.runs.launch_command import launch_command
+from payload.orchestrate.runs.launcher_choice import LauncherChoice, choose_launcher
+from payload.orchestrate.runs.machine_profile import MachineProfile
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.node_code import Code, look, this_code
 from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, Left, NodeLook, ask, on_every_node
 from payload.orchestrate.ssh.run_keys import install_run_key, remove_run_key
 from payload.orchestrate.ssh.start_claim import HeadBusyError, claimed
+from payload.run_record.run_files import RunPaths
 from payload.stack.node_paths import VENV
 
 # mpirun starts in a second, torch loads in three on two cores, the matmuls and the exchange have
@@ -48,91 +51,86 @@ _RANKS_END_S = 22
 _GPU_DEADLINE_S, _GPU_RANKS_END_S = 90.0, 88
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """Where and how the trial's program starts."""
+def _deadline_s(*, on_gpus: bool) -> float:
+    """Return how long the launcher and its ranks may take."""
+    return _GPU_DEADLINE_S if on_gpus else DEADLINE_S
 
-    placement: Placement
-    interfaces: Mapping[str, str]
-    address: str
-    """Where the ranks meet."""
-    port: int
-    folder: PurePath
-    """On the head; it has the hosts file, and its name marks the processes."""
-    python: str
-    python_path: str | None
-    launcher: Launcher
-    executable: str
-    """The launcher's path on the head."""
-    reach: Reach
-    on_gpus: bool
 
-    def deadline_s(self) -> float:
-        """Return how long the launcher and its ranks may take."""
-        return _GPU_DEADLINE_S if self.on_gpus else DEADLINE_S
+def trial_arguments(
+    choice: LauncherChoice,
+    profile: MachineProfile,
+    nodes: Sequence[Node],
+    placement: Placement,
+    *,
+    paths: RunPaths,
+    port: int,
+    on_gpus: bool,
+) -> dict[str, Any]:
+    """Return what node/mesh.py takes: the command of a run with the trial as its program.
 
-    def arguments(self, inventory: ClusterInventory) -> dict[str, Any]:
-        """Return what node/mesh.py takes."""
-        rendezvous = Rendezvous(address=self.address, port=self.port, interfaces=self.interfaces)
-        environment = common_environment(
-            run_id=self.folder.name,
-            run_dir=str(self.folder),
-            rendezvous=rendezvous,
-            malloc="tuned",
-            tcmalloc=None,
-            oversubscribed=self.placement.oversubscribed,
-            python_path=self.python_path,
-        )
-        argv = self.launcher.argv(
-            Job(
-                executable=self.executable,
-                python=self.python,
-                words=("-m", "payload.train.fabric", json.dumps(self._ranks(inventory))),
-                environment=environment,
-                world_size=self.placement.world_size,
-                ranks_per_node=self.placement.ranks_per_node,
-                nodes=len(inventory.nodes),
-                hosts=self.folder / "hosts",
-                folder=self.folder,
-                rendezvous=rendezvous,
-                reach=self.reach,
-            )
-        )
-        return {
-            "ssh": self.reach.ssh,
-            "workers": {node.name: node.address for node in inventory.nodes[1:]},
-            "hosts_file": str(self.folder / "hosts"),
-            "hosts": render_hosts(inventory.nodes),
-            "argv": argv,
-            "environment": {**self.launcher.settings(self.reach), **environment},
-            # mpirun calls mpiexec.hydra, which lies beside it, by its bare name.
-            "path": str(PurePath(argv[0]).parent),
-            "without": FOREIGN_PREFIXES,
-            "keeps": self.launcher.keeps,
-            "deadline_s": self.deadline_s(),
+    `paths` is the trial's folder on the head, whose name marks its processes.
+    """
+    told = _told_ranks(
+        placement,
+        profile.interfaces(nodes),
+        settings={
+            **choice.launcher.rank_settings(nodes=len(nodes)),
+            # In place of what the launcher sets, as the wrapper of a run's rank does it.
+            "MASTER_ADDR": nodes[0].address,
+            "MASTER_PORT": str(port),
+        },
+        on_gpus=on_gpus,
+    )
+    command = launch_command(
+        choice,
+        profile,
+        nodes,
+        placement,
+        paths=paths,
+        words=("-m", "payload.train.fabric", json.dumps(told)),
+        port=port,
+        malloc="tuned",
+    )
+    return {
+        "ssh": command.reach.ssh,
+        "workers": {node.name: node.address for node in nodes[1:]},
+        "hosts_file": str(paths.hosts),
+        "hosts": render_hosts(nodes),
+        "argv": command.argv,
+        "environment": {**command.settings, **command.environment},
+        # mpirun calls mpiexec.hydra, which lies beside it, by its bare name.
+        "path": str(PurePath(command.argv[0]).parent),
+        "without": FOREIGN_PREFIXES,
+        "keeps": choice.launcher.keeps,
+        "deadline_s": _deadline_s(on_gpus=on_gpus),
+    }
+
+
+def _told_ranks(
+    placement: Placement,
+    interfaces: Mapping[str, str],
+    *,
+    settings: Mapping[str, str],
+    on_gpus: bool,
+) -> dict[str, Any]:
+    """Return what payload/train/fabric.py takes."""
+    ranks = [
+        {
+            "node": rank.node,
+            "node_rank": rank.node_rank,
+            "local_rank": rank.local_rank,
+            "cores": rank.cores,
+            "threads": rank.threads,
+            "interface": interfaces[rank.node],
         }
-
-    def _ranks(self, inventory: ClusterInventory) -> dict[str, Any]:
-        ranks = [
-            {
-                "node": rank.node,
-                "node_rank": rank.node_rank,
-                "local_rank": rank.local_rank,
-                "cores": rank.cores,
-                "threads": rank.threads,
-                "interface": self.interfaces[rank.node],
-            }
-            for rank in self.placement.ranks
-        ]
-        settings = self.launcher.rank_settings(nodes=len(inventory.nodes))
-        # In place of what the launcher sets, as the wrapper of a run's rank does it.
-        settings |= {"MASTER_ADDR": self.address, "MASTER_PORT": str(self.port)}
-        return {
-            "deadline_s": _GPU_RANKS_END_S if self.on_gpus else _RANKS_END_S,
-            "device": "cuda" if self.on_gpus else "cpu",
-            "ranks": ranks,
-            "environment": settings,
-        }
+        for rank in placement.ranks
+    ]
+    return {
+        "deadline_s": _GPU_RANKS_END_S if on_gpus else _RANKS_END_S,
+        "device": "cuda" if on_gpus else "cpu",
+        "ranks": ranks,
+        "environment": settings,
+    }
 
 
 _MARGIN_S = 20.0
@@ -158,7 +156,7 @@ class Trial:
 
 
 def try_cluster(
-    chosen: Chosen,
+    nodes: Sequence[Node],
     cluster: Cluster,
     facts: Mapping[str, NodeFacts],
     *,
@@ -171,139 +169,155 @@ def try_cluster(
     The key by which the head reaches the others is made for this, and removed whatever happens.
     `placement` is where a run's ranks go, if they were placed before.
     """
-    inventory, code = chosen.inventory, this_code()
     launcher = candidates(config.launch.launcher)[0]
-    placement = placement or _placement(chosen, config)
-    on_gpus = gpu_need(config, inventory.nodes) is not None
-    outcomes = on_every_node(
-        inventory.nodes,
-        lambda node: look(cluster.connect(node), code, venv=VENV, programs=programs_of(launcher)),
+    trial = _ClusterTrial(
+        nodes=nodes,
+        cluster=cluster,
+        facts=facts,
+        launcher=launcher,
+        placement=placement or _placement(nodes, config, domains={}),
+        on_gpus=gpu_need(config, nodes) is not None,
     )
-    refused = [*_not_looked_at(inventory, outcomes, launcher)]
+    outcomes = on_every_node(
+        nodes,
+        lambda node: look(
+            cluster.connect(node), this_code(), venv=VENV, programs=programs_of(launcher)
+        ),
+    )
+    refused = [*_not_looked_at(nodes, outcomes, launcher)]
     if refused:
         return Trial(findings=refused, launcher=launcher.name)
     answers = {name: got for name, got in outcomes.items() if isinstance(got, NodeLook)}
-    head = answers[inventory.head.name]
+    head = answers[nodes[0].name]
     if head.running is not None:
         return _not_measured(head.running)
-    run_id = f"preflight-{secrets.token_hex(4)}"
-    run_dir = PurePosixPath(head.home, NODE_FOLDER, "runs", run_id)
     try:
-        with claimed(cluster, inventory.head, run_dir=run_dir, say=talk.print) as claim:
-            if claim.running is not None:
-                return _not_measured(claim.running)
-            bring_code(inventory.nodes, cluster, answers, code=code, talk=talk)
-            try:
-                outcome, folder = _start(
-                    inventory,
-                    cluster,
-                    facts,
-                    head,
-                    code,
-                    placement,
-                    launcher,
-                    name=claim.name,
-                    on_gpus=on_gpus,
-                )
-                if outcome.status != 0:
-                    _end_leftovers(inventory, cluster, folder)
-            except BaseException:
-                with contextlib.suppress(TileforgeError):  # it would hide the first one
-                    remove_run_key(cluster, inventory, claim.name)
-                raise
-            remove_run_key(cluster, inventory, claim.name)
+        outcome = trial.run(answers, talk=talk)
     except ConfigError:
         raise
     except HeadBusyError as error:
         return Trial(note=f"nothing was measured: {error}")
     except TileforgeError as error:
-        return Trial(findings=[_of_error(inventory.head, error, launcher)], launcher=launcher.name)
-    hostnames = {facts[node.name].hostname: node.name for node in inventory.nodes}
-    return _judged(inventory, outcome, launcher, hostnames=hostnames, on_gpus=on_gpus)
+        return Trial(findings=[_of_error(nodes[0], error, launcher)], launcher=launcher.name)
+    if isinstance(outcome, str):
+        return _not_measured(outcome)
+    hostnames = {facts[node.name].hostname: node.name for node in nodes}
+    return _judged(nodes, outcome, launcher, hostnames=hostnames, on_gpus=trial.on_gpus)
 
 
 def _not_measured(running: str) -> Trial:
     return Trial(note=f"nothing was measured, as run {running} is under way")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ClusterTrial:
+    """A trial on a cluster, whose nodes have what it needs."""
+
+    nodes: Sequence[Node]
+    cluster: Cluster
+    facts: Mapping[str, NodeFacts]
+    launcher: Launcher
+    placement: Placement
+    on_gpus: bool
+
+    def run(self, answers: Answers, *, talk: Console) -> Outcome | str:
+        """Return the program's outcome; a run's id where that is under way on the head.
+
+        Raises HeadBusyError, and what connecting raises.
+        """
+        cluster, code = self.cluster, this_code()
+        head = answers[self.nodes[0].name]
+        run_id = f"preflight-{secrets.token_hex(4)}"
+        run_dir = PurePosixPath(head.home, NODE_FOLDER, "runs", run_id)
+        with claimed(cluster, run_dir=run_dir, say=talk.print) as claim:
+            if claim.running is not None:
+                return claim.running
+            bring_code(self.nodes, cluster, answers, code=code, talk=talk)
+            try:
+                outcome, folder = self._start(head, code, name=claim.name)
+                if outcome.status != 0:
+                    _end_leftovers(self.nodes, cluster, folder)
+            except BaseException:
+                with contextlib.suppress(TileforgeError):  # it would hide the first one
+                    remove_run_key(cluster, claim.name)
+                raise
+            remove_run_key(cluster, claim.name)
+        return outcome
+
+    def _start(self, head: NodeLook, code: Code, *, name: str) -> tuple[Outcome, PurePosixPath]:
+        """Return the program's outcome, and the folder that marks the processes."""
+        node = self.nodes[0]
+        if head.port is None:
+            raise PreflightError(f"{node.name}: it has no free port for the ranks.")
+        key = install_run_key(self.cluster, name=name, lasts_s=_KEY_LASTS_S)
+        arguments = trial_arguments(
+            LauncherChoice(launcher=self.launcher, executable=venv_executable(self.launcher)),
+            ClusterAccess(
+                interface_of={each.name: self.facts[each.name].interface for each in self.nodes},
+                memory_bytes=None,
+                head=node.name,
+                code=PurePosixPath(head.home) / NODE_FOLDER / f"payload-{code.digest}",
+                ssh_config=key.config,
+                tcmalloc_library=None,
+            ),
+            self.nodes,
+            self.placement,
+            paths=RunPaths(Path(key.folder)),
+            port=head.port,
+            on_gpus=self.on_gpus,
+        )
+        timeout_s = _deadline_s(on_gpus=self.on_gpus) + _MARGIN_S
+        connection = self.cluster.connect(node)
+        outcome = ask(connection, "mesh.py", Outcome, arguments, timeout_s=timeout_s)
+        return outcome, key.folder
+
+
 def try_this_machine(
-    chosen: Chosen, access: LocalAccess, folder: Path, *, config: RunConfig
+    nodes: Sequence[Node],
+    access: LocalAccess,
+    folder: Path,
+    *,
+    config: RunConfig,
+    domains: Mapping[str, tuple[Domain, ...]],
 ) -> Trial:
-    """Try the launcher and gloo on this machine, without ssh; `folder` is an empty one."""
-    inventory = chosen.inventory
+    """Try the launcher and gloo on this machine, without ssh; `folder` is an empty one.
+
+    `domains` has the cores of the node's NUMA domains, by its name.
+    """
     choice = choose_launcher(AUTO, access)
-    on_gpus = gpu_need(config, inventory.nodes) is not None
-    placement = _placement(chosen, config) if on_gpus else chosen.place(LaunchSection(), _CPU)
+    on_gpus = gpu_need(config, nodes) is not None
+    if on_gpus:
+        placement = _placement(nodes, config, domains=domains)
+    else:
+        placement = place_ranks(nodes, LaunchSection(), device=_CPU, domains=domains)
     with access.reserve_port() as holder:
-        setting = Setting(
-            placement=placement,
-            interfaces=access.interfaces(inventory.nodes),
-            address=inventory.head.address,
-            port=int(holder.getsockname()[1]),
-            folder=folder,
-            python=access.python,
-            python_path=access.python_path(),
-            launcher=choice.launcher,
-            executable=choice.executable,
-            reach=access.reach(),
+        arguments = trial_arguments(
+            choice,
+            access,
+            nodes,
+            placement,
+            paths=RunPaths(folder),
+            port=port_of(holder),
             on_gpus=on_gpus,
         )
-        answer = trial(setting.arguments(inventory), env=access.environment())
+        answer = trial(arguments, env=access.environment())
     outcome = build(Outcome, answer, where="this machine")
-    return _judged(inventory, outcome, choice.launcher, hostnames={}, on_gpus=on_gpus)
+    return _judged(nodes, outcome, choice.launcher, hostnames={}, on_gpus=on_gpus)
 
 
-def _start(
-    inventory: ClusterInventory,
-    cluster: Cluster,
-    facts: Mapping[str, NodeFacts],
-    head: NodeLook,
-    code: Code,
-    placement: Placement,
-    launcher: Launcher,
-    *,
-    name: str,
-    on_gpus: bool,
-) -> tuple[Outcome, PurePosixPath]:
-    """Return the program's outcome, and the folder that marks the processes."""
-    if head.port is None:
-        raise PreflightError(f"{inventory.head.name}: it has no free port for the ranks.")
-    key = install_run_key(cluster, inventory, name=name, lasts_s=_KEY_LASTS_S)
-    alone = len(inventory.nodes) == 1
-    interfaces = {node.name: facts[node.name].interface or LOOPBACK for node in inventory.nodes}
-    setting = Setting(
-        placement=placement,
-        interfaces=interfaces,
-        address=inventory.head.address,
-        port=head.port,
-        folder=key.folder,
-        python=str(VENV / "bin" / "python"),
-        python_path=str(PurePosixPath(head.home) / NODE_FOLDER / f"payload-{code.digest}"),
-        launcher=launcher,
-        executable=venv_executable(launcher),
-        reach=Reach(
-            interface=LOOPBACK if alone else interfaces[inventory.head.name],
-            ssh=() if alone else ("-F", str(key.config)),
-        ),
-        on_gpus=on_gpus,
-    )
-    arguments = setting.arguments(inventory)
-    connection = cluster.connect(inventory.head)
-    timeout_s = setting.deadline_s() + _MARGIN_S
-    outcome = ask(connection, "mesh.py", Outcome, arguments, timeout_s=timeout_s)
-    return outcome, key.folder
-
-
-def _placement(chosen: Chosen, config: RunConfig) -> Placement:
+def _placement(
+    nodes: Sequence[Node], config: RunConfig, *, domains: Mapping[str, tuple[Domain, ...]]
+) -> Placement:
     """Return where a run's ranks would go; one a node where they cannot be placed."""
     try:
-        return chosen.place(config.launch, config.device)
+        return place_ranks(nodes, config.launch, device=config.device, domains=domains)
     except ConfigError:
-        return chosen.place(LaunchSection(ranks_per_node=1), config.device)
+        one = LaunchSection(ranks_per_node=1)
+        return place_ranks(nodes, one, device=config.device, domains=domains)
 
 
 def _judged(
-    inventory: ClusterInventory,
+    nodes: Sequence[Node],
     outcome: Outcome,
     launcher: Launcher,
     *,
@@ -311,10 +325,10 @@ def _judged(
     on_gpus: bool,
 ) -> Trial:
     found = failures(
-        inventory.nodes,
+        nodes,
         outcome,
         hostnames=hostnames,
-        deadline_s=_GPU_DEADLINE_S if on_gpus else DEADLINE_S,
+        deadline_s=_deadline_s(on_gpus=on_gpus),
         launcher=launcher,
         on_gpus=on_gpus,
     )
@@ -323,25 +337,23 @@ def _judged(
         return Trial(findings=found, launcher=launcher.name, on_gpus=on_gpus)
     names = {rank.node for rank in result.ranks}
     received = result.exchange.received_bytes_per_s if result.exchange else ()
-    if names != {node.name for node in inventory.nodes} or (
-        received and len(received) != len(result.ranks)
-    ):
+    if names != {node.name for node in nodes} or (received and len(received) != len(result.ranks)):
         cause, fix = "the figures it sent are not those of these nodes", "Try again."
-        speed = _error(inventory.head, "speed", cause, fix)
+        speed = _error(nodes[0], "speed", cause, fix)
         return Trial(findings=[speed], launcher=launcher.name, on_gpus=on_gpus)
     measured = Measured.from_result(result, on_gpus=on_gpus)
     return Trial(measured=measured, launcher=launcher.name, on_gpus=on_gpus)
 
 
 def _not_looked_at(
-    inventory: ClusterInventory,
+    nodes: Sequence[Node],
     outcomes: Mapping[str, NodeLook | TileforgeError],
     launcher: Launcher,
 ) -> list[Finding]:
     """Return the nodes where the program cannot be."""
     found = []
     homes = set()
-    for node in inventory.nodes:
+    for node in nodes:
         answer = outcomes[node.name]
         if isinstance(answer, TileforgeError):
             found.append(find.from_error(node, answer))
@@ -354,15 +366,15 @@ def _not_looked_at(
     if len(homes) > 1:
         cause = f"the login's home is not the same on every node ({', '.join(sorted(homes))})"
         fix = "Every rank starts with the same paths. Give the user one home everywhere."
-        found.append(_error(inventory.head, launcher.name, cause, fix))
+        found.append(_error(nodes[0], launcher.name, cause, fix))
     return found
 
 
-def _end_leftovers(inventory: ClusterInventory, cluster: Cluster, folder: PurePosixPath) -> None:
+def _end_leftovers(nodes: Sequence[Node], cluster: Cluster, folder: PurePosixPath) -> None:
     """Kill what a failed trial has left; a node that does not answer ends it by its own alarm."""
     arguments = {"action": "left", "run_dir": str(folder), "kill": True}
     on_every_node(
-        inventory.nodes,
+        nodes,
         lambda node: ask(cluster.connect(node), "control.py", Left, arguments, timeout_s=_ACTION_S),
     )
 

@@ -20,7 +20,8 @@ from payload.estimates.network import Network
 from payload.estimates.step_time import predict_step
 from payload.launch.ranks import Placement
 from payload.machines.core_speed import flags_have_bf16
-from payload.machines.inventory import ClusterInventory, Node
+from payload.machines.inventory import Node
+from payload.machines.machine import Domain
 from payload.models.spec import ModelSpec
 from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.findings.nodes import (
@@ -33,7 +34,6 @@ from payload.orchestrate.findings.nodes import (
 )
 from payload.orchestrate.findings.trial import Measured, Record, known_trial, nodes_sha, record_path
 from payload.orchestrate.hardware.nvidia import for_prediction, gpu_need
-from payload.orchestrate.inventories.chosen import Chosen
 from payload.orchestrate.preflight.cluster_trial import Trial, try_cluster, try_this_machine
 from payload.orchestrate.runs.start_checks import initial_spec
 from payload.orchestrate.ssh.cluster import Cluster
@@ -357,7 +357,7 @@ FRESH_S = 24 * 3600.0
 
 def try_there(
     report: Report,
-    chosen: Chosen,
+    nodes: Sequence[Node],
     cluster: Cluster,
     config: RunConfig,
     placement: Placement | None = None,
@@ -366,54 +366,61 @@ def try_there(
     talk = text_console(stderr=True)
     report = with_trial(
         report,
-        chosen.inventory,
+        nodes,
         config,
         lambda: try_cluster(
-            chosen, cluster, report.facts, config=config, talk=talk, placement=placement
+            nodes, cluster, report.facts, config=config, talk=talk, placement=placement
         ),
     )
-    keep(report, chosen.inventory, Path.cwd(), now_unix=time.time())
+    keep(report, nodes, Path.cwd(), now_unix=time.time())
     return report
 
 
 def try_if_new(
     report: Report,
-    chosen: Chosen,
+    nodes: Sequence[Node],
     cluster: Cluster,
     config: RunConfig,
     placement: Placement | None = None,
 ) -> Report:
     """Try the cluster before a run; a trial of this payload on these nodes holds for a day."""
-    record = _known_trial_of(chosen, config)
+    record = _known_trial_of(report, nodes, config)
     if record is not None and is_fresh(record, now_unix=time.time()):
         return replace(report, measured=record.measured)
-    return try_there(report, chosen, cluster, config, placement)
+    return try_there(report, nodes, cluster, config, placement)
 
 
-def with_known_trial(report: Report, chosen: Chosen, config: RunConfig) -> Report:
+def with_known_trial(report: Report, nodes: Sequence[Node], config: RunConfig) -> Report:
     """Return the report with the newest trial of these nodes, however old: `plan` takes it too."""
-    record = _known_trial_of(chosen, config)
+    record = _known_trial_of(report, nodes, config)
     return report if record is None else replace(report, measured=record.measured)
 
 
-def _known_trial_of(chosen: Chosen, config: RunConfig) -> Record | None:
-    inventory, on_gpus = chosen.inventory, gpu_need(config, chosen.inventory.nodes) is not None
-    return known_trial(inventory.cluster, inventory.nodes, Path.cwd(), on_gpus=on_gpus)
+def _known_trial_of(report: Report, nodes: Sequence[Node], config: RunConfig) -> Record | None:
+    on_gpus = gpu_need(config, nodes) is not None
+    return known_trial(report.cluster, nodes, Path.cwd(), on_gpus=on_gpus)
 
 
-def try_here(report: Report, chosen: Chosen, access: LocalAccess, config: RunConfig) -> Report:
+def try_here(
+    report: Report,
+    nodes: Sequence[Node],
+    access: LocalAccess,
+    config: RunConfig,
+    *,
+    domains: Mapping[str, tuple[Domain, ...]],
+) -> Report:
     """Return the report on this machine with a trial."""
     with tempfile.TemporaryDirectory(prefix="tileforge-") as folder:
         return with_trial(
             report,
-            chosen.inventory,
+            nodes,
             config,
-            lambda: try_this_machine(chosen, access, Path(folder), config=config),
+            lambda: try_this_machine(nodes, access, Path(folder), config=config, domains=domains),
         )
 
 
 def with_trial(
-    report: Report, inventory: ClusterInventory, config: RunConfig, make: Callable[[], Trial]
+    report: Report, nodes: Sequence[Node], config: RunConfig, make: Callable[[], Trial]
 ) -> Report:
     """Return the report with what the trial found; none is made on nodes unfit for one."""
     if report.exit_code:
@@ -430,20 +437,20 @@ def with_trial(
     if trial.note is not None:
         return replace(report, notes=[*report.notes, trial.note], took_s=took_s)
     tried = (trial.launcher, *TRIED, *([NCCL] if trial.on_gpus else []))
-    made = [check for check in tried if check != "gloo" or len(inventory.nodes) > 1]
+    made = [check for check in tried if check != "gloo" or len(nodes) > 1]
     findings, notes = list(trial.findings), list(report.notes)
     if trial.measured is None:
         # What comes after the one that failed was not tried.
         made = sorted({finding.check for finding in findings} & set(made), key=tried.index)
     else:
         spec, guess = initial_spec(config, vocab_size=None)
-        ranks_per_node = trial.measured.world_size // len(inventory.nodes)
-        cores = min(node.physical_cores for node in inventory.nodes)
+        ranks_per_node = trial.measured.world_size // len(nodes)
+        cores = min(node.physical_cores for node in nodes)
         threads = config.launch.threads_per_rank or max(1, cores // ranks_per_node)
-        device = for_prediction(config, inventory.nodes)
+        device = for_prediction(config, nodes)
         prediction = predict(device, config.adapted(spec), trial.measured, threads=threads)
-        findings += speed_findings(inventory.nodes, trial.measured)
-        findings += exchange_findings(inventory.nodes, trial.measured, prediction)
+        findings += speed_findings(nodes, trial.measured)
+        findings += exchange_findings(nodes, trial.measured, prediction)
         notes += [summary(trial.measured, prediction), *([guess] if guess else [])]
     return replace(
         report,
@@ -455,18 +462,18 @@ def with_trial(
     )
 
 
-def keep(report: Report, inventory: ClusterInventory, root: Path, *, now_unix: float) -> None:
+def keep(report: Report, nodes: Sequence[Node], root: Path, *, now_unix: float) -> None:
     """Write down a trial that went well, for `plan` and the next `run`."""
     if report.measured is None or report.exit_code:
         return
     interfaces = {name: facts.interface for name, facts in report.facts.items()}
     Record(
-        nodes_sha=nodes_sha(inventory.nodes),
+        nodes_sha=nodes_sha(nodes),
         code=this_code().digest,
         time_unix=now_unix,
         interfaces={name: found for name, found in interfaces.items() if found},
         measured=report.measured,
-    ).write(record_path(root, cluster=inventory.cluster))
+    ).write(record_path(root, cluster=report.cluster))
 
 
 def is_fresh(record: Record, *, now_unix: float) -> bool:

@@ -242,7 +242,7 @@ class RemoteRun:
 
     def remove_key(self) -> None:
         """Let no node trust the key of this run, or of another one, once the run has ended."""
-        remove_dead_keys(self.cluster, self.inventory)
+        remove_dead_keys(self.cluster)
 
     def collect_checkpoint(self, *, say: Callable[[str], None] = lambda _: None) -> Path | None:
         """Bring the newest sound checkpoint home; goes on where it broke off.

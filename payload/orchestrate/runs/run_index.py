@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rich.console import Console
-
 from payload.config.run_config import RunConfig, load_run_config
-from payload.core.errors import ConfigError, ExitCode, PreflightError, TileforgeError, UsageError
-from payload.core.files import write_whole
+from payload.core.errors import ConfigError, ExitCode, PreflightError, UsageError
 from payload.core.regular_files import can_see
 from payload.core.suggested_commands import command
 from payload.core.validation.names import RUN_ID
 from payload.formats.checkpoint_files import MANIFEST_FILE, checkpoint_step, newest_sound, sha256_of
-from payload.launch.plan import LaunchPlan, auto_batch_size, operators_data
+from payload.launch.plan import LaunchPlan, operators_data
 from payload.launch.ranks import Rank, load_ranks
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.runs.mirror import alone, mirror_file, read_mirrored
 from payload.run_record.checkpoint_manifest_hashes import known_hashes, verdict
 from payload.run_record.copy_paths import inside
 from payload.run_record.metrics_log import read_metrics
-from payload.run_record.named_settings import note_named, reaching
+from payload.run_record.named_settings import note_named
 from payload.run_record.run_files import (
     LATEST,
     RankExit,
@@ -40,9 +36,9 @@ from payload.run_record.run_files import (
     last_record,
     read_json,
 )
-from payload.run_record.run_identity import known_identity, new_identity, settle_identity
-from payload.run_record.run_lock import is_supervised, starting
-from payload.run_record.run_repair import known_config, known_state, make_room
+from payload.run_record.run_identity import known_identity
+from payload.run_record.run_lock import is_supervised
+from payload.run_record.run_repair import known_config, known_state
 from payload.run_record.store_state import StoreState
 from payload.storage.checkpoints import fetch_newest, whole_checkpoints
 from payload.storage.here import fetch_whole, is_address, run_address
@@ -154,73 +150,6 @@ def room_for(paths: RunPaths) -> Iterator[None]:
             f"{paths.root} cannot be written: {error.strerror}{where}. Free disk space or name "
             "another folder with --runs-dir, and start the run again."
         ) from None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """A run that a command starts or resumes at a site."""
-
-    paths: RunPaths
-    """Its folder here, which is not there yet for a new run; see `folder`."""
-    config: RunConfig
-    vocab_size: int
-    resumes: bool
-    detach: bool
-    """True if the run has to outlive the command."""
-    grace_s: float
-    env: Mapping[str, str]
-    talk: Console
-    held: ExitStack
-    """Closed when the command no longer needs to keep others from starting the run."""
-    identity: str = field(default_factory=new_identity)
-    """For a run that has none yet."""
-    named: Mapping[str, str] | None = None
-    """Settings that reach beyond the run and that a person has named; None for all that do."""
-
-    def auto_size(self) -> int | None:
-        """Return the micro-batch that the last plan chose for `auto`; None for a new run."""
-        return auto_batch_size(self.paths.plan)
-
-    @contextmanager
-    def folder(self) -> Iterator[RunPaths]:
-        """Make the run's folder and write run.toml; the block writes what else it needs.
-
-        A TileforgeError in the block removes a new run's folder, and restores run.toml of a resumed
-        one. Raises ConfigError and PreflightError.
-        """
-        paths, is_made = self.paths, False
-        with room_for(paths):
-            if not self.resumes:
-                create_run(paths.root.parent, paths.run_id)
-                is_made = True
-                self.held.enter_context(starting(paths))
-            for sentence in make_room(paths):
-                self.talk.print(f"warning: {sentence}")
-            paths.logs.mkdir(exist_ok=True)
-            settle_identity(
-                paths, is_new=is_made, fresh=self.identity, say=lambda line: self.talk.print(line)
-            )
-            before = None if is_made else _text_of(paths.config)
-            note_named(paths, reaching(self.config) if self.named is None else self.named)
-            write_whole(paths.config, self.config.to_toml())
-        try:
-            with room_for(paths):
-                yield paths
-        except TileforgeError:
-            if is_made:
-                shutil.rmtree(paths.root, ignore_errors=True)  # it was never a run
-            elif before is not None:
-                with suppress(OSError):  # a full disk is what the error tells of
-                    write_whole(paths.config, before)  # a refused setting is none of the run's
-            raise
-
-
-def _text_of(path: Path) -> str | None:
-    """Return a file's text; None where it cannot be read, so that nothing is lost with it."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
 
 
 def all_runs(runs_dir: Path) -> list[RunPaths]:

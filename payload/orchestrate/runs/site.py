@@ -19,8 +19,9 @@ from payload.core.errors import (
     RankLostError,
 )
 from payload.orchestrate.runs.mirror import mirror_file, read_mirrored
-from payload.orchestrate.runs.planning import PlannedRun
-from payload.orchestrate.runs.run_index import Order, is_copy, room_for
+from payload.orchestrate.runs.resolved_plan import ResolvedPlacement, ResolvedPlan
+from payload.orchestrate.runs.run_index import is_copy, room_for
+from payload.orchestrate.runs.run_request import RunRequest
 from payload.orchestrate.terminal.console import text_console
 from payload.run_record.run_files import RunJob, RunPaths, StopRequest
 from payload.run_record.run_lock import FORCE_SIGNAL, is_supervised, starting
@@ -29,7 +30,7 @@ from payload.run_record.suggested_run_commands import run_command
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class RunPoll:
     """Result of one look at a run, whose new data is then in the run folder here."""
 
     alive: bool
@@ -39,7 +40,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Home:
+class CollectResult:
     """The outcome of bringing a run's results here."""
 
     alive: bool
@@ -78,7 +79,7 @@ class SiteRun(ABC):
         *,
         say: Callable[[str], None] = lambda _: None,
         interrupted: Callable[[], bool] = lambda: False,
-    ) -> Seen:
+    ) -> RunPoll:
         """Bring what is new here; a site that must wait for a connection does until interrupted."""
 
     @abstractmethod
@@ -86,7 +87,7 @@ class SiteRun(ABC):
         """Ask for a stop, by SIGTERM or at once by FORCE_SIGNAL; return whether the run lives."""
 
     @abstractmethod
-    def bring_home(self, *, at_once: bool = False) -> Home:
+    def bring_home(self, *, at_once: bool = False) -> CollectResult:
         """Collect results and end what is left of the run; with `at_once`, let no rank save."""
 
     def start_line(self) -> str | None:
@@ -170,9 +171,12 @@ class Site(ABC):
         """Return the name of its file, which `--site` takes."""
         return type(self).__module__.rpartition(".")[2]
 
-    def check(self, config: RunConfig, env: Mapping[str, str]) -> None:
-        """Raise ConfigError or PreflightError for what would fail there later."""
-        return
+    def check(self, config: RunConfig, env: Mapping[str, str]) -> ResolvedPlacement | None:
+        """Return what is decided before the start; None where the nodes are not known yet.
+
+        Raises ConfigError or PreflightError for what would fail there later.
+        """
+        return None
 
     def hold_to_resume(
         self, paths: RunPaths, under_way: UnderWay, held: ExitStack, talk: Console
@@ -188,7 +192,7 @@ class Site(ABC):
         _refuse_to_resume(paths, under_way)  # by now another command may have started it
 
     @abstractmethod
-    def start(self, order: Order) -> SiteRun:
+    def start(self, request: RunRequest) -> SiteRun:
         """Bring what the run needs there, and start it or have it started."""
 
 
@@ -244,8 +248,18 @@ class InventorySite(Site):
     """A site that an inventory is of, so that a run can be planned before it is started."""
 
     @abstractmethod
-    def plan(self, paths: RunPaths, config: RunConfig, *, vocab_size: int | None) -> PlannedRun:
-        """Return the plan of a run that is not started. Raises ConfigError and PreflightError."""
+    def plan(
+        self,
+        paths: RunPaths,
+        config: RunConfig,
+        *,
+        vocab_size: int | None,
+        placed: ResolvedPlacement | None = None,
+    ) -> ResolvedPlan:
+        """Return the plan of a run that is not started; `placed` is what `check` has returned.
+
+        Raises ConfigError and PreflightError.
+        """
 
     @abstractmethod
     def find_run(self, run_id: str | None, *, runs_dir: Path, verb: str) -> SiteRun:

@@ -1,4 +1,4 @@
-"""CONTRACT: checks of a run's data, initial model and GPUs, before anything starts."""
+"""CONTRACT: checks of a run's data, initial model, GPUs and memory, before anything starts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from payload.config.training_sections import PrecisionSection
 from payload.core.errors import CheckpointError, ConfigError, DataError
 from payload.core.regular_files import home_path
 from payload.core.tasks import TaskKind
+from payload.estimates.run_estimate import Arithmetic
 from payload.formats.checkpoint_files import MANIFEST_FILE
 from payload.formats.data_folder import TRAIN_NAME, load_meta, require_prepared_length, require_task
 from payload.formats.hub_names import HubName
@@ -22,6 +23,7 @@ from payload.formats.tokenizer_identity import (
     require_same_tokenizer,
     vocabulary_file,
 )
+from payload.launch.ranks import Placement
 from payload.machines.gpu_catalog import FP8_CAPABILITY
 from payload.machines.inventory import Node
 from payload.models.spec import ModelSpec
@@ -31,6 +33,7 @@ from payload.weights.source import SCRATCH, find_source, pinned, spec_on_hub
 
 # nanoGPT's rate for GPT-2 from scratch, 6e-4, made GPT-2's own weights worse.
 _MOST_FINE_TUNING_RATE = 3e-4
+_GIB = 2**30
 
 
 def check_data(folder: Path, *, sequence_length: int, task: TaskKind = "text") -> int:
@@ -179,3 +182,17 @@ def require_fp8_on(precision: PrecisionSection, nodes: Sequence[Node]) -> None:
                 f"and 8-bit matmuls need {'.'.join(map(str, FP8_CAPABILITY))}. Set it to "
                 "'emulated' for the same rounding, or to 'off'."
             )
+
+
+def memory_warning(
+    arithmetic: Arithmetic, placement: Placement, *, free_bytes: int | None
+) -> str | None:
+    """Return a warning when the node's ranks likely need more memory than is free."""
+    need = arithmetic.memory_bytes_per_rank * placement.ranks_per_node
+    if free_bytes is None or need <= free_bytes:
+        return None
+    return (
+        f"the ranks need about {need / _GIB:.1f} GiB ({placement.ranks_per_node} x "
+        f"{arithmetic.memory_bytes_per_rank / _GIB:.1f}), {free_bytes / _GIB:.1f} GiB are free; "
+        "lower batch.micro_batch_size or launch.ranks_per_node if ranks get killed"
+    )

@@ -31,18 +31,18 @@ from payload.core.validation.records import build
 from payload.launch.environment import launcher_environment
 from payload.launch.launcher import Launcher, Reach
 from payload.launch.launchers.srun import LAUNCHER, NODE_COMMAND, each_node_command
-from payload.launch.plan import auto_batch_size
 from payload.machines.inventory import Access, ClusterInventory, Node
 from payload.machines.machine import Domain, discover, hostname
 from payload.machines.network_interface import interface_towards
-from payload.orchestrate.access.local import LOOPBACK, LocalAccess
+from payload.orchestrate.access.local import LOOPBACK, LocalAccess, port_of
 from payload.orchestrate.hardware.nvidia import NvidiaFacts, smi_fault, with_gpus
-from payload.orchestrate.inventories.chosen import Chosen, nvidia_here
+from payload.orchestrate.inventories.chosen import ResolvedInventory, nvidia_here
 from payload.orchestrate.node import control
-from payload.orchestrate.runs.planning import plan_run
+from payload.orchestrate.runs.planning import PlanTarget, resolve
+from payload.orchestrate.runs.run_request import PlanRequest
 from payload.orchestrate.runs.start_checks import check_data
 from payload.run_record.run_files import DEFAULT_GRACE_S, RunJob, RunPaths, last_record, write_json
-from payload.run_record.run_repair import known_dtype, known_summary, make_room
+from payload.run_record.run_repair import known_summary, make_room
 
 JOB_ID = "SLURM_JOB_ID"
 _ASK_S = 30.0
@@ -173,7 +173,7 @@ def allocation(env: Mapping[str, str], *, why: str, folders: Sequence[Path] = ()
         access=Access(kind="slurm"),
         nodes=nodes,
     )
-    chosen = Chosen(
+    chosen = ResolvedInventory(
         inventory=inventory,
         why=f"{why}, job {job_id}",
         domains={name: sights[name].domains for name in names},
@@ -187,7 +187,7 @@ def allocation(env: Mapping[str, str], *, why: str, folders: Sequence[Path] = ()
 class _Allocation:
     """A job's nodes, and how planning and starting reach them."""
 
-    chosen: Chosen
+    chosen: ResolvedInventory
     access: SlurmAccess
 
 
@@ -408,17 +408,14 @@ def _supervise(paths: RunPaths, env: Mapping[str, str], *, grace_s: float) -> in
         data, sequence_length=config.data.sequence_length, task=config.task.data()
     )
     with found.access.reserve_port() as holder:
-        planned = plan_run(
-            paths,
-            config=config,
-            chosen=found.chosen,
-            access=found.access,
-            vocab_size=vocab_size,
-            work_dir=Path.cwd(),
-            port=int(holder.getsockname()[1]),
-            auto_size=auto_batch_size(paths.plan),
-            kept_dtype=known_dtype(paths),
-            resumes=paths.state.exists(),
+        planned = resolve(
+            PlanRequest.of_run(paths, config, vocab_size=vocab_size, resumes=paths.state.exists()),
+            PlanTarget(
+                chosen=found.chosen,
+                profile=found.access,
+                paths=paths,
+                port=port_of(holder),
+            ),
         )
     for line in (*planned.notes(), *(f"warning: {sentence}" for sentence in make_room(paths))):
         sys.stderr.write(f"{printable(line)}\n")

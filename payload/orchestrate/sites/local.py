@@ -14,18 +14,18 @@ from rich.console import Console
 
 from payload.config.engine_packages import require_means_here
 from payload.config.run_config import RunConfig
-from payload.core.errors import ExitCode, RankLostError, UsageError
+from payload.core.errors import ConfigError, ExitCode, RankLostError, UsageError
 from payload.estimates.disk_room import require_room
-from payload.launch.plan import auto_batch_size
 from payload.orchestrate.access.local import LocalAccess, port_of
 from payload.orchestrate.follow.run_text import log_tail
 from payload.orchestrate.hardware.nvidia import require_gpus
-from payload.orchestrate.inventories.chosen import Chosen
-from payload.orchestrate.inventories.placeable import require_one_machine
+from payload.orchestrate.inventories.chosen import ResolvedInventory
 from payload.orchestrate.runs.mirror import mirror_file
-from payload.orchestrate.runs.planning import PlannedRun, plan_run
-from payload.orchestrate.runs.run_index import Order, running_here, view_run
-from payload.orchestrate.runs.site import Home, InventorySite, Seen, SiteRun
+from payload.orchestrate.runs.planning import PlanTarget, resolve
+from payload.orchestrate.runs.resolved_plan import ResolvedPlacement, ResolvedPlan
+from payload.orchestrate.runs.run_index import running_here, view_run
+from payload.orchestrate.runs.run_request import PlanRequest, RunRequest
+from payload.orchestrate.runs.site import CollectResult, InventorySite, RunPoll, SiteRun
 from payload.run_record.run_files import (
     RunPaths,
     RunState,
@@ -35,14 +35,26 @@ from payload.run_record.run_files import (
     write_json,
 )
 from payload.run_record.run_lock import is_supervised
-from payload.run_record.run_repair import known_dtype, known_state
+from payload.run_record.run_repair import known_state
 from payload.run_record.suggested_run_commands import run_command
 from payload.storage.here import require_new_in_store
 
 _START_S = 30.0
 
 
-def require_disk(planned: PlannedRun) -> None:
+def require_one_machine(chosen: ResolvedInventory) -> None:
+    """Raise ConfigError for nodes that are neither this machine alone nor a Slurm job's."""
+    inventory = chosen.inventory
+    access = inventory.access
+    if not access.shares_folder or (access.is_this_machine and len(inventory.nodes) > 1):
+        raise ConfigError(
+            f"inventory ({chosen.why}): access kind {access.kind!r} with "
+            f"{len(inventory.nodes)} node(s); 'local' is for one node, this machine. Use 'direct' "
+            "or 'iap' for others."
+        )
+
+
+def require_disk(planned: ResolvedPlan) -> None:
     """Raise ConfigError where the disk has no room for the run's checkpoints."""
     size = planned.plan.arithmetic.checkpoint_bytes
     require_room(
@@ -58,7 +70,9 @@ class Local(InventorySite):
 
     uses_this_environment = True
 
-    def __init__(self, chosen: Chosen, access: LocalAccess, *, argument: str | None = None) -> None:
+    def __init__(
+        self, chosen: ResolvedInventory, access: LocalAccess, *, argument: str | None = None
+    ) -> None:
         """Raise ConfigError for an inventory of several machines.
 
         `argument` is `--inventory` as it was given, for messages.
@@ -77,10 +91,18 @@ class Local(InventorySite):
             require_gpus(gpus, need=need, node=inventory.head)
         require_means_here(config)
 
-    def plan(self, paths: RunPaths, config: RunConfig, *, vocab_size: int | None) -> PlannedRun:
+    def plan(
+        self,
+        paths: RunPaths,
+        config: RunConfig,
+        *,
+        vocab_size: int | None,
+        placed: ResolvedPlacement | None = None,
+    ) -> ResolvedPlan:
         """Return the plan of a run that is not started."""
+        request = PlanRequest.of_run(paths, config, vocab_size=vocab_size)
         with self._access.reserve_port() as holder:
-            return self._plan(paths, config, vocab_size=vocab_size, port=port_of(holder))
+            return resolve(request, self._target(paths, port=port_of(holder)), placed=placed)
 
     def find_run(self, run_id: str | None, *, runs_dir: Path, verb: str) -> SiteRun:
         """Raise UsageError: runs of this machine are found by their folders."""
@@ -88,22 +110,20 @@ class Local(InventorySite):
             f"--inventory {self._argument}: that is this machine. Leave it out for a run here."
         )
 
-    def start(self, order: Order) -> SiteRun:
+    def start(self, request: RunRequest) -> SiteRun:
         """Plan the run, write its folder and start its supervisor."""
-        paths, talk = order.paths, order.talk
+        paths, talk = request.paths, request.talk
         others = running_here(paths.root.parent)
         if others:
             talk.print(f"note: {', '.join(others)} is running here too and shares the cores")
-        port = port_of(order.held.enter_context(self._access.reserve_port()))
-        planned = self._plan(
-            paths, order.config, vocab_size=order.vocab_size, port=port, resumes=order.resumes
-        )
+        port = port_of(request.held.enter_context(self._access.reserve_port()))
+        planned = resolve(request.to_plan(), self._target(paths, port=port), placed=request.placed)
         require_disk(planned)
-        if not order.resumes:
-            require_new_in_store(order.config, paths.run_id, env=self._access.code_environment())
+        if not request.resumes:
+            require_new_in_store(request.config, paths.run_id, env=self._access.code_environment())
         for note in planned.notes():
             talk.print(note)
-        with order.folder():
+        with request.folder():
             # A site's job has ended, a cluster's run comes from its store: it is a run here now.
             paths.job.unlink(missing_ok=True)
             mirror_file(paths).unlink(missing_ok=True)
@@ -113,32 +133,18 @@ class Local(InventorySite):
             f"{planned.plan.launcher}; everything in {paths.root}"
         )
         supervisor = self._access.start_supervisor(
-            paths, detached=order.detach, grace_s=order.grace_s
+            paths, detached=request.detach, grace_s=request.grace_s
         )
         run = LocalRun(paths, access=self._access, supervisor=supervisor, nodes=planned.plan.nodes)
-        run.held = order.held.pop_all()
+        run.held = request.held.pop_all()
         return run
 
-    def _plan(
-        self,
-        paths: RunPaths,
-        config: RunConfig,
-        *,
-        vocab_size: int | None,
-        port: int,
-        resumes: bool = False,
-    ) -> PlannedRun:
-        return plan_run(
-            paths,
-            config=config,
+    def _target(self, paths: RunPaths, *, port: int) -> PlanTarget:
+        return PlanTarget(
             chosen=self._chosen,
-            access=self._access,
-            vocab_size=vocab_size,
-            work_dir=Path.cwd(),
+            profile=self._access,
+            paths=paths,
             port=port,
-            auto_size=auto_batch_size(paths.plan),
-            kept_dtype=known_dtype(paths),
-            resumes=resumes,
         )
 
 
@@ -170,11 +176,11 @@ class LocalRun(SiteRun):
         *,
         say: Callable[[str], None] = lambda _: None,
         interrupted: Callable[[], bool] = lambda: False,
-    ) -> Seen:
+    ) -> RunPoll:
         """Return whether the supervisor lives; the run's files are here."""
         if self._supervisor is None:
-            return Seen(alive=is_supervised(self.paths))
-        return Seen(alive=self._supervisor.poll() is None)
+            return RunPoll(alive=is_supervised(self.paths))
+        return RunPoll(alive=self._supervisor.poll() is None)
 
     def signal(self, number: signal.Signals, request: StopRequest) -> bool:
         """Signal the supervisor, with the request that says who asks."""
@@ -185,9 +191,9 @@ class LocalRun(SiteRun):
         self._supervisor.send_signal(number)
         return self._supervisor.poll() is None
 
-    def bring_home(self, *, at_once: bool = False) -> Home:
+    def bring_home(self, *, at_once: bool = False) -> CollectResult:
         """Return that it does not go on: all of it is here."""
-        return Home(alive=False)
+        return CollectResult(alive=False)
 
     def start_line(self) -> str | None:
         """Return None: the start has printed more than is known here."""

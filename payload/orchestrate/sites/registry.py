@@ -18,6 +18,7 @@ _NOT_SITES = (
     "local",
     "registry",
     "ssh",
+    "ssh_start",
 )
 """This machine and clusters over SSH are what an inventory says, not `--site`."""
 

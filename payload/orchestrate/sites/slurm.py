@@ -20,10 +20,10 @@ from payload.core.printable_text import PLAIN_TEXT, shown, shown_name
 from payload.core.python_processes import code_environment, module_words
 from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.follow.run_text import log_tail
-from payload.orchestrate.inventories.placeable import require_launcher_of_jobs
+from payload.orchestrate.runs.launcher_choice import require_launcher_of_jobs
 from payload.orchestrate.runs.mirror import mirror_file
-from payload.orchestrate.runs.run_index import Order
-from payload.orchestrate.runs.site import Home, NamedSite, Seen, SiteRun
+from payload.orchestrate.runs.run_request import RunRequest
+from payload.orchestrate.runs.site import CollectResult, NamedSite, RunPoll, SiteRun
 from payload.orchestrate.sites.allocation import SlurmError, ask, fields, require_program
 from payload.run_record.run_files import (
     RunJob,
@@ -82,19 +82,21 @@ class Slurm(NamedSite):
             config.require_even(config.slurm.nodes * config.launch.ranks_per_node)
         require_program("sbatch", env)
 
-    def start(self, order: Order) -> SlurmRun:
+    def start(self, request: RunRequest) -> SlurmRun:
         """Submit a job whose program plans the run on the nodes that the job gets."""
-        access = LocalAccess(order.env)
-        if not order.resumes:
-            require_new_in_store(order.config, order.paths.run_id, env=access.code_environment())
-        with order.folder() as paths:
+        access = LocalAccess(request.env)
+        if not request.resumes:
+            require_new_in_store(
+                request.config, request.paths.run_id, env=access.code_environment()
+            )
+        with request.folder() as paths:
             script = paths.root / _SCRIPT
-            text = render_script(paths, order.config, access=access, grace_s=order.grace_s)
+            text = render_script(paths, request.config, access=access, grace_s=request.grace_s)
             write_whole(script, text)
-            job = RunJob(site=self.name, job_id=submit(script, order.config, order.env))
+            job = RunJob(site=self.name, job_id=submit(script, request.config, request.env))
             write_json(paths.job, job)
             mirror_file(paths).unlink(missing_ok=True)
-        return self.run_of(paths, job, order.env)
+        return self.run_of(paths, job, request.env)
 
     def run_of(self, paths: RunPaths, job: RunJob, env: Mapping[str, str]) -> SlurmRun:
         """Return the run in that job."""
@@ -232,18 +234,18 @@ class SlurmRun(SiteRun):
         *,
         say: Callable[[str], None] = lambda _: None,
         interrupted: Callable[[], bool] = lambda: False,
-    ) -> Seen:
+    ) -> RunPoll:
         """Ask Slurm every few seconds; the run's files are here anyway."""
         if time.monotonic() - self._asked_s < _ASK_EVERY_S:
-            return Seen(alive=self._job.alive)
+            return RunPoll(alive=self._job.alive)
         self._asked_s = time.monotonic()
         try:
             self._job = self.job()
         except PreflightError as error:
             if self._has_left_its_word():
-                return Seen(alive=False)
-            return Seen(alive=True, news=[f"warning: {error} How the job is, is not known."])
-        return Seen(alive=self._job.alive, news=_news(self.job_id, self._job))
+                return RunPoll(alive=False)
+            return RunPoll(alive=True, news=[f"warning: {error} How the job is, is not known."])
+        return RunPoll(alive=self._job.alive, news=_news(self.job_id, self._job))
 
     def signal(self, number: signal.Signals, request: StopRequest) -> bool:
         """Let the job's supervisor save and stop; a job that has not begun is cancelled."""
@@ -287,12 +289,12 @@ class SlurmRun(SiteRun):
         self._cancel()
         return f"job {self.job_id} was cancelled; the last checkpoint is as it was"
 
-    def bring_home(self, *, at_once: bool = False) -> Home:
+    def bring_home(self, *, at_once: bool = False) -> CollectResult:
         """Return whether the job goes on; its files are here."""
         try:
-            return Home(alive=self.job().alive)
+            return CollectResult(alive=self.job().alive)
         except PreflightError:
-            return Home(alive=False)  # `look` has seen its end
+            return CollectResult(alive=False)  # `look` has seen its end
 
     def _has_left_its_word(self) -> bool:
         """Return whether the job's supervisor has ended the run, so that Slurm need not say so.

@@ -28,7 +28,7 @@ from payload.orchestrate.follow.follow import Interrupts
 from payload.orchestrate.runs.at_risk import loses_checkpoints
 from payload.orchestrate.runs.mirror import Mirrored, note_collected, read_mirrored
 from payload.orchestrate.runs.remote_run import Look, RemoteRun, planned_run_dir, require_own_there
-from payload.orchestrate.runs.site import Home, Seen, SiteRun, how_to_attach
+from payload.orchestrate.runs.site import CollectResult, RunPoll, SiteRun, how_to_attach
 from payload.orchestrate.sites.checkpoint_download import CheckpointCopies
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, Login
@@ -63,12 +63,12 @@ class ClusterRun(SiteRun):
         *,
         say: Callable[[str], None] = lambda _: None,
         interrupted: Callable[[], bool] = lambda: False,
-    ) -> Seen:
+    ) -> RunPoll:
         """Bring the copy up to date; raises SshUnreachableError when that takes too long."""
         look = patiently(self._run, say=say, interrupted=interrupted)
         fresh = [problem for problem in look.damaged if problem not in self._said]
         self._said.update(fresh)
-        return Seen(alive=look.alive, news=[f"warning: {problem}" for problem in fresh])
+        return RunPoll(alive=look.alive, news=[f"warning: {problem}" for problem in fresh])
 
     def signal(self, number: signal.Signals, request: StopRequest) -> bool:
         """Signal the supervisor, which may be repeated; once more where a connection has broken."""
@@ -84,7 +84,7 @@ class ClusterRun(SiteRun):
                     f"{how_to_attach(self.paths)}."
                 ) from None
 
-    def bring_home(self, *, at_once: bool = False) -> Home:
+    def bring_home(self, *, at_once: bool = False) -> CollectResult:
         """Bring the newest checkpoint and every node's logs, and take the run's key away."""
         return bring_home(self._run, talk=self._talk, at_once=at_once)
 
@@ -154,7 +154,7 @@ class EndedCopy(SiteRun):
         *,
         say: Callable[[str], None] = lambda _: None,
         interrupted: Callable[[], bool] = lambda: False,
-    ) -> Seen:
+    ) -> RunPoll:
         """Raise ConfigError."""
         raise self._error
 
@@ -162,7 +162,7 @@ class EndedCopy(SiteRun):
         """Raise ConfigError."""
         raise self._error
 
-    def bring_home(self, *, at_once: bool = False) -> Home:
+    def bring_home(self, *, at_once: bool = False) -> CollectResult:
         """Raise ConfigError."""
         raise self._error
 
@@ -337,7 +337,7 @@ class Watch:
         return look.alive
 
 
-def bring_home(run: RemoteRun, *, talk: Console, at_once: bool = False) -> Home:
+def bring_home(run: RemoteRun, *, talk: Console, at_once: bool = False) -> CollectResult:
     """Bring every node's logs and the newest checkpoint; take an ended run's key away.
 
     Ranks whose supervisor died may save first, but not with `at_once`. A worker's failure
@@ -361,7 +361,7 @@ def bring_home(run: RemoteRun, *, talk: Console, at_once: bool = False) -> Home:
     if failed or missed:
         talk.print(f"once it is fixed: {run_command('collect', run.paths)}")
     left = [error for error in failed if isinstance(error, RankLostError)]
-    return Home(alive=alive, checkpoint=checkpoint, left=left[0] if left else None)
+    return CollectResult(alive=alive, checkpoint=checkpoint, left=left[0] if left else None)
 
 
 def _bring_records(

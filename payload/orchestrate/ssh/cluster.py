@@ -43,7 +43,7 @@ class Cluster:
         `news` returns words where the head is reached another way than the inventory says. It is
         called when the head cannot be connected to.
         """
-        self._inventory = inventory
+        self.inventory = inventory
         self._news = news
         self._login = login
         self._env = env
@@ -56,7 +56,7 @@ class Cluster:
 
         A failure is remembered and raised again.
         """
-        node = next(each for each in self._inventory.nodes if each.name == node.name)
+        node = next(each for each in self.inventory.nodes if each.name == node.name)
         with self._locks[node.name]:
             if node.name not in self._made:
                 try:
@@ -70,7 +70,7 @@ class Cluster:
 
     def close(self) -> None:
         """Close every connection, the head's last."""
-        for node in reversed(self._inventory.nodes):
+        for node in reversed(self.inventory.nodes):
             made = self._made.pop(node.name, None)
             if isinstance(made, Connection):
                 made.close()
@@ -88,7 +88,7 @@ class Cluster:
 
     def _with_news(self, node: Node, error: TileforgeError) -> TileforgeError:
         """Return the error; one that can be retried where the head is reached another way."""
-        news = self._news() if node.name == self._inventory.head.name else ""
+        news = self._news() if node.name == self.inventory.head.name else ""
         return SshUnreachableError(f"{node.name}: {news} ({error})") if news else error
 
     def _dial(self, node: Node) -> Connection:
@@ -101,10 +101,10 @@ class Cluster:
 
     def _open_stream(self, node: Node) -> Stream:
         timeout_s = self._deadlines.connect_s
-        route = route_to(node, head=self._inventory.head, access=self._inventory.access)
+        route = route_to(node, head=self.inventory.head, access=self.inventory.access)
         if route.jump is not None:
             try:
-                through = self.connect(self._inventory.head)
+                through = self.connect(self.inventory.head)
             except TileforgeError:
                 raise SshUnreachableError(
                     f"{node.name}: not tried, as the way to it is through {route.jump}, which "
@@ -139,3 +139,18 @@ def operator_key(inventory: ClusterInventory, *, given: Path | None) -> Path:
         key=given or own,
     )
     return given or own
+
+
+def connect_to(
+    inventory: ClusterInventory,
+    *,
+    ssh_key: Path | None,
+    env: Mapping[str, str],
+    news: Callable[[], str] = str,
+) -> Cluster:
+    """Return the cluster for the operator with this key; None is the cluster's own.
+
+    `news` returns words where the head has moved. Raises SshAuthError where there was no key.
+    """
+    login = Login(user=inventory.ssh_user, key=operator_key(inventory, given=ssh_key))
+    return Cluster(inventory, login=login, env=env, news=news)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from payload.core.errors import AnswerError
 from payload.core.validation.fields import checked
-from payload.machines.inventory import ClusterInventory, Node
+from payload.machines.inventory import Node
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.connection import Connection
 from payload.orchestrate.ssh.files import put
@@ -49,15 +49,13 @@ class _Names:
     names: tuple[str, ...] = checked(pattern=KEY_NAME, wanted="a key's name", max_items=10_000)
 
 
-def install_run_key(
-    cluster: Cluster, inventory: ClusterInventory, *, name: str, lasts_s: float
-) -> RunKey:
+def install_run_key(cluster: Cluster, *, name: str, lasts_s: float) -> RunKey:
     """Make the key on the head and let every node trust it; the private half stays on the head.
 
     The nodes trust it for `lasts_s`, and from the head's address alone. Raises NodesError, and what
     connecting raises; call `remove_run_key` then, too.
     """
-    head = inventory.head
+    inventory, head = cluster.inventory, cluster.inventory.head
     made = _act(cluster.connect(head), _Made, action="make", name=name)
     folder = PurePosixPath(made.folder)
     if folder.name != name or not made.public.endswith(f":{name}"):
@@ -90,7 +88,7 @@ def install_run_key(
     return RunKey(folder=folder)
 
 
-def remove_run_key(cluster: Cluster, inventory: ClusterInventory, *names: str) -> None:
+def remove_run_key(cluster: Cluster, *names: str) -> None:
     """Let no node trust these keys any more, and delete them; may be repeated.
 
     While a worker may still trust a key, the head keeps its name, though neither half of it, so
@@ -102,18 +100,20 @@ def remove_run_key(cluster: Cluster, inventory: ClusterInventory, *names: str) -
         connection = cluster.connect(node)
         _act(connection, Nothing, action="forget", names=list(names), keeps_names=keeps_names)
 
+    inventory = cluster.inventory
     all_or_raise(on_every_node(inventory.nodes, forget), what="removing the run's key")
     head = on_every_node([inventory.head], partial(forget, keeps_names=False))
     all_or_raise(head, what="removing the run's key")
 
 
-def remove_dead_keys(cluster: Cluster, inventory: ClusterInventory) -> Sequence[str]:
+def remove_dead_keys(cluster: Cluster) -> Sequence[str]:
     """Remove every key that no attempt uses or will use; returns the names of them.
 
     They are left by operators who were killed, or by runs that have ended. The head says which of
     those that it made: one that is in use stays, whoever asks, and one that another head made is
     left to that head and to its own end. Raises NodesError, as `remove_run_key`.
     """
+    inventory = cluster.inventory
     asked = on_every_node(inventory.nodes, lambda node: _names(cluster.connect(node), "names"))
     found = {name for got in asked.values() if isinstance(got, tuple) for name in got}
     dead: Sequence[str] = ()
@@ -121,7 +121,7 @@ def remove_dead_keys(cluster: Cluster, inventory: ClusterInventory) -> Sequence[
         dead = _names(cluster.connect(inventory.head), "dead", names=sorted(found))
     dead = sorted(found & set(dead))
     if dead:
-        remove_run_key(cluster, inventory, *dead)
+        remove_run_key(cluster, *dead)
     all_or_raise(asked, what="removing the run's key")
     return dead
 

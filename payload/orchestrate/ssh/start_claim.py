@@ -16,7 +16,6 @@ from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.names import RUN_ID
 from payload.core.validation.records import build
-from payload.machines.inventory import Node
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.connection import Connection
 from payload.orchestrate.ssh.remote_calls import parse_answer, remote_argv, remote_stdin
@@ -72,7 +71,6 @@ def attempt_name(run_id: str) -> str:
 @contextmanager
 def claimed(
     cluster: Cluster,
-    head: Node,
     *,
     run_dir: PurePosixPath,
     say: Callable[[str], None],
@@ -89,7 +87,7 @@ def claimed(
     """
     name = name or attempt_name(run_dir.name)
     ends = time.monotonic() + timeout_s
-    has_told = False
+    head, has_told = cluster.inventory.head, False
     while True:
         with _asked(cluster.connect(head), run_dir, name) as answer:
             if answer.claim or answer.running is not None:

@@ -36,7 +36,7 @@ def job_for(
         config,
         run_id=run_id,
         spec=config.model.spec(sequence_length=32, vocab_size=1000),
-        inventory=make_inventory(),
+        machines=make_inventory().nodes,
         domains={},
         nodes=nodes,
         image=_IMAGE if engine.takes_image else None,

@@ -28,7 +28,8 @@ from payload.orchestrate.__main__ import main
 from payload.orchestrate.clouds.gcp.endpoints import VARIABLE
 from payload.orchestrate.runs.mirror import read_mirrored
 from payload.orchestrate.sites import ssh as ssh_site
-from payload.orchestrate.ssh import files, node_code, start_claim
+from payload.orchestrate.sites import ssh_start
+from payload.orchestrate.ssh import node_code, start_claim
 from payload.orchestrate.ssh.connection import Connection
 from payload.run_record.checkpoint_manifest_hashes import known_hashes, note_hash
 from payload.run_record.run_files import RunPaths
@@ -452,7 +453,7 @@ def run_here(operator: Operator, monkeypatch: pytest.MonkeyPatch, *words: str) -
     [
         (files, "put", "(writing|running `sha256sum`)"),
         (ssh_site, "install_run_key", "running `python3`"),
-        (ssh_site, "unpack", "running `(env|mkdir)`"),
+        (ssh_start, "unpack", "running `(env|mkdir)`"),
     ],
     ids=["data", "key", "run-folder"],
 )
@@ -481,7 +482,7 @@ def test_a_start_whose_second_connection_fails_is_20_and_can_be_repeated(
         operator.nodes.kill_node(1)
         operator.nodes.cut_sessions(0)
 
-    at_first_call(ssh_site, "unpack", lose_the_worker, monkeypatch)
+    at_first_call(ssh_start, "unpack", lose_the_worker, monkeypatch)
     code = run_here(operator, monkeypatch)
     said = capsys.readouterr().err
     assert code == ExitCode.SSH_UNREACHABLE, said
@@ -505,7 +506,7 @@ def test_a_resume_whose_second_connection_fails_leaves_the_run_as_it_was(
 
     assert run_here(operator, monkeypatch) == ExitCode.OK, capsys.readouterr().err
     before = files_here()
-    at_first_call(ssh_site, "unpack", lose_the_worker, monkeypatch)
+    at_first_call(ssh_start, "unpack", lose_the_worker, monkeypatch)
     code = run_here(operator, monkeypatch, "--set", "train.steps=4", "--resume", "one")
     said = capsys.readouterr().err
     assert code == ExitCode.SSH_UNREACHABLE and "Connecting once more." in said, said
@@ -516,7 +517,7 @@ def test_a_resume_whose_second_connection_fails_leaves_the_run_as_it_was(
 def test_a_start_whose_worker_alone_breaks_connects_once_more_and_goes_on(
     operator: Operator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    at_first_call(ssh_site, "unpack", lambda: operator.nodes.cut_sessions(1), monkeypatch)
+    at_first_call(ssh_start, "unpack", lambda: operator.nodes.cut_sessions(1), monkeypatch)
     code = run_here(operator, monkeypatch)
     said = capsys.readouterr().err
     assert code == ExitCode.OK, said
@@ -560,7 +561,7 @@ def test_a_start_that_fails_for_another_reason_beside_a_connection_is_not_repeat
         operator.nodes.cut_sessions(1)
         node_code.unpack(connection, *arguments)
 
-    monkeypatch.setattr(ssh_site, "unpack", unpack)
+    monkeypatch.setattr(ssh_start, "unpack", unpack)
     code = run_here(operator, monkeypatch)
     said = capsys.readouterr().err
     assert code == ExitCode.SSH_UNREACHABLE and "Connecting once more" not in said, said

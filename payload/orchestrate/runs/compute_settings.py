@@ -1,0 +1,138 @@
+"""The dtype and the micro-batch that a run's settings resolve to on its machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from payload.config.run_config import RunConfig
+from payload.config.settings import AUTO as AUTO_SIZE
+from payload.config.training_sections import DtypeChoice
+from payload.core.dtype import Dtype
+from payload.estimates.batch_size import as_recorded, settle_batch
+from payload.launch.ranks import Placement
+from payload.machines.inventory import Node
+from payload.models.spec import ModelSpec
+from payload.orchestrate.hardware.nvidia import for_prediction
+from payload.orchestrate.runs.machine_profile import MachineProfile
+from payload.orchestrate.runs.run_request import PlanRequest
+from payload.orchestrate.runs.start_checks import initial_spec, rank_memory
+
+_DTYPES: tuple[Dtype, ...] = ("bf16", "fp32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedDtypes:
+    """The dtype of a run, and the speed of its nodes in each."""
+
+    on_gpus: bool
+    auto: Dtype
+    """The resolved dtype without fp8."""
+    core_flops_per_s: Mapping[Dtype, float]
+    peak_flops_per_s: float | None
+    """The nodes together; None where it was not measured."""
+    compute: Dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettledRun:
+    """A run's settings with every `auto` of its batch resolved, and its model's numbers."""
+
+    config: RunConfig
+    predicted: RunConfig
+    """With the device and the dtype that it is expected to take."""
+    base: ModelSpec
+    spec: ModelSpec
+    is_auto: bool
+    """True if the micro-batch was chosen here."""
+    free_bytes: int | None
+    notes: Sequence[str | None]
+
+
+def resolve_dtypes(
+    request: PlanRequest, nodes: Sequence[Node], profile: MachineProfile
+) -> ResolvedDtypes:
+    """Return the dtype that a run is expected to compute in, with the nodes' speeds."""
+    config = request.config
+    on_gpus = for_prediction(config, nodes).device.kind == "cuda"
+    wanted: DtypeChoice = config.precision.dtype
+    if wanted == "auto":
+        wanted = request.kept_dtype or wanted
+    auto = _dtype_on_gpus(wanted) if on_gpus else profile.dtype(wanted)
+    compute: Dtype = "bf16" if config.wants_bf16() else auto
+    return ResolvedDtypes(
+        on_gpus=on_gpus,
+        auto=auto,
+        core_flops_per_s={each: _core_flops_per_s(nodes, profile, each) for each in _DTYPES},
+        # Of GPUs, the trial says which dtype is the faster one.
+        peak_flops_per_s=profile.peak_flops_per_s(wanted if on_gpus else compute),
+        compute=compute,
+    )
+
+
+def _dtype_on_gpus(choice: DtypeChoice) -> Dtype:
+    return "fp32" if choice == "fp32" else "bf16"
+
+
+def _core_flops_per_s(nodes: Sequence[Node], profile: MachineProfile, dtype: Dtype) -> float:
+    """Return the peak of a core: measured on the nodes, or that of a typical one."""
+    measured = profile.peak_flops_per_s(dtype)
+    cores = sum(node.physical_cores for node in nodes)
+    return measured / cores if measured else profile.core_flops_per_s(dtype)
+
+
+def settle_run(
+    request: PlanRequest,
+    left: RunConfig,
+    nodes: Sequence[Node],
+    profile: MachineProfile,
+    placement: Placement,
+    dtypes: ResolvedDtypes,
+) -> SettledRun:
+    """Return the settings with the micro-batch that fits. Raises ConfigError.
+
+    `left` are the settings with the micro-batch `auto` where an earlier plan chose it.
+    """
+    config = request.config
+    free_bytes = (
+        rank_memory(config.device, nodes, ranks=placement.ranks_per_node)
+        or profile.free_memory_bytes()
+    )
+    base, guess = initial_spec(config, vocab_size=request.vocab_size)
+    spec = config.adapted(base)
+    settled, reason = settle_batch(
+        as_recorded(left, config, world_size=placement.world_size),
+        spec,
+        dtype=dtypes.compute,
+        world_size=placement.world_size,
+        ranks_per_node=placement.ranks_per_node,
+        free_bytes=free_bytes,
+    )
+    return SettledRun(
+        config=settled,
+        predicted=for_prediction(settled, nodes).computing_in(dtypes.compute),
+        base=base,
+        spec=spec,
+        is_auto=left.batch.micro_batch_size == AUTO_SIZE,
+        free_bytes=free_bytes,
+        notes=(reason, guess),
+    )
+
+
+def slow_bf16(
+    config: RunConfig, core_flops_per_s: Mapping[Dtype, float], *, kept_dtype: Dtype | None = None
+) -> list[str]:
+    """Return a note where a run computes in bf16 on CPUs that are faster in fp32.
+
+    `kept_dtype` is that of the checkpoint which it resumes, if it does.
+    """
+    if core_flops_per_s["bf16"] >= core_flops_per_s["fp32"]:
+        return []
+    slow = "computes in bf16, which is slower than fp32 on CPUs like these"
+    setting = config.bf16_setting()
+    if setting is not None:
+        return [f"{setting} {slow}"]
+    if config.precision.dtype == "auto" and kept_dtype == "bf16":
+        fix = "--set precision.dtype=fp32 changes it, in more memory"
+        return [f"the resumed run {slow}, as before; {fix}"]
+    return []

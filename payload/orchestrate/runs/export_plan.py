@@ -1,0 +1,61 @@
+"""A run in the form that another engine takes."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+
+from payload.config.run_config import RunConfig
+from payload.core.errors import DataError, UsageError
+from payload.formats.hub_names import HubName
+from payload.launch.exports.base import ExportJob
+from payload.launch.exports.registry import export_job
+from payload.machines.inventory import Node
+from payload.machines.machine import Domain
+from payload.orchestrate.runs.start_checks import check_data, initial_spec, rate_warning
+from payload.run_record.run_files import new_run_id
+from payload.weights.source import SCRATCH
+
+
+def plan_export(
+    config: RunConfig,
+    *,
+    run_id: str | None,
+    machines: Sequence[Node],
+    domains: Mapping[str, tuple[Domain, ...]],
+    nodes: int | None,
+    image: str | None,
+    storage: str | None,
+) -> tuple[ExportJob, list[str]]:
+    """Return the run as other engines take it, and notes for the user; nothing is written.
+
+    What the config names by its path is looked for here and has to be on the engine's storage.
+    Raises ConfigError and UsageError.
+    """
+    if nodes is not None and nodes < 1:
+        raise UsageError(f"--nodes {nodes}: must be 1 or more.")
+    data, notes = config.data.folder(), []
+    try:
+        vocab_size: int | None = check_data(
+            data, sequence_length=config.data.sequence_length, task=config.task.data()
+        )
+    except DataError as error:
+        vocab_size = None
+        notes.append(f"the data is not here ({error})")
+    spec, guess = initial_spec(config, vocab_size=vocab_size)
+    job = export_job(
+        config,
+        run_id=run_id
+        or new_run_id(config.run.name, now=datetime.now(), suffix=secrets.token_hex(2)),
+        spec=config.adapted(spec),
+        machines=machines,
+        domains=domains,
+        nodes=nodes,
+        image=image,
+        storage=storage,
+    )
+    notes.append(f"data.dir = {config.data.dir!r} has to be in the engine's storage")
+    if config.model.init != SCRATCH and HubName.parse(config.model.init) is None:
+        notes.append(f"model.init = {config.model.init!r} has to be in the engine's storage")
+    return job, [*notes, *filter(None, (guess, rate_warning(config)))]

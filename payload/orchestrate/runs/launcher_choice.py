@@ -1,0 +1,59 @@
+"""The launcher that `launch.launcher` resolves to on the machines of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from payload.config.run_config import RunConfig
+from payload.core.errors import ConfigError, PreflightError
+from payload.launch.launcher import Launcher
+from payload.launch.launchers.registry import AUTO, candidates
+from payload.orchestrate.runs.machine_profile import MachineProfile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherChoice:
+    """The launcher that a run has."""
+
+    launcher: Launcher
+    executable: str
+    """Its path on the head."""
+    refused: Sequence[tuple[str, PreflightError]] = ()
+    """Those that were preferred, and why they cannot be used."""
+
+    def notes(self) -> list[str]:
+        """Return a sentence for each that was preferred."""
+        chosen = self.launcher.name
+        return [
+            f"launcher: {chosen} instead of {name}, because {error}" for name, error in self.refused
+        ]
+
+
+def choose_launcher(wanted: str, profile: MachineProfile) -> LauncherChoice:
+    """Return the launcher that `launch.launcher` resolves to on these machines.
+
+    Raises ConfigError for an unknown one, and PreflightError where none can be used.
+    """
+    refused: list[tuple[str, PreflightError]] = []
+    wanted = profile.launcher if wanted == AUTO else wanted
+    for launcher in candidates(wanted):
+        try:
+            executable = profile.executable(launcher)
+        except PreflightError as error:
+            refused.append((launcher.name, error))
+            continue
+        return LauncherChoice(launcher=launcher, executable=executable, refused=refused)
+    raise refused[-1][1]
+
+
+def require_launcher_of_jobs(config: RunConfig, *, nodes: int) -> None:
+    """Raise ConfigError for a launcher that cannot start ranks in a Slurm job of `nodes` nodes."""
+    if config.launch.launcher == AUTO or nodes == 1:
+        return
+    launcher = candidates(config.launch.launcher)[0]
+    if launcher.needs_ssh:
+        raise ConfigError(
+            f"launch.launcher = {launcher.name!r} reaches other nodes by SSH with the run's key, "
+            f"which the {nodes} nodes of a Slurm job do not have. Use 'auto', 'srun' or 'torchrun'."
+        )

@@ -1,0 +1,58 @@
+"""Programs, speeds and routes of the machines that a run is planned for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from payload.config.training_sections import DtypeChoice
+from payload.core.dtype import Dtype
+from payload.launch.launcher import Launcher, Reach
+from payload.machines.inventory import Node
+from payload.run_record.run_files import RunPaths
+
+
+class MachineProfile(Protocol):
+    """This machine (`local.LocalAccess`), a cluster (`cluster.ClusterAccess`) or a Slurm job."""
+
+    @property
+    def launcher(self) -> str:
+        """Return the launcher that `launch.launcher = "auto"` resolves to; `auto` for any."""
+
+    @property
+    def python(self) -> str:
+        """The interpreter that the ranks run in."""
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Return the bandwidth that a gradient exchange is expected to reach."""
+
+    def peak_flops_per_s(self, choice: DtypeChoice) -> float | None:
+        """Return the matmul speed of all nodes together, or None when it was not measured."""
+
+    def dtype(self, choice: DtypeChoice) -> Dtype:
+        """Return the dtype that the trainer is expected to choose."""
+
+    def core_flops_per_s(self, dtype: Dtype) -> float:
+        """Return the peak of one core where `peak_flops_per_s` was not measured."""
+
+    def interfaces(self, nodes: Sequence[Node]) -> Mapping[str, str]:
+        """Return the network interface between the ranks, by node."""
+
+    def program(self, paths: RunPaths) -> tuple[str, ...]:
+        """Return the command line of each rank."""
+
+    def executable(self, launcher: Launcher) -> str:
+        """Return the launcher's path. Raises PreflightError that says why there is none."""
+
+    def reach(self) -> Reach:
+        """Return how a launcher on the head reaches the other nodes. Raises PreflightError."""
+
+    def python_path(self) -> str | None:
+        """Return the payload package's parent folder, or None when it is installed."""
+
+    def tcmalloc(self) -> str:
+        """Return the tcmalloc library. Raises PreflightError with the line that installs it."""
+
+    def free_memory_bytes(self) -> int | None:
+        """Return the memory of the node with the least, or None when it is not known."""

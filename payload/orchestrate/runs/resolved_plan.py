@@ -1,0 +1,123 @@
+"""A run with everything decided: where its ranks go, its settings, its files, its launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from payload.config.deepspeed_json import render_deepspeed
+from payload.config.run_config import RunConfig
+from payload.core.dtype import Dtype
+from payload.core.files import write_whole
+from payload.estimates.strategy_comparison import Compared
+from payload.launch.budget import TimeLimit
+from payload.launch.launcher import Launcher
+from payload.launch.launcher_files import render_accelerate, render_hosts
+from payload.launch.plan import LaunchPlan
+from payload.launch.ranks import Placement, render_ranks
+from payload.machines.inventory import ClusterInventory
+from payload.models.spec import ModelSpec
+from payload.run_record.run_files import RunPaths
+from payload.run_record.tracker_process import missing_notes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedPlacement:
+    """The decisions that need no node's answer, made before anything is brought or started."""
+
+    placement: Placement
+    launcher: Launcher
+    """The first one that `launch.launcher` allows."""
+    time_limit: TimeLimit | None
+    """None without limits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCopies:
+    """Paths on the nodes of the data and the weights that were copied to them."""
+
+    data_dir: str
+    init: str | None = None
+    """The initial weights; None where they are no folder of the operator's."""
+
+    def named_in(self, config: RunConfig) -> RunConfig:
+        """Return the config with the copies in place of the operator's paths."""
+        config = replace(config, data=replace(config.data, dir=self.data_dir))
+        if self.init is not None:
+            config = replace(config, model=replace(config.model, init=self.init))
+        return config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedPlan:
+    """Everything about a run before its start; a site only carries it out."""
+
+    paths: RunPaths
+    """The run's folder on its nodes."""
+    config: RunConfig
+    """The settings with the operator's own paths."""
+    copies: NodeCopies | None
+    inventory: ClusterInventory
+    placement: Placement
+    plan: LaunchPlan
+    base: ModelSpec
+    """The model below an adapter, before its task is put on it."""
+    predicted: RunConfig
+    """The config with the device and the dtype that it is expected to take on these nodes."""
+    auto_dtype: Dtype
+    """The resolved compute dtype without fp8."""
+    core_flops_per_s: Mapping[Dtype, float]
+    """GEMM peak of a core by dtype, measured or typical."""
+    strategies: tuple[Compared, ...] = ()
+    """Other strategies for the run's ranks, the best first."""
+    free_memory_bytes: int | None = None
+    """Memory of the node with the least."""
+
+    def notes(self) -> list[str]:
+        """Return what the operator should know before the start, a line each."""
+        return [*(f"note: {note}" for note in self.plan.notes), *missing_notes(self.config)]
+
+    def hosts(self) -> str:
+        """Return the hosts file's text."""
+        return render_hosts(self.inventory.nodes)
+
+    def accelerate(self, node_rank: int) -> str:
+        """Return one node's Accelerate config."""
+        return render_accelerate(
+            self.inventory.nodes,
+            self.placement,
+            node_rank=node_rank,
+            hosts=self.paths.hosts,
+            master_port=self.plan.master_port,
+            precision=self.config.precision,
+        )
+
+    def files(self) -> dict[str, str]:
+        """Return every file's text by its name; plan.json last, as a supervisor looks for it."""
+        return self._files(self.config)
+
+    def files_on_nodes(self) -> dict[str, str]:
+        """Return the same for the nodes, where run.toml names their own copies."""
+        copies = self.copies
+        return self._files(self.config if copies is None else copies.named_in(self.config))
+
+    def write(self, paths: RunPaths) -> None:
+        """Put every file in its place in the run folder at `paths`."""
+        for name, text in self.files().items():
+            write_whole(paths.root / name, text)
+
+    def _files(self, config: RunConfig) -> dict[str, str]:
+        paths = self.paths
+        texts = {
+            paths.config: config.to_toml(),
+            paths.inventory: self.inventory.to_json(),
+            paths.hosts: self.hosts(),
+            paths.ranks: render_ranks(self.placement.ranks),
+        }
+        for node_rank in range(len(self.inventory.nodes)):
+            texts[paths.accelerate_config(node_rank)] = self.accelerate(node_rank)
+        if config.distributed.strategy == "zero3":
+            text = render_deepspeed(config, dtype=self.predicted.dtype())
+            texts[paths.deepspeed_config] = text
+        texts[paths.plan] = self.plan.to_json()
+        return {path.name: text for path, text in texts.items()}

@@ -1,0 +1,162 @@
+"""The start of a run on a cluster over SSH: its files on the nodes, and its supervisor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from rich.console import Console
+
+from payload.core.errors import (
+    ConnectionLostError,
+    ExitCode,
+    NodesError,
+    TileforgeError,
+)
+from payload.core.regular_files import can_see, home_path
+from payload.launch.budget import TimeLimit
+from payload.machines.inventory import Node
+from payload.orchestrate.access.cluster import Answers
+from payload.orchestrate.access.supply import Weights, bring_data, bring_weights, local_weights
+from payload.orchestrate.runs.remote_run import RemoteRun
+from payload.orchestrate.runs.resolved_plan import NodeCopies, ResolvedPlan
+from payload.orchestrate.runs.run_request import RunRequest
+from payload.orchestrate.runs.site import how_to_attach
+from payload.orchestrate.ssh.cluster import Cluster
+from payload.orchestrate.ssh.node_code import archive, make_room_for, unpack
+from payload.orchestrate.ssh.remote_calls import Begun, all_or_raise, on_every_node
+from payload.orchestrate.ssh.run_keys import remove_run_key
+from payload.run_record.checkpoint_manifest_hashes import HASHES_FILE, ManifestHashes
+from payload.run_record.run_files import RunPaths
+from payload.run_record.run_identity import RunIdentity
+
+# A machine of ours lives for 30 days at most; on others a run that has no limit may go on for
+# longer, and needs the key again only to bring a lost rank back.
+_KEY_LASTS_S = 30 * 86_400.0
+# The budget counts what the run has used; between its parts may be waits for a node.
+_KEY_MARGIN_S = 86_400.0
+
+
+class ClusterNotReadyError(TileforgeError):
+    """A run was not started; the exit code is that of the check or program that failed."""
+
+    def __init__(self, cause: str, code: int) -> None:
+        super().__init__(cause)
+        self.exit_code = ExitCode(code)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalFiles:
+    """Files here that the nodes need."""
+
+    data: Path
+    weights: Weights | None
+    """Initial weights, if they are a folder here."""
+
+    @classmethod
+    def of(cls, request: RunRequest) -> LocalFiles:
+        """Return what a run needs. Raises ConfigError.
+
+        A resumed run starts from its checkpoint, so that its initial weights may be gone.
+        """
+        init = request.config.model.init
+        is_gone = request.resumes and not can_see(home_path(init))
+        return cls(
+            data=request.config.data.folder(), weights=None if is_gone else local_weights(init)
+        )
+
+    def bring(self, cluster: Cluster, answers: Answers, *, talk: Console) -> NodeCopies:
+        """Bring data and weights to the nodes that lack them; return where they are there."""
+        nodes, head = cluster.inventory.nodes, cluster.inventory.head
+        data = bring_data(nodes, cluster, answers, source=self.data, talk=talk)
+        if self.weights is None:
+            return NodeCopies(data_dir=str(data))
+        init = bring_weights(head, cluster, answers, weights=self.weights, talk=talk)
+        return NodeCopies(data_dir=str(data), init=str(init))
+
+
+def lost_connections(error: TileforgeError) -> str:
+    """Return which connections broke, and why. Raises `error` where that is not all there is."""
+    failures = list(error.failures.values()) if isinstance(error, NodesError) else [error]
+    if not all(isinstance(each, ConnectionLostError) for each in failures):
+        raise error
+    return "; ".join(each.cause for each in failures)
+
+
+def stale_records(paths: RunPaths) -> Iterator[Path]:
+    """Yield records of an earlier attempt, which the copy must not show as this one's."""
+    yield paths.summary
+    yield paths.state
+    yield paths.job
+    yield from paths.root.glob("exits/*.json")
+
+
+def key_lasts_s(limit: TimeLimit | None) -> float:
+    """Return the time for which the nodes trust the run's key, if nobody removes it."""
+    return _KEY_LASTS_S if limit is None else min(_KEY_LASTS_S, limit.seconds + _KEY_MARGIN_S)
+
+
+def write_on_nodes(
+    planned: ResolvedPlan,
+    cluster: Cluster,
+    *,
+    own: RunIdentity,
+    hashes: ManifestHashes,
+    talk: Console,
+) -> None:
+    """Write the run folder on every node; what lies in a file's place is set aside.
+
+    `own` is the run's identity, and by `hashes` the head knows the checkpoints in the store.
+    """
+    files = {planned.paths.identity.name: own.to_json()}
+    if hashes.hashes:
+        files[HASHES_FILE] = hashes.to_json()
+    files |= planned.files_on_nodes()
+    content = archive({name: text.encode() for name, text in files.items()})
+    run_dir = PurePosixPath(planned.paths.root)
+    python, python_path = planned.plan.program[0], planned.plan.environment["PYTHONPATH"]
+
+    def bring(node: Node) -> list[str]:
+        connection = cluster.connect(node)
+        moved = make_room_for(connection, run_dir, python=python, python_path=python_path)
+        unpack(connection, content, run_dir)
+        return moved
+
+    outcomes = on_every_node(planned.inventory.nodes, bring)
+    for name, sentences in all_or_raise(outcomes, what="writing the run folder").items():
+        for sentence in sentences:
+            talk.print(f"warning: {name}: {sentence}")
+
+
+def start_supervisor(
+    run: RemoteRun, cluster: Cluster, *, grace_s: float, name: str, talk: Console
+) -> None:
+    """Start the supervisor. Raises ClusterNotReadyError where it has not begun."""
+    try:
+        begun = run.start(grace_s=grace_s, name=name)
+    except (KeyboardInterrupt, TileforgeError):
+        # It has a session of its own there, and may begin although nobody waits for it here.
+        talk.print(f"whether the run has begun is not known; if so, {how_to_attach(run.paths)}")
+        run.close()
+        raise
+    if begun.pid is not None:
+        return
+    words = begun.said or f"run {begun.running} was started in between"
+    remove_key(cluster, name, talk)
+    run.close()
+    raise ClusterNotReadyError(f"the supervisor did not start: {words}", _failure_code(begun))
+
+
+def _failure_code(begun: Begun) -> int:
+    """Return how the supervisor ended; a signal has no exit code, and 0 would be no failure."""
+    known = [int(code) for code in ExitCode if code != ExitCode.OK]
+    return next((code for code in known if code == begun.status), ExitCode.PREFLIGHT)
+
+
+def remove_key(cluster: Cluster, name: str, talk: Console) -> None:
+    """Revoke an attempt's key; report a failure to do so without hiding the error before it."""
+    try:
+        remove_run_key(cluster, name)
+    except TileforgeError as error:
+        talk.print(f"warning: {error}")
