@@ -88,12 +88,9 @@ def operator(tmp_path: Path) -> Iterator[Operator]:
 
 
 @pytest.fixture
-def another(trained: Trained, tmp_path: Path) -> Iterator[Operator]:
+def another(trained: Trained, tmp_path: Path) -> Operator:
     """Who comes to nodes that have the payload, from a machine that knows of no run."""
-    yield Operator(tmp_path, trained.operator.nodes)
-    # The trained operator's cluster has one run.
-    for folder in trained.on_head("").parent.glob("[!f.]*"):
-        shutil.rmtree(folder)
+    return Operator(tmp_path, trained.operator.nodes)
 
 
 @contextmanager
