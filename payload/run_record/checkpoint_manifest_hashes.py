@@ -24,10 +24,10 @@ from payload.core.validation import (
     read_bytes,
 )
 from payload.formats.checkpoint_files import FOLDER_NAME, SHA256
-from payload.run_record.run_files import RunPaths
+from payload.run_record.run_files import NAMES, RunPaths
 
 SCHEMA_VERSION = 1
-HASHES_FILE = "manifest_hashes.json"
+HASHES_FILE = NAMES.manifest_hashes.name
 MOST_HASHES = 500
 """A record of as many has 90 kB, and is read again whenever the run is looked at."""
 

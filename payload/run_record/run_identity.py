@@ -19,11 +19,11 @@ from payload.core.errors import ConfigError
 from payload.core.files import require_file, write_whole
 from payload.core.validation import build, check_schema, checked, parse_json, read_bytes
 from payload.formats.checkpoint_files import TRAINER_FILE, checkpoint_folders
-from payload.run_record.run_files import RunPaths, RunState, last_record
+from payload.run_record.run_files import NAMES, RunPaths, RunState, last_record
 from payload.run_record.store_state import StoreState
 
 SCHEMA_VERSION = 1
-IDENTITY_FILE = "identity.json"
+IDENTITY_FILE = NAMES.identity.name
 PATTERN = re.compile(r"[0-9a-f]{32}")
 WANTED = "32 hexadecimal digits"
 

@@ -15,7 +15,6 @@ from payload.core.errors import ConfigError
 from payload.core.files import write_whole
 from payload.core.validation import build, check_schema, checked, parse_json, read_bytes
 
-SAMPLES_NAME = "samples.json"
 SCHEMA_VERSION = 1
 _MOST = 100
 

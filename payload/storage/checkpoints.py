@@ -17,20 +17,22 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from payload.core.errors import CheckpointError, PreflightError
-from payload.core.files import fsync_folder
+from payload.core.file_hash import sha256_of
 from payload.core.validation import open_regular
 from payload.formats.checkpoint_files import (
+    CHECKPOINTS_NAME,
     FOLDER_NAME,
     MANIFEST_FILE,
     PARTIAL_SUFFIX,
     TRAINER_FILE,
     Manifest,
+    ManifestEntry,
     checkpoint_step,
-    load_foreign_manifest,
+    listing_problem,
     load_manifest,
     manifest_problems,
-    sha256_of,
 )
+from payload.formats.foreign_checkpoint import complete_copy, load_foreign_manifest
 from payload.run_record.checkpoint_manifest_hashes import ManifestHashes
 from payload.run_record.run_identity import RunIdentity, checkpoint_identity
 from payload.storage.objects import (
@@ -44,7 +46,6 @@ from payload.storage.objects import (
     TooLargeError,
 )
 
-FOLDER = "checkpoints"
 _NO_HASHES = ManifestHashes()
 _FETCHES = 3
 """Tries for a file whose hash is not the manifest's: the network may have changed it."""
@@ -93,7 +94,7 @@ class Upload:
         no other manifest of that name. Raises StoreError, and CheckpointError when the files here
         are not the manifest's.
         """
-        prefix = f"{FOLDER}/{self.name}/"
+        prefix = f"{CHECKPOINTS_NAME}/{self.name}/"
         there = {entry.name: entry for entry in store.entries(prefix)}
         manifest = f"{prefix}{MANIFEST_FILE}"
         content = _whole(self._files[MANIFEST_FILE])
@@ -153,7 +154,7 @@ def whole_checkpoints(store: StoreReader) -> list[str]:
     """List the names of the checkpoints that have a manifest, oldest first."""
     names = {
         path.parent.name
-        for path in (PurePosixPath(entry.name) for entry in store.entries(f"{FOLDER}/"))
+        for path in (PurePosixPath(entry.name) for entry in store.entries(f"{CHECKPOINTS_NAME}/"))
         if path.name == MANIFEST_FILE and FOLDER_NAME.fullmatch(path.parent.name)
     }
     return sorted(names, key=lambda name: checkpoint_step(PurePosixPath(name)))
@@ -164,7 +165,7 @@ def stored_manifests(store: ObjectStore) -> dict[str, str]:
     found = {}
     for name in whole_checkpoints(store):
         with suppress(MissingObjectError, TooLargeError):
-            content, _ = store.read(f"{FOLDER}/{name}/{MANIFEST_FILE}")
+            content, _ = store.read(f"{CHECKPOINTS_NAME}/{name}/{MANIFEST_FILE}")
             found[name] = hashlib.sha256(content).hexdigest()
     return found
 
@@ -174,7 +175,7 @@ def remove_checkpoints(
 ) -> None:
     """Remove every checkpoint but `keep`, and what interrupted uploads left: manifests first."""
     found: dict[str, list[StoredObject]] = {}
-    for entry in store.entries(f"{FOLDER}/"):
+    for entry in store.entries(f"{CHECKPOINTS_NAME}/"):
         path = PurePosixPath(entry.name)
         found.setdefault(path.parent.name, []).append(entry)
     for name, objects in found.items():
@@ -228,7 +229,7 @@ def fetch_checkpoint(
     another manifest than the head's in `known`, and PreflightError on a full disk.
     """
     target, partial = checkpoints / name, checkpoints / f"{name}.fetch{PARTIAL_SUFFIX}"
-    prefix = f"{FOLDER}/{name}/"
+    prefix = f"{CHECKPOINTS_NAME}/{name}/"
     if target.is_dir() and not manifest_problems(target):
         return target
     try:
@@ -242,29 +243,25 @@ def fetch_checkpoint(
             manifest = load_foreign_manifest(
                 partial, where=f"{store.address}/{prefix}{MANIFEST_FILE}"
             )
+            if (gap := listing_problem(manifest)) is not None:
+                raise CheckpointError(f"{store.address.under(prefix + name)}: {gap}")
             _require_sizes(store, manifest, prefix)
             size = sum(entry.bytes for entry in manifest.files.values())
             _require_room(store, name, size, checkpoints)
             say(f"bringing {name} ({size / 1e9:.2f} GB) from {store.address}")
-            # First the file that says of which run it is: what follows may be large.
-            for file in sorted(manifest.files, key=lambda file: file != TRAINER_FILE):
-                _fetch_file(store, f"{prefix}{file}", partial / file, manifest)
-                if file == TRAINER_FILE and run is not None:
+
+            def bring(path: Path, entry: ManifestEntry) -> None:
+                _fetch_file(store, f"{prefix}{path.name}", path, entry)
+                if path.name == TRAINER_FILE and run is not None:
                     _require_own(partial, run)
-            problems = manifest_problems(partial)
-            if problems:
-                raise CheckpointError(f"{store.address.under(prefix + name)}: {problems[0]}")
-            if target.exists():
-                shutil.rmtree(target)
-            partial.rename(target)
-            fsync_folder(checkpoints)
+
+            return complete_copy(partial, target, manifest, bring=bring)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise PreflightError(
             f"{checkpoints}: cannot be written ({error.strerror}). Free disk space, and try again."
         ) from None
-    return target
 
 
 def _require_heads(name: str, manifest: bytes, known: ManifestHashes) -> None:
@@ -299,14 +296,16 @@ def _require_room(store: StoreReader, name: str, size: int, checkpoints: Path) -
     if size <= free:
         return
     sizes: dict[str, int] = {}
-    for entry in store.entries(f"{FOLDER}/"):
+    for entry in store.entries(f"{CHECKPOINTS_NAME}/"):
         folder = PurePosixPath(entry.name).parent.name
         sizes[folder] = sizes.get(folder, 0) + entry.bytes
     least = min((sizes[each] for each in whole_checkpoints(store) if each != name), default=size)
     needs = f"it needs {size / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB are free"
     if size > 2 * least:
         raise CheckpointError(f"{needs}; another one of the run has {least / 1e9:,.2f} GB")
-    raise PreflightError(f"{store.address.under(f'{FOLDER}/{name}')}: {needs}. Free disk space.")
+    raise PreflightError(
+        f"{store.address.under(f'{CHECKPOINTS_NAME}/{name}')}: {needs}. Free disk space."
+    )
 
 
 def _require_own(folder: Path, run: RunIdentity) -> None:
@@ -320,8 +319,7 @@ def _require_own(folder: Path, run: RunIdentity) -> None:
         )
 
 
-def _fetch_file(store: StoreReader, name: str, path: Path, manifest: Manifest) -> None:
-    entry = manifest.files[path.name]
+def _fetch_file(store: StoreReader, name: str, path: Path, entry: ManifestEntry) -> None:
     for _ in range(_FETCHES):
         with path.open("wb") as file:
             try:

@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from payload.core.errors import DataError
+from payload.core.file_hash import sha256_of
 from payload.core.validation import build, parse_json, read_bytes
-from payload.formats.checkpoint_files import sha256_of
 from payload.formats.data_folder import META_NAME, DataFile, load_meta
 from payload.storage.objects import MissingObjectError, StoreReader, TooLargeError
 

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from payload.core.errors import PreflightError
 from payload.core.files import free_bytes
 from payload.core.validation import is_own_folder, no_follow, open_regular
-from payload.run_record.run_files import RunPaths
+from payload.run_record.run_files import NAMES, RunPaths
 from payload.storage.objects import (
     ABSENT,
     ConflictError,
@@ -188,23 +188,25 @@ def _files(paths: RunPaths) -> Iterator[Path]:
 
     A linked folder has none: it could be any folder of this user.
     """
-    root = paths.root
-    yield from (paths.identity, paths.config, paths.inventory, paths.hosts, paths.ranks)
-    yield paths.plan
-    yield from (paths.metrics, paths.deepspeed_config, paths.report)
+    yield from _settings(paths)
+    yield paths.report
     if is_own_folder(paths.logs):
         yield from sorted(paths.logs.glob("*.log"))
     if is_own_folder(paths.profile):
         yield from sorted(path for path in paths.profile.iterdir() if path.is_file())
-    yield from (root / "samples.json", paths.summary, paths.state)
+    yield from _results(paths)
 
 
-_NAMES = frozenset(
-    {
-        *("run.toml", "inventory.json", "hosts", "ranks.json", "plan.json", "metrics.jsonl"),
-        *("deepspeed.json", "samples.json", "summary.json", "state.json", "identity.json"),
-    }
-)
+def _settings(paths: RunPaths) -> Sequence[Path]:
+    begin = (paths.identity, paths.config, paths.inventory, paths.hosts, paths.ranks, paths.plan)
+    return (*begin, paths.metrics, paths.deepspeed_config)
+
+
+def _results(paths: RunPaths) -> Sequence[Path]:
+    return (paths.samples, paths.summary, paths.state)
+
+
+_NAMES = frozenset(path.name for path in (*_settings(NAMES), *_results(NAMES)))
 """Records that are taken from a store. Whoever may write there could put any other file beside
 them: one that a command obeys (job.json, mirror.json), or a page with a script. The report is
 written from the records."""

@@ -22,8 +22,6 @@ from payload.launch.plan import LaunchPlan
 from payload.run_record.run_files import RunPaths, RunState, last_record, write_json
 from payload.run_record.store_state import StoreState
 
-RESTORED = "restored"
-"""Folder in the run's with the records that came from the store."""
 _DRAIN = "drain\n"
 _LOOK_S = 0.2
 _LAST_RECORDS_S = 15.0
@@ -85,7 +83,7 @@ class Uploading:
             )
         if said:
             note(said)
-        return last_record(RunState, self._paths.root / RESTORED / self._paths.state.name)
+        return last_record(RunState, self._paths.restored.state)
 
     def begin(self) -> None:
         """Start the uploader, or start it again where it has ended."""

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from payload.config.training_sections import Quantize
 from payload.core.errors import CheckpointError, TrainingError
+from payload.core.file_hash import sha256_of
 from payload.core.validation import build, check_schema, checked, parse_json, read_bytes
 from payload.formats.checkpoint_files import (
     BEST_NAME,
@@ -25,7 +26,6 @@ from payload.formats.checkpoint_files import (
     checkpoint_folders,
     newest_sound,
     partial_checkpoints,
-    sha256_of,
 )
 from payload.formats.hf_folder import WEIGHTS_FILE
 from payload.run_record.run_identity import PATTERN, WANTED
