@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from payload.core.file_hash import sha256_of
 from payload.formats.checkpoint_files import (
     NEEDED_FILES,
     checkpoint_config,
     manifest_problems,
     newest_sound,
-    sha256_of,
 )
 
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 import pytest
 
 from payload.optimizers.registry import names
+from payload.run_record.run_files import NAMES, RunPaths
 from tests.support.import_graph import cycles, folder_graph, import_graph
 from tests.support.import_rules import imports, tree_of
 
@@ -68,6 +69,69 @@ def test_one_module_matches_a_checkpoint_s_name() -> None:
     # The second one runs on a node without this package, and the trace's name is another file's.
     homes = {"payload/formats/checkpoint_files.py", "payload/orchestrate/node/look.py"}
     assert strings_with(r"step_\(?(\[0-9\]|\\d)\{8") == homes
+
+
+def test_one_module_knows_the_names_in_a_run_s_folder() -> None:
+    # Words that are also other things' names, and a program on nodes without this package.
+    common = {"hosts", "logs", "profile", "track"}
+    names = {each.name for each in vars_of(NAMES)} - common
+    assert {"run.toml", "restored", "checkpoints", "samples.json"} <= names
+    found = {
+        (path.relative_to(ROOT).as_posix(), node.value)
+        for path in sorted((ROOT / "payload").rglob("*.py"))
+        for node in ast.walk(tree_of(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value in names
+        if path.parent.name != "node"
+    }
+    homes = {
+        ("payload/formats/checkpoint_files.py", "checkpoints"),
+        ("payload/launch/ranks.py", "ranks.json"),  # a docstring
+        ("payload/report/__main__.py", "report.html"),  # of several runs, in no run's folder
+        ("payload/report/trackers/csv.py", "summary.json"),  # a tracker's own
+        # An operator's record of a cluster.
+        ("payload/stack/cluster_identity.py", "identity.json"),
+        ("payload/orchestrate/commands/cluster_name_conflict.py", "identity.json"),
+    }
+    home = "payload/run_record/run_files.py"
+    assert found - homes == {(home, name) for name in names - {"checkpoints"}}
+    assert homes <= found
+
+
+def vars_of(paths: RunPaths) -> Iterator[Path]:
+    """Yield the place of each file and folder in a run's folder."""
+    for name, value in vars(RunPaths).items():
+        if isinstance(value, property):
+            place = getattr(paths, name)
+            if isinstance(place, RunPaths):
+                place = place.root
+            if isinstance(place, Path) and len(place.parts) == 1:
+                yield place
+
+
+def test_one_function_picks_the_checkpoint_with_the_lowest_loss_and_one_puts_a_copy_in_place() -> (
+    None
+):
+    def callers(*names: str, of: str = "") -> set[str]:
+        return {
+            path.relative_to(ROOT).as_posix()
+            for path, call in calls_in(ROOT / "payload")
+            if isinstance(call.func, ast.Name) and call.func.id in names and of in ast.unparse(call)
+        }
+
+    # The two others compare evaluations, whatever was saved.
+    homes = {"formats/checkpoint_files", "run_record/run_statistics", "report/series"}
+    assert callers("min", "sorted", of="val_loss") == {f"payload/{name}.py" for name in homes}
+    fetching = {"payload/storage/checkpoints.py", "payload/orchestrate/ssh/files.py"}
+    assert callers("load_foreign_manifest") == callers("complete_copy") == fetching
+
+
+def test_one_module_hashes_files_and_so_reads_each_once() -> None:
+    # Nodes have no package of ours.
+    homes = {"payload/core/file_hash.py", "payload/orchestrate/node/look.py"}
+    found = {
+        path for path, call in calls_in(ROOT / "payload") if "file_digest" in ast.unparse(call)
+    }
+    assert {path.relative_to(ROOT).as_posix() for path in found} <= homes
 
 
 def test_one_module_formats_durations_and_one_sums_a_cluster_s_prices() -> None:

@@ -8,7 +8,11 @@ from pathlib import Path
 
 from payload.core.errors import ConfigError
 from payload.core.files import free_bytes
-from payload.formats.checkpoint_files import checkpoint_folders, partial_checkpoints
+from payload.formats.checkpoint_files import (
+    CHECKPOINTS_NAME,
+    checkpoint_folders,
+    partial_checkpoints,
+)
 
 _BLOCK_BYTES = 512  # st_blocks', whatever the file system's are.
 
@@ -20,9 +24,9 @@ def require_room(run: Path, *, checkpoint_bytes: int, keep: int, uploads: bool) 
     store. On a resume some of them are there, and what an interrupted write left is removed first.
     """
     most = most_checkpoints(keep=keep, uploads=uploads)
-    to_come = most - min(most - 1, len(checkpoint_folders(run / "checkpoints")))
+    to_come = most - min(most - 1, len(checkpoint_folders(run / CHECKPOINTS_NAME)))
     needed = to_come * checkpoint_bytes
-    free = free_bytes(run) + _bytes_of(partial_checkpoints(run / "checkpoints"))
+    free = free_bytes(run) + _bytes_of(partial_checkpoints(run / CHECKPOINTS_NAME))
     if free < needed:
         uploaded = ", the one on its way to the store" if uploads else ""
         advice = "Free space or lower train.keep_checkpoints" if to_come > 1 else "Free space"

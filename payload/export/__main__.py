@@ -17,6 +17,7 @@ from payload.export.hf_folder import write_hf
 from payload.export.merged import dequantized_weights, merged_weights
 from payload.export.tensors import WeightFiles, weights_of
 from payload.export.vocabulary import read_vocabulary
+from payload.formats.checkpoint_files import CHECKPOINTS_NAME
 from payload.formats.hf_folder import read_config
 from payload.formats.hub_names import local_name
 from payload.models.gguf import plan_gguf
@@ -105,7 +106,7 @@ def _weights(folder: Path, weights_at: Path) -> WeightFiles:
 def _name_of(folder: Path) -> str:
     """Return the run's id and step of a run's checkpoint, else the folder's name."""
     folder = folder.resolve()
-    if folder.parent.name == "checkpoints":
+    if folder.parent.name == CHECKPOINTS_NAME:
         return f"{folder.parents[1].name}-{folder.name}"
     return folder.name
 

@@ -36,6 +36,7 @@ from payload.finetune.choices import (
 from payload.finetune.recognise import Asked, Recognised, measure, recognise
 from payload.formats.hub_names import HubName
 from payload.models.spec import ModelSpec
+from payload.run_record.run_files import NAMES
 from payload.weights.source import find_source, pinned, spec_on_hub
 
 _GIB = 2**30
@@ -95,7 +96,7 @@ def decide(wanted: Wanted, ask: Ask) -> Decided:
     settings += [f"data.dir={wanted.out / 'data'}", f"data.sequence_length={length.value}"]
     fitting = _fitting(wanted, spec, settings, given=given, ask=ask)
     choices = _choices(wanted, found, counted, fitting, spec=spec, given=given)
-    config = wanted.out / "run.toml"
+    config = wanted.out / NAMES.config.name
     prepare = ("prepare", *_prepare_words(wanted, found, length.value))
     run = ("run", "--config", str(config), *wanted.run_words)
     head = (

@@ -30,7 +30,7 @@ from payload.data.show import read_samples
 from payload.formats.data_folder import VAL_NAME, DataMeta, load_meta
 from payload.formats.tokenizer_identity import TOKENIZER_FILE
 from payload.run_record.run_files import RunPaths
-from payload.run_record.run_samples import SAMPLES_NAME, Sample, write_samples
+from payload.run_record.run_samples import Sample, write_samples
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         (folder,) = argv
         paths = RunPaths(Path(folder).resolve())
-        write_samples(paths.root / SAMPLES_NAME, _samples(paths))
+        write_samples(paths.samples, _samples(paths))
     except TileforgeError as error:
         sys.stderr.write(f"error: {printable(str(error))}\n")
         return error.exit_code

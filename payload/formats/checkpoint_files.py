@@ -7,16 +7,16 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from payload.core.dtype import Dtype
 from payload.core.errors import CheckpointError, ConfigError
+from payload.core.file_hash import sha256_of
 from payload.core.links import inside_folder
-from payload.core.printable_text import shown
-from payload.core.regular_files import open_regular, read_bytes
+from payload.core.regular_files import read_bytes
 from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.names import SHA256
@@ -43,7 +43,6 @@ PARTIAL_SUFFIX = ".partial"
 FOLDER_NAME = re.compile(r"step_([0-9]{8,18})")
 """A checkpoint's folder, by the number of its step."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
-_DATA_FILE = re.compile(r"\w[\w.-]{0,120}\.(?:json|safetensors|txt|model|jinja)", re.ASCII)
 _NOT_ARITHMETIC = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
 """Keys of config.json that change no result: weights are computed with in the run's own dtype."""
 
@@ -148,16 +147,26 @@ def best_checkpoints(checkpoints: Path, val_losses: Mapping[int, float]) -> list
     `val_losses` is by step. A checkpoint whose step was not evaluated is no candidate, but for the
     one that `best` leads to: its loss was lost, so nobody can tell whether another's is lower.
     """
-    losses = {step: loss for step, loss in val_losses.items() if math.isfinite(loss)}
-    folders = checkpoint_folders(checkpoints)
-    rated = [path for path in folders if checkpoint_step(path) in losses]
-    # min takes the first of equals.
-    lowest = min(reversed(rated), key=lambda path: losses[checkpoint_step(path)], default=None)
+    folders = {checkpoint_step(path): path for path in checkpoint_folders(checkpoints)}
+    lowest = best_step(folders, val_losses)
     linked = None
     with suppress(OSError):
         linked = checkpoints / (checkpoints / BEST_NAME).readlink().name
-    unrated = [path for path in folders if path == linked and path not in rated]
-    return unrated if lowest is None else [*unrated, lowest]
+    unrated = [
+        path
+        for step, path in folders.items()
+        if path == linked and best_step([step], val_losses) is None
+    ]
+    return unrated if lowest is None else [*unrated, folders[lowest]]
+
+
+def best_step(steps: Iterable[int], val_losses: Mapping[int, float]) -> int | None:
+    """Return the step with the lowest validation loss, of equals the last.
+
+    `val_losses` is by step. A step without a finite loss is no candidate; None where all are such.
+    """
+    rated = [step for step in steps if math.isfinite(val_losses.get(step, math.nan))]
+    return min(rated, key=lambda step: (val_losses[step], -step), default=None)
 
 
 def partial_checkpoints(checkpoints: Path) -> list[Path]:
@@ -182,35 +191,24 @@ def load_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def load_foreign_manifest(folder: Path, *, where: str) -> Manifest:
-    """Read the manifest of a checkpoint that a node or a store has, `where` to the user.
-
-    Raises CheckpointError as `load_manifest` does, and for files that checkpoints do not consist
-    of: loading one of those may run it, and Python runs some that only lie in a folder.
-    """
-    manifest = load_manifest(folder)
-    odd = [name for name in manifest.files if not _DATA_FILE.fullmatch(name)]
-    if odd or MANIFEST_FILE in manifest.files:
-        found = shown(odd[0] if odd else MANIFEST_FILE)
-        raise CheckpointError(
-            f"{where}: lists {found}, which is not a checkpoint file. Use another checkpoint."
-        )
-    return manifest
-
-
 def manifest_problems(folder: Path) -> list[str]:
     """List what differs from the manifest, one sentence each; empty for a sound checkpoint."""
     try:
         manifest = load_manifest(folder)
     except CheckpointError as error:
         return [str(error)]
-    is_adapter = any(name in manifest.files for name in ADAPTER_FILES)
-    needed = (*(ADAPTER_FILES if is_adapter else MODEL_FILES), *NEEDED_FILES)
-    missing = [name for name in needed if name not in manifest.files]
-    if missing:
-        return [f"{MANIFEST_FILE}: does not list {missing[0]}."]
+    if (gap := listing_problem(manifest)) is not None:
+        return [gap]
     found = (_file_problem(folder / name, entry) for name, entry in manifest.files.items())
     return [problem for problem in found if problem is not None]
+
+
+def listing_problem(manifest: Manifest) -> str | None:
+    """Return a sentence where a manifest lacks a file that a resume needs, else None."""
+    is_adapter = any(name in manifest.files for name in ADAPTER_FILES)
+    needed = (*(ADAPTER_FILES if is_adapter else MODEL_FILES), *NEEDED_FILES)
+    missing = next((name for name in needed if name not in manifest.files), None)
+    return None if missing is None else f"{MANIFEST_FILE}: does not list {missing}."
 
 
 def checkpoint_config(folder: Path) -> str | None:
@@ -231,12 +229,6 @@ def checkpoint_dtype(folder: Path) -> Dtype | None:
         return build(_TrainerDtype, raw, where=str(path)).dtype
     except (OSError, ConfigError):
         return None
-
-
-def sha256_of(path: Path) -> str:
-    """Return the hash of a file's content. Raises OSError, also for what is no regular file."""
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def weights_sha256(folder: Path) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from payload.core.errors import ConfigError
-from payload.formats.checkpoint_files import checkpoint_step
+from payload.formats.checkpoint_files import MANIFEST_FILE, checkpoint_step
 from payload.launch.budget import TimeLimit, time_limit
 from payload.launch.ranks import load_ranks
 from payload.machines.inventory import ClusterInventory
@@ -290,7 +290,7 @@ class RunMetrics:
         with contextlib.suppress(OSError, ValueError):
             folder = self._paths.newest_checkpoint()
             if folder is not None:
-                written_unix = (folder / "manifest.json").stat().st_mtime
+                written_unix = (folder / MANIFEST_FILE).stat().st_mtime
                 return int(folder.name.removeprefix("step_")), written_unix
         return None
 

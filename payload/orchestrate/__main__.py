@@ -387,14 +387,14 @@ def _add_remove(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser(
         "remove",
         help="remove old runs with their checkpoints from this disk",
-        description="Remove runs with all their checkpoints. One that is running stays, and one on "
-        "a cluster that was not collected.",
+        description="Remove runs with all their checkpoints. One that is running stays, one on a "
+        "cluster that was not collected, and one with weights that another run's adapter needs.",
     )
     parser.set_defaults(command=partial(_typed, RemoveOptions, remove))
     parser.add_argument("runs", nargs="*", metavar="RUN", help="ids of the runs to remove")
     parser.add_argument("--keep", type=int, metavar="N", help="remove all but the newest N instead")
     parser.add_argument("--dry-run", action="store_true", help="say what would be removed")
-    parser.add_argument("--force", action="store_true", help="also what was not collected")
+    parser.add_argument("--force", action="store_true", help="also the last two kinds of runs")
     add_runs_dir(parser)
 
 

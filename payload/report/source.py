@@ -26,7 +26,7 @@ from payload.run_record.named_settings import unnamed
 from payload.run_record.profile_table import PROFILE_TABLE, ProfileTable, read_table
 from payload.run_record.run_files import DEFAULT_RUNS_DIR, LATEST, RunPaths, default_runs_dir
 from payload.run_record.run_repair import known_config, known_state, known_summary
-from payload.run_record.run_samples import SAMPLES_NAME, Sample, read_samples
+from payload.run_record.run_samples import Sample, read_samples
 from payload.run_record.store_state import StoreState
 
 
@@ -136,7 +136,7 @@ class Run:
     @cached_property
     def samples(self) -> Sequence[Sample]:
         """Return texts that the model wrote before and after the run."""
-        return read_samples(self.paths.root / SAMPLES_NAME)
+        return read_samples(self.paths.samples)
 
     @cached_property
     def profile(self) -> ProfileTable | None:

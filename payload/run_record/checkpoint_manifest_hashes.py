@@ -21,10 +21,10 @@ from payload.core.validation.json_text import parse_json
 from payload.core.validation.names import SHA256
 from payload.core.validation.records import build, check_schema
 from payload.formats.checkpoint_files import FOLDER_NAME
-from payload.run_record.run_files import RunPaths
+from payload.run_record.run_files import NAMES, RunPaths
 
 SCHEMA_VERSION = 1
-HASHES_FILE = "manifest_hashes.json"
+HASHES_FILE = NAMES.manifest_hashes.name
 MOST_HASHES = 500
 """A record of as many has 90 kB, and is read again whenever the run is looked at."""
 

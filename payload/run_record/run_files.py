@@ -28,7 +28,12 @@ from payload.core.validation.fields import MAX_SECONDS, checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.names import MEMBER_NAME, NODE_NAME, RUN_ID
 from payload.core.validation.records import build, check_schema
-from payload.formats.checkpoint_files import MANIFEST_FILE, checkpoint_folders, folder_name
+from payload.formats.checkpoint_files import (
+    CHECKPOINTS_NAME,
+    MANIFEST_FILE,
+    checkpoint_folders,
+    folder_name,
+)
 from payload.run_record.store_state import StoreState
 from payload.run_record.stragglers import Straggler
 
@@ -143,6 +148,16 @@ class RunPaths:
         return self.root / "storage.json"
 
     @property
+    def restored(self) -> RunPaths:
+        """restored/: the records of the place that had the run before, from its store."""
+        return RunPaths(self.root / "restored")
+
+    @property
+    def samples(self) -> Path:
+        """samples.json: what the model wrote before and after the run."""
+        return self.root / "samples.json"
+
+    @property
     def report(self) -> Path:
         """report.html: all of it as one page, for people."""
         return self.root / "report.html"
@@ -160,7 +175,7 @@ class RunPaths:
     @property
     def checkpoints(self) -> Path:
         """checkpoints/: one folder a checkpoint."""
-        return self.root / "checkpoints"
+        return self.root / CHECKPOINTS_NAME
 
     @property
     def logs(self) -> Path:
@@ -212,6 +227,10 @@ class RunPaths:
     def rank_exit(self, rank: int) -> Path:
         """How one rank ended; absent while it runs and when it died without a word."""
         return self.root / "exits" / f"rank_{rank:04d}.json"
+
+
+NAMES = RunPaths(Path())
+"""Each file's place in a run folder, as a relative path."""
 
 
 def new_run_id(name: str, *, now: datetime, suffix: str) -> str:

@@ -22,11 +22,11 @@ from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build, check_schema
 from payload.formats.checkpoint_files import TRAINER_FILE, checkpoint_folders
-from payload.run_record.run_files import RunPaths, RunState, last_record
+from payload.run_record.run_files import NAMES, RunPaths, RunState, last_record
 from payload.run_record.store_state import StoreState
 
 SCHEMA_VERSION = 1
-IDENTITY_FILE = "identity.json"
+IDENTITY_FILE = NAMES.identity.name
 PATTERN = re.compile(r"[0-9a-f]{32}")
 WANTED = "32 hexadecimal digits"
 

@@ -18,7 +18,6 @@ from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build, check_schema
 
-SAMPLES_NAME = "samples.json"
 SCHEMA_VERSION = 1
 _MOST = 100
 

@@ -15,6 +15,7 @@ from payload.core.errors import ExitCode, TileforgeError, UsageError
 from payload.core.interrupts import interrupt_once
 from payload.core.printable_text import printable, shown_name
 from payload.core.suggested_commands import command
+from payload.formats.checkpoint_files import CHECKPOINTS_NAME
 from payload.run_record.named_settings import named_by, reaching, require_named
 from payload.run_record.run_files import RunPaths, require_own_folders
 from payload.storage.checkpoints import whole_checkpoints
@@ -56,7 +57,7 @@ def _list(arguments: argparse.Namespace) -> int:
         print("\n".join(map(shown_name, store.groups())))
         return ExitCode.OK
     for name in whole_checkpoints(store):
-        size = sum(each.bytes for each in store.entries(f"checkpoints/{name}/"))
+        size = sum(each.bytes for each in store.entries(f"{CHECKPOINTS_NAME}/{name}/"))
         print(f"{name}  {size / 1e6:,.1f} MB")
     return ExitCode.OK
 

@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from payload.core.errors import CheckpointError, PreflightError
-from payload.core.files import fsync_folder
+from payload.core.file_hash import sha256_of
 from payload.core.regular_files import open_regular
 from payload.formats.checkpoint_files import (
     CHECKPOINTS_NAME,
@@ -26,12 +26,13 @@ from payload.formats.checkpoint_files import (
     PARTIAL_SUFFIX,
     TRAINER_FILE,
     Manifest,
+    ManifestEntry,
     checkpoint_step,
-    load_foreign_manifest,
+    listing_problem,
     load_manifest,
     manifest_problems,
-    sha256_of,
 )
+from payload.formats.foreign_checkpoint import complete_copy, load_foreign_manifest
 from payload.run_record.checkpoint_manifest_hashes import ManifestHashes
 from payload.run_record.run_identity import RunIdentity, checkpoint_identity
 from payload.storage.objects import (
@@ -242,29 +243,25 @@ def fetch_checkpoint(
             manifest = load_foreign_manifest(
                 partial, where=f"{store.address}/{prefix}{MANIFEST_FILE}"
             )
+            if (gap := listing_problem(manifest)) is not None:
+                raise CheckpointError(f"{store.address.under(prefix + name)}: {gap}")
             _require_sizes(store, manifest, prefix)
             size = sum(entry.bytes for entry in manifest.files.values())
             _require_room(store, name, size, checkpoints)
             say(f"bringing {name} ({size / 1e9:.2f} GB) from {store.address}")
-            # First the file that says of which run it is: what follows may be large.
-            for file in sorted(manifest.files, key=lambda file: file != TRAINER_FILE):
-                _fetch_file(store, f"{prefix}{file}", partial / file, manifest)
-                if file == TRAINER_FILE and run is not None:
+
+            def bring(path: Path, entry: ManifestEntry) -> None:
+                _fetch_file(store, f"{prefix}{path.name}", path, entry)
+                if path.name == TRAINER_FILE and run is not None:
                     _require_own(partial, run)
-            problems = manifest_problems(partial)
-            if problems:
-                raise CheckpointError(f"{store.address.under(prefix + name)}: {problems[0]}")
-            if target.exists():
-                shutil.rmtree(target)
-            partial.rename(target)
-            fsync_folder(checkpoints)
+
+            return complete_copy(partial, target, manifest, bring=bring)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise PreflightError(
             f"{checkpoints}: cannot be written ({error.strerror}). Free disk space, and try again."
         ) from None
-    return target
 
 
 def _require_heads(name: str, manifest: bytes, known: ManifestHashes) -> None:
@@ -322,8 +319,7 @@ def _require_own(folder: Path, run: RunIdentity) -> None:
         )
 
 
-def _fetch_file(store: StoreReader, name: str, path: Path, manifest: Manifest) -> None:
-    entry = manifest.files[path.name]
+def _fetch_file(store: StoreReader, name: str, path: Path, entry: ManifestEntry) -> None:
     for _ in range(_FETCHES):
         with path.open("wb") as file:
             try:

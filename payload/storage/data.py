@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from payload.core.errors import DataError
+from payload.core.file_hash import sha256_of
 from payload.core.regular_files import read_bytes
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build
-from payload.formats.checkpoint_files import sha256_of
 from payload.formats.data_folder import META_NAME, DataFile, load_meta
 from payload.storage.objects import MissingObjectError, StoreReader, TooLargeError
 

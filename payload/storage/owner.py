@@ -13,7 +13,8 @@ from payload.core.errors import ConfigError
 from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build
-from payload.formats.checkpoint_files import FOLDER_NAME
+from payload.formats.checkpoint_files import CHECKPOINTS_NAME, FOLDER_NAME, TRAINER_FILE
+from payload.run_record.run_files import NAMES
 from payload.run_record.run_identity import (
     IDENTITY_FILE,
     PATTERN,
@@ -34,7 +35,7 @@ from payload.storage.objects import (
 
 OWNER = "owner.json"
 _TRIES = 3
-_TRAINER = re.compile(rf"checkpoints/{FOLDER_NAME.pattern}/trainer\.json")
+_TRAINER = re.compile(rf"{CHECKPOINTS_NAME}/{FOLDER_NAME.pattern}/{re.escape(TRAINER_FILE)}")
 
 
 class LostOwnershipError(ConfigError):
@@ -108,7 +109,7 @@ def stored_identity(store: StoreReader) -> RunIdentity | None:
     """
     names = {entry.name for entry in store.entries()}
     checkpoints = [name for name in names if _TRAINER.fullmatch(name)]
-    if not names & {OWNER, IDENTITY_FILE, "run.toml"} and not checkpoints:
+    if not names & {OWNER, IDENTITY_FILE, NAMES.config.name} and not checkpoints:
         return None
     owner, _ = _read(store)
     token = owner.token if owner is not None else ""

@@ -14,8 +14,7 @@ from payload.core.errors import PreflightError
 from payload.core.files import free_bytes
 from payload.core.links import is_own_folder, no_follow
 from payload.core.regular_files import open_regular
-from payload.run_record.run_files import RunPaths
-from payload.run_record.run_samples import SAMPLES_NAME
+from payload.run_record.run_files import NAMES, RunPaths
 from payload.storage.objects import (
     ABSENT,
     ConflictError,
@@ -190,25 +189,25 @@ def _files(paths: RunPaths) -> Iterator[Path]:
 
     A linked folder has none: it could be any folder of this user.
     """
-    yield from (*_before(paths), paths.report)
+    yield from _settings(paths)
+    yield paths.report
     if is_own_folder(paths.logs):
         yield from sorted(paths.logs.glob("*.log"))
     if is_own_folder(paths.profile):
         yield from sorted(path for path in paths.profile.iterdir() if path.is_file())
-    yield from _after(paths)
+    yield from _results(paths)
 
 
-def _before(paths: RunPaths) -> tuple[Path, ...]:
-    placement = (paths.identity, paths.config, paths.inventory, paths.hosts, paths.ranks)
-    return (*placement, paths.plan, paths.metrics, paths.deepspeed_config)
+def _settings(paths: RunPaths) -> Sequence[Path]:
+    begin = (paths.identity, paths.config, paths.inventory, paths.hosts, paths.ranks, paths.plan)
+    return (*begin, paths.metrics, paths.deepspeed_config)
 
 
-def _after(paths: RunPaths) -> tuple[Path, ...]:
-    return paths.root / SAMPLES_NAME, paths.summary, paths.state
+def _results(paths: RunPaths) -> Sequence[Path]:
+    return (paths.samples, paths.summary, paths.state)
 
 
-_RUN = RunPaths(Path())
-_NAMES = frozenset(path.name for path in (*_before(_RUN), *_after(_RUN)))
+_NAMES = frozenset(path.name for path in (*_settings(NAMES), *_results(NAMES)))
 """Records that are taken from a store. Whoever may write there could put any other file beside
 them: one that a command obeys (job.json, mirror.json), or a page with a script. The report is
 written from the records."""

@@ -9,12 +9,12 @@ from payload.config.store_address import StoreAddress
 from payload.core.errors import ConfigError
 from payload.core.files import write_whole
 from payload.core.printable_text import shown_name
-from payload.formats.checkpoint_files import checkpoint_step, newest_sound
+from payload.formats.checkpoint_files import best_step, checkpoint_step, newest_sound
 from payload.run_record.checkpoint_manifest_hashes import ManifestHashes, known_hashes, verdict
 from payload.run_record.metrics_log import read_val_losses, stream_metrics
-from payload.run_record.run_files import RunPaths, last_record
+from payload.run_record.run_files import NAMES, RunPaths, last_record
 from payload.run_record.run_identity import RunIdentity, known_identity
-from payload.run_record.store_state import RESTORED, StoreState
+from payload.run_record.store_state import StoreState
 from payload.storage.checkpoints import fetch_checkpoint, fetch_newest, whole_checkpoints
 from payload.storage.objects import StoreError, StoreReader
 from payload.storage.opening import open_store
@@ -22,16 +22,15 @@ from payload.storage.owner import OWNER, require_own_store, stored_identity
 from payload.storage.records import fetch_records
 
 _TRY_S = 15.0
-_RUN = RunPaths(Path())
 TO_RESUME = tuple(
-    path.name for path in (_RUN.config, _RUN.plan, _RUN.metrics, _RUN.state, _RUN.summary)
+    path.name for path in (NAMES.config, NAMES.plan, NAMES.metrics, NAMES.state, NAMES.summary)
 )
 """Records that a resume reads. The inventory is that of the new place."""
 
 
 def has_run(store: StoreReader) -> bool:
     """Say whether the store has a run at its address."""
-    return any(entry.name in (OWNER, _RUN.config.name) for entry in store.entries())
+    return any(entry.name in (OWNER, NAMES.config.name) for entry in store.entries())
 
 
 def require_absent(address: StoreAddress) -> None:
@@ -99,7 +98,7 @@ def restore(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) 
         if damaged:
             say(f"warning: the run goes on from {here.name} of the disk: {_are_damaged(damaged)}")
         return None
-    fetch_records(store, paths.root / RESTORED, say=say)
+    fetch_records(store, paths.restored.root, say=say)
     if found is None:
         say(f"note: {store.address} has no checkpoint yet, and neither has the disk")
         return None
@@ -130,7 +129,7 @@ def _are_damaged(names: Sequence[str]) -> str:
 
 def _take_metrics(paths: RunPaths) -> None:
     """Take the store's rows where they go further than those here."""
-    there = paths.root / RESTORED / paths.metrics.name
+    there = paths.restored.metrics
     if there.is_file() and last_step(there) > last_step(paths.metrics):
         there.replace(paths.metrics)
 
@@ -150,20 +149,13 @@ def _fetch_best(
     say: Callable[[str], None],
 ) -> None:
     """Bring the checkpoint with the lowest validation loss, too: it is kept to the end."""
-    losses = read_val_losses(paths.metrics)
-    rated = [
-        name
-        for name in whole_checkpoints(store)
-        if checkpoint_step(Path(name)) in losses
-        and checkpoint_step(Path(name)) < checkpoint_step(newest)
-    ]
-    if not rated:
+    last = checkpoint_step(newest)
+    stored = {checkpoint_step(Path(name)): name for name in whole_checkpoints(store)}
+    steps = [last, *(step for step in stored if step < last)]
+    step = best_step(steps, read_val_losses(paths.metrics))
+    if step is None or step == last or (paths.checkpoints / stored[step]).is_dir():
         return
-    best = min(rated, key=lambda name: losses[checkpoint_step(Path(name))])
-    if losses[checkpoint_step(Path(best))] >= losses.get(checkpoint_step(newest), float("inf")):
-        return
-    if (paths.checkpoints / best).is_dir():
-        return
+    best = stored[step]
     try:
         fetch_checkpoint(store, best, paths.checkpoints, run=run, known=known)
         say(f"the best checkpoint, {best}, came too ({verdict(best, known)})")

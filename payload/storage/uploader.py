@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from payload.core.errors import CheckpointError, ConfigError
+from payload.core.file_hash import sha256_of
 from payload.formats.checkpoint_files import (
     MANIFEST_FILE,
     best_checkpoints,
+    best_step,
     checkpoint_folders,
     checkpoint_step,
-    sha256_of,
 )
 from payload.run_record.checkpoint_manifest_hashes import note_hash
 from payload.run_record.metrics_log import read_val_losses
@@ -272,8 +273,8 @@ class Uploader:
     def _best(self, names: list[str]) -> set[str]:
         """Return the checkpoint with the lowest validation loss, of those in the store."""
         losses = read_val_losses(self._paths.metrics)
-        rated = [name for name in names if _step(name) in losses]
-        best = {min(rated, key=lambda name: losses[_step(name)])} if rated else set()
+        lowest = best_step(map(_step, names), losses)
+        best = {name for name in names if _step(name) == lowest}
         return best | {each.name for each in best_checkpoints(self._paths.checkpoints, losses)}
 
     def _failed(self, problem: str) -> None:

@@ -172,6 +172,8 @@ class Attempt:
                 self._failure_deadline = now
         if self._failure_deadline is not None and now >= self._failure_deadline:
             self._end_after_failure(late_s=now - self._failure_deadline)
+        elif self._ended_by_us_s is not None:
+            self._end_now()  # what was begun while the others were killed
 
     def _end_after_failure(self, *, late_s: float) -> None:
         """End the ranks, but not while rank 0 writes a checkpoint: the launcher lets it live."""

@@ -24,6 +24,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
 _LOOK_S = 0.2
 _KILL_S = 10.0
+_EXEC_S = 1.0
+_MEMORY, _VARIABLES_END = 23 - 3, 51 - 3
+"""Places in `_fields`; kernel threads have no memory."""
 
 
 def adopt_orphans() -> None:
@@ -132,7 +135,7 @@ def _marked_in_proc(run_dir: Path) -> set[int]:
             continue
         try:
             state, parent = _state_and_parent(entry)
-            environment = (entry / "environ").read_bytes()
+            environment = _environment(entry)
         except (OSError, ValueError):
             continue
         if state == "Z":
@@ -145,9 +148,29 @@ def _marked_in_proc(run_dir: Path) -> set[int]:
 
 
 def _state_and_parent(entry: Path) -> tuple[str, int]:
-    # The second field is a name in parentheses that may hold spaces and parentheses itself.
-    state, parent = (entry / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[:2]
+    state, parent = _fields(entry)[:2]
     return state, int(parent)
+
+
+def _environment(entry: Path) -> bytes:
+    """Return a process's variables. In the middle of an exec it has none: wait for its end.
+
+    Popen returns before that end. A stop that came at this moment would find no launcher to kill.
+    """
+    ends = time.monotonic() + _EXEC_S
+    while not (found := (entry / "environ").read_bytes()):
+        fields = _fields(entry)
+        has_memory, has_variables = fields[_MEMORY] != "0", fields[_VARIABLES_END] != "0"
+        if has_variables or not has_memory or time.monotonic() > ends:
+            break
+        time.sleep(0.001)
+    return found
+
+
+def _fields(entry: Path) -> list[str]:
+    """Return the fields of proc_pid_stat(5) from the third on."""
+    # The second field is a name in parentheses that may hold spaces and parentheses itself.
+    return (entry / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
 
 
 def _descendants(roots: set[int], parents: dict[int, int]) -> set[int]:

@@ -20,7 +20,7 @@ from payload.core.printable_text import one_line
 from payload.core.python_processes import code_environment, module_words
 from payload.launch.plan import LaunchPlan
 from payload.run_record.run_files import RunPaths, RunState, last_record, write_json
-from payload.run_record.store_state import RESTORED, StoreState
+from payload.run_record.store_state import StoreState
 
 _DRAIN = "drain\n"
 _LOOK_S = 0.2
@@ -83,7 +83,7 @@ class Uploading:
             )
         if said:
             note(said)
-        return last_record(RunState, self._paths.root / RESTORED / self._paths.state.name)
+        return last_record(RunState, self._paths.restored.state)
 
     def begin(self) -> None:
         """Start the uploader, or start it again where it has ended."""

@@ -17,11 +17,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from benchmarks.llama_cpp import add_tokenizer
 from payload.config.training_sections import AdapterSection
 from payload.core.errors import CheckpointError, ExitCode
+from payload.core.file_hash import sha256_of
 from payload.evaluate.__main__ import main as evaluate
 from payload.export.__main__ import main
 from payload.export.merged import merged_weights
 from payload.formats import checkpoint_files
-from payload.formats.checkpoint_files import config_sha256, sha256_of, weights_sha256
+from payload.formats.checkpoint_files import config_sha256, weights_sha256
 from payload.generate.__main__ import main as generate
 from payload.train.models.base import CausalLM, trainable
 from payload.train.models.classifier import Classifier

@@ -24,7 +24,7 @@ from payload.data.__main__ import main as data
 from payload.finetune.__main__ import main
 from payload.orchestrate.__main__ import main as orchestrate
 from payload.run_record.run_files import RunPaths
-from payload.run_record.run_samples import SAMPLES_NAME, read_samples
+from payload.run_record.run_samples import read_samples
 from payload.run_record.write_report import add_samples
 from tests.support.chat_data import conversations, make_model, write_rows
 from tests.support.launching import DEADLINE_S, REPO, rank_env
@@ -164,7 +164,7 @@ def test_one_command_goes_from_conversations_to_a_checkpoint_and_keeps_an_edited
     assert isinstance(load_run_config(run.config).batch.micro_batch_size, int)
     newest = run.newest_checkpoint()
     assert newest is not None and (newest / "adapter_model.safetensors").exists()
-    assert len(read_samples(run.root / SAMPLES_NAME)) == 2
+    assert len(read_samples(run.samples)) == 2
     assert "no samples" not in finetuned.stderr
     written = out.read_text()
     out.write_text(written.replace("steps = 3", "steps = 2"))
@@ -201,7 +201,7 @@ def test_labelled_texts_and_plain_text_are_trained_on_as_well(
     assert done.returncode == 0, done.stderr
     assert f"task {task}, because " in done.stdout
     assert "status           finished" in done.stdout
-    assert not list(tmp_path.glob(f"runs/*/{SAMPLES_NAME}")) and "no samples" not in done.stderr
+    assert not list(tmp_path.glob("runs/*/samples.json")) and "no samples" not in done.stderr
 
 
 @pytest.mark.slow
@@ -213,20 +213,20 @@ def test_the_report_shows_what_the_model_wrote_before_and_after(
     done = finetune(place, *words, "--out", "out", cwd=tmp_path)
     assert done.returncode == 0 and "no samples" not in done.stderr, done.stderr
     run = RunPaths((tmp_path / "runs" / "latest").resolve())
-    samples = read_samples(run.root / SAMPLES_NAME)
+    samples = read_samples(run.samples)
     assert len(samples) == 2
     for each in samples:
         assert each.prompt.startswith("<|im_start|>user\n")
         assert each.prompt.endswith("<|im_start|>assistant\n")
         assert each.before and each.before != each.after
         assert html.escape(each.before.split()[0]) in run.report.read_text(encoding="utf-8")
-    (run.root / SAMPLES_NAME).unlink()
+    run.samples.unlink()
     (tmp_path / "out" / "data" / "val.bin").unlink()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         problem = add_samples(run)
     assert problem is not None and "val.bin" in problem
-    assert not (run.root / SAMPLES_NAME).exists()
+    assert not run.samples.exists()
 
 
 @pytest.mark.ranks

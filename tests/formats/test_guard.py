@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from payload.formats.checkpoint_files import sha256_of
+from payload.core.file_hash import sha256_of
 from payload.run_record.run_identity import RunIdentity
 from tests.formats.commands import Commands
 from tests.formats.filled import filled, filled_samples

@@ -12,9 +12,9 @@ import pytest
 
 from payload.config.run_config import RunConfig, load_run_config, parse_run_config
 from payload.core.errors import ConfigError, ExitCode, UsageError
+from payload.core.file_hash import sha256_of
 from payload.estimates import disk_room
 from payload.estimates.run_estimate import work_out
-from payload.formats.checkpoint_files import sha256_of
 from payload.models.gpt2.spec import Gpt2Spec
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.access.local import LocalAccess

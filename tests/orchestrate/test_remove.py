@@ -100,6 +100,27 @@ def test_a_run_that_another_one_starts_from_is_not_removed_meanwhile(runs: Path)
     assert remove(runs, "a") == 0
 
 
+def test_a_run_whose_weights_an_adapter_needs_is_removed_after_it_or_by_force(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train_adapter() -> None:
+        init = f"model.init={runs / 'a' / 'checkpoints' / 'step_00000005'}"
+        finished_run(runs / "lora", age_s=1, settings=(init, "adapter.kind=lora"))
+
+    train_adapter()
+    assert remove(runs, "--keep", "1") == 0
+    needed = "kept: run a: the adapter of run lora was trained on its weights"
+    assert needed in capsys.readouterr().err
+    assert names(runs) == ["lora", "a"]
+    assert remove(runs, "a") == ExitCode.USAGE
+    assert needed in capsys.readouterr().err
+    assert remove(runs, "a", "lora", "--dry-run") == 0
+    assert remove(runs, "a", "lora") == 0 and names(runs) == []
+    finished_run(runs / "a", age_s=9)
+    train_adapter()
+    assert remove(runs, "a", "--force") == 0 and names(runs) == ["lora"]
+
+
 def test_what_was_not_collected_is_removed_by_force_only(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -156,15 +156,44 @@ def test_a_killed_rank_is_named_and_the_last_checkpoint_is_offered(tmp_path: Pat
     assert not processes_of(paths.root)
 
 
+# Loaded by every process: rank 1 signals itself once, when the file is there and 12 steps are done.
+# A test that sent it might be late: the whole run takes seconds. Each step reads statm.
+_SIGNAL_ITSELF = """
+import os, sys
+
+def at_a_step(event, arguments, folder=os.path.dirname(__file__)):
+    if event != "open" or str(arguments[0]) != "/proc/self/statm" or os.environ["RANK"] != "1":
+        return
+    run = os.environ["TILEFORGE_RUN_DIR"]
+    if not os.path.exists(os.path.join(run, {file!r})):
+        return
+    with open(os.path.join(run, "metrics.jsonl"), "rb") as metrics:
+        steps = metrics.read().count(b"\\n")
+    if steps >= 12 and not os.path.exists(os.path.join(folder, "sent")):
+        os.mkdir(os.path.join(folder, "sent"))
+        os.kill(os.getpid(), {number})
+
+if "RANK" in os.environ:
+    sys.addaudithook(at_a_step)
+"""
+
+
+def signalling_itself(folder: Path, number: signal.Signals, *, after: str) -> Mapping[str, str]:
+    """Return variables by which rank 1 gets a signal in the middle of a run that has the file."""
+    folder.mkdir()
+    text = _SIGNAL_ITSELF.format(file=after, number=int(number))
+    (folder / "sitecustomize.py").write_text(text, encoding="utf-8")
+    return {"PYTHONPATH": str(folder)}
+
+
 @pytest.mark.slow
 def test_a_rank_that_is_sent_sigterm_is_lost_and_the_run_goes_on_from_what_it_saved(
     tmp_path: Path,
 ) -> None:
     settings = ("train.steps=150", "train.checkpoint_every=0", "limits.max_restarts=1")
-    process = start(tmp_path, *settings)
+    env = signalling_itself(tmp_path / "hook", signal.SIGTERM, after="metrics.jsonl")
+    process = start(tmp_path, *settings, env=env)
     paths = RunPaths(tmp_path / "runs" / "one")
-    pids = wait_for_steps(paths, step=12, timeout_s=TIMEOUT_S)
-    os.kill(pids[1], signal.SIGTERM)
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err
     assert "was sent SIGTERM, and not by this run's supervisor" in err
@@ -206,10 +235,10 @@ def test_a_resume_on_a_full_disk_is_refused_in_one_line(
 @pytest.mark.slow
 def test_a_stopped_rank_is_a_hang_and_the_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     settings = ("train.steps=150", "train.checkpoint_every=10", "limits.hang_timeout_s=3")
-    process = start(tmp_path, *settings)
+    first = "checkpoints/step_00000010/manifest.json"
+    env = signalling_itself(tmp_path / "hook", signal.SIGSTOP, after=first)
+    process = start(tmp_path, *settings, env=env)
     paths = RunPaths(tmp_path / "runs" / "one")
-    pids = wait_for_steps(paths, step=12, timeout_s=TIMEOUT_S)
-    os.kill(pids[1], signal.SIGSTOP)
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err
     assert f"checkpoint       {paths.checkpoint(150)}" in out

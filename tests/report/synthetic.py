@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from payload.run_record.run_files import RunPaths
-from payload.run_record.run_samples import SAMPLES_NAME, Sample, write_samples
+from payload.run_record.run_samples import Sample, write_samples
 
 HOSTILE = (
     '"><script>window.hacked = 1</script>',
@@ -25,7 +25,7 @@ def make_hostile(source: Path, target: Path) -> None:
     paths = RunPaths(target)
     text = " ".join(HOSTILE)
     samples = [Sample(prompt=each, before=each, after=text) for each in HOSTILE]
-    write_samples(target / SAMPLES_NAME, samples)
+    write_samples(paths.samples, samples)
     state = json.loads(paths.state.read_text(encoding="utf-8"))
     for event in state["events"]:
         event["text"] = text

@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from payload.machines.rank_variables import RUN_DIR
+from payload.supervise import processes
 from payload.supervise.processes import (
     kill_until_none,
     parse_ps,
@@ -40,6 +43,32 @@ def test_children_without_the_mark_belong_to_the_run_too(tmp_path: Path) -> None
     assert kill_until_none(tmp_path, timeout_s=30.0) == set()
     assert parent.wait() == -signal.SIGKILL
     assert wait_until_none(tmp_path, timeout_s=0.0) == set()
+
+
+def test_a_process_in_the_middle_of_an_exec_belongs_to_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Popen returns before the new program's variables are there, for long on a busy machine."""
+    entry = tmp_path / "proc" / "77"
+    entry.mkdir(parents=True)
+    fields = ["S", "1", *["7"] * 50]
+    fields[51 - 3] = "0"  # env_end of proc_pid_stat(5)
+    (entry / "stat").write_text(f"77 (mpirun) {' '.join(fields)}")
+    (entry / "environ").touch()
+
+    def end_exec(_seconds: float) -> None:
+        (entry / "environ").write_bytes(f"{RUN_DIR}={tmp_path}\0".encode())
+
+    monkeypatch.setattr(processes, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(
+        processes, "time", SimpleNamespace(monotonic=time.monotonic, sleep=end_exec)
+    )
+    assert processes_of(tmp_path) == {77}
+    # A kernel thread never has any, and no memory either.
+    fields[23 - 3] = "0"
+    (entry / "stat").write_text(f"77 (kworker) {' '.join(fields)}")
+    (entry / "environ").write_bytes(b"")
+    assert processes_of(tmp_path) == set()
 
 
 def test_a_process_that_is_not_the_runs_is_never_signalled(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from payload.core.errors import CheckpointError
-from payload.formats.checkpoint_files import sha256_of
+from payload.core.file_hash import sha256_of
 from payload.run_record.run_files import RunPaths
 from payload.run_record.run_identity import checkpoint_identity, known_identity
 from tests.train.alone import train_alone

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from payload.core.errors import DataError
+from payload.core.file_hash import sha256_of
 from payload.formats.data_folder import HASH_DIGITS, RANGE_BYTES, DataFile
 from payload.formats.prepare_hints import how_to_make_again
 
@@ -119,8 +120,7 @@ def open_check(path: Path, file: DataFile, *, source: str) -> RangeCheck | None:
 def require_content(path: Path, file: DataFile, *, source: str) -> None:
     """Raise DataError when the whole file is not the one that meta.json has the hash of."""
     try:
-        with path.open("rb") as opened:
-            found = hashlib.file_digest(opened, "sha256").hexdigest()
+        found = sha256_of(path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}.") from None
     if found != file.sha256:

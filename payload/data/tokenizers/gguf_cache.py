@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from payload.core.errors import CheckpointError
-from payload.formats.checkpoint_files import sha256_of
+from payload.core.file_hash import sha256_of
 
 _RECIPE = "2"
 """Part of a folder's name; raise it when a conversion changes."""

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from payload.config.store_address import StoreAddress
 from payload.core.errors import ConfigError, PreflightError
+from payload.core.file_hash import sha256_of
 from payload.core.printable_text import shown
-from payload.core.regular_files import open_regular
 from payload.formats.checkpoint_files import MANIFEST_FILE, load_manifest
 from payload.formats.data_folder import META_NAME, load_meta
 from payload.formats.hf_folder import (
@@ -95,8 +95,7 @@ def _promised(folder: Path) -> dict[str, str] | None:
 
 def _sha256(path: Path, *, init: str) -> str:
     try:
-        with open_regular(path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of(path)
     except OSError as error:
         raise ConfigError(
             f"model.init = {init!r}: {path}: {error.strerror}. Name a folder in the Hugging Face "

@@ -13,6 +13,7 @@ from payload.orchestrate.runs.mirror import Mirrored, mirror_file
 from payload.orchestrate.runs.removal import (
     finish_removals,
     is_own_run,
+    needs,
     refuse_to_remove,
     remove_run,
 )
@@ -30,7 +31,7 @@ class RemoveOptions:
     """Remove all but so many of the newest, in place of `runs`."""
     dry_run: bool
     force: bool
-    """Also runs that were not collected."""
+    """Also runs that were not collected, and those with weights that another's adapter needs."""
     runs_dir: Path
 
 
@@ -43,6 +44,7 @@ def remove(options: RemoveOptions, access: LocalAccess) -> int:
     if options.keep is not None and options.keep < 0:
         raise UsageError(f"--keep {options.keep}: must be 0 or more.")
     refused: TileforgeError | None = None
+    gone: set[Path] = set()
     for paths in _chosen(runs_dir, options.runs, keep=options.keep):
         size = _size_bytes(paths.root) / 1e9
         try:
@@ -51,9 +53,10 @@ def remove(options: RemoveOptions, access: LocalAccess) -> int:
             mirrored = mirrored_if_readable(paths)
             refuse_to_remove(
                 paths,
-                all_runs(runs_dir),
+                [each for each in all_runs(runs_dir) if each.root not in gone],
                 is_alive=mirrored is not None and mirrored.alive,
-                may_lose=not options.force and _may_lose(paths, mirrored),
+                may_lose=_may_lose(paths, mirrored),
+                is_forced=options.force,
             )
             if not options.dry_run:
                 remove_run(paths)
@@ -61,6 +64,7 @@ def remove(options: RemoveOptions, access: LocalAccess) -> int:
             refused = error
             talk.print(f"kept: {error}")
             continue
+        gone.add(paths.root)
         verb = "would remove" if options.dry_run else "removed"
         out.print(f"{verb} {paths.run_id} ({size:,.2f} GB)")
     if not options.dry_run:
@@ -73,12 +77,15 @@ def remove(options: RemoveOptions, access: LocalAccess) -> int:
 def _chosen(runs_dir: Path, names: Sequence[str], *, keep: int | None) -> list[RunPaths]:
     """Return the runs that the command line means, each once. Raises UsageError.
 
-    What only looks like a run does not count among those that are kept.
+    What only looks like a run does not count among those that are kept. A run comes after the
+    adapters on its weights, as it can be removed only then.
     """
     if keep is not None:
-        return [paths for paths in all_runs(runs_dir) if is_own_run(paths)][keep:]
-    found = {paths.root: paths for paths in (find_run(runs_dir, name) for name in names)}
-    return list(found.values())
+        found = [paths for paths in all_runs(runs_dir) if is_own_run(paths)][keep:]
+    else:
+        named = {paths.root: paths for paths in (find_run(runs_dir, name) for name in names)}
+        found = list(named.values())
+    return sorted(found, key=lambda paths: any(needs(other, paths) for other in found))
 
 
 def _may_lose(paths: RunPaths, mirrored: Mirrored | None) -> bool:

@@ -15,7 +15,7 @@ from payload.core.errors import ConfigError, TileforgeError
 from payload.core.files import write_whole
 from payload.core.regular_files import read_bytes
 from payload.core.suggested_commands import command
-from payload.formats.checkpoint_files import checkpoint_step
+from payload.formats.checkpoint_files import MANIFEST_FILE, checkpoint_step
 from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.access.local import LocalAccess
 from payload.orchestrate.clouds.pulumi.stack_outputs import StackOutputs
@@ -176,7 +176,7 @@ def _is_whole(paths: RunPaths, mirrored: Mirrored, there: RunThere | None) -> bo
     if mirrored.alive:
         return False
     if there is not None:
-        newest = paths.checkpoints / there.checkpoint / "manifest.json"
+        newest = paths.checkpoints / there.checkpoint / MANIFEST_FILE
         has_newest = not there.checkpoint or newest.is_file()
         if not has_newest or _sha256(paths.state) != there.state:
             return False

@@ -30,6 +30,7 @@ from payload.run_record.metrics_log import StepMetrics
 from payload.run_record.named_settings import bounded_wait_s
 from payload.run_record.run_files import (
     DEFAULT_GRACE_S,
+    NAMES,
     RankProgress,
     RunJob,
     RunPaths,
@@ -386,8 +387,8 @@ def show_steps(tail: Tail, live: LiveLine) -> list[Mapping[str, Any]]:
     rows: list[Mapping[str, Any]] = []
     for line in tail.lines()[-_SHOWN_STEPS:]:
         with suppress(ConfigError):
-            raw = parse_json(line, where="metrics.jsonl")
-            rows.append(asdict(build(StepMetrics, raw, where="metrics.jsonl")))
+            raw = parse_json(line, where=NAMES.metrics.name)
+            rows.append(asdict(build(StepMetrics, raw, where=NAMES.metrics.name)))
             live.step(rows[-1])
     return rows
 

@@ -34,10 +34,10 @@ from payload.run_record.checkpoint_manifest_hashes import (
     parse_hashes,
 )
 from payload.run_record.copy_paths import inside, unwritable
+from payload.run_record.run_files import NAMES, RankExit, RankProgress, RunPaths, RunState, Summary
 from payload.run_record.run_files import (
     SCHEMA_VERSION as RESULTS_VERSION,
 )
-from payload.run_record.run_files import RankExit, RankProgress, RunPaths, RunState, Summary
 from payload.run_record.run_identity import (
     IDENTITY_FILE,
     RunIdentity,
@@ -57,10 +57,10 @@ _Record: TypeAlias = RunState | Summary | RankProgress | RankExit | RunIdentity 
 _RECORDS: Mapping[str, type[_Record]] = {
     IDENTITY_FILE: RunIdentity,
     HASHES_FILE: ManifestHashes,
-    "state.json": RunState,
-    "summary.json": Summary,
-    "progress": RankProgress,
-    "exits": RankExit,
+    NAMES.state.name: RunState,
+    NAMES.summary.name: Summary,
+    NAMES.rank_progress(0).parent.name: RankProgress,
+    NAMES.rank_exit(0).parent.name: RankExit,
 }
 """Type of a small file, by its folder or its name."""
 

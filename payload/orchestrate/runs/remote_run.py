@@ -25,7 +25,12 @@ from payload.core.errors import (
 from payload.core.files import write_whole
 from payload.core.printable_text import shown
 from payload.core.python_processes import module_words
-from payload.formats.checkpoint_files import FOLDER_NAME, MANIFEST_FILE, checkpoint_step
+from payload.formats.checkpoint_files import (
+    CHECKPOINTS_NAME,
+    FOLDER_NAME,
+    MANIFEST_FILE,
+    checkpoint_step,
+)
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import load_ranks
 from payload.machines.inventory import ClusterInventory, Node
@@ -53,7 +58,7 @@ from payload.orchestrate.ssh.run_keys import remove_dead_keys
 from payload.run_record.checkpoint_grace import GracePeriod
 from payload.run_record.checkpoint_manifest_hashes import HASHES_FILE, ManifestHashes, parse_hashes
 from payload.run_record.named_settings import bounded_wait_s, note_named
-from payload.run_record.run_files import RunPaths, RunState, StopRequest, read_json
+from payload.run_record.run_files import NAMES, RunPaths, RunState, StopRequest, read_json
 from payload.run_record.run_identity import (
     IDENTITY_FILE,
     RunIdentity,
@@ -273,7 +278,7 @@ class RemoteRun:
     def _checkpoints_there(self) -> list[PurePosixPath]:
         """List the head's checkpoints that have a manifest, oldest first."""
         head = self.cluster.connect(self.inventory.head)
-        folder = self.run_dir / "checkpoints"
+        folder = self.run_dir / CHECKPOINTS_NAME
         pattern = f"*/{MANIFEST_FILE}"
         argv = ["find", str(folder), "-maxdepth", "2", "-path", pattern, "-printf", "%h\n"]
         lines = head.run(argv, timeout_s=_ACTION_S).stdout.decode(errors="replace").splitlines()
@@ -418,7 +423,7 @@ def require_own_there(head: Connection, run_dir: PurePosixPath, run: RunIdentity
 
 def _has_begun(head: Connection, run_dir: PurePosixPath) -> bool:
     """Say whether a run's folder there is more than a start that was given up."""
-    signs = ("state.json", "checkpoints", "metrics.jsonl")
+    signs = (NAMES.state, NAMES.checkpoints, NAMES.metrics)
     words = [word for sign in signs for word in ("-o", "-e", str(run_dir / sign))]
     return head.run(["test", *words[1:]], timeout_s=_ACTION_S).status == 0
 

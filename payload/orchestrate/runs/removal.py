@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from payload.config.run_config import load_run_config
 from payload.core.errors import ConfigError, UsageError
 from payload.core.regular_files import home_path, read_bytes
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.names import RUN_ID
 from payload.formats.checkpoint_files import newest_sound
+from payload.orchestrate.runs.mirror import mirror_file
 from payload.run_record.run_files import RankProgress, RunPaths, RunState, read_json
 from payload.run_record.run_lock import RunLock, is_supervised, starting
-from payload.run_record.run_repair import has_own_record
+from payload.run_record.run_repair import has_own_record, known_config
 
 _HOLDER_PREFIX = ".removing-"
 _HOLDER_RECORD = "removal.json"
@@ -36,17 +36,23 @@ def is_own_run(paths: RunPaths) -> bool:
     `hosts`, `inventory.json` or `state.json` may be another program's, and then so is all the rest.
     """
     has_config = paths.config.is_file()
-    marks = (paths.lock, paths.root / "mirror.json")
+    marks = (paths.lock, mirror_file(paths))
     return has_own_record(paths) or (has_config and any(mark.is_file() for mark in marks))
 
 
 def refuse_to_remove(
-    paths: RunPaths, all_of_them: Sequence[RunPaths], *, is_alive: bool, may_lose: bool
+    paths: RunPaths,
+    all_of_them: Sequence[RunPaths],
+    *,
+    is_alive: bool,
+    may_lose: bool,
+    is_forced: bool,
 ) -> None:
     """Raise UsageError for a run that is going on, is needed by another, or may be lost with it.
 
     So too for a folder that is no run. `is_alive`: it was when its cluster was last asked.
-    `may_lose`: what the cluster has of it was not all collected.
+    `may_lose`: what the cluster has of it was not all collected. If `is_forced`, neither that nor
+    another run's adapter keeps it.
     """
     if paths.root.is_symlink():
         raise UsageError(f"run {paths.run_id} is a link. Remove the link itself: rm {paths.root}")
@@ -62,7 +68,12 @@ def refuse_to_remove(
     for other in all_of_them:
         if is_supervised(other) and _starts_from(other, paths):
             raise UsageError(f"run {paths.run_id}: run {other.run_id} starts from it and goes on.")
-    if may_lose:
+        if other != paths and not is_forced and needs(other, paths):
+            raise UsageError(
+                f"run {paths.run_id}: the adapter of run {other.run_id} was trained on its weights "
+                f"and has no copy of them. Remove {other.run_id} first, or use --force."
+            )
+    if may_lose and not is_forced:
         raise UsageError(
             f"run {paths.run_id} was not collected: its newest checkpoint may be on the cluster "
             "only. Collect it, or remove the copy with --force."
@@ -81,11 +92,13 @@ def _may_be_saving(paths: RunPaths) -> bool:
     return not ended and beat is not None and time.time() - beat.time_unix < _ALIVE_S
 
 
+def needs(other: RunPaths, paths: RunPaths) -> bool:
+    """Tell whether a run is an adapter on weights that are in the folder of another one."""
+    return known_config(other).adapter.is_on() and _starts_from(other, paths)
+
+
 def _starts_from(other: RunPaths, paths: RunPaths) -> bool:
-    try:
-        init = load_run_config(other.config).model.init
-    except ConfigError:
-        return False
+    init = known_config(other).model.init
     return home_path(init).resolve().is_relative_to(paths.root.resolve())
 
 

@@ -13,10 +13,11 @@ from typing import Any
 
 from payload.config.run_config import RunConfig, load_run_config
 from payload.core.errors import ConfigError, ExitCode, PreflightError, UsageError
+from payload.core.file_hash import sha256_of
 from payload.core.regular_files import can_see
 from payload.core.suggested_commands import command
 from payload.core.validation.names import RUN_ID
-from payload.formats.checkpoint_files import MANIFEST_FILE, checkpoint_step, newest_sound, sha256_of
+from payload.formats.checkpoint_files import MANIFEST_FILE, checkpoint_step, newest_sound
 from payload.launch.plan import LaunchPlan, operators_data
 from payload.launch.ranks import Rank, load_ranks
 from payload.machines.inventory import ClusterInventory
@@ -27,6 +28,7 @@ from payload.run_record.metrics_log import read_metrics
 from payload.run_record.named_settings import note_named
 from payload.run_record.run_files import (
     LATEST,
+    NAMES,
     RankExit,
     RankProgress,
     RunPaths,
@@ -40,7 +42,7 @@ from payload.run_record.run_identity import known_identity
 from payload.run_record.run_lock import is_supervised
 from payload.run_record.run_repair import known_config, known_state
 from payload.run_record.store_state import StoreState
-from payload.storage.checkpoints import fetch_newest, whole_checkpoints
+from payload.storage.checkpoints import fetch_newest
 from payload.storage.here import fetch_whole, is_address, run_address
 from payload.storage.isolated_reader import watched_store
 from payload.storage.objects import StoreError, StoreReader, StoreRefusedError
@@ -405,7 +407,7 @@ def _require_copy(store: StoreReader, paths: RunPaths) -> None:
 
 def _take_records(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) -> None:
     """Bring the records that are not here; all of them where the store's run is further."""
-    gone = ("identity.json", "inventory.json", "hosts", "ranks.json")
+    gone = {path.name for path in (NAMES.identity, NAMES.inventory, NAMES.hosts, NAMES.ranks)}
     names = [each.name for each in store.entries() if each.name not in gone]
     note_named(paths, {"storage.results": str(store.address.parent())})
     with TemporaryDirectory(prefix=".stored.", dir=paths.root) as folder:
@@ -430,7 +432,7 @@ def _take_checkpoint(
 ) -> Path | None:
     """Bring the newest checkpoint where it is newer; return the newest that is here then."""
     inside(paths, paths.checkpoints.name)
-    stored, known = whole_checkpoints(store), known_hashes(paths)
+    known = known_hashes(paths)
     here = newest_sound(paths.checkpoints)
     wrote = known.by_name().get(here.name) if here is not None else None
     if here is not None and wrote not in (None, sha256_of(here / MANIFEST_FILE)):
@@ -438,17 +440,14 @@ def _take_checkpoint(
             f"warning: {here} was here already, and its manifest is not the one that the head "
             f"wrote (sha256 {wrote}). Where it came from a store, move it away, and collect again"
         )
-    if here is not None and (
-        not stored or checkpoint_step(Path(stored[-1])) <= checkpoint_step(here)
-    ):
-        return here
     found = fetch_newest(
         store,
         paths.checkpoints,
         run=known_identity(paths),
         known=known,
         passed_over=lambda name, why: say(f"warning: {name} in the store is passed over: {why}"),
+        after_step=-1 if here is None else checkpoint_step(here),
     )
-    if found is not None and found != here:
+    if found is not None:
         say(f"{found.name} from {store.address}: {verdict(found.name, known)}")
-    return max(filter(None, (here, found)), key=checkpoint_step, default=None)
+    return found or here

@@ -16,17 +16,23 @@ from payload.core.errors import (
     PreflightError,
     TileforgeError,
 )
+from payload.core.file_hash import sha256_of
 from payload.core.files import is_odd_file
 from payload.core.links import no_follow
 from payload.core.printable_text import printable, shown
 from payload.core.regular_files import MAX_FILE_BYTES
 from payload.core.validation.names import SHA256
 from payload.formats.checkpoint_files import (
+    CHECKPOINTS_NAME,
     MANIFEST_FILE,
     ManifestEntry,
-    load_foreign_manifest,
     manifest_problems,
-    sha256_of,
+)
+from payload.formats.foreign_checkpoint import (
+    complete_copy,
+    discard_any,
+    is_plain,
+    load_foreign_manifest,
 )
 from payload.orchestrate.ssh.connection import Connection
 from payload.orchestrate.ssh.transport import SFTPClient
@@ -124,65 +130,50 @@ def fetch_checkpoint(connection: Connection, source: PurePosixPath, paths: RunPa
     What lies there already counts only if it is what the node's manifest says. Raises as `get`
     does, and CheckpointError for a manifest that is none.
     """
-    target = inside(paths, f"checkpoints/{source.name}")
-    staging = inside(paths, f"checkpoints/.{source.name}.collecting")
+    target = inside(paths, f"{CHECKPOINTS_NAME}/{source.name}")
+    staging = inside(paths, f"{CHECKPOINTS_NAME}/.{source.name}.collecting")
     set_aside_no_folder(target)
     make_folder(staging)
     for odd in filter(is_odd_file, list(staging.iterdir())):
-        _discard(odd)
+        discard_any(odd)
     whole = staging / MANIFEST_FILE
     get(connection, str(source / MANIFEST_FILE), whole, timeout_s=_SETTLE_S)
     node = connection.node.name
-    files = load_foreign_manifest(staging, where=f"{node}: {source / MANIFEST_FILE}").files
-    size, free = sum(entry.bytes for entry in files.values()), shutil.disk_usage(staging).free
+    manifest = load_foreign_manifest(staging, where=f"{node}: {source / MANIFEST_FILE}")
+    size = sum(entry.bytes for entry in manifest.files.values())
+    free = shutil.disk_usage(staging).free
     if size > free:
         raise PreflightError(
             f"{node}: a checkpoint of {size:,} bytes does not fit here: {staging} has {free:,} "
             "free."
         )
-    if _is_copy(target, whole, files):
+    if _is_copy(target, whole, manifest.files):
         shutil.rmtree(staging)
         return target
-    for name, entry in files.items():
-        here = staging / name
-        if not (_is_plain(here) and sha256_of(here) == entry.sha256):
-            get(
-                connection,
-                str(source / name),
-                here,
-                sha256=entry.sha256,
-                most_bytes=entry.bytes,
-                timeout_s=_COPY_S + entry.bytes / _SLOWEST_BYTES_PER_S,
-            )
-    for each in staging.iterdir():
-        if each.name not in {*files, MANIFEST_FILE}:
-            _discard(each)  # an earlier attempt's, of a checkpoint that was another one then
-    if target.exists():
-        shutil.rmtree(target)
-    staging.replace(target)
+
+    def bring(here: Path, entry: ManifestEntry) -> None:
+        get(
+            connection,
+            str(source / here.name),
+            here,
+            sha256=entry.sha256,
+            most_bytes=entry.bytes,
+            timeout_s=_COPY_S + entry.bytes / _SLOWEST_BYTES_PER_S,
+        )
+
+    complete_copy(staging, target, manifest, bring=bring)
     for stale in paths.checkpoints.glob(".step_*.collecting"):
-        _discard(stale)  # of a checkpoint that is not the newest any more
+        discard_any(stale)  # of a checkpoint that is not the newest any more
     return target
-
-
-def _discard(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
 
 
 def _is_copy(folder: Path, manifest: Path, files: Mapping[str, ManifestEntry]) -> bool:
     """Return whether `folder` has these files, as they should be."""
     return (
-        all(_is_plain(folder / name) for name in (*files, MANIFEST_FILE))
+        all(is_plain(folder / name) for name in (*files, MANIFEST_FILE))
         and (folder / MANIFEST_FILE).read_bytes() == manifest.read_bytes()
         and not manifest_problems(folder)
     )
-
-
-def _is_plain(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()
 
 
 def _equal_or_once_more(

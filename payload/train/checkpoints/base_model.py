@@ -8,9 +8,10 @@ from pathlib import Path
 
 from payload.config.training_sections import Quantize
 from payload.core.errors import CheckpointError
+from payload.core.file_hash import sha256_of
 from payload.core.regular_files import read_bytes
 from payload.core.validation.json_text import parse_json
-from payload.formats.checkpoint_files import config_sha256, sha256_of, weights_sha256
+from payload.formats.checkpoint_files import config_sha256, weights_sha256
 from payload.formats.hf_folder import own_file
 from payload.formats.hub_names import hub_name
 from payload.train.checkpoints.checkpoint import BaseModel

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from payload.config.training_sections import Quantize
 from payload.core.errors import CheckpointError, TrainingError
+from payload.core.file_hash import sha256_of
 from payload.core.regular_files import read_bytes
 from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
@@ -28,7 +29,6 @@ from payload.formats.checkpoint_files import (
     checkpoint_folders,
     newest_sound,
     partial_checkpoints,
-    sha256_of,
 )
 from payload.formats.hf_folder import WEIGHTS_FILE
 from payload.run_record.run_identity import PATTERN, WANTED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -54,10 +55,27 @@ class Trained:
         """A file of the run as the head has it."""
         return self.operator.nodes.home_of(0) / "tileforge" / "runs" / "far" / name
 
+    def forget_others(self) -> None:
+        """Remove, here and on the head, all other runs and the weights that they were given."""
+        for far in (self.operator.paths("far").root, self.on_head("").parent / "far"):
+            for other in far.parent.glob("[!.]*"):
+                if other.is_symlink():  # `latest`
+                    other.unlink()
+                    other.symlink_to(far.name)
+                elif other != far:
+                    shutil.rmtree(other)
+        shutil.rmtree(self.on_head("../../weights").resolve(), ignore_errors=True)
+
+
+@pytest.fixture
+def trained(trained_once: Trained) -> Iterator[Trained]:
+    """For tests that look at what a run leaves, here and there: each finds it alone."""
+    yield trained_once
+    trained_once.forget_others()
+
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
-    """For tests that look at what a run leaves, here and there."""
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     folder = tmp_path_factory.mktemp("trained")
     with SeparateNodes(folder, num_nodes=2) as nodes:
         operator = Operator(folder, nodes)

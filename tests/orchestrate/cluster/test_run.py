@@ -29,7 +29,7 @@ from payload.orchestrate.clouds.gcp.endpoints import VARIABLE
 from payload.orchestrate.runs.mirror import read_mirrored
 from payload.orchestrate.sites import ssh as ssh_site
 from payload.orchestrate.sites import ssh_start
-from payload.orchestrate.ssh import node_code, start_claim
+from payload.orchestrate.ssh import files, node_code, start_claim
 from payload.orchestrate.ssh.connection import Connection
 from payload.run_record.checkpoint_manifest_hashes import known_hashes, note_hash
 from payload.run_record.run_files import RunPaths
@@ -89,12 +89,9 @@ def operator(tmp_path: Path) -> Iterator[Operator]:
 
 
 @pytest.fixture
-def another(trained: Trained, tmp_path: Path) -> Iterator[Operator]:
+def another(trained: Trained, tmp_path: Path) -> Operator:
     """Who comes to nodes that have the payload, from a machine that knows of no run."""
-    yield Operator(tmp_path, trained.operator.nodes)
-    # The trained operator's cluster has one run.
-    for folder in trained.on_head("").parent.glob("[!f.]*"):
-        shutil.rmtree(folder)
+    return Operator(tmp_path, trained.operator.nodes)
 
 
 @contextmanager
