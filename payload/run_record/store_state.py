@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from payload.core.validation.fields import MAX_SECONDS, checked
 from payload.formats.checkpoint_files import FOLDER_NAME
 
-RESTORED = "restored"
-"""Folder in the run's, with the records that came from the store."""
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from infra import cloud_init
 from payload.orchestrate.node.look import act, running
 from payload.orchestrate.ssh.node_code import archive, this_code
 from payload.orchestrate.ssh.remote_calls import NODE_FOLDER
 from payload.stack.node_paths import VENV
+from tests.test_architecture import ROOT
 
 
 def sha256(text: str) -> str:
@@ -77,4 +77,5 @@ def test_the_head_names_the_run_that_holds_its_lock(tmp_path: Path) -> None:
 
 
 def test_the_nodes_environment_is_where_their_bootstrap_makes_it() -> None:
-    assert str(VENV) == cloud_init.VENV
+    user_data = (ROOT / "tests/golden/cloud-init.yaml").read_text(encoding="utf-8")
+    assert f"{VENV}/" in user_data
