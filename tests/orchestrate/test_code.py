@@ -78,4 +78,4 @@ def test_the_head_names_the_run_that_holds_its_lock(tmp_path: Path) -> None:
 
 def test_the_nodes_environment_is_where_their_bootstrap_makes_it() -> None:
     user_data = (ROOT / "tests/golden/cloud-init.yaml").read_text(encoding="utf-8")
-    assert f"{VENV}/" in user_data
+    assert f"VENV={VENV}\n" in user_data

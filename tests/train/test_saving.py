@@ -174,7 +174,7 @@ def test_the_best_checkpoint_is_kept_linked_and_named_and_a_resume_starts_from_t
     monkeypatch.setattr(
         text,
         "evaluate",
-        lambda _model, _blocks, how: EvalMetrics(
+        lambda _model, _blocks, how, _loss: EvalMetrics(
             step=how.step, val_loss=losses.get(how.step, 9.0), val_tokens=1
         ),
     )
@@ -201,7 +201,7 @@ def test_a_validation_loss_that_is_no_number_ends_the_run_and_costs_no_checkpoin
     monkeypatch.setattr(
         text,
         "evaluate",
-        lambda _model, _blocks, how: EvalMetrics(
+        lambda _model, _blocks, how, _loss: EvalMetrics(
             step=how.step, val_loss=losses.get(how.step, 9.0), val_tokens=1
         ),
     )
@@ -222,7 +222,7 @@ def test_the_best_checkpoint_stays_when_the_metrics_are_lost_or_moved(
     monkeypatch.setattr(
         text,
         "evaluate",
-        lambda _model, _blocks, how: EvalMetrics(
+        lambda _model, _blocks, how, _loss: EvalMetrics(
             step=how.step, val_loss=losses.get(how.step, 9.0), val_tokens=1
         ),
     )

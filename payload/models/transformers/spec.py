@@ -204,15 +204,18 @@ class OtherSpec(ModelSpec):
 
 
 def has_known_sizes(raw: Mapping[str, Any]) -> bool:
-    """Say whether a config.json is of a type that transformers has, or names a size as it does.
+    """Say whether a config.json is of a type that transformers has, or names sizes as it does.
 
-    One without a name is refused by `read`, and so is one with parts for more than text.
+    False for an unknown type whose sizes all have other names. `read` refuses one without a name,
+    without sizes, or with parts for more than text.
     """
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind in CAUSAL_TYPES:
         return True
     names = {name for names in _NAMES.values() for name in names}
-    return any(key in names or key.endswith("_config") for key in raw)
+    if any(key in names or key.endswith("_config") for key in raw):
+        return True
+    return not any(type(raw[key]) is int for key in raw.keys() - {"vocab_size"})
 
 
 def read(raw: Mapping[str, Any], *, where: str) -> OtherSpec:
