@@ -17,9 +17,9 @@ from infra.cloud_init import BootstrapFiles
 from infra.config_reading import load_config
 from infra.cost import describe, price_of_cluster
 from infra.error_display import shown_plainly
-from infra.gcp.encryption import KeyAccess, KeyAccessArgs
 from infra.gcp.identity import ClusterIdentity, IdentityArgs
 from infra.gcp.inventory_output import inventory_output
+from infra.gcp.kms_key_access import KeyAccess, KeyAccessArgs
 from infra.gcp.labels import cluster_labels, last_expiry, program_identity
 from infra.gcp.network import ClusterNetwork, NetworkArgs
 from infra.gcp.nodes import ClusterNodes, NodesArgs

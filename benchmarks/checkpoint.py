@@ -33,11 +33,11 @@ from payload.models.gpt2.spec import PRESETS
 from payload.train.checkpoints.checkpoint import TrainerState
 from payload.train.checkpoints.saving import Saving
 from payload.train.checkpoints.snapshot import Snapshot
-from payload.train.engine import engage
 from payload.train.families.gpt2.model import GPT
 from payload.train.optimizers.optimizer import build_optimizers
 from payload.train.ranks.world import World
 from payload.train.strategies.sync_check import rank_state
+from payload.train.torch_engines import engage
 
 GOAL = 0.05
 """Time lost to a checkpoint, over the time of the steps between two of them."""

@@ -30,7 +30,7 @@ from payload.launch.ranks import place_ranks
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.endpoints import Endpoints
 from payload.orchestrate.clouds.gcp.removal import remove
-from payload.orchestrate.clouds.gcp.resources import Resource
+from payload.orchestrate.clouds.gcp.removal_order import Resource
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.stack_config import settings
 from payload.orchestrate.clouds.pulumi.stack_outputs import StackOutputs, read_outputs

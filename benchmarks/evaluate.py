@@ -33,12 +33,12 @@ from payload.config.training_sections import EngineSection, OptimizerSection
 from payload.data.reading.blocks import BlockOrder, TokenData
 from payload.launch.environment import malloc_environment
 from payload.models.gpt2.spec import PRESETS
-from payload.train.engine import engage
 from payload.train.families.gpt2.model import GPT
 from payload.train.losses.next_token import NextToken
 from payload.train.optimizers.optimizer import build_optimizers
 from payload.train.ranks.world import World
 from payload.train.tasks.evaluate import EvalPass, evaluate
+from payload.train.torch_engines import engage
 
 SPEED_BOUND = 2.5
 """Tokens a second of an evaluation, over those of training."""

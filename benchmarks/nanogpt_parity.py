@@ -31,7 +31,7 @@ from payload.models.gpt2.spec import PRESETS, Gpt2Spec
 from payload.run_record.metrics_log import read_metrics
 from payload.run_record.run_files import RunPaths
 from payload.train.families.gpt2.model import GPT
-from payload.train.models.weights import save_hf
+from payload.train.models.hf_weights import save_hf
 
 TOLERANCE = 1e-4
 STEPS = 20

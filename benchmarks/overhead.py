@@ -48,12 +48,12 @@ from payload.launch.environment import malloc_environment
 from payload.models.gpt2.spec import PRESETS
 from payload.run_record.metrics_log import StepMetrics
 from payload.run_record.run_files import RunPaths, RunState, write_json
-from payload.train.engine import engage
 from payload.train.families.gpt2.model import GPT
-from payload.train.metrics import Heartbeat, MetricsFile, rss_bytes
 from payload.train.optimizers.optimizer import build_optimizers
+from payload.train.rank_records import Heartbeat, MetricsFile, rss_bytes
 from payload.train.ranks.world import World
 from payload.train.step_clock import StepClock
+from payload.train.torch_engines import engage
 
 GOAL = 0.005
 """Share of the step's time."""

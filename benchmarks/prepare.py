@@ -36,8 +36,8 @@ import numpy.typing as npt
 
 from benchmarks.machine import describe_machine
 from benchmarks.tables import Table
-from payload.data.sources.files import STDLIB_VAL_FRACTION, stdlib_source
 from payload.data.sources.split import choose_split
+from payload.data.sources.text_files import STDLIB_VAL_FRACTION, stdlib_source
 from payload.data.tokenizers.gpt2 import END_OF_TEXT, VOCAB_SIZE, gpt2_encoding
 from payload.formats.data_folder import TRAIN_NAME, VAL_NAME, token_dtype
 

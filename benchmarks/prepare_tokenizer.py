@@ -27,8 +27,8 @@ import numpy as np
 
 from benchmarks.machine import describe_machine
 from benchmarks.prepare import SEED, stdlib_texts
-from payload.data.sources.files import STDLIB_VAL_FRACTION
 from payload.data.sources.split import choose_split
+from payload.data.sources.text_files import STDLIB_VAL_FRACTION
 from payload.formats.data_folder import TRAIN_NAME, VAL_NAME, load_meta
 
 RATIO_BOUND = 3

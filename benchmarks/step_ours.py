@@ -18,12 +18,12 @@ from benchmarks.step_model import has_weights, model_spec, trained_spec
 from payload.config.training_sections import AdapterSection, EngineSection, OptimizerSection
 from payload.models.spec import RankSetting
 from payload.train.calibration import TORCH_DTYPES, calibrate
-from payload.train.engine import engage
 from payload.train.models.base import CausalLM
 from payload.train.models.loading import build, load
 from payload.train.models.lora import add_adapter, shrink_base, widen_base
 from payload.train.optimizers.optimizer import build_optimizers
 from payload.train.ranks.world import World
+from payload.train.torch_engines import engage
 
 _PRODUCTS = 50
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.address_ranges import IAP_RANGE
+from infra.google_address_ranges import IAP_RANGE
 from infra.machines import MachineType, machine_type
 from payload.core.validation.readers import DeclaredField, fields_of
 from payload.stack.stack_settings import StackSettings

@@ -16,7 +16,7 @@ from payload.formats.hub_names import (
     pinned_name,
     require_one_meaning,
 )
-from payload.train.models.weights import checkpoint_folder
+from payload.train.models.hf_weights import checkpoint_folder
 from payload.weights.source import find_source
 from tests.storage.folders import write_checkpoint
 

@@ -17,14 +17,14 @@ from payload.launch.environment import Rendezvous, common_environment, launcher_
 from payload.launch.launcher import Job, Reach
 from payload.launch.launchers.registry import find
 from payload.launch.plan import rank_words
-from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.access.local_profile import LocalAccess
 from payload.storage.here import try_store_here
 from payload.storage.isolated_reader import watched_store
 from payload.supervise.shared_folders import _Look
 
 REPO = Path(__file__).resolve().parents[1]
 _BY_THE_LAUNCHER = {
-    "payload/launch/agents.py",
+    "payload/launch/agent_launcher.py",
     "payload/launch/launchers/torchrun.py",
     "payload/launch/plan.py",
     "payload/orchestrate/preflight/cluster_trial.py",

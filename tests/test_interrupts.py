@@ -11,7 +11,7 @@ import pytest
 from payload.core.interrupts import interrupt_once
 from payload.monitor.local import ended_by_sigterm
 from payload.orchestrate.follow.follow import Interrupts
-from payload.supervise.stopping import Wakeups
+from payload.supervise.stop_requests import Wakeups
 from payload.train.__main__ import StopSignal
 
 

@@ -18,8 +18,8 @@ from payload.models.registry import FAMILIES, read_spec, spec_of
 from payload.orchestrate.__main__ import main as orchestrate
 from payload.run_record.run_files import RunPaths
 from payload.train.models.base import CausalLM, trainable
+from payload.train.models.hf_weights import save_hf
 from payload.train.models.loading import build, load
-from payload.train.models.weights import save_hf
 from payload.train.optimizers.optimizer import build_optimizers
 from payload.train.strategies.buckets import make_buckets
 from tests.models import toy_family

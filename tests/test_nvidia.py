@@ -20,7 +20,7 @@ from payload.machines.gpu_catalog import NVIDIA_DRIVER_BRANCH, least_driver_bran
 from payload.machines.inventory import Node
 from payload.machines.machine import discover
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.hardware.nvidia import QUERY, Fault, GpuNeed, NvidiaFacts, gpu_faults
 from payload.orchestrate.inventories.chosen import ResolvedInventory, load_cluster
 from payload.orchestrate.node import look

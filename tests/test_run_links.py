@@ -20,7 +20,7 @@ from payload.orchestrate.runs.run_index import collect_from_store
 from payload.orchestrate.ssh.cluster import operator_key
 from payload.report.source import Run
 from payload.report.track import track
-from payload.run_record.named_settings import note_named
+from payload.run_record.approved_settings import note_named
 from payload.run_record.run_files import RunPaths, require_own_folders
 from payload.run_record.run_identity import known_identity
 from payload.run_record.run_lock import is_supervised

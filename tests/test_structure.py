@@ -436,7 +436,7 @@ def test_planning_alone_makes_a_launcher_s_job_and_decides_what_a_site_carries_o
         for path, call in calls_in(ROOT / "payload" / "orchestrate")
     }
     makers = {path for path, name in names if name == "common_environment"}
-    assert makers == {"payload/orchestrate/runs/launch_command.py"}
+    assert makers == {"payload/orchestrate/runs/launcher_command.py"}
     sites = {(path, name) for path, name in names if path.startswith("payload/orchestrate/sites/")}
     assert sites and not {each for each in sites if each[1] in _DECISIONS}
     rewritten = {

@@ -9,8 +9,8 @@ import pulumi
 from pulumi import ComponentResource, Input, ResourceOptions
 from pulumi_gcp import compute, dns
 
-from infra.address_ranges import RESTRICTED
 from infra.gcp.labels import IGNORED, mark
+from infra.google_address_ranges import RESTRICTED
 from infra.node_addresses import FILESTORE_RANGE, SUBNET
 from payload.machines.inventory import RANK_PORTS
 from payload.stack.resource_labels import EXPIRES_LABEL

@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from infra.address_ranges import IAP_RANGE, RESTRICTED
-from payload.stack.cloud_names import KMS_ROLE
+from infra.google_address_ranges import IAP_RANGE, RESTRICTED
+from payload.stack.google_name_patterns import KMS_ROLE
 from payload.stack.resource_labels import CLUSTER_LABEL, EXPIRES_LABEL
 
 Resource = Mapping[str, Any]

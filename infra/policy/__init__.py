@@ -1,1 +1,1 @@
-"""The policy pack: infra.gcp.security's rules, limits of size and price, for `pulumi preview`."""
+"""The policy pack for `pulumi preview`: infra.gcp.security_rules, and limits of size and price."""

@@ -1,4 +1,4 @@
-"""infra.gcp.security's rules as Pulumi's policies."""
+"""infra.gcp.security_rules's rules as Pulumi's policies."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from pulumi_policy import (
 )
 from pulumi_policy.proxy import UnknownValueError
 
-from infra.gcp.security import RULES, Rule, applies
+from infra.gcp.node_and_cost_limits import number_of_nodes, too_dear
 from infra.gcp.security_checks import NOT_KNOWN, Resource
-from infra.gcp.stack_limits import number_of_nodes, too_dear
+from infra.gcp.security_rules import RULES, Rule, applies
 
 _LEVELS = {"mandatory": EnforcementLevel.MANDATORY, "advisory": EnforcementLevel.ADVISORY}
 

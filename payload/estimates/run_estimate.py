@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from payload.config.model_fit import require_split
+from payload.config.model_checks import require_split
 from payload.config.run_config import RunConfig
 from payload.estimates.compute_time import step_flops
 from payload.estimates.gradient_buckets import gradient_bytes

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from payload.config.launch_sections import DistributedSection
-from payload.config.model_fit import require_split
+from payload.config.model_checks import require_split
 from payload.config.run_config import RunConfig
 from payload.core.errors import ConfigError
 from payload.estimates.run_estimate import work_out

@@ -95,8 +95,8 @@ def _evaluate(arguments: argparse.Namespace, world: World) -> None:
     from payload.data.tokenizer_match import require_same_tokens
     from payload.formats.data_folder import load_meta
     from payload.train.models.classifier import Classifier
+    from payload.train.models.hf_weights import checkpoint_folder, tokenizer_folder
     from payload.train.models.loading import load
-    from payload.train.models.weights import checkpoint_folder, tokenizer_folder
 
     folder = checkpoint_folder(arguments.checkpoint)
     require_same_tokens(

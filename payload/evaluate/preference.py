@@ -22,7 +22,7 @@ from payload.train.losses.preference import Dpo
 from payload.train.models.base import CausalLM
 from payload.train.ranks.world import World
 from payload.train.tasks.evaluate import EvalPass
-from payload.train.tasks.pair_log_probs import evaluate_pairs
+from payload.train.tasks.pair_evaluation import evaluate_pairs
 from payload.train.tasks.preference import stored_reference
 
 _BATCH_PAIRS = 8

@@ -22,7 +22,7 @@ from payload.formats.hf_folder import read_config
 from payload.formats.hub_names import local_name
 from payload.models.gguf import plan_gguf
 from payload.models.gguf_header import SUFFIX
-from payload.train.models.weights import (
+from payload.train.models.hf_weights import (
     base_folder,
     checkpoint_folder,
     config_folder,

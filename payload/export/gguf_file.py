@@ -16,7 +16,7 @@ from payload.core.printable_text import shown
 from payload.export.arguments import Dtype
 from payload.export.tensors import WeightFiles, rounded, whole_or_absent
 from payload.export.vocabulary import Vocabulary
-from payload.models.gguf_plan import GgufPlan
+from payload.models.gguf_export_plan import GgufPlan
 
 if TYPE_CHECKING:
     import gguf

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from payload.config.model_fit import require_fit
+from payload.config.model_checks import require_fit
 from payload.config.run_config import RunConfig, parse_run_config
 from payload.config.settings import parse_sections
 from payload.core.errors import ConfigError

@@ -29,8 +29,8 @@ from payload.generate.output import BETWEEN, InOrder, JsonOutput, Sample, TextOu
 from payload.generate.prompts import batches, encode, read_prompts
 from payload.generate.sampling import Sampler, SamplingOptions
 from payload.train.models.base import CausalLM
+from payload.train.models.hf_weights import checkpoint_folder, tokenizer_folder
 from payload.train.models.loading import load
-from payload.train.models.weights import checkpoint_folder, tokenizer_folder
 
 _DEFAULTS = SamplingOptions()
 _ANSWER_TOKENS = 1024

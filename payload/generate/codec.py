@@ -25,7 +25,7 @@ from payload.formats.tokenizer_identity import (
     vocabulary_file,
 )
 from payload.models.registry import named_family
-from payload.train.models.weights import config_folder, tokenizer_folder
+from payload.train.models.hf_weights import config_folder, tokenizer_folder
 
 _GENERATION_CONFIG = "generation_config.json"
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from payload.models.gguf_export_plan import GgufPlan
 from payload.models.gguf_header import GgufHeader
-from payload.models.gguf_plan import GgufPlan
 from payload.models.spec import ModelSpec
 
 

@@ -12,8 +12,8 @@ from payload.core.printable_text import shown
 from payload.formats.hf_folder import CONFIG_FILE, own_file
 from payload.models.family import Family
 from payload.models.gguf_errors import FIX, refuse_import
+from payload.models.gguf_export_plan import GgufPlan
 from payload.models.gguf_header import SUFFIX, GgufHeader, read_header
-from payload.models.gguf_plan import GgufPlan
 from payload.models.registry import families
 from payload.models.spec import ModelSpec
 

@@ -16,7 +16,7 @@ from payload.core.files import write_whole
 from payload.core.interrupts import interrupt_once
 from payload.core.suggested_commands import command, quoted
 from payload.launch.exports.registry import ENGINES
-from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.commands import run
 from payload.orchestrate.commands.attach import AttachOptions, attach
 from payload.orchestrate.commands.cloud_arguments import add_cloud_commands, add_runs_dir, typed

@@ -18,7 +18,7 @@ from payload.report.page import render
 from payload.report.source import Run, find_run
 from payload.report.table import comparison
 from payload.report.track import track
-from payload.run_record.named_settings import SENDING_TRACKERS
+from payload.run_record.approved_settings import SENDING_TRACKERS
 from payload.run_record.run_files import DEFAULT_RUNS_DIR, LATEST
 from payload.run_record.tracker_process import missing_notes
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from payload.core.durations import in_words
 from payload.formats.data_folder import DataMeta
-from payload.report import comparison_figures as rows
+from payload.report import compared_values as rows
 from payload.report.markup import (
     NOTHING,
     Html,

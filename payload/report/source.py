@@ -21,8 +21,8 @@ from payload.core.validation.names import RUN_ID
 from payload.core.validation.records import build
 from payload.formats.data_folder import META_NAME, DataMeta
 from payload.machines.inventory import ClusterInventory
+from payload.run_record.approved_settings import unnamed
 from payload.run_record.metrics_log import read_metrics
-from payload.run_record.named_settings import unnamed
 from payload.run_record.profile_table import PROFILE_TABLE, ProfileTable, read_table
 from payload.run_record.run_files import DEFAULT_RUNS_DIR, LATEST, RunPaths, default_runs_dir
 from payload.run_record.run_repair import known_config, known_state, known_summary

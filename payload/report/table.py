@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from payload.core.one_line import printable_line
-from payload.report import comparison_figures as rows
+from payload.report import compared_values as rows
 from payload.report.markup import plain
 from payload.report.source import Run
 

@@ -24,8 +24,8 @@ from payload.core.suggested_commands import command
 from payload.report.source import Run
 from payload.report.trackers.base import About, Row, Tracker
 from payload.report.trackers.registry import make_tracker
+from payload.run_record.approved_settings import SENDING_TRACKERS, reaching, unnamed
 from payload.run_record.metrics_log import parse_row
-from payload.run_record.named_settings import SENDING_TRACKERS, reaching, unnamed
 from payload.run_record.tracker_process import installed_trackers
 
 _EVERY_S = 5.0

@@ -14,7 +14,7 @@ from payload.core.validation.readers import fields_of
 from payload.core.validation.records import build
 from payload.machines.gpu_catalog import gpus_of
 from payload.pricing.cluster_cost import Billed
-from payload.stack.cloud_names import CLOUD_NAME, KMS_KEY, REGION
+from payload.stack.google_name_patterns import CLOUD_NAME, KMS_KEY, REGION
 from payload.stack.stack_settings import DEFAULTS
 
 Scope = Literal["region", "project"]

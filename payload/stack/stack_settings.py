@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from payload.core.validation.fields import checked
-from payload.stack.cloud_names import KMS_KEY, REGION
+from payload.stack.google_name_patterns import KMS_KEY, REGION
 
 MTU = 8896
 """The largest, and the default. The network of another one has that in its name."""

@@ -16,7 +16,7 @@ from payload.core.interrupts import interrupt_once
 from payload.core.printable_text import printable, shown_name
 from payload.core.suggested_commands import command
 from payload.formats.checkpoint_files import CHECKPOINTS_NAME
-from payload.run_record.named_settings import named_by, reaching, require_named
+from payload.run_record.approved_settings import named_by, reaching, require_named
 from payload.run_record.run_files import RunPaths, require_own_folders
 from payload.storage.checkpoints import whole_checkpoints
 from payload.storage.isolated_reader import serve, watched_store

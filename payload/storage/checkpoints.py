@@ -32,7 +32,7 @@ from payload.formats.checkpoint_files import (
     load_manifest,
     manifest_problems,
 )
-from payload.formats.foreign_checkpoint import complete_copy, load_foreign_manifest
+from payload.formats.remote_checkpoint import complete_copy, load_foreign_manifest
 from payload.run_record.checkpoint_manifest_hashes import ManifestHashes
 from payload.run_record.run_identity import RunIdentity, checkpoint_identity
 from payload.storage.objects import (

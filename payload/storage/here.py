@@ -25,7 +25,7 @@ from payload.core.printable_text import shown
 from payload.core.python_processes import code_environment, module_words
 from payload.core.suggested_commands import command
 from payload.core.validation.names import RUN_ID
-from payload.run_record.named_settings import note_named
+from payload.run_record.approved_settings import note_named
 from payload.run_record.run_files import RunPaths
 from payload.storage.data import fetch_data
 from payload.storage.isolated_reader import watched_store

@@ -19,7 +19,7 @@ from payload.run_record.run_repair import known_config, make_room
 from payload.run_record.tracker_process import hand_over
 from payload.run_record.write_report import write_report
 from payload.supervise.processes import adopt_orphans
-from payload.supervise.stopping import Wakeups
+from payload.supervise.stop_requests import Wakeups
 from payload.supervise.supervisor import Supervisor
 
 

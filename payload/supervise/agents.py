@@ -30,7 +30,7 @@ from payload.core.python_processes import code_environment, module_words
 from payload.core.suggested_commands import command
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build
-from payload.launch.agents import AgentJob, end_of_agent
+from payload.launch.agent_launcher import AgentJob, end_of_agent
 from payload.machines.rank_variables import NODE_RANK, RUN_DIR, SLURM_NODE
 from payload.run_record.run_files import RankProgress, RunPaths, last_record
 from payload.supervise.heartbeat_stream import remote_argv

@@ -39,7 +39,7 @@ from payload.supervise.processes import (
     wait_until_none,
 )
 from payload.supervise.rank_heartbeats import RankHeartbeats, StepTimes
-from payload.supervise.stopping import Stopping, Wakeups
+from payload.supervise.stop_requests import Stopping, Wakeups
 
 _TICK_S = 0.2
 # After one rank has failed, the others have this long to notice and to leave their own words.

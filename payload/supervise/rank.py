@@ -27,7 +27,7 @@ from payload.run_record.run_files import DEFAULT_GRACE_S, RankExit, RunPaths
 from payload.run_record.run_lock import is_supervised
 from payload.run_record.run_repair import known_config, known_state
 from payload.supervise.processes import die_with_parent
-from payload.supervise.stopping import Wakeups
+from payload.supervise.stop_requests import Wakeups
 
 _WATCH_EVERY_S = 1.0
 _FORWARDED = (signal.SIGTERM, signal.SIGINT)

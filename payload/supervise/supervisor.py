@@ -40,9 +40,9 @@ from payload.supervise.heartbeat_stream import NodeStream, close_all, wait_for_n
 from payload.supervise.processes import kill_until_none, processes_of, see_off
 from payload.supervise.rank_heartbeats import RankHeartbeats
 from payload.supervise.shared_folders import FolderWatch, describe, folders_of
-from payload.supervise.stopping import Stopping, Wakeups
+from payload.supervise.stop_requests import Stopping, Wakeups
+from payload.supervise.store_processes import Uploading
 from payload.supervise.summary import complete_summary
-from payload.supervise.uploading import Uploading
 
 _STATE_EVERY_S = 5.0
 _PAUSE_TICK_S = 0.5

@@ -25,7 +25,7 @@ from payload.core.suggested_commands import command
 from payload.core.validation.fields import checked
 from payload.core.validation.names import RUN_ID
 from payload.machines.rank_variables import RUN_DIR
-from payload.run_record.named_settings import named_by, reaching, require_named
+from payload.run_record.approved_settings import named_by, reaching, require_named
 from payload.run_record.run_files import DEFAULT_RUNS_DIR, RunPaths, default_runs_dir, new_run_id
 from payload.train.start_clock import StartClock
 
@@ -150,7 +150,7 @@ class LastWords:
         if self.paths is None or self.world is None or not self.paths.root.is_dir():
             return
         # Imported here for the errors before torch was; by now it has been.
-        from payload.train.metrics import write_rank_exit
+        from payload.train.rank_records import write_rank_exit
 
         with contextlib.suppress(OSError):
             write_rank_exit(self.paths, self.world, exit_code=exit_code, error=words)

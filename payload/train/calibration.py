@@ -18,7 +18,7 @@ from payload.core.dtype import BF16_MIN_GAIN, Dtype
 from payload.estimates.network import ShardTimes
 from payload.train.models.quantized import QuantizedLinear
 from payload.train.ranks.world import World
-from payload.train.strategies.shard_times import Sharded, measure_shards
+from payload.train.strategies.shard_calibration import Sharded, measure_shards
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -10,9 +10,9 @@ from typing import Literal
 
 from accelerate import Accelerator
 
-from payload.config.deepspeed_json import render_deepspeed
+from payload.config.deepspeed_settings import render_deepspeed
 from payload.config.engine_packages import require_fp8_package
-from payload.config.model_fit import require_split
+from payload.config.model_checks import require_split
 from payload.config.run_config import RunConfig
 from payload.config.settings import AUTO
 from payload.config.training_sections import DtypeChoice
@@ -23,19 +23,18 @@ from payload.estimates.batch_size import as_recorded, settle_batch, with_size
 from payload.formats.prepare_hints import no_range_hashes
 from payload.machines.core_speed import has_bf16
 from payload.machines.rank_mesh import require_tensor_ranks_on_a_node
+from payload.run_record.approved_settings import note_named
 from payload.run_record.metrics_log import stream_metrics
-from payload.run_record.named_settings import note_named
 from payload.run_record.run_files import RunPaths
 from payload.run_record.run_identity import settle_identity
 from payload.train.calibration import Calibration, calibrate
-from payload.train.engine import engage, require_engine, require_strategy
 from payload.train.estimate_text import describe
-from payload.train.metrics import Heartbeat, MetricsFile
 from payload.train.models.base import CausalLM
 from payload.train.models.float8 import convert_linears
 from payload.train.models.lora import shrink_base, widen_base
 from payload.train.optimizer_state import restore_optimizer
 from payload.train.parts import Observer, Parts
+from payload.train.rank_records import Heartbeat, MetricsFile
 from payload.train.ranks.world import World
 from payload.train.setup import (
     Start,
@@ -45,10 +44,11 @@ from payload.train.setup import (
 )
 from payload.train.start_clock import StartClock
 from payload.train.strategies.registry import choose_strategy
-from payload.train.strategies.shard_times import Sharded
+from payload.train.strategies.shard_calibration import Sharded
 from payload.train.summary import SummaryFile
 from payload.train.tasks.base import Task
 from payload.train.tasks.registry import open_task
+from payload.train.torch_engines import engage, require_engine, require_strategy
 from payload.train.trainer import Outcome, Trainer
 
 log = logging.getLogger(__name__)

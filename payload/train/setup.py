@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from payload.config.model_fit import require_fit, unused_settings
+from payload.config.model_checks import require_fit, unused_settings
 from payload.config.run_config import (
     RunConfig,
     fixed_differences,
@@ -33,7 +33,6 @@ from payload.models.registry import read_spec, spec_of
 from payload.models.spec import ModelSpec
 from payload.run_record.run_files import RunPaths, require_own_folders
 from payload.run_record.run_identity import checkpoint_identity, known_identity
-from payload.train.checkpoints.base_model import identify
 from payload.train.checkpoints.checkpoint import (
     BaseModel,
     TrainerState,
@@ -41,7 +40,9 @@ from payload.train.checkpoints.checkpoint import (
     newest_checkpoint,
     remove_partial_checkpoints,
 )
+from payload.train.checkpoints.initial_weights import identify
 from payload.train.models.base import CausalLM
+from payload.train.models.hf_weights import config_folder, model_folder
 from payload.train.models.loading import build, load, require_enough
 from payload.train.models.lora import (
     add_adapter,
@@ -49,7 +50,6 @@ from payload.train.models.lora import (
     quantize_base,
     read_adapter_tensors,
 )
-from payload.train.models.weights import config_folder, model_folder
 from payload.train.ranks.world import World
 from payload.train.tasks.base import Task
 from payload.train.tensors.lazy_tensors import LazyTensors, seen_by_all

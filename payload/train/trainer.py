@@ -19,11 +19,11 @@ from payload.formats.data_folder import TRAIN_NAME
 from payload.run_record.metrics_log import RankTimes, StepMetrics, read_val_losses
 from payload.train.checkpoints.checkpoint import TrainerState
 from payload.train.checkpoints.saving import Saving
-from payload.train.metrics import rss_bytes, versions
 from payload.train.models.stage import Stage
 from payload.train.optimizers.schedule import lr_at
 from payload.train.parts import Parts
 from payload.train.profile import profiled
+from payload.train.rank_records import rss_bytes, versions
 from payload.train.step_clock import StepClock
 from payload.train.strategies.pipeline import order, run_passes
 from payload.train.tasks.evaluate import EvalPass

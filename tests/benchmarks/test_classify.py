@@ -15,7 +15,7 @@ from benchmarks import classify
 from benchmarks import docstrings as docstring_set
 from benchmarks.package_texts import PackageText, divide, read_packages, write_csv
 from payload.data.tokenizer_files import gpt2_files
-from payload.train.models.weights import save_hf
+from payload.train.models.hf_weights import save_hf
 from tests.train.test_model import make_model
 
 PACKAGES = ("asyncio", "email", "unittest")

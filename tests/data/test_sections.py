@@ -13,7 +13,7 @@ from payload.core.errors import ExitCode
 from payload.data.__main__ import main
 from payload.data.sources import text_sections as sections
 from payload.data.sources.documents import Batch
-from payload.data.sources.files import TextSource
+from payload.data.sources.text_files import TextSource
 from payload.data.sources.text_sections import divide
 from payload.data.tokenizers.gpt2 import END_OF_TEXT, gpt2_encoding
 from payload.formats.data_folder import load_meta

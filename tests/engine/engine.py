@@ -34,7 +34,7 @@ _LIBRARIES = (
     *(
         "infra.config_reading",
         "infra.bootstrap_values",
-        "infra.gcp.encryption",
+        "infra.gcp.kms_key_access",
         "infra.error_display",
     ),
     *("infra.gcp.identity", "infra.gcp.inventory_output", "infra.measured", "infra.gcp.nodes"),

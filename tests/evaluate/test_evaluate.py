@@ -14,7 +14,7 @@ import torch
 from benchmarks.llama_cpp import add_tokenizer
 from payload.core.errors import ExitCode
 from payload.evaluate.__main__ import main
-from payload.train.models.weights import save_hf
+from payload.train.models.hf_weights import save_hf
 from tests.generate.models import make_model
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import mpirun, run

@@ -24,9 +24,9 @@ from payload.export.tensors import whole_or_absent
 from payload.export.vocabulary import Vocabulary, read_vocabulary
 from payload.models.gguf import plan_gguf
 from payload.models.gpt2.spec import Gpt2Spec
+from payload.train.models.hf_weights import save_hf
 from payload.train.models.loading import build
 from payload.train.models.loading import load as load_model
-from payload.train.models.weights import save_hf
 from tests.generate.models import make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

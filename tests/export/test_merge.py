@@ -26,9 +26,9 @@ from payload.formats.checkpoint_files import config_sha256, weights_sha256
 from payload.generate.__main__ import main as generate
 from payload.train.models.base import CausalLM, trainable
 from payload.train.models.classifier import Classifier
+from payload.train.models.hf_weights import config_folder
 from payload.train.models.loading import load
 from payload.train.models.lora import add_adapter, save_adapter
-from payload.train.models.weights import config_folder
 from payload.weights.source import BASE_VARIABLE, base_name, find_source
 from tests.export.test_export import DAMAGES, change_config, complaint, damage, make
 from tests.support.chat_data import (

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from payload.config.run_config import load_run_config
-from payload.run_record.named_settings import reaching
+from payload.run_record.approved_settings import reaching
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "9e71e47"
 CLOSE = 1e-4

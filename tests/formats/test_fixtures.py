@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from payload.run_record.named_settings import unnamed
+from payload.run_record.approved_settings import unnamed
 from payload.run_record.run_files import RunPaths
 from tests.formats.commands import Commands
 from tests.formats.making.recipe import PROMPTS

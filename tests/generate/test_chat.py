@@ -13,7 +13,7 @@ import pytest
 from payload.core.errors import DataError, ExitCode
 from payload.data.templates.chat_template import read_chat_template
 from payload.generate.__main__ import main
-from payload.train.models.weights import save_hf
+from payload.train.models.hf_weights import save_hf
 from tests.generate.models import make_model
 
 CHATML = (

@@ -23,7 +23,7 @@ from payload.run_record.run_files import RunPaths
 from payload.train.checkpoints.checkpoint import TrainerState, save_checkpoint
 from payload.train.checkpoints.snapshot import Snapshot
 from payload.train.models.base import CausalLM
-from payload.train.models.weights import save_hf
+from payload.train.models.hf_weights import save_hf
 from tests.generate.models import make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

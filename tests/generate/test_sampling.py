@@ -19,7 +19,7 @@ from payload.generate.sampling import (
     penalised,
     sample,
 )
-from payload.train.models.weights import save_hf
+from payload.train.models.hf_weights import save_hf
 from tests.generate.models import make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -93,7 +93,7 @@ class _Cloud(mocks.Mocks):
         return f"{args.inputs.get('name', args.name)}-id", state
 
     def call(self, args: mocks.MockCallArgs) -> tuple[Plain, list[tuple[str, str]]]:
-        # Only what a key's service agents are called; see infra/gcp/encryption.py.
+        # Only what a key's service agents are called; see infra/gcp/kms_key_access.py.
         if args.token == "gcp:organizations/getProject:getProject":
             return {"number": NUMBER, "projectId": args.args["projectId"]}, []
         if args.token == "gcp:storage/getProjectServiceAccount:getProjectServiceAccount":

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from infra.gcp.stack_limits import too_dear
+from infra.gcp.node_and_cost_limits import too_dear
 from payload.core.errors import ConfigError
 from payload.orchestrate.commands.doctor import check_price
 from payload.orchestrate.commands.rehearse import _reckon

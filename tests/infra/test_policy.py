@@ -14,8 +14,8 @@ from google.protobuf import empty_pb2, struct_pb2
 from pulumi.runtime.proto import analyzer_pb2, analyzer_pb2_grpc
 from pulumi_policy.proxy import UNKNOWN_STRING_VALUE
 
-from infra.gcp.security import EXCEPTIONS, RULES
-from infra.gcp.stack_limits import number_of_nodes, too_dear
+from infra.gcp.node_and_cost_limits import number_of_nodes, too_dear
+from infra.gcp.security_rules import EXCEPTIONS, RULES
 from tests.infra.stacks import CASES, ROOT, Plain
 from tests.infra.test_graph import deployed
 from tests.infra.test_security import MUTATIONS, Change, clean

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from infra.gcp.security import EXCEPTIONS, NOT_MET, RULES, findings
 from infra.gcp.security_checks import NOT_KNOWN
+from infra.gcp.security_rules import EXCEPTIONS, NOT_MET, RULES, findings
 from tests.infra.stacks import CASES, FILESTORE, ROOT, Plain
 from tests.infra.test_graph import deployed
 

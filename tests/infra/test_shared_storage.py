@@ -16,7 +16,7 @@ from infra.gcp.network import NFS_PORT
 from infra.node_addresses import FILESTORE_RANGE, SUBNET
 from payload.core.errors import BudgetError
 from payload.machines.inventory import SHARED_FOLDER
-from payload.orchestrate.clouds.gcp.filestore_deletion import filestore_name
+from payload.orchestrate.clouds.gcp.filestore_confirmation import filestore_name
 from tests.infra.stacks import FILESTORE, ROOT, Plain, deploy
 from tests.infra.test_cloud_init import written_files
 from tests.infra.test_monitoring import in_script

@@ -16,7 +16,7 @@ from payload.config.training_sections import PrecisionSection
 from payload.core.errors import ConfigError
 from payload.core.validation.records import build
 from payload.estimates.run_estimate import work_out
-from payload.launch.agents import AgentJob
+from payload.launch.agent_launcher import AgentJob
 from payload.launch.environment import Rendezvous, common_environment
 from payload.launch.launcher import Job, Reach
 from payload.launch.launcher_files import render_accelerate, render_hosts

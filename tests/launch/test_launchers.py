@@ -12,7 +12,7 @@ import pytest
 
 from payload.config.run_config import parse_run_config
 from payload.core.errors import ConfigError, ExitCode
-from payload.launch.agents import end_of_agent
+from payload.launch.agent_launcher import end_of_agent
 from payload.launch.environment import launcher_environment
 from payload.launch.launcher import LostNode, Report
 from payload.launch.launchers.registry import candidates, find, names

@@ -27,8 +27,8 @@ from payload.models.registry import spec_of
 from payload.models.transformers.causal_types import CAUSAL_TYPES
 from payload.orchestrate.__main__ import main as orchestrate
 from payload.run_record.run_files import RunPaths
+from payload.train.models.hf_weights import save_hf
 from payload.train.models.loading import build
-from payload.train.models.weights import save_hf
 from payload.train.setup import pin_initial
 from tests.models.fake_model_hub import FIRST, NAME, model_hub, use_hub
 from tests.support.launching import rank_env, run, train_program

@@ -18,10 +18,10 @@ from payload.launch.plan import LaunchPlan
 from payload.machines.inventory import ClusterInventory
 from payload.machines.rank_variables import RUN_DIR
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.runs.mirror import Mirrored, write_mirrored
+from payload.run_record.approved_settings import note_named, reaching
 from payload.run_record.metrics_log import read_metrics
-from payload.run_record.named_settings import note_named, reaching
 from payload.run_record.run_files import RunPaths, Summary, read_json
 from payload.supervise.processes import processes_of
 from tests.orchestrate.damage import WAYS, damage_file

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from payload.config.training_sections import TrainSection
 from payload.core.files import write_whole
-from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.follow import follow
 from payload.orchestrate.follow.follow import Interrupts, Tail, Tails, show, show_steps
 from payload.orchestrate.sites.local import LocalRun

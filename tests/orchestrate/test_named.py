@@ -22,7 +22,7 @@ from payload.orchestrate.commands import collect as collecting
 from payload.orchestrate.runs.mirror import Mirrored, write_mirrored
 from payload.orchestrate.sites.local import Local
 from payload.orchestrate.sites.ssh import Ssh
-from payload.run_record.named_settings import (
+from payload.run_record.approved_settings import (
     bounded_wait_s,
     note_named,
     reaching,

@@ -27,7 +27,7 @@ from payload.orchestrate.inventories.chosen import load_cluster
 from payload.orchestrate.runs.run_index import all_runs, create_run, find_run, view_run
 from payload.orchestrate.runs.start_checks import check_data, memory_warning
 from payload.orchestrate.sites.local import require_one_machine
-from payload.run_record.named_settings import note_named
+from payload.run_record.approved_settings import note_named
 from payload.run_record.run_files import (
     RankProgress,
     RunPaths,

@@ -18,7 +18,7 @@ from payload.orchestrate.sites import allocation
 from payload.orchestrate.sites.allocation import SlurmAccess, ask
 from payload.orchestrate.sites.registry import find_site
 from payload.orchestrate.sites.slurm import SlurmRun
-from payload.run_record.named_settings import note_named, reaching
+from payload.run_record.approved_settings import note_named, reaching
 from payload.run_record.run_files import RunJob, RunPaths, RunStatus, StopRequest, write_json
 from payload.run_record.run_lock import RunLock, starting
 from tests.orchestrate.operator import SETTINGS

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from signal import Signals
 
-from payload.orchestrate.access.local import LocalAccess, port_of
+from payload.orchestrate.access.local_profile import LocalAccess, port_of
 from payload.orchestrate.inventories.chosen import load_cluster
 from payload.orchestrate.runs.planning import PlanTarget, resolve
 from payload.orchestrate.runs.run_request import RunRequest

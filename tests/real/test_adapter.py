@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from payload.config.training_sections import AdapterSection, EngineSection, OptimizerSection
-from payload.train.engine import engage
 from payload.train.models.loading import load
 from payload.train.models.lora import add_adapter, save_adapter
 from payload.train.optimizers.optimizer import build_optimizers
+from payload.train.torch_engines import engage
 from tests.support.slow_imports import peft
 from tests.support.smollm2 import smollm2_folder
 from tests.train.alone import ALONE

@@ -14,7 +14,7 @@ import pytest
 from payload.core.errors import DataError
 from payload.core.suggested_commands import quoted
 from payload.data.__main__ import main, parser
-from payload.data.sources.files import describe_inputs
+from payload.data.sources.text_files import describe_inputs
 from payload.formats.data_folder import META_NAME, ChatRecord, DataMeta, load_meta
 from payload.report.markup import text
 from payload.report.reproduce import prepare_lines

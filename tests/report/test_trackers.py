@@ -23,8 +23,8 @@ from payload.report.__main__ import main as report
 from payload.report.source import Run
 from payload.report.trackers import mlflow, wandb
 from payload.report.trackers.base import About, Row
+from payload.run_record.approved_settings import note_named, reaching
 from payload.run_record.metrics_log import read_metrics
-from payload.run_record.named_settings import note_named, reaching
 from payload.run_record.run_files import RunPaths
 from payload.run_record.tracker_process import missing_notes, wanted_trackers
 from tests.report.real_runs import TRACKERS as TRACKERS_OF_RUNS

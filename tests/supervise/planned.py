@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from payload.config.run_config import parse_run_config
-from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.inventories.chosen import load_cluster
 from payload.orchestrate.runs.planning import PlanTarget, resolve
 from payload.orchestrate.runs.run_request import PlanRequest

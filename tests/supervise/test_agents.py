@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from payload.core.errors import ExitCode
-from payload.launch.agents import ADDRESS, IS_HEAD, NODE_RANK, SCRATCH, AgentJob, end_of_agent
+from payload.launch.agent_launcher import (
+    ADDRESS,
+    IS_HEAD,
+    NODE_RANK,
+    SCRATCH,
+    AgentJob,
+    end_of_agent,
+)
 from payload.machines.rank_variables import RUN_DIR
 from payload.run_record.run_files import RankProgress, RunPaths, write_json
 from payload.supervise.processes import kill_until_none, processes_of

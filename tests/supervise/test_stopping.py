@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from payload.run_record.run_files import RunPaths, StopRequest, last_record, write_json
-from payload.supervise import stopping
-from payload.supervise.stopping import Stopping, Wakeups
+from payload.supervise import stop_requests as stopping
+from payload.supervise.stop_requests import Stopping, Wakeups
 
 
 @pytest.fixture

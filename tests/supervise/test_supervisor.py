@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from payload.core.errors import ExitCode
-from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.access.local_profile import LocalAccess
 from payload.run_record.run_files import (
     RankExit,
     RankProgress,

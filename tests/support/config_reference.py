@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from infra.gcp.security import NOT_MET, RULES
+from infra.gcp.security_rules import NOT_MET, RULES
 from infra.machines import machine_types
 from payload.config.run_config import RunConfig
 from payload.core.errors import ExitCode

@@ -28,7 +28,7 @@ SETTINGS = {
         {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "n_layer", "n_head", "n_embd"}
     ),
     # Those that the weights of model.init replace, and those that a resume may not change.
-    PurePosixPath("payload/config/model_fit.py"): frozenset({"n_layer", "n_head", "n_embd"}),
+    PurePosixPath("payload/config/model_checks.py"): frozenset({"n_layer", "n_head", "n_embd"}),
     PurePosixPath("payload/config/run_config.py"): frozenset({"n_layer", "n_head", "n_embd"}),
 }
 """The documented settings of a model from scratch."""

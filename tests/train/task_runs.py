@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from payload.data.__main__ import main as data
-from payload.train.models.weights import save_hf
+from payload.train.models.hf_weights import save_hf
 from tests.support.chat_data import prepare, write_rows
 from tests.support.launching import metrics
 from tests.train.test_model import make_model

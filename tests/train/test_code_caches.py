@@ -15,8 +15,8 @@ from payload.config.training_sections import EngineSection
 from payload.kernels import build
 from payload.kernels.build import built_library
 from payload.kernels.code_caches import is_own_file, keep_inductor_home, own_folder
-from payload.train.engine import engage
 from payload.train.models import quantized
+from payload.train.torch_engines import engage
 from tests.train.alone import ALONE
 
 _SOMEBODY = 54321

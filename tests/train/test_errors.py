@@ -45,7 +45,7 @@ def _no_meta(folder: Path) -> list[str]:
 def _init(folder: Path, *, vocab_size: int) -> list[str]:
     from payload.models.gpt2.spec import Gpt2Spec
     from payload.train.families.gpt2.model import GPT
-    from payload.train.models.weights import save_hf
+    from payload.train.models.hf_weights import save_hf
 
     (folder / "init").mkdir()
     shape = Gpt2Spec(n_layer=2, n_head=2, n_embd=32, sequence_length=32, vocab_size=vocab_size)

@@ -18,8 +18,8 @@ from payload.kernels.build import COMPILERS, SOURCES, built_library
 from payload.kernels.kernels import Kernels
 from payload.kernels.library import Library
 from payload.kernels.unavailable import KernelsUnavailableError
-from payload.train.engine import engage
 from payload.train.optimizers.optimizer import build_optimizers
+from payload.train.torch_engines import engage
 from tests.support.launching import losses, rank_env, run, train_program
 from tests.train.alone import ALONE
 from tests.train.test_model import make_model
@@ -28,7 +28,7 @@ from tests.train.test_model import make_model
 def test_the_engine_uses_kernels_only_where_it_says(
     monkeypatch: pytest.MonkeyPatch, library: Library
 ) -> None:
-    monkeypatch.setattr("payload.train.engine.find_kernels", lambda: Kernels(library))
+    monkeypatch.setattr("payload.train.torch_engines.find_kernels", lambda: Kernels(library))
     for settings, expected in [
         (EngineSection(), True),
         (EngineSection(kernels="off"), False),

@@ -12,15 +12,15 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from payload.config.model_fit import require_fit
+from payload.config.model_checks import require_fit
 from payload.config.run_config import parse_run_config
 from payload.core.errors import CheckpointError
 from payload.models.gpt2.spec import PRESETS, Gpt2Spec
 from payload.models.registry import spec_of
 from payload.train.families.gpt2.model import GPT
+from payload.train.models.hf_weights import save_hf
 from payload.train.models.key_value_cache import LayerCache
 from payload.train.models.loading import load
-from payload.train.models.weights import save_hf
 
 SIZES = [each.name for each in fields(Gpt2Spec)]
 SMALL = Gpt2Spec(n_layer=3, n_head=4, n_embd=64, sequence_length=48, vocab_size=301)

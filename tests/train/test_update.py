@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from payload.config.training_sections import EngineSection, OptimizerSection
 from payload.kernels.kernels import Kernels
 from payload.kernels.library import Library
-from payload.train.engine import engage
 from payload.train.optimizers.optimizer import Optimizers, build_optimizers
 from payload.train.ranks.world import World
+from payload.train.torch_engines import engage
 from tests.train.alone import ALONE
 from tests.train.test_model import make_model
 
@@ -194,7 +194,7 @@ def test_a_gradient_that_is_no_number_is_not_hidden(library: Library) -> None:
 def test_ranks_share_the_update_only_where_all_have_it(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("payload.train.engine.find_kernels", lambda: Kernels(library))
+    monkeypatch.setattr("payload.train.torch_engines.find_kernels", lambda: Kernels(library))
     for others, expected in [(1.0, True), (0.0, False)]:
         monkeypatch.setattr(World, "sum", lambda _, here, more=others: here + more)
         model = make_model()

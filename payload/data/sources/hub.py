@@ -16,7 +16,6 @@ from payload.core.printable_text import one_line, shown
 from payload.core.regular_files import read_bytes
 from payload.core.validation.names import GIT_COMMIT
 from payload.data.sources.documents import Batch, Batcher, Cursor, Survey
-from payload.data.sources.files import file_identity, missing_shards
 from payload.data.sources.parquet import (
     ROWS_AT_ONCE,
     LostRows,
@@ -28,6 +27,7 @@ from payload.data.sources.parquet import (
 )
 from payload.data.sources.request import SourceRequest
 from payload.data.sources.split import NANOGPT_VAL_FRACTION
+from payload.data.sources.text_files import file_identity, missing_shards
 from payload.formats.data_folder import FOLDER_WORD
 from payload.formats.hub_names import require_one_meaning
 

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO, cast
 from payload.core.errors import DataError
 from payload.core.printable_text import shown
 from payload.data.sources.documents import MIB, Batch, Batcher, Cursor, Survey, read_pieces
-from payload.data.sources.files import ColumnFiles, missing_shards
 from payload.data.sources.request import SourceRequest
+from payload.data.sources.text_files import ColumnFiles, missing_shards
 
 LINE_BYTES = 64 * MIB
 """A longer line is bad: JSON has to be parsed whole, at up to four bytes a character."""

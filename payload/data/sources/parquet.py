@@ -25,9 +25,9 @@ from payload.data.sources.documents import (
     Survey,
     read_pieces,
 )
-from payload.data.sources.files import ColumnFiles, missing_shards
 from payload.data.sources.request import SourceRequest
-from payload.data.sources.worker_process import end_worker, how_it_ended
+from payload.data.sources.text_files import ColumnFiles, missing_shards
+from payload.data.sources.worker_exit import end_worker, how_it_ended
 
 if TYPE_CHECKING:
     import pyarrow as pa

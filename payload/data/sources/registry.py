@@ -18,7 +18,7 @@ def build_source(request: SourceRequest) -> Source:
             "text as --source jsonl, or choose another --task."
         )
     if request.kind == "stdlib":
-        from payload.data.sources.files import stdlib_source
+        from payload.data.sources.text_files import stdlib_source
 
         return stdlib_source(skip_bad=request.skip_bad)
     if request.kind in ("openwebtext", "hf"):
@@ -27,7 +27,7 @@ def build_source(request: SourceRequest) -> Source:
         return HubSource(request)
     paths = [Path(given) for given in request.inputs]
     if request.kind == "text":
-        from payload.data.sources.files import TextSource
+        from payload.data.sources.text_files import TextSource
 
         return TextSource(paths, glob=request.glob, skip_bad=request.skip_bad)
     if request.kind == "jsonl":

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from payload.data.sources.worker_process import end_worker, how_it_ended
+from payload.data.sources.worker_exit import end_worker, how_it_ended
 
 CPU_SECONDS = 10
 """Processor time for one conversation; the longest of real ones take some hundredths."""

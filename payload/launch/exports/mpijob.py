@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shlex
 
-from payload.launch.exports import kubernetes
+from payload.launch.exports import kubeflow_common as kubernetes
 from payload.launch.exports.base import MASTER_PORT, MOUNT, Engine, ExportJob
 from payload.launch.exports.yaml_text import Value, render
 

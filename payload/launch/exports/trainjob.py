@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from payload.launch.exports import kubernetes
+from payload.launch.exports import kubeflow_common as kubernetes
 from payload.launch.exports.base import MOUNT, Engine, ExportJob, torchrun_script
 from payload.launch.exports.yaml_text import Value, render
 

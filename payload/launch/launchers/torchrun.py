@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from payload.launch import agents
+from payload.launch import agent_launcher as agents
 from payload.launch.launcher import Job, Launcher, Report
 from payload.launch.launchers import srun
 from payload.machines.rank_variables import TORCHRUN

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from payload.models.gguf_errors import refuse_export
-from payload.models.gguf_plan import GgufPlan
+from payload.models.gguf_export_plan import GgufPlan
 from payload.models.gpt2.spec import Gpt2Spec
 
 ARCHITECTURE = "gpt2"

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from payload.models.family import Family
+from payload.models.gguf_export_plan import GgufPlan
 from payload.models.gguf_header import GgufHeader
-from payload.models.gguf_plan import GgufPlan
 from payload.models.llama import gguf_export, gguf_import
 from payload.models.llama.hub_sizes import CONFIGS
 from payload.models.llama.spec import MODEL_TYPES, DecoderSpec, read

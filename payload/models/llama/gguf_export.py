@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from payload.models.gguf_errors import refuse_export
-from payload.models.gguf_plan import GgufPlan
+from payload.models.gguf_export_plan import GgufPlan
 from payload.models.llama.config import (
     GEMMA_LOCAL_THETA,
     DecoderConfig,

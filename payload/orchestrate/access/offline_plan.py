@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from payload.config.run_config import RunConfig
 from payload.core.durations import as_clock
 from payload.machines.inventory import RANK_PORTS, ClusterInventory
-from payload.orchestrate.access.cluster import (
+from payload.orchestrate.access.cluster_profile import (
     ASSUMED_LINK_BYTES_PER_S,
     ClusterAccess,
 )

@@ -15,8 +15,8 @@ from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.names import NODE_NAME
 from payload.core.validation.records import build, check_schema
-from payload.stack.cloud_names import CLOUD_NAME
 from payload.stack.cluster_files import cluster_path
+from payload.stack.google_name_patterns import CLOUD_NAME
 from payload.stack.stack_settings import DEFAULTS
 
 _MEMORY_VERSION = 1

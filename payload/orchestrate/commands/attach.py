@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import dataclass
 
-from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.commands.run_choice import ClusterRunChoice, run_is_here, run_of
 from payload.orchestrate.follow.follow import EndOptions, follow
 from payload.orchestrate.terminal.console import text_console

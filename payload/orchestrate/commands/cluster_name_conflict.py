@@ -11,7 +11,7 @@ from payload.core.errors import CloudError, ConfigError
 from payload.core.suggested_commands import command
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.cluster_resources import is_made_by_program
-from payload.orchestrate.clouds.gcp.filestore_deletion import MayDelete
+from payload.orchestrate.clouds.gcp.filestore_confirmation import MayDelete
 from payload.orchestrate.clouds.gcp.listing import list_everything
 from payload.orchestrate.clouds.gcp.ownership import (
     NO_IDENTITY,
@@ -20,8 +20,8 @@ from payload.orchestrate.clouds.gcp.ownership import (
     removable,
 )
 from payload.orchestrate.clouds.gcp.removal import remove
+from payload.orchestrate.clouds.gcp.removal_order import Resource
 from payload.orchestrate.clouds.gcp.resource_kinds import FILESTORE
-from payload.orchestrate.clouds.gcp.resources import Resource
 from payload.orchestrate.terminal.console import confirm_by_name
 from payload.stack.cluster_files import cluster_path
 from payload.stack.cluster_identity import (

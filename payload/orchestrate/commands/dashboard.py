@@ -26,7 +26,7 @@ from payload.monitor.local import (
     stay,
 )
 from payload.monitor.tunnel import forwarded
-from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.commands.run_choice import ClusterRunChoice
 from payload.orchestrate.inventories.chosen import load_cluster
 from payload.orchestrate.runs.run_index import find_run

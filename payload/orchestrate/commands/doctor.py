@@ -14,7 +14,7 @@ from rich.table import Table
 
 from payload.core.errors import CloudAuthError, CloudError, ExitCode, UsageError
 from payload.orchestrate.clouds.gcp.billing_catalog import fresh_catalog
-from payload.orchestrate.clouds.gcp.checks import Check, denied, unknown
+from payload.orchestrate.clouds.gcp.check_result import Check, denied, unknown
 from payload.orchestrate.clouds.gcp.client import CloudMissingError, Google, UnreadableError
 from payload.orchestrate.clouds.gcp.compute_resource import ask_compute
 from payload.orchestrate.clouds.gcp.encryption_key import check_key
@@ -35,10 +35,10 @@ from payload.orchestrate.clouds.gcp.project_checks import (
 )
 from payload.orchestrate.clouds.gcp.project_choice import project_of
 from payload.orchestrate.clouds.gcp.quotas import check_quotas
+from payload.orchestrate.clouds.pulumi.cli_errors import PulumiError
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.firewall_drift import check_firewall
 from payload.orchestrate.clouds.pulumi.machine_status import check_machines
-from payload.orchestrate.clouds.pulumi.refusals import PulumiError
 from payload.orchestrate.clouds.pulumi.stack_config import cluster_name, settings
 from payload.orchestrate.inventories.chosen import nvidia_here
 from payload.orchestrate.terminal.console import text_console

@@ -16,16 +16,16 @@ from payload.core.suggested_commands import command
 from payload.orchestrate.clouds.cluster_records import forget_bucket
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.endpoints import Endpoints
-from payload.orchestrate.clouds.gcp.filestore_deletion import may_delete
+from payload.orchestrate.clouds.gcp.filestore_confirmation import may_delete
 from payload.orchestrate.clouds.gcp.leftovers import conclude, look
 from payload.orchestrate.clouds.gcp.machine_start import start_head
 from payload.orchestrate.clouds.gcp.ownership import Ownership
 from payload.orchestrate.clouds.gcp.project_choice import project_of
 from payload.orchestrate.clouds.gcp.results_bucket import Bucket, delete_bucket, find_bucket
+from payload.orchestrate.clouds.pulumi.cli_errors import PulumiError
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.filestore import own_filestores
 from payload.orchestrate.clouds.pulumi.operations import Operations
-from payload.orchestrate.clouds.pulumi.refusals import PulumiError
 from payload.orchestrate.clouds.pulumi.stack_config import cluster_name, settings
 from payload.orchestrate.clouds.pulumi.stack_outputs import (
     StackOutputs,

@@ -12,7 +12,7 @@ from payload.core.errors import (
 )
 from payload.core.links import refuse_links
 from payload.launch.ranks import load_ranks
-from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.commands.run_choice import RunChoice, site_run
 from payload.orchestrate.follow.follow import Tail, follow_log
 from payload.orchestrate.runs.run_index import find_run

@@ -16,8 +16,8 @@ from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.endpoints import REQUEST_LOG, Endpoints
 from payload.orchestrate.clouds.gcp.project_choice import project_of
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
-from payload.orchestrate.commands.rehearsal import Rehearsal
 from payload.orchestrate.commands.rehearsal_page import REQUESTS, page
+from payload.orchestrate.commands.rehearsal_steps import Rehearsal
 from payload.orchestrate.runs.start_checks import check_data
 from payload.orchestrate.terminal.console import confirm, text_console
 from payload.pricing.cloud_prices import read_catalog

@@ -17,7 +17,7 @@ from payload.core.regular_files import read_bytes
 from payload.core.suggested_commands import command
 from payload.formats.checkpoint_files import MANIFEST_FILE, checkpoint_step
 from payload.machines.inventory import ClusterInventory, Node
-from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.clouds.pulumi.stack_outputs import StackOutputs
 from payload.orchestrate.commands.collect import collect
 from payload.orchestrate.commands.run_choice import RunChoice

@@ -19,7 +19,7 @@ from payload.core.printable_text import printable
 from payload.estimates.batch_size import as_recorded, left_open
 from payload.formats.checkpoint_files import newest_sound
 from payload.launch.plan import auto_batch_size
-from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.follow.follow import EndOptions, Tails, follow
 from payload.orchestrate.follow.run_text import Estimate, estimate, print_plan, strategy_table
 from payload.orchestrate.inventories.chosen import ResolvedInventory, load_cluster
@@ -32,7 +32,13 @@ from payload.orchestrate.runs.start_checks import check_data, require_known_size
 from payload.orchestrate.sites.local import Local, require_disk
 from payload.orchestrate.sites.registry import find_site, run_at_site
 from payload.orchestrate.terminal.console import text_console
-from payload.run_record.named_settings import is_on_hub, named_by, reaching, require_named, unnamed
+from payload.run_record.approved_settings import (
+    is_on_hub,
+    named_by,
+    reaching,
+    require_named,
+    unnamed,
+)
 from payload.run_record.run_files import RunPaths, new_run_id, require_own_folders
 from payload.run_record.run_repair import config_to_resume, known_summary
 from payload.run_record.write_report import add_samples

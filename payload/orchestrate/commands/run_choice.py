@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from payload.core.errors import ConfigError, TileforgeError, UsageError
-from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.commands.run import site_of
 from payload.orchestrate.inventories.chosen import load_cluster
 from payload.orchestrate.runs.mirror import Mirrored, read_mirrored

@@ -19,7 +19,7 @@ from payload.core.errors import (
 from payload.core.printable_text import shown
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.endpoints import Endpoints
-from payload.orchestrate.clouds.gcp.filestore_deletion import may_delete
+from payload.orchestrate.clouds.gcp.filestore_confirmation import may_delete
 from payload.orchestrate.clouds.gcp.leftovers import Sweep, conclude, folders_own, look
 from payload.orchestrate.clouds.gcp.ownership import NO_IDENTITY, Ownership
 from payload.orchestrate.clouds.gcp.project_choice import project_of

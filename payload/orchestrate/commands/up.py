@@ -15,7 +15,7 @@ from payload.core.suggested_commands import command
 from payload.orchestrate.clouds.cluster_records import remember_plan
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.endpoints import Endpoints
-from payload.orchestrate.clouds.gcp.filestore_deletion import may_delete
+from payload.orchestrate.clouds.gcp.filestore_confirmation import may_delete
 from payload.orchestrate.clouds.gcp.hand_additions import (
     KEPT_VARIABLE,
     Additions,
@@ -25,7 +25,7 @@ from payload.orchestrate.clouds.gcp.hand_additions import (
 )
 from payload.orchestrate.clouds.gcp.machine_start import StoppedChoice, see_to_stopped
 from payload.orchestrate.clouds.gcp.project_choice import project_of
-from payload.orchestrate.clouds.gcp.resources import Resource
+from payload.orchestrate.clouds.gcp.removal_order import Resource
 from payload.orchestrate.clouds.pulumi.building import Builder, replacing, with_words
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.events import Update
@@ -36,7 +36,6 @@ from payload.orchestrate.clouds.pulumi.filestore import (
     refuse_another_region,
     zone_words,
 )
-from payload.orchestrate.clouds.pulumi.kept_bucket import use_kept_bucket
 from payload.orchestrate.clouds.pulumi.machine_status import places_in
 from payload.orchestrate.clouds.pulumi.operations import Operations
 from payload.orchestrate.clouds.pulumi.operator_key import settle_operator_key
@@ -46,6 +45,7 @@ from payload.orchestrate.clouds.pulumi.previews import (
     machines_that_go,
     reasons,
 )
+from payload.orchestrate.clouds.pulumi.reused_bucket import use_kept_bucket
 from payload.orchestrate.clouds.pulumi.rollback import (
     how_to_remove,
     refuse_if_changed,

@@ -25,9 +25,9 @@ from payload.core.validation.records import build
 from payload.orchestrate.follow.run_text import failure_lines, result_lines, straggler_line
 from payload.orchestrate.runs.site import SiteRun, how_to_attach
 from payload.orchestrate.terminal.console import LiveLine, text_console
+from payload.run_record.approved_settings import bounded_wait_s
 from payload.run_record.checkpoint_grace import CheckpointWatch
 from payload.run_record.metrics_log import StepMetrics
-from payload.run_record.named_settings import bounded_wait_s
 from payload.run_record.run_files import (
     DEFAULT_GRACE_S,
     NAMES,

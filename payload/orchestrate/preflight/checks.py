@@ -23,8 +23,8 @@ from payload.core.validation.records import build
 from payload.launch.launchers.registry import AUTO
 from payload.machines.inventory import RANK_PORTS, SHARED_FOLDER, ClusterInventory, Node
 from payload.machines.machine import discover
-from payload.orchestrate.access.local import LocalAccess
-from payload.orchestrate.access.supply import try_store
+from payload.orchestrate.access.local_profile import LocalAccess
+from payload.orchestrate.access.node_uploads import try_store
 from payload.orchestrate.findings import nodes as find
 from payload.orchestrate.findings.nodes import (
     LOGS,

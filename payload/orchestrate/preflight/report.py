@@ -23,7 +23,7 @@ from payload.machines.core_speed import flags_have_bf16
 from payload.machines.inventory import Node
 from payload.machines.machine import Domain
 from payload.models.spec import ModelSpec
-from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.findings.nodes import (
     NCCL,
     TRIED,

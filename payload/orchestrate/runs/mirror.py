@@ -33,7 +33,6 @@ from payload.run_record.checkpoint_manifest_hashes import (
     known_hashes,
     parse_hashes,
 )
-from payload.run_record.copy_paths import inside, unwritable
 from payload.run_record.run_files import NAMES, RankExit, RankProgress, RunPaths, RunState, Summary
 from payload.run_record.run_files import (
     SCHEMA_VERSION as RESULTS_VERSION,
@@ -44,6 +43,7 @@ from payload.run_record.run_identity import (
     known_identity,
     parse_identity,
 )
+from payload.run_record.safe_copy_paths import inside, unwritable
 from payload.run_record.suggested_run_commands import run_command
 from payload.storage.records import log_room
 

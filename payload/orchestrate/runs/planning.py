@@ -26,12 +26,12 @@ from payload.orchestrate.runs.compute_settings import (
     settle_run,
     slow_bf16,
 )
-from payload.orchestrate.runs.launch_command import launch_command
 from payload.orchestrate.runs.launcher_choice import (
     LauncherChoice,
     choose_launcher,
     require_launcher_of_jobs,
 )
+from payload.orchestrate.runs.launcher_command import launch_command
 from payload.orchestrate.runs.machine_profile import MachineProfile
 from payload.orchestrate.runs.resolved_plan import NodeCopies, ResolvedPlacement, ResolvedPlan
 from payload.orchestrate.runs.run_request import PlanRequest

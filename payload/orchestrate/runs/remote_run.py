@@ -55,9 +55,9 @@ from payload.orchestrate.ssh.remote_calls import (
     on_every_node,
 )
 from payload.orchestrate.ssh.run_keys import remove_dead_keys
+from payload.run_record.approved_settings import bounded_wait_s, note_named
 from payload.run_record.checkpoint_grace import GracePeriod
 from payload.run_record.checkpoint_manifest_hashes import HASHES_FILE, ManifestHashes, parse_hashes
-from payload.run_record.named_settings import bounded_wait_s, note_named
 from payload.run_record.run_files import NAMES, RunPaths, RunState, StopRequest, read_json
 from payload.run_record.run_identity import (
     IDENTITY_FILE,

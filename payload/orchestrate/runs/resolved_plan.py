@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from payload.config.deepspeed_json import render_deepspeed
+from payload.config.deepspeed_settings import render_deepspeed
 from payload.config.run_config import RunConfig
 from payload.core.dtype import Dtype
 from payload.core.files import write_whole

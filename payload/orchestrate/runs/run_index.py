@@ -22,10 +22,9 @@ from payload.launch.plan import LaunchPlan, operators_data
 from payload.launch.ranks import Rank, load_ranks
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.runs.mirror import alone, mirror_file, read_mirrored
+from payload.run_record.approved_settings import note_named
 from payload.run_record.checkpoint_manifest_hashes import known_hashes, verdict
-from payload.run_record.copy_paths import inside
 from payload.run_record.metrics_log import read_metrics
-from payload.run_record.named_settings import note_named
 from payload.run_record.run_files import (
     LATEST,
     NAMES,
@@ -41,6 +40,7 @@ from payload.run_record.run_files import (
 from payload.run_record.run_identity import known_identity
 from payload.run_record.run_lock import is_supervised
 from payload.run_record.run_repair import known_config, known_state
+from payload.run_record.safe_copy_paths import inside
 from payload.run_record.store_state import StoreState
 from payload.storage.checkpoints import fetch_newest
 from payload.storage.here import fetch_whole, is_address, run_address

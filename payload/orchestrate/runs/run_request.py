@@ -17,7 +17,7 @@ from payload.core.files import write_whole
 from payload.launch.plan import auto_batch_size
 from payload.orchestrate.runs.resolved_plan import ResolvedPlacement
 from payload.orchestrate.runs.run_index import create_run, room_for
-from payload.run_record.named_settings import note_named, reaching
+from payload.run_record.approved_settings import note_named, reaching
 from payload.run_record.run_files import RunPaths
 from payload.run_record.run_identity import new_identity, settle_identity
 from payload.run_record.run_lock import starting

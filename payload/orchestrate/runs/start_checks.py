@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from payload.config.launch_sections import DeviceSection
-from payload.config.model_fit import require_fit, require_weights
+from payload.config.model_checks import require_fit, require_weights
 from payload.config.run_config import RunConfig
 from payload.config.training_sections import PrecisionSection
 from payload.core.errors import CheckpointError, ConfigError, DataError

@@ -16,7 +16,7 @@ from payload.config.engine_packages import require_means_here
 from payload.config.run_config import RunConfig
 from payload.core.errors import ConfigError, ExitCode, RankLostError, UsageError
 from payload.estimates.disk_room import require_room
-from payload.orchestrate.access.local import LocalAccess, port_of
+from payload.orchestrate.access.local_profile import LocalAccess, port_of
 from payload.orchestrate.follow.run_text import log_tail
 from payload.orchestrate.hardware.nvidia import require_gpus
 from payload.orchestrate.inventories.chosen import ResolvedInventory

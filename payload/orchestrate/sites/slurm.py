@@ -18,7 +18,7 @@ from payload.core.errors import INTERRUPTED, ConfigError, ExitCode, PreflightErr
 from payload.core.files import write_whole
 from payload.core.printable_text import PLAIN_TEXT, shown, shown_name
 from payload.core.python_processes import code_environment, module_words
-from payload.orchestrate.access.local import LocalAccess
+from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.follow.run_text import log_tail
 from payload.orchestrate.runs.launcher_choice import require_launcher_of_jobs
 from payload.orchestrate.runs.mirror import mirror_file

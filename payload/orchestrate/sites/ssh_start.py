@@ -17,8 +17,13 @@ from payload.core.errors import (
 from payload.core.regular_files import can_see, home_path
 from payload.launch.budget import TimeLimit
 from payload.machines.inventory import Node
-from payload.orchestrate.access.cluster import Answers
-from payload.orchestrate.access.supply import Weights, bring_data, bring_weights, local_weights
+from payload.orchestrate.access.cluster_profile import Answers
+from payload.orchestrate.access.node_uploads import (
+    Weights,
+    bring_data,
+    bring_weights,
+    local_weights,
+)
 from payload.orchestrate.runs.remote_run import RemoteRun
 from payload.orchestrate.runs.resolved_plan import NodeCopies, ResolvedPlan
 from payload.orchestrate.runs.run_request import RunRequest

@@ -28,7 +28,7 @@ from payload.formats.checkpoint_files import (
     ManifestEntry,
     manifest_problems,
 )
-from payload.formats.foreign_checkpoint import (
+from payload.formats.remote_checkpoint import (
     complete_copy,
     discard_any,
     is_plain,
@@ -36,8 +36,8 @@ from payload.formats.foreign_checkpoint import (
 )
 from payload.orchestrate.ssh.connection import Connection
 from payload.orchestrate.ssh.transport import SFTPClient
-from payload.run_record.copy_paths import inside, make_folder, set_aside_no_folder
 from payload.run_record.run_files import RunPaths
+from payload.run_record.safe_copy_paths import inside, make_folder, set_aside_no_folder
 
 _CHUNK_BYTES = 256 * 2**10
 _SETTLE_S = 120.0

@@ -34,8 +34,8 @@ from payload.formats.hf_folder import WEIGHTS_FILE
 from payload.run_record.run_identity import PATTERN, WANTED
 from payload.train.checkpoints.snapshot import Snapshot
 from payload.train.models.base import CausalLM
+from payload.train.models.hf_weights import save_hf_config, warn_passed_over
 from payload.train.models.lora import save_adapter_config
-from payload.train.models.weights import save_hf_config, warn_passed_over
 from payload.train.tensors.lazy_tensors import LazyTensors
 from payload.train.tensors.tensor_file import write_tensors
 from payload.weights.adapter_files import ADAPTER_FILE

@@ -19,6 +19,7 @@ from payload.train.models.classifier import (
     saved_labels,
     saved_pad_token,
 )
+from payload.train.models.hf_weights import base_folder
 from payload.train.models.lora import (
     add_adapter,
     load_adapter,
@@ -26,7 +27,6 @@ from payload.train.models.lora import (
     quantize_base,
     read_adapter_tensors,
 )
-from payload.train.models.weights import base_folder
 from payload.train.tensors.lazy_tensors import LazyTensors, PlannedTensors
 from payload.weights.adapter_files import base_quantization, has_adapter, read_adapter_config
 

@@ -65,14 +65,14 @@ def _make(arguments: argparse.Namespace, world: World) -> None:
     from payload.data.tokenizer_match import require_same_tokens
     from payload.formats.data_folder import load_meta, require_task
     from payload.kernels.kernels import find_kernels
-    from payload.train.checkpoints.base_model import identify
+    from payload.train.checkpoints.initial_weights import identify
     from payload.train.models.classifier import Classifier
+    from payload.train.models.hf_weights import model_folder
     from payload.train.models.loading import load
     from payload.train.models.lora import widen_base
-    from payload.train.models.weights import model_folder
     from payload.train.ranks.multi_rank_cli import autocast, progress
     from payload.train.tasks.evaluate import EvalPass
-    from payload.train.tasks.pair_log_probs import reference_log_probs
+    from payload.train.tasks.pair_evaluation import reference_log_probs
     from payload.train.tasks.preference import reference_model, store
 
     folder: Path = arguments.data

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Rows
 
-from payload.config.deepspeed_json import deepspeed_config
+from payload.config.deepspeed_settings import deepspeed_config
 from payload.config.launch_sections import DistributedSection
 from payload.config.run_config import RunConfig
 from payload.core.dtype import Dtype

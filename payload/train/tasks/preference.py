@@ -31,7 +31,7 @@ from payload.train.losses.registry import loss_of
 from payload.train.models.base import CausalLM
 from payload.train.tasks.base import Batch, Samples, Task
 from payload.train.tasks.evaluate import EvalPass
-from payload.train.tasks.pair_log_probs import evaluate_pairs, reference_log_probs
+from payload.train.tasks.pair_evaluation import evaluate_pairs, reference_log_probs
 
 log = logging.getLogger(__name__)
 

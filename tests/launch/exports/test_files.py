@@ -13,7 +13,7 @@ import yaml
 
 from payload.config.run_config import parse_run_config
 from payload.core.errors import ExitCode, UsageError
-from payload.launch.exports import kubernetes
+from payload.launch.exports import kubeflow_common as kubernetes
 from payload.launch.exports.base import Engine
 from payload.launch.exports.registry import ENGINES
 from payload.launch.exports.yaml_text import Value, render

@@ -19,8 +19,8 @@ from payload.core.errors import CloudAuthError, ConfigError, ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.endpoints import Endpoints
+from payload.orchestrate.clouds.pulumi.cli_errors import refusal
 from payload.orchestrate.clouds.pulumi.failures import explain
-from payload.orchestrate.clouds.pulumi.refusals import refusal
 from payload.orchestrate.ssh.remote_calls import ProxyProcess
 from payload.storage.bucket import BucketStore
 from payload.storage.google_login import GoogleLogin

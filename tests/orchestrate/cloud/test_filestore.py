@@ -8,9 +8,9 @@ import pytest
 
 from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.clouds.gcp.filestore_deletion import may_delete
+from payload.orchestrate.clouds.gcp.filestore_confirmation import may_delete
+from payload.orchestrate.clouds.gcp.removal_order import Resource
 from payload.orchestrate.clouds.gcp.resource_kinds import FILESTORE as FILESTORE_KIND
-from payload.orchestrate.clouds.gcp.resources import Resource
 from payload.orchestrate.commands.cluster_name_conflict import take_over
 from payload.orchestrate.terminal.console import text_console
 from tests.orchestrate.cloud.conftest import Site

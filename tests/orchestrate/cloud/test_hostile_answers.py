@@ -34,8 +34,8 @@ from payload.orchestrate.clouds.gcp.prerequisites import check_billing, check_bu
 from payload.orchestrate.clouds.gcp.project_checks import check_offers, check_services
 from payload.orchestrate.clouds.gcp.quotas import check_quotas
 from payload.orchestrate.clouds.gcp.removal import remove
+from payload.orchestrate.clouds.gcp.removal_order import Resource
 from payload.orchestrate.clouds.gcp.resource_kinds import KINDS
-from payload.orchestrate.clouds.gcp.resources import Resource
 from payload.orchestrate.clouds.gcp.service_accounts import service_accounts
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.events import Update

@@ -19,8 +19,8 @@ from payload.orchestrate.clouds.cluster_records import cluster_folder, remember_
 from payload.orchestrate.clouds.gcp.host_keys import CACHE_FILE
 from payload.orchestrate.clouds.gcp.machine_start import start_head
 from payload.orchestrate.clouds.gcp.ownership import Ownership
+from payload.orchestrate.clouds.gcp.removal_order import Resource
 from payload.orchestrate.clouds.gcp.resource_kinds import DNS_ZONE, FILESTORE, SERVICE_ACCOUNT
-from payload.orchestrate.clouds.gcp.resources import Resource
 from payload.orchestrate.clouds.pulumi.stack_outputs import recall_outputs
 from payload.orchestrate.clouds.pulumi.stack_state import StackState, ownership_of
 from payload.orchestrate.terminal.console import text_console

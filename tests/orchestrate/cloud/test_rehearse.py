@@ -168,7 +168,7 @@ def test_what_google_refused_is_on_the_page_and_everything_is_taken_down(
     if not apart:
         # Google's client is imported once, not in each step.
         here = SimpleNamespace(**{**vars(subprocess), "Popen": StepHere})
-        monkeypatch.setattr("payload.orchestrate.commands.rehearsal.subprocess", here)
+        monkeypatch.setattr("payload.orchestrate.commands.rehearsal_steps.subprocess", here)
     rehearsal.pulumi.replay("preview-new", status=0)
     rehearsal.pulumi.replay("up-quota", status=1)
     settings = ("--set", "machineType=c3-highmem-8", "--budget-usd", "3")

@@ -9,7 +9,7 @@ import pytest
 
 from infra.gcp.labels import cluster_labels, mark
 from payload.orchestrate.clouds.gcp.cluster_resources import by_cluster, expiry_of
-from payload.orchestrate.clouds.gcp.resources import Resource, marks
+from payload.orchestrate.clouds.gcp.removal_order import Resource, marks
 from tests.infra.stacks import CASES
 from tests.support.golden_files import GOLDEN
 from tests.support.identities import CLUSTER

@@ -11,8 +11,8 @@ from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.clouds.cluster_records import recall
 from payload.orchestrate.clouds.gcp.host_keys import pin_host_keys
+from payload.orchestrate.clouds.pulumi.cli_errors import PulumiError
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
-from payload.orchestrate.clouds.pulumi.refusals import PulumiError
 from payload.orchestrate.clouds.pulumi.stack_outputs import read_outputs
 from payload.orchestrate.inventories.chosen import load_cluster
 from tests.orchestrate.cloud.conftest import KEY, Site, inventory_output, read_json

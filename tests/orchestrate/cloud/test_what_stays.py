@@ -12,8 +12,8 @@ from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.clouds.cluster_records import Remembered
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
-from payload.orchestrate.clouds.pulumi.kept_bucket import use_kept_bucket
 from payload.orchestrate.clouds.pulumi.machine_status import remove_machines
+from payload.orchestrate.clouds.pulumi.reused_bucket import use_kept_bucket
 from payload.orchestrate.clouds.pulumi.stack_state import StackState
 from payload.orchestrate.terminal.console import text_console
 from tests.orchestrate.cloud.conftest import Site

@@ -20,9 +20,9 @@ from payload.models.registry import spec_of
 from payload.train.losses.classification import Classification
 from payload.train.models.base import trainable
 from payload.train.models.classifier import Classifier, last_tokens
+from payload.train.models.hf_weights import save_hf
 from payload.train.models.loading import build, load
 from payload.train.models.lora import add_adapter, save_adapter
-from payload.train.models.weights import save_hf
 from payload.train.tasks.classify import start_note
 from tests.support.slow_imports import peft
 

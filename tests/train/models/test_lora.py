@@ -20,11 +20,11 @@ from payload.export.merged import merged_weights
 from payload.formats.checkpoint_files import manifest_problems
 from payload.models.gpt2.spec import PRESETS
 from payload.models.spec import RankSetting
-from payload.train.checkpoints.base_model import identify
+from payload.train.checkpoints.initial_weights import identify
 from payload.train.models.base import trainable
+from payload.train.models.hf_weights import save_hf
 from payload.train.models.loading import load
 from payload.train.models.lora import add_adapter, load_adapter, merge_adapter, save_adapter
-from payload.train.models.weights import save_hf
 from payload.weights.adapter_files import read_adapter_config
 from tests.support.launching import losses, summary
 from tests.support.slow_imports import peft

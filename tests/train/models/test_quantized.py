@@ -22,7 +22,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from payload.config.model_fit import require_fit
+from payload.config.model_checks import require_fit
 from payload.config.run_config import parse_run_config
 from payload.config.training_sections import AdapterSection, OptimizerSection
 from payload.core.dtype import Dtype
@@ -34,11 +34,11 @@ from payload.models.llama.hub_sizes import CONFIGS
 from payload.models.nf4 import nf4_bytes
 from payload.models.registry import spec_of
 from payload.models.spec import PROCESS_BYTES, RankSetting
-from payload.train.engine import engage
 from payload.train.models.loading import load
 from payload.train.models.lora import add_adapter, save_adapter, widen_base
 from payload.train.models.quantized import QuantizedLinear, dequantize, require_quantizer
 from payload.train.optimizers.optimizer import build_optimizers
+from payload.train.torch_engines import engage
 from tests.support.launching import losses, mpirun, run, summary, train_program
 from tests.support.slow_imports import bitsandbytes, peft
 from tests.train.alone import ALONE, train_alone

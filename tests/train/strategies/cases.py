@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.architecture_cases import CASES, make_folder
-from payload.train.models.weights import save_hf
+from payload.train.models.hf_weights import save_hf
 from tests.train.test_model import make_model
 
 STEPS = ("schedule.warmup_steps=0", "train.steps=6", "train.checkpoint_every=3")

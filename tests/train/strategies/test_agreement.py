@@ -11,9 +11,9 @@ from payload.config.engine_packages import require_means_here
 from payload.config.launch_sections import DistributedSection
 from payload.config.run_config import RunConfig, parse_run_config
 from payload.core.errors import ConfigError, RanksDifferError, TrainingError
-from payload.train.engine import require_strategy
 from payload.train.strategies.shard_snapshot import rows_of
 from payload.train.strategies.sync_check import RankState, require_one_model
+from payload.train.torch_engines import require_strategy
 from tests.train.strategies.cases import SHARD, TENSOR, ZERO3
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from payload.models.gpt2.spec import PRESETS
+from payload.train.strategies.shard_calibration import layer_blocks
 from payload.train.strategies.shard_comms import Buffers
-from payload.train.strategies.shard_times import layer_blocks
 
 
 def test_a_buffer_is_handed_out_again_once_no_view_of_it_is_left() -> None:

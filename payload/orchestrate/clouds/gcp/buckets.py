@@ -15,8 +15,13 @@ from payload.orchestrate.clouds.gcp.client import (
     Google,
     endless,
 )
+from payload.orchestrate.clouds.gcp.removal_order import (
+    PAGE,
+    Resource,
+    checked_name,
+    printable_labels,
+)
 from payload.orchestrate.clouds.gcp.resource_kinds import BUCKET
-from payload.orchestrate.clouds.gcp.resources import PAGE, Resource, checked_name, printable_labels
 
 
 def buckets(google: Google) -> Iterator[Resource]:

@@ -17,7 +17,7 @@ from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build
 from payload.orchestrate.clouds.gcp.endpoints import Endpoints, Service
 from payload.orchestrate.clouds.gcp.error_catalog import access_refusal, other_refusal
-from payload.stack.cloud_names import CLOUD_NAME
+from payload.stack.google_name_patterns import CLOUD_NAME
 from payload.storage.credentials import load_credentials, quiet
 
 REQUEST_S = 30.0

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from payload.core.errors import (
     ConfigError,
 )
-from payload.orchestrate.clouds.gcp.resources import Resource, in_order
+from payload.orchestrate.clouds.gcp.removal_order import Resource, in_order
 from payload.stack.resource_labels import CLUSTER_LABEL
 
 # What the cluster program makes that has no labels, after `<cluster>-`.

@@ -13,9 +13,9 @@ from payload.orchestrate.clouds.gcp.client import (
     CloudMissingError,
     Google,
 )
+from payload.orchestrate.clouds.gcp.removal_order import Resource, parse_time, printable_labels
 from payload.orchestrate.clouds.gcp.resource_kinds import DNS_ZONE
-from payload.orchestrate.clouds.gcp.resources import Resource, parse_time, printable_labels
-from payload.stack.cloud_names import CLOUD_NAME
+from payload.stack.google_name_patterns import CLOUD_NAME
 
 # Every zone has these; they go with it.
 _OWN_RECORDS = ("NS", "SOA")

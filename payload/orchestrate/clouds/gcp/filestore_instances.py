@@ -11,13 +11,13 @@ from payload.core.errors import CloudAuthError, CloudError
 from payload.core.one_line import joined_lines
 from payload.core.validation.fields import checked
 from payload.orchestrate.clouds.gcp.client import Google
-from payload.orchestrate.clouds.gcp.resource_kinds import FILESTORE
-from payload.orchestrate.clouds.gcp.resources import (
+from payload.orchestrate.clouds.gcp.removal_order import (
     Resource,
     last_word,
     parse_time,
     printable_labels,
 )
+from payload.orchestrate.clouds.gcp.resource_kinds import FILESTORE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from payload.core.printable_text import printable
 from payload.orchestrate.clouds.gcp.client import Google, request_of
-from payload.orchestrate.clouds.gcp.resources import last_word
+from payload.orchestrate.clouds.gcp.removal_order import last_word
 
 Traffic = frozenset[tuple[str, tuple[str, ...]]]
 """Protocols, each with its ports; no ports are all."""

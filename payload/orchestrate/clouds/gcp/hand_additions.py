@@ -10,7 +10,7 @@ from typing import Any
 from payload.core.errors import ConfigError
 from payload.core.printable_text import printable
 from payload.orchestrate.clouds.gcp.client import Google, request_of
-from payload.orchestrate.clouds.gcp.resources import last_word
+from payload.orchestrate.clouds.gcp.removal_order import last_word
 from payload.stack.resource_labels import CLUSTER_LABEL
 
 KEPT_VARIABLE = "TILEFORGE_METADATA_KEPT"

@@ -29,8 +29,8 @@ from payload.orchestrate.clouds.gcp.ownership import (
     describe_others,
     removable,
 )
+from payload.orchestrate.clouds.gcp.removal_order import Resource, in_order
 from payload.orchestrate.clouds.gcp.resource_kinds import BUCKET, FILESTORE, KINDS, RUNNING
-from payload.orchestrate.clouds.gcp.resources import Resource, in_order
 from payload.orchestrate.terminal.tables import table
 from payload.pricing.cloud_prices import filestore_price
 from payload.stack.cluster_identity import (

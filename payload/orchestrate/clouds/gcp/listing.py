@@ -15,8 +15,7 @@ from payload.orchestrate.clouds.gcp.buckets import buckets
 from payload.orchestrate.clouds.gcp.client import Google, UnreadableError, request_of
 from payload.orchestrate.clouds.gcp.dns_zones import dns_zones
 from payload.orchestrate.clouds.gcp.filestore_instances import filestores
-from payload.orchestrate.clouds.gcp.resource_kinds import KINDS, RUNNING, Kind
-from payload.orchestrate.clouds.gcp.resources import (
+from payload.orchestrate.clouds.gcp.removal_order import (
     PAGE,
     Resource,
     checked_name,
@@ -25,6 +24,7 @@ from payload.orchestrate.clouds.gcp.resources import (
     parse_time,
     printable_labels,
 )
+from payload.orchestrate.clouds.gcp.resource_kinds import KINDS, RUNNING, Kind
 from payload.orchestrate.clouds.gcp.service_accounts import service_accounts
 
 # Warnings of a list that is whole; without one the code is empty.

@@ -9,11 +9,11 @@ from typing import Any
 from payload.core.errors import TileforgeError
 from payload.core.printable_text import shown
 from payload.core.validation.fields import checked
-from payload.orchestrate.clouds.gcp.checks import Check, auth, unknown
+from payload.orchestrate.clouds.gcp.check_result import Check, auth, unknown
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.error_catalog import policy_fix
-from payload.stack.cloud_names import KMS_KEY
 from payload.stack.cloud_need import Need
+from payload.stack.google_name_patterns import KMS_KEY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 
 from payload.core.errors import CloudAuthError, ExitCode, TileforgeError
 from payload.core.validation.fields import checked
-from payload.orchestrate.clouds.gcp.checks import Check, auth, denied, unknown, wrong
+from payload.orchestrate.clouds.gcp.check_result import Check, auth, denied, unknown, wrong
 from payload.orchestrate.clouds.gcp.client import REQUEST_S, CloudMissingError, Google, request_of
 from payload.orchestrate.clouds.gcp.error_catalog import QUOTA_PROJECT_FIX, billing_fix, bucket_fix
 from payload.orchestrate.clouds.gcp.organization_policies import check_boolean_policy

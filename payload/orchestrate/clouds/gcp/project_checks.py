@@ -9,7 +9,7 @@ from payload.core.errors import CloudAuthError, ExitCode, TileforgeError
 from payload.core.validation.fields import checked
 from payload.machines.gpu_catalog import FP8_CAPABILITY, NVIDIA_DRIVER_BRANCH, SPOT_ALONE, gpus_of
 from payload.machines.inventory import Node
-from payload.orchestrate.clouds.gcp.checks import Check, auth, unknown
+from payload.orchestrate.clouds.gcp.check_result import Check, auth, unknown
 from payload.orchestrate.clouds.gcp.client import CloudMissingError, Google
 from payload.orchestrate.clouds.gcp.compute_resource import ask_compute
 from payload.orchestrate.hardware.nvidia import GpuNeed, NvidiaFacts, gpu_faults

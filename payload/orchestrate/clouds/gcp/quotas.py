@@ -9,7 +9,7 @@ from typing import Any
 
 from payload.core.errors import CloudError, ExitCode, TileforgeError
 from payload.core.validation.fields import checked
-from payload.orchestrate.clouds.gcp.checks import Check, unknown
+from payload.orchestrate.clouds.gcp.check_result import Check, unknown
 from payload.orchestrate.clouds.gcp.client import CloudMissingError, Google
 from payload.orchestrate.clouds.gcp.compute_resource import ask_compute
 from payload.stack.cloud_need import Need, Scope

@@ -13,6 +13,7 @@ from payload.orchestrate.clouds.gcp.compute_operations import operation_deadline
 from payload.orchestrate.clouds.gcp.dns_zones import remove_dns_zone
 from payload.orchestrate.clouds.gcp.filestore_instances import begin_to_remove_filestore
 from payload.orchestrate.clouds.gcp.listing import noted, snake
+from payload.orchestrate.clouds.gcp.removal_order import Resource, in_order, is_zone
 from payload.orchestrate.clouds.gcp.resource_kinds import (
     BUCKET,
     DNS_ZONE,
@@ -20,7 +21,6 @@ from payload.orchestrate.clouds.gcp.resource_kinds import (
     KINDS,
     SERVICE_ACCOUNT,
 )
-from payload.orchestrate.clouds.gcp.resources import Resource, in_order, is_zone
 from payload.orchestrate.clouds.gcp.service_accounts import remove_service_account
 
 

@@ -22,10 +22,10 @@ from payload.orchestrate.clouds.gcp.client import CloudMissingError, Google
 from payload.orchestrate.clouds.gcp.ownership import (
     Ownership,
 )
-from payload.stack.cloud_names import CLOUD_NAME
 from payload.stack.cluster_identity import (
     identity_in,
 )
+from payload.stack.google_name_patterns import CLOUD_NAME
 from payload.stack.resource_labels import CLUSTER_LABEL, KEPT_LABEL
 
 _DIGITS = re.compile("[0-9]{1,19}")

@@ -11,9 +11,9 @@ from payload.core.validation.fields import checked
 from payload.orchestrate.clouds.gcp.client import (
     Google,
 )
+from payload.orchestrate.clouds.gcp.removal_order import Resource, marks
 from payload.orchestrate.clouds.gcp.resource_kinds import SERVICE_ACCOUNT
-from payload.orchestrate.clouds.gcp.resources import Resource, marks
-from payload.stack.cloud_names import CLOUD_NAME
+from payload.stack.google_name_patterns import CLOUD_NAME
 from payload.stack.resource_labels import CLUSTER_LABEL
 
 # infra/gcp/identity.py gives it, from the first on; descriptions came later.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from payload.core.errors import ExitCode, TileforgeError
 from payload.orchestrate.clouds.gcp.client import Google
-from payload.orchestrate.clouds.gcp.filestore_deletion import MayDelete
+from payload.orchestrate.clouds.gcp.filestore_confirmation import MayDelete
 from payload.orchestrate.clouds.gcp.resource_kinds import FILESTORE
 from payload.orchestrate.clouds.gcp.stock_outs import StockOut
 from payload.orchestrate.clouds.pulumi.events import Step, Update, name_of, type_of

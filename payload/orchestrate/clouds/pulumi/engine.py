@@ -14,8 +14,8 @@ from payload.core.errors import ConfigError
 from payload.core.printable_text import printable
 from payload.core.validation.json_text import parse_json
 from payload.orchestrate.clouds.proxy import past_the_proxy
+from payload.orchestrate.clouds.pulumi.cli_errors import NEWER, PulumiError, refusal
 from payload.orchestrate.clouds.pulumi.events import Event, EventReader, Update
-from payload.orchestrate.clouds.pulumi.refusals import NEWER, PulumiError, refusal
 from payload.storage.google_login import GoogleLogin
 
 ASK_S = 120.0

@@ -11,9 +11,9 @@ from payload.core.one_line import joined_lines
 from payload.core.suggested_commands import command
 from payload.orchestrate.clouds.gcp.error_catalog import access_refusal, other_refusal
 from payload.orchestrate.clouds.gcp.stock_outs import StockOut, find_stock_out
+from payload.orchestrate.clouds.pulumi.cli_errors import refusal
 from payload.orchestrate.clouds.pulumi.events import STACK_TYPE, Update, name_of, type_of
 from payload.orchestrate.clouds.pulumi.locks import is_busy, locks_in
-from payload.orchestrate.clouds.pulumi.refusals import refusal
 from payload.orchestrate.clouds.pulumi.resource_types import INSTANCE, kind_in_words
 from payload.storage.google_login import GoogleLogin
 

@@ -10,7 +10,7 @@ from payload.core.printable_text import printable
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.filestore_instances import filestores
 from payload.orchestrate.clouds.gcp.ownership import Ownership
-from payload.orchestrate.clouds.gcp.resources import last_word
+from payload.orchestrate.clouds.gcp.removal_order import last_word
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.events import Step, Update, name_of, type_of
 from payload.orchestrate.clouds.pulumi.resource_types import FILESTORE

@@ -12,14 +12,14 @@ from payload.core.errors import CloudError, ExitCode, TileforgeError
 from payload.core.suggested_commands import command
 from payload.core.validation.fields import checked
 from payload.core.validation.records import build
-from payload.orchestrate.clouds.gcp.checks import Check, unknown
+from payload.orchestrate.clouds.gcp.check_result import Check, unknown
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.firewall_rules import Rule, compare, foreign_words, traffic
 from payload.orchestrate.clouds.gcp.removal import remove
-from payload.orchestrate.clouds.gcp.resources import Resource, last_word
+from payload.orchestrate.clouds.gcp.removal_order import Resource, last_word
+from payload.orchestrate.clouds.pulumi.cli_errors import NEWER, PulumiError
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.events import Step, Update, type_of
-from payload.orchestrate.clouds.pulumi.refusals import NEWER, PulumiError
 from payload.orchestrate.clouds.pulumi.resource_types import FIREWALL
 from payload.orchestrate.clouds.pulumi.stack_state import inputs_in_state
 

@@ -12,7 +12,7 @@ from payload.core.regular_files import read_bytes
 from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build, check_schema
-from payload.stack.cloud_names import CLOUD_NAME
+from payload.stack.google_name_patterns import CLOUD_NAME
 
 _ZONES_VERSION = 1
 FULL_HOURS = 6.0

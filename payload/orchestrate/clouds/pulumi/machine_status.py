@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 from payload.core.errors import CloudError, ExitCode, TileforgeError
 from payload.core.suggested_commands import command
-from payload.orchestrate.clouds.gcp.checks import Check, unknown
+from payload.orchestrate.clouds.gcp.check_result import Check, unknown
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.listing import list_machines
 from payload.orchestrate.clouds.gcp.machine_start import NO_END
 from payload.orchestrate.clouds.gcp.ownership import Ownership
 from payload.orchestrate.clouds.gcp.removal import remove
-from payload.orchestrate.clouds.gcp.resources import Resource
+from payload.orchestrate.clouds.gcp.removal_order import Resource
 from payload.orchestrate.clouds.gcp.stopped_machines import stopped_machines
+from payload.orchestrate.clouds.pulumi.cli_errors import PulumiError
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.events import type_of
-from payload.orchestrate.clouds.pulumi.refusals import PulumiError
 from payload.orchestrate.clouds.pulumi.resource_types import INSTANCE
 from payload.orchestrate.clouds.pulumi.stack_state import StackState, stack_state
 

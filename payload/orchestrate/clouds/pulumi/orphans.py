@@ -11,7 +11,7 @@ from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.listing import list_everything
 from payload.orchestrate.clouds.gcp.ownership import removable
 from payload.orchestrate.clouds.gcp.removal import remove
-from payload.orchestrate.clouds.gcp.resources import Resource
+from payload.orchestrate.clouds.gcp.removal_order import Resource
 from payload.orchestrate.clouds.pulumi.stack_state import StackState, ownership_of
 from payload.orchestrate.terminal.console import confirm
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from payload.core.printable_text import printable
-from payload.orchestrate.clouds.gcp.resources import last_word
+from payload.orchestrate.clouds.gcp.removal_order import last_word
+from payload.orchestrate.clouds.pulumi.cli_errors import NEWER, PulumiError
 from payload.orchestrate.clouds.pulumi.events import Update, name_of, type_of
-from payload.orchestrate.clouds.pulumi.refusals import NEWER, PulumiError
 from payload.orchestrate.clouds.pulumi.resource_types import INSTANCE
 from payload.orchestrate.clouds.pulumi.stack_state import machine_names
 

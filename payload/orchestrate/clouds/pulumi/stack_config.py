@@ -7,8 +7,8 @@ from typing import Any
 from payload.core.errors import ConfigError
 from payload.core.printable_text import shown
 from payload.core.validation.names import NODE_NAME
+from payload.orchestrate.clouds.pulumi.cli_errors import NEWER
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
-from payload.orchestrate.clouds.pulumi.refusals import NEWER
 from payload.stack.stack_settings import DEFAULTS
 
 _PROVIDERS_TOO = {"project": "", "region": DEFAULTS.region}

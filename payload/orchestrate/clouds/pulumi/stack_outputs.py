@@ -28,10 +28,10 @@ from payload.orchestrate.clouds.cluster_records import (
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.endpoints import Endpoints
 from payload.orchestrate.clouds.gcp.host_keys import CACHE_FILE, cached_inventory, pin_host_keys
+from payload.orchestrate.clouds.pulumi.cli_errors import PulumiError
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
-from payload.orchestrate.clouds.pulumi.refusals import PulumiError
-from payload.stack.cloud_names import CLOUD_NAME
 from payload.stack.cluster_files import cluster_path
+from payload.stack.google_name_patterns import CLOUD_NAME
 
 _PROJECT_FILES = tuple(
     f"Pulumi.{kind}{packed}" for kind in ("yaml", "yml", "json") for packed in ("", ".gz")

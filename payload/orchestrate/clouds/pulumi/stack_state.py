@@ -12,10 +12,10 @@ from payload.core.suggested_commands import command
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build
 from payload.orchestrate.clouds.gcp.ownership import Ownership
-from payload.orchestrate.clouds.gcp.resources import marks
+from payload.orchestrate.clouds.gcp.removal_order import marks
+from payload.orchestrate.clouds.pulumi.cli_errors import NEWER
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.events import name_of, type_of, urn_field
-from payload.orchestrate.clouds.pulumi.refusals import NEWER
 from payload.orchestrate.clouds.pulumi.resource_types import BUCKET, INSTANCE
 from payload.stack.cluster_identity import identity_in
 

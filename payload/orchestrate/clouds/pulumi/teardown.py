@@ -9,11 +9,11 @@ from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.leftovers import Sweep, conclude, look
 from payload.orchestrate.clouds.gcp.ownership import Ownership
 from payload.orchestrate.clouds.gcp.removal import remove
+from payload.orchestrate.clouds.gcp.removal_order import Resource
 from payload.orchestrate.clouds.gcp.resource_kinds import FILESTORE
-from payload.orchestrate.clouds.gcp.resources import Resource
+from payload.orchestrate.clouds.pulumi.cli_errors import PulumiError
 from payload.orchestrate.clouds.pulumi.failures import StackBusyError, explain
 from payload.orchestrate.clouds.pulumi.operations import Operations
-from payload.orchestrate.clouds.pulumi.refusals import PulumiError
 from payload.orchestrate.clouds.pulumi.stack_state import StackState, ownership_of
 from payload.orchestrate.terminal.console import confirm, text_console
 from payload.stack.cluster_identity import known_cluster_identity

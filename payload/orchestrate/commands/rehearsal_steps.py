@@ -17,9 +17,9 @@ from payload.core.errors import BudgetError, ExitCode, TileforgeError
 from payload.core.python_processes import code_environment, module_words
 from payload.launch.ranks import place_ranks
 from payload.orchestrate.clouds.gcp.client import Google
-from payload.orchestrate.clouds.gcp.filestore_deletion import filestore_name
+from payload.orchestrate.clouds.gcp.filestore_confirmation import filestore_name
 from payload.orchestrate.clouds.gcp.removal import remove
-from payload.orchestrate.clouds.gcp.resources import Resource
+from payload.orchestrate.clouds.gcp.removal_order import Resource
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.stack_outputs import StackOutputs, read_outputs
 from payload.orchestrate.commands.rehearsal_page import Step

@@ -8,7 +8,7 @@ import pulumi
 from pulumi import ComponentResource, Output, ResourceOptions
 from pulumi_gcp import kms, organizations, storage
 
-from payload.stack.cloud_names import KMS_ROLE
+from payload.stack.google_name_patterns import KMS_ROLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,8 @@ from payload.orchestrate.clouds.gcp.resource_kinds import (
     KIND_OF,
     SERVICE_ACCOUNT,
 )
-from payload.stack.cloud_names import CLOUD_NAME
 from payload.stack.cluster_identity import IDENTITY_LABEL
+from payload.stack.google_name_patterns import CLOUD_NAME
 from payload.stack.resource_labels import CLUSTER_LABEL, EXPIRES_LABEL
 
 _MARK = re.compile(rf"(?<!\S)({CLUSTER_LABEL}|{IDENTITY_LABEL}|{EXPIRES_LABEL})=([a-z0-9-]+)(?!\S)")

@@ -15,7 +15,7 @@ from payload.formats.checkpoint_files import config_sha256, weights_sha256
 from payload.formats.hf_folder import own_file
 from payload.formats.hub_names import hub_name
 from payload.train.checkpoints.checkpoint import BaseModel
-from payload.train.models.weights import config_folder, model_folder
+from payload.train.models.hf_weights import config_folder, model_folder
 from payload.weights.adapter_files import ADAPTER_CONFIG_FILE, ADAPTER_FILE, has_adapter
 from payload.weights.source import base_name
 

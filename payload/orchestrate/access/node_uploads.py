@@ -25,7 +25,7 @@ from payload.formats.hf_folder import (
     weight_files,
 )
 from payload.machines.inventory import Node
-from payload.orchestrate.access.cluster import Answers
+from payload.orchestrate.access.cluster_profile import Answers
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.connection import Connection
 from payload.orchestrate.ssh.files import send_files
