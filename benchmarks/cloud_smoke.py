@@ -34,8 +34,8 @@ from payload.orchestrate.clouds.gcp.removal_order import Resource
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.stack_config import settings
 from payload.orchestrate.clouds.pulumi.stack_outputs import StackOutputs, read_outputs
-from payload.orchestrate.runs.start_checks import check_data
-from payload.stack.cloud_need import need_of
+from payload.orchestrate.runs.run_input_checks import check_data
+from payload.stack.cloud_requirements import need_of
 
 _WAIT = ("--wait", "20")  # minutes for machines to boot
 _STEPS_S = 900.0

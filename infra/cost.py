@@ -9,7 +9,7 @@ from infra.measured import Speed
 from payload.core.errors import BudgetError
 from payload.pricing.cloud_prices import Catalog, source, spot_warning
 from payload.pricing.cluster_cost import Billed, Cost, cluster_cost
-from payload.stack.cloud_need import UNLISTED
+from payload.stack.cloud_requirements import UNLISTED
 
 
 def cost_of(

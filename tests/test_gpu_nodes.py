@@ -18,8 +18,8 @@ from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.follow.run_text import Estimate, estimate
 from payload.orchestrate.inventories.chosen import ResolvedInventory
 from payload.orchestrate.runs.planning import PlanTarget, resolve, resolve_placement
+from payload.orchestrate.runs.run_input_checks import rank_memory, require_fp8_on
 from payload.orchestrate.runs.run_request import PlanRequest
-from payload.orchestrate.runs.start_checks import rank_memory, require_fp8_on
 from payload.run_record.run_files import RunPaths
 
 L4 = Node(

@@ -168,7 +168,10 @@ _GOOGLE_NAMES = re.compile(
 )
 # Settings of a stack whose values have Google's form: an image, and a key.
 _GOOGLE_SETTINGS = {
-    *(f"payload/stack/{name}.py" for name in ("cloud_names", "cloud_need", "stack_settings")),
+    *(
+        f"payload/stack/{name}.py"
+        for name in ("google_name_patterns", "cloud_requirements", "stack_settings")
+    ),
     "infra/config_checks.py",
 }
 

@@ -1,8 +1,8 @@
 """The interface of a launcher, between a planned run and the program that starts its ranks.
 
-A launcher is one file of this package with a class below `Launcher` and its only object,
-`LAUNCHER`. It is pure: planning asks it for a command line and for settings, the supervisor and
-preflight's trial ask it what its output means.
+A launcher is one file of `payload/launch/launchers` with a class below `Launcher` and its only
+object, `LAUNCHER`. It is pure: planning asks it for a command line and for settings, the supervisor
+and preflight's trial ask it what its output means.
 """
 
 from __future__ import annotations

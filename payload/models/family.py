@@ -1,6 +1,8 @@
 """The interface of a model family: what tells its models, their numbers and its other names.
 
-A family's layers are tensors, which this package does not import: `tensors` names their module.
+A family is a folder of this package, whose `family.py` has a class below `Family` and its object
+`FAMILY`, and a line of `registry.py`. `read` returns the family's own `ModelSpec` (`spec.py`). Its
+layers are tensors, which this package does not import: `tensors` names their module.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 An optimizer is one file of this package with a class below `Optimizer` and its only object,
 `OPTIMIZER`. Plans and checks read its numbers and conflicts without torch, which `build` alone
-imports.
+imports. Its state in a checkpoint is tensors of the parameter's shape, and a 0-d `step`. Our
+kernels update what torch's AdamW trains.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Hyperparameters(Protocol):
 
     @property
     def lr(self) -> float:
-        """Return the first learning rate."""
+        """Return the highest learning rate; the schedule sets that of each step."""
 
     @property
     def weight_decay(self) -> float:
@@ -75,7 +76,7 @@ class Optimizer(ABC):
         return type(self).__module__.rpartition(".")[2]
 
     def takes(self, *, is_layer_matrix: bool) -> bool:
-        """Return whether it trains a parameter, which may be a matrix of a layer."""
+        """Return whether it trains a parameter, where it has an optimizer beside it."""
         del is_layer_matrix
         return True
 

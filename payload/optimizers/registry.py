@@ -1,4 +1,4 @@
-"""The known optimizers: one for each file of this package that defines `OPTIMIZER`."""
+"""The known optimizers: every file of this package but `base` and `registry`."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from payload.core.printable_text import printable
 from payload.core.suggested_commands import command
 from payload.report.page import render
 from payload.report.source import Run, find_run
-from payload.report.table import comparison
+from payload.report.terminal_comparison import comparison
 from payload.report.track import track
 from payload.run_record.approved_settings import SENDING_TRACKERS
 from payload.run_record.run_files import DEFAULT_RUNS_DIR, LATEST

@@ -24,8 +24,8 @@ from payload.config.store_address import NONE, is_bucket_address
 from payload.core.errors import ConfigError
 from payload.core.files import write_whole
 from payload.core.printable_text import shown
+from payload.core.record_signing_key import PROOF, PROOF_WANTED, is_signed, sign
 from payload.core.regular_files import can_see, home_path, read_bytes
-from payload.core.user_key import PROOF, PROOF_WANTED, is_signed, sign
 from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build, check_schema

@@ -1,7 +1,8 @@
 """CONTRACT: samples.json, what a model wrote for the same prompts before and after a run.
 
-`payload.finetune` has it written at the end of a run that it started (payload/finetune/samples.py),
-and so may any script that samples, with `write_samples`. A report shows it.
+`payload.finetune` has it written at the end of a run that it started, by
+payload/finetune/samples_before_and_after.py. So may any script that samples, with `write_samples`.
+A report shows it.
 """
 
 from __future__ import annotations

@@ -50,7 +50,9 @@ def add_samples(paths: RunPaths) -> str | None:
     An interrupt ends it and is what went wrong: the run itself is over.
     """
     try:
-        process = _start("payload.finetune.samples", [str(paths.root)], stderr=subprocess.PIPE)
+        process = _start(
+            "payload.finetune.samples_before_and_after", [str(paths.root)], stderr=subprocess.PIPE
+        )
     except OSError as error:
         return one_line(error)
     try:

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from payload.core.errors import ConfigError
 from payload.core.files import write_whole
+from payload.core.record_signing_key import PROOF, PROOF_WANTED, is_signed, sign
 from payload.core.regular_files import read_bytes
-from payload.core.user_key import PROOF, PROOF_WANTED, is_signed, sign
 from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build, check_schema

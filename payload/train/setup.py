@@ -40,7 +40,7 @@ from payload.train.checkpoints.checkpoint import (
     newest_checkpoint,
     remove_partial_checkpoints,
 )
-from payload.train.checkpoints.initial_weights import identify
+from payload.train.checkpoints.initial_weights_identity import identify
 from payload.train.models.base import CausalLM
 from payload.train.models.hf_weights import config_folder, model_folder
 from payload.train.models.loading import build, load, require_enough

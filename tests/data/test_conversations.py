@@ -18,7 +18,7 @@ from payload.data.__main__ import main
 from payload.data.reading.packed_blocks import PackedBlocks, open_packed
 from payload.data.reading.pairs import Pairs, open_pairs
 from payload.formats.data_folder import load_meta
-from payload.orchestrate.runs.start_checks import check_data
+from payload.orchestrate.runs.run_input_checks import check_data
 from tests.support.chat_data import (
     MARKED_TEMPLATE,
     PLAIN_TEMPLATE,

@@ -8,7 +8,7 @@ import pytest
 
 from payload.core.errors import ConfigError, ExitCode
 from payload.data.__main__ import main as data
-from payload.finetune.samples import find_prompts
+from payload.finetune.samples_before_and_after import find_prompts
 from tests.support.chat_data import conversations, make_tokenizer, prepare, write_rows
 
 

@@ -16,7 +16,7 @@ from payload.orchestrate.clouds.pulumi.previews import machines_that_go
 from payload.orchestrate.clouds.pulumi.stack_config import cluster_name, settings
 from payload.orchestrate.clouds.pulumi.stack_outputs import read_outputs
 from payload.orchestrate.clouds.pulumi.stack_state import stack_state
-from payload.stack.cloud_need import text_list
+from payload.stack.cloud_requirements import text_list
 from tests.hostile.formats import INVENTORY, Format, in_file
 
 

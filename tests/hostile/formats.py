@@ -27,7 +27,7 @@ from payload.launch.ranks import load_ranks
 from payload.machines.inventory import Access, ClusterInventory, Node
 from payload.orchestrate.findings.trial import Measured, NodeSpeed, Record, read_record
 from payload.orchestrate.runs.mirror import Mirrored, read_mirrored, write_mirrored
-from payload.orchestrate.runs.start_checks import check_data
+from payload.orchestrate.runs.run_input_checks import check_data
 from payload.run_record.metrics_log import read_metrics
 from payload.run_record.run_files import (
     RankExit,

@@ -16,7 +16,7 @@ from infra.config import KEYS, ClusterConfig
 from infra.config_reading import load_config, read_config
 from infra.machines import machine_type, machine_types
 from payload.core.errors import ConfigError
-from payload.stack.cloud_need import Need, need_of
+from payload.stack.cloud_requirements import Need, need_of
 from payload.stack.operator_key import make_key
 from tests.infra.stacks import KEY, ROOT, as_pulumi_hands_over
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from payload.stack.cloud_need import Need
+from payload.stack.cloud_requirements import Need
 
 SETUP = Path(__file__).resolve().parents[2] / "bootstrap" / "node-setup.sh"
 _KERNEL = "6.8.0-1021-gcp"

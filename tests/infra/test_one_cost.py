@@ -11,7 +11,7 @@ from payload.core.errors import ConfigError
 from payload.orchestrate.commands.doctor import check_price
 from payload.orchestrate.commands.rehearse import _reckon
 from payload.pricing.cluster_cost import cluster_cost
-from payload.stack.cloud_need import need_of
+from payload.stack.cloud_requirements import need_of
 from tests.infra.stacks import CASES
 from tests.infra.test_graph import deployed
 

@@ -17,7 +17,7 @@ import pytest
 from payload.config.run_config import load_run_config, parse_run_config
 from payload.core.errors import INTERRUPTED, ExitCode
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.runs.start_checks import rate_warning
+from payload.orchestrate.runs.run_input_checks import rate_warning
 from payload.run_record.run_files import RunPaths, write_json
 from payload.run_record.run_lock import is_supervised
 from payload.supervise.processes import processes_of

@@ -9,7 +9,7 @@ import pytest
 
 from payload.config.run_config import parse_run_config
 from payload.models.gpt2.spec import PRESETS
-from payload.orchestrate.runs.start_checks import initial_spec
+from payload.orchestrate.runs.run_input_checks import initial_spec
 
 SMALL = {"n_layer": 3, "n_head": 2, "n_embd": 64}
 CONFIG = json.dumps({**SMALL, "model_type": "gpt2", "n_positions": 256, "vocab_size": 300})

@@ -25,7 +25,7 @@ from payload.models.gpt2.spec import PRESETS
 from payload.orchestrate.follow import follow
 from payload.orchestrate.inventories.chosen import load_cluster
 from payload.orchestrate.runs.run_index import all_runs, create_run, find_run, view_run
-from payload.orchestrate.runs.start_checks import check_data, memory_warning
+from payload.orchestrate.runs.run_input_checks import check_data, memory_warning
 from payload.orchestrate.sites.local import require_one_machine
 from payload.run_record.approved_settings import note_named
 from payload.run_record.run_files import (

@@ -24,7 +24,7 @@ from payload.formats.data_folder import load_meta
 from payload.kernels.kernels import find_kernels
 from payload.models.gpt2.spec import PRESETS
 from payload.run_record.run_files import RunPaths
-from payload.train.checkpoints.initial_weights import identify
+from payload.train.checkpoints.initial_weights_identity import identify
 from payload.train.models.base import CausalLM
 from payload.train.models.loading import load
 from payload.train.reference.__main__ import main as reference

@@ -29,7 +29,7 @@ from payload.data.tasks.arguments import (
     source_request,
     tokenizer_check,
 )
-from payload.data.tasks.in_memory_writer import Made
+from payload.data.tasks.whole_folder_writer import Made
 from payload.data.templates.chat_template import (
     TEMPLATE_FILE,
     ChatTemplate,

@@ -34,7 +34,7 @@ from payload.formats.data_folder import (
 
 if TYPE_CHECKING:
     from payload.data.rows.rows import Row, Rows
-    from payload.data.tasks.in_memory_writer import Made
+    from payload.data.tasks.whole_folder_writer import Made
     from payload.data.tokenizers.base import TextTokenizer, Tokens
     from payload.data.writing.plan import PrepareSettings
     from payload.data.writing.tokenizer_check import TokenizerCheck
@@ -142,7 +142,7 @@ class _Job:
 
     def make(self) -> Made:
         """Read and tokenize everything. Raises DataError."""
-        from payload.data.tasks.in_memory_writer import Made
+        from payload.data.tasks.whole_folder_writer import Made
 
         texts = self._texts()
         labels = self._labels(texts)

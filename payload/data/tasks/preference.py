@@ -26,15 +26,15 @@ class PreferenceTask(Task):
 
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:
         """Return the source's label and what a run would do: all but writing is done for it."""
-        from payload.data.tasks.in_memory_writer import estimate_whole
         from payload.data.tasks.preference_job import preference_job
+        from payload.data.tasks.whole_folder_writer import estimate_whole
 
         return estimate_whole(preference_job(args))
 
     def prepare(self, args: argparse.Namespace) -> Outcome:
         """Make the data folder; a run that was stopped begins again."""
-        from payload.data.tasks.in_memory_writer import prepare_whole
         from payload.data.tasks.preference_job import preference_job
+        from payload.data.tasks.whole_folder_writer import prepare_whole
         from payload.data.writing.progress import Reporter
 
         job = preference_job(args)

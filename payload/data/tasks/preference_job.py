@@ -29,7 +29,7 @@ from payload.data.tasks.chat_job import (
     within,
 )
 from payload.data.tasks.classify_job import pad_token
-from payload.data.tasks.in_memory_writer import Made
+from payload.data.tasks.whole_folder_writer import Made
 from payload.data.templates.chat_template import ChatTemplate, Span
 from payload.data.tokenizers.hf import HfTokenizer
 from payload.data.writing.plan import PrepareSettings

@@ -1,4 +1,4 @@
-"""The nodes of a cluster over SSH, as planning knows or assumes them."""
+"""A cluster's profile for planning: programs, speeds, interfaces and memory of its nodes."""
 
 from __future__ import annotations
 

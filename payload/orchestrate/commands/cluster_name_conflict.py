@@ -10,7 +10,7 @@ from rich.console import Console
 from payload.core.errors import CloudError, ConfigError
 from payload.core.suggested_commands import command
 from payload.orchestrate.clouds.gcp.client import Google
-from payload.orchestrate.clouds.gcp.cluster_resources import is_made_by_program
+from payload.orchestrate.clouds.gcp.cluster_of_resource import is_made_by_program
 from payload.orchestrate.clouds.gcp.filestore_confirmation import MayDelete
 from payload.orchestrate.clouds.gcp.listing import list_everything
 from payload.orchestrate.clouds.gcp.ownership import (

@@ -1,4 +1,4 @@
-"""`doctor`: can this project hold the cluster, and at what price?"""
+"""`doctor`: checks the Google Cloud project before `up`: access, quotas, offers, price."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from payload.orchestrate.terminal.console import text_console
 from payload.orchestrate.terminal.tables import table
 from payload.pricing.cloud_prices import Catalog, source, spot_warning
 from payload.pricing.cluster_cost import cluster_cost
-from payload.stack.cloud_need import Need, need_of
+from payload.stack.cloud_requirements import Need, need_of
 from payload.stack.cluster_files import cluster_path
 
 

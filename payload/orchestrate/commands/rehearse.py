@@ -1,4 +1,4 @@
-"""`rehearse`: the smallest cluster through everything once, in a stack of its own."""
+"""`rehearse`: builds the smallest real cluster, tries everything on it once, and removes it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from payload.orchestrate.clouds.gcp.project_choice import project_of
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.commands.rehearsal_page import REQUESTS, page
 from payload.orchestrate.commands.rehearsal_steps import Rehearsal
-from payload.orchestrate.runs.start_checks import check_data
+from payload.orchestrate.runs.run_input_checks import check_data
 from payload.orchestrate.terminal.console import confirm, text_console
 from payload.pricing.cloud_prices import read_catalog
 from payload.pricing.cluster_cost import cluster_cost
-from payload.stack.cloud_need import Need, need_of
+from payload.stack.cloud_requirements import Need, need_of
 from payload.stack.cluster_files import cluster_path
 from payload.stack.cluster_identity import new_cluster_identity, settle_cluster_identity
 from payload.stack.stack_settings import DEFAULTS

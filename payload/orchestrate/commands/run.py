@@ -26,9 +26,13 @@ from payload.orchestrate.inventories.chosen import ResolvedInventory, load_clust
 from payload.orchestrate.runs.at_risk import run_warning
 from payload.orchestrate.runs.resolved_plan import ResolvedPlan
 from payload.orchestrate.runs.run_index import all_runs, resumable_run
+from payload.orchestrate.runs.run_input_checks import (
+    check_data,
+    require_known_sizes,
+    settle_initial,
+)
 from payload.orchestrate.runs.run_request import RunRequest
 from payload.orchestrate.runs.site import InventorySite, Site
-from payload.orchestrate.runs.start_checks import check_data, require_known_sizes, settle_initial
 from payload.orchestrate.sites.local import Local, require_disk
 from payload.orchestrate.sites.registry import find_site, run_at_site
 from payload.orchestrate.terminal.console import text_console

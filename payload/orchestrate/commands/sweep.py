@@ -1,4 +1,4 @@
-"""`sweep`: is anything left in the cloud? Lists it, and removes it."""
+"""`sweep`: lists what clusters left in the cloud, and removes it."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ from payload.orchestrate.commands.machine_results import WORDS, MachineResults
 from payload.orchestrate.commands.results_at_stake import AtStake
 from payload.orchestrate.runs.at_risk import cluster_warning, refuse_spot_without_bucket
 from payload.orchestrate.terminal.console import confirm, text_console
-from payload.stack.cloud_need import need_of, text_list
+from payload.stack.cloud_requirements import need_of, text_list
 from payload.stack.cluster_files import cluster_path
 from payload.stack.cluster_identity import settle_cluster_identity
 

@@ -35,7 +35,7 @@ from payload.orchestrate.findings.nodes import (
 from payload.orchestrate.findings.trial import Measured, Record, known_trial, nodes_sha, record_path
 from payload.orchestrate.hardware.nvidia import for_prediction, gpu_need
 from payload.orchestrate.preflight.cluster_trial import Trial, try_cluster, try_this_machine
-from payload.orchestrate.runs.start_checks import initial_spec
+from payload.orchestrate.runs.run_input_checks import initial_spec
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.node_code import this_code
 from payload.orchestrate.terminal.console import text_console

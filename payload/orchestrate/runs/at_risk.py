@@ -9,7 +9,7 @@ from payload.config.run_config import RunConfig
 from payload.core.errors import ConfigError
 from payload.core.suggested_commands import command
 from payload.machines.inventory import Source
-from payload.stack.cloud_need import need_of
+from payload.stack.cloud_requirements import need_of
 from payload.stack.stack_settings import DEFAULTS
 
 COPY_EVERY_S = 1800.0

@@ -15,8 +15,8 @@ from payload.machines.inventory import Node
 from payload.models.spec import ModelSpec
 from payload.orchestrate.hardware.nvidia import for_prediction
 from payload.orchestrate.runs.machine_profile import MachineProfile
+from payload.orchestrate.runs.run_input_checks import initial_spec, rank_memory
 from payload.orchestrate.runs.run_request import PlanRequest
-from payload.orchestrate.runs.start_checks import initial_spec, rank_memory
 
 _DTYPES: tuple[Dtype, ...] = ("bf16", "fp32")
 

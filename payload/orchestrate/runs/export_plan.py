@@ -13,7 +13,7 @@ from payload.launch.exports.base import ExportJob
 from payload.launch.exports.registry import export_job
 from payload.machines.inventory import Node
 from payload.machines.machine import Domain
-from payload.orchestrate.runs.start_checks import check_data, initial_spec, rate_warning
+from payload.orchestrate.runs.run_input_checks import check_data, initial_spec, rate_warning
 from payload.run_record.run_files import new_run_id
 from payload.weights.source import SCRATCH
 

@@ -34,12 +34,12 @@ from payload.orchestrate.runs.launcher_choice import (
 from payload.orchestrate.runs.launcher_command import launch_command
 from payload.orchestrate.runs.machine_profile import MachineProfile
 from payload.orchestrate.runs.resolved_plan import NodeCopies, ResolvedPlacement, ResolvedPlan
-from payload.orchestrate.runs.run_request import PlanRequest
-from payload.orchestrate.runs.start_checks import (
+from payload.orchestrate.runs.run_input_checks import (
     memory_warning,
     rate_warning,
     require_fp8_on,
 )
+from payload.orchestrate.runs.run_request import PlanRequest
 from payload.run_record.run_files import RunPaths
 
 

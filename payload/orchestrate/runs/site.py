@@ -161,7 +161,7 @@ UnderWay = Callable[[], SiteRun | None]
 
 
 class Site(ABC):
-    """A place where runs live: one file of this package with a class below."""
+    """A place where runs live: one file of `payload/orchestrate/sites` with a class below."""
 
     uses_this_environment: ClassVar[bool] = False
     """True if ranks use the packages and the model cache of this process."""

@@ -39,8 +39,8 @@ from payload.orchestrate.hardware.nvidia import NvidiaFacts, smi_fault, with_gpu
 from payload.orchestrate.inventories.chosen import ResolvedInventory, nvidia_here
 from payload.orchestrate.node import control
 from payload.orchestrate.runs.planning import PlanTarget, resolve
+from payload.orchestrate.runs.run_input_checks import check_data
 from payload.orchestrate.runs.run_request import PlanRequest
-from payload.orchestrate.runs.start_checks import check_data
 from payload.run_record.run_files import DEFAULT_GRACE_S, RunJob, RunPaths, last_record, write_json
 from payload.run_record.run_repair import known_summary, make_room
 

@@ -13,7 +13,7 @@ from payload.run_record.run_files import RunJob, RunPaths, last_record
 
 _NOT_SITES = (
     "allocation",
-    "checkpoint_copies",
+    "local_checkpoint_copies",
     "ssh_run",
     "local",
     "registry",

@@ -29,7 +29,7 @@ from payload.orchestrate.runs.at_risk import loses_checkpoints
 from payload.orchestrate.runs.mirror import Mirrored, note_collected, read_mirrored
 from payload.orchestrate.runs.remote_run import Look, RemoteRun, planned_run_dir, require_own_there
 from payload.orchestrate.runs.site import CollectResult, RunPoll, SiteRun, how_to_attach
-from payload.orchestrate.sites.checkpoint_copies import CheckpointCopies
+from payload.orchestrate.sites.local_checkpoint_copies import CheckpointCopies
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, Login
 from payload.orchestrate.terminal.console import text_console

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from payload.core.errors import ConfigError
 from payload.core.files import write_whole
+from payload.core.record_signing_key import is_signed, sign
 from payload.core.regular_files import read_bytes
-from payload.core.user_key import is_signed, sign
 from payload.report.trackers.base import About, Row, Tracker
 
 _MOST_AT_ONCE = 1_000

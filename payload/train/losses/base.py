@@ -1,7 +1,8 @@
 """The interface of a loss: its value for a batch, its weight, and the numbers of an evaluation.
 
-A loss is one file of this package with a class below `Loss`, named `LOSS`. It works on what the
-model's head found, and knows neither the model nor the ranks. B samples, T tokens, K labels.
+A loss is one file of this package with a class below `Loss`, to which its `LOSS` is set, and a line
+of `payload/core/tasks.py`. It works on what the model's head found (the task decides: losses of
+tokens, or logits), and knows neither the model nor the ranks. B samples, T tokens, K labels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The known losses: one for each file of this package that defines `LOSS`."""
+"""The known losses: every file of this package but `base` and `registry`."""
 
 from __future__ import annotations
 

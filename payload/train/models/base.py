@@ -159,7 +159,7 @@ class CausalLM(SplitModule, ABC):
 
     @abstractmethod
     def is_hidden_matrix(self, name: str) -> bool:
-        """Say whether the parameter of this name is a layer's matrix, which Muon trains."""
+        """Say whether the parameter of this name is a layer's matrix, as Muon trains alone."""
 
     def hf_tensors(self) -> dict[str, Tensor]:
         """Return the weights under the names and in the layout of transformers."""

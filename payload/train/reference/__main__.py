@@ -65,7 +65,7 @@ def _make(arguments: argparse.Namespace, world: World) -> None:
     from payload.data.tokenizer_match import require_same_tokens
     from payload.formats.data_folder import load_meta, require_task
     from payload.kernels.kernels import find_kernels
-    from payload.train.checkpoints.initial_weights import identify
+    from payload.train.checkpoints.initial_weights_identity import identify
     from payload.train.models.classifier import Classifier
     from payload.train.models.hf_weights import model_folder
     from payload.train.models.loading import load

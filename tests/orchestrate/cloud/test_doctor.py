@@ -13,7 +13,7 @@ from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.stack_config import settings
-from payload.stack.cloud_need import need_of
+from payload.stack.cloud_requirements import need_of
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, Fault
 from tests.support.nvidia_smi import L4, make_nvidia_smi

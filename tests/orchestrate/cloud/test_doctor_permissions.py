@@ -9,7 +9,7 @@ import pytest
 
 from payload.core.errors import ExitCode
 from payload.orchestrate.clouds.gcp.encryption_key import check_key
-from payload.stack.cloud_need import need_of
+from payload.stack.cloud_requirements import need_of
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.standin import NUMBER, PROJECT, ZONE
 from tests.orchestrate.cloud.test_doctor import configure, doctor

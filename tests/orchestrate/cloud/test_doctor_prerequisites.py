@@ -18,7 +18,7 @@ from payload.orchestrate.clouds.gcp.prerequisites import check_proxy
 from payload.orchestrate.clouds.proxy import past_the_proxy
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.commands.doctor import examine
-from payload.stack.cloud_need import need_of
+from payload.stack.cloud_requirements import need_of
 from payload.stack.stack_settings import DEFAULTS
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.standin import PROJECT, REGION, Fault

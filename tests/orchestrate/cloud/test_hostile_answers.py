@@ -23,7 +23,7 @@ from payload.orchestrate.clouds.gcp import host_keys
 from payload.orchestrate.clouds.gcp.billing_catalog import fresh_catalog
 from payload.orchestrate.clouds.gcp.buckets import buckets
 from payload.orchestrate.clouds.gcp.client import Google
-from payload.orchestrate.clouds.gcp.cluster_resources import by_cluster
+from payload.orchestrate.clouds.gcp.cluster_of_resource import by_cluster
 from payload.orchestrate.clouds.gcp.compute_resource import ask_compute
 from payload.orchestrate.clouds.gcp.dns_zones import dns_zones
 from payload.orchestrate.clouds.gcp.encryption_key import check_key
@@ -43,7 +43,7 @@ from payload.orchestrate.clouds.pulumi.failures import explain
 from payload.orchestrate.clouds.pulumi.stack_config import cluster_name, settings
 from payload.orchestrate.clouds.pulumi.stack_outputs import read_outputs, remember
 from payload.orchestrate.clouds.pulumi.stack_state import stack_state
-from payload.stack.cloud_need import Need, need_of
+from payload.stack.cloud_requirements import Need, need_of
 from tests.orchestrate.cloud.conftest import KEY, Site
 from tests.orchestrate.cloud.standin import NUMBER, PROJECT, REGION, ZONE, Fault
 from tests.orchestrate.cloud.test_doctor import family_limit

@@ -18,7 +18,7 @@ from payload.core.errors import BudgetError
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.commands.doctor import check_price
 from payload.pricing.cloud_prices import CATALOG_FILE, CATALOG_LASTS_S, disk_price, read_catalog
-from payload.stack.cloud_need import Need
+from payload.stack.cloud_requirements import Need
 from tests.infra.stacks import ROOT
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Capture

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from infra.gcp.labels import cluster_labels, mark
-from payload.orchestrate.clouds.gcp.cluster_resources import by_cluster, expiry_of
+from payload.orchestrate.clouds.gcp.cluster_of_resource import by_cluster, expiry_of
 from payload.orchestrate.clouds.gcp.removal_order import Resource, marks
 from tests.infra.stacks import CASES
 from tests.support.golden_files import GOLDEN

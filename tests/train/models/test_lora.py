@@ -20,7 +20,7 @@ from payload.export.merged import merged_weights
 from payload.formats.checkpoint_files import manifest_problems
 from payload.models.gpt2.spec import PRESETS
 from payload.models.spec import RankSetting
-from payload.train.checkpoints.initial_weights import identify
+from payload.train.checkpoints.initial_weights_identity import identify
 from payload.train.models.base import trainable
 from payload.train.models.hf_weights import save_hf
 from payload.train.models.loading import load

@@ -10,7 +10,7 @@ from payload.core.errors import TileforgeError
 from payload.core.validation.fields import checked
 from payload.orchestrate.clouds.gcp.check_result import Check, auth, unknown, wrong
 from payload.orchestrate.clouds.gcp.client import CloudMissingError, Google
-from payload.stack.cloud_need import Need, key_location_fits
+from payload.stack.cloud_requirements import Need, key_location_fits
 from payload.stack.google_name_patterns import KMS_KEY, KMS_ROLE
 
 _NAME = "kmsKey"

@@ -17,7 +17,7 @@ from payload.core.errors import ConfigError, TeardownError
 from payload.core.suggested_commands import command
 from payload.orchestrate.clouds.cluster_records import remembered_clusters
 from payload.orchestrate.clouds.gcp.client import Google
-from payload.orchestrate.clouds.gcp.cluster_resources import (
+from payload.orchestrate.clouds.gcp.cluster_of_resource import (
     by_cluster,
     check_cluster_name,
     expiry_of,

@@ -12,7 +12,7 @@ from payload.core.validation.fields import checked
 from payload.orchestrate.clouds.gcp.check_result import Check, auth, unknown
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.error_catalog import policy_fix
-from payload.stack.cloud_need import Need
+from payload.stack.cloud_requirements import Need
 from payload.stack.google_name_patterns import KMS_KEY
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from payload.orchestrate.clouds.gcp.cluster_resources import is_made_by_program
+from payload.orchestrate.clouds.gcp.cluster_of_resource import is_made_by_program
 from payload.orchestrate.clouds.gcp.removal_order import Resource, in_order, is_zone
 from payload.orchestrate.clouds.gcp.resource_kinds import BUCKET, FILESTORE, KINDS, SERVICE_ACCOUNT
 from payload.stack.cluster_identity import identity_in

@@ -16,7 +16,7 @@ from payload.orchestrate.clouds.gcp.client import REQUEST_S, CloudMissingError, 
 from payload.orchestrate.clouds.gcp.error_catalog import QUOTA_PROJECT_FIX, billing_fix, bucket_fix
 from payload.orchestrate.clouds.gcp.organization_policies import check_boolean_policy
 from payload.orchestrate.clouds.proxy import address_of, proxy_of, spares_loopback
-from payload.stack.cloud_need import Need
+from payload.stack.cloud_requirements import Need
 
 _CONNECT_S = 5.0
 _IMAGE = re.compile(r"projects/(?P<project>[a-z0-9:.-]+)/global/images/(?P<name>[a-z0-9-]+)")

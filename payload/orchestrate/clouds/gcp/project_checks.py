@@ -13,7 +13,7 @@ from payload.orchestrate.clouds.gcp.check_result import Check, auth, unknown
 from payload.orchestrate.clouds.gcp.client import CloudMissingError, Google
 from payload.orchestrate.clouds.gcp.compute_resource import ask_compute
 from payload.orchestrate.hardware.nvidia import GpuNeed, NvidiaFacts, gpu_faults
-from payload.stack.cloud_need import Need
+from payload.stack.cloud_requirements import Need
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from payload.core.validation.fields import checked
 from payload.orchestrate.clouds.gcp.check_result import Check, unknown
 from payload.orchestrate.clouds.gcp.client import CloudMissingError, Google
 from payload.orchestrate.clouds.gcp.compute_resource import ask_compute
-from payload.stack.cloud_need import Need, Scope
+from payload.stack.cloud_requirements import Need, Scope
 
 _PAGE = "https://console.cloud.google.com/iam-admin/quotas?project={project}"
 # Families after C3 have no metric of their own; Google counts them in one quota, by dimension.

@@ -21,7 +21,7 @@ from payload.orchestrate.clouds.pulumi.operations import Operations
 from payload.orchestrate.clouds.pulumi.orphans import orphans, remove_orphans
 from payload.orchestrate.clouds.pulumi.resource_types import INSTANCE
 from payload.orchestrate.clouds.pulumi.stack_state import stack_state
-from payload.stack.cloud_need import Spot
+from payload.stack.cloud_requirements import Spot
 
 _UP = ("up", "--yes", "--skip-preview")
 _EXISTS = ("Error 409", "alreadyExists", "already exists")

@@ -1,4 +1,4 @@
-"""Runs Pulumi's operations for an operator who watches and is asked."""
+"""Pulumi's operations, run with progress on the terminal and questions about a lock in the way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m payload.finetune.samples RUN`: write samples.json of a finished run.
+"""`python -m payload.finetune.samples_before_and_after RUN`: write samples.json of a finished run.
 
 The prompts are the beginnings of two documents or conversations of the validation data. The model
 that the run began with continues them, and so does the run's newest checkpoint; each is one process
