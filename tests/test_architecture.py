@@ -159,7 +159,7 @@ def test_no_module_outside_the_model_packages_names_a_family() -> None:
     "source",
     [
         "from payload.models.gpt2.spec import Gpt2Spec",
-        "import payload.train.models.llama",
+        "import payload.train.families.llama",
         "x = model.spec.n_head",
         "def f(n_embd): pass",
         "class Qwen3Spec: pass",

@@ -129,7 +129,8 @@ def _build_section(section: Any, table: Any, *, name: str) -> tuple[Any, list[_P
         if key in table:
             value = table[key]
             try:
-                values[key] = _in_range(each.read(_from_toml(value, each.hint)), each.limits)
+                read = each.read(_from_toml(value, each.hint))
+                values[key] = _in_range(read, each.limits, written=value)
             except RefusedError as refused:
                 text = f"{name}.{key} = {shown(value)}: {_wanted(refused, each.hint)}"
                 problems.append((f"{name}.{key}", text))
@@ -224,19 +225,23 @@ def _from_toml(value: Any, hint: Any) -> Any:
         return tuple(word for word in words if word and word != "none")
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     # What is written without a point is a Python integer of any size.
-    if is_whole and not abs(value) < 2**63:
+    is_number = not {int, float}.isdisjoint(members_of(hint))
+    if is_number and is_whole and not abs(value) < 2**63:
         raise RefusedError("type", float, value=value)
     return value
 
 
-def _in_range(value: Any, limits: Mapping[str, Any]) -> Any:
-    """Return a value that any file and any float can hold. Raises RefusedError."""
+def _in_range(value: Any, limits: Mapping[str, Any], *, written: Any) -> Any:
+    """Return a value, `written` in the file, that any file and float can hold.
+
+    Raises RefusedError.
+    """
     for each in value if isinstance(value, tuple) else (value,):
         # They become paths, names and lines of files.
         if isinstance(each, str) and (each != printable(each) or "\n" in each):
             raise RefusedError("pattern", "a text without control characters is needed.")
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    if is_whole and limits.get("high") is None and value > _MAX_INTEGER:
+    is_whole = isinstance(written, int) and not isinstance(written, bool)
+    if is_whole and limits.get("high") is None and written > _MAX_INTEGER:
         raise RefusedError("high", _MAX_INTEGER)
     return value
 

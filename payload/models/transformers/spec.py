@@ -210,12 +210,13 @@ def has_known_sizes(raw: Mapping[str, Any]) -> bool:
     without sizes, or with parts for more than text.
     """
     kind = raw.get("model_type")
-    if not isinstance(kind, str) or kind in CAUSAL_TYPES:
+    if not isinstance(kind, str) or not _NAME.fullmatch(kind) or kind in CAUSAL_TYPES:
         return True
     names = {name for names in _NAMES.values() for name in names}
     if any(key in names or key.endswith("_config") for key in raw):
         return True
-    return not any(type(raw[key]) is int for key in raw.keys() - {"vocab_size"})
+    sizes = [key for key, value in raw.items() if type(value) is int]
+    return not any(key != "vocab_size" and not key.endswith("_token_id") for key in sizes)
 
 
 def read(raw: Mapping[str, Any], *, where: str) -> OtherSpec:

@@ -19,7 +19,7 @@ from payload.core.errors import (
 from payload.core.printable_text import printable, shown
 from payload.core.python_processes import module_words
 from payload.core.validation.fields import checked
-from payload.core.validation.names import RUN_ID
+from payload.core.validation.names import RUN_ID, SHA256
 from payload.formats.checkpoint_files import (
     FOLDER_NAME,
 )
@@ -27,7 +27,6 @@ from payload.orchestrate.ssh.connection import Connection
 from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, Finished, NodeLook, ask, require_known
 
 _CHECKPOINT = re.compile(rf"({FOLDER_NAME.pattern})?")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _LOOK_S = 30.0
 _PROGRAM = "look.py"
 _UNPACK_S = 120.0
@@ -87,7 +86,7 @@ class RunThere:
     run_id: str = checked(pattern=RUN_ID, wanted="a run's name")
     checkpoint: str = checked(pattern=_CHECKPOINT, wanted="a checkpoint's name, or empty")
     """The newest whole one; empty where there is none."""
-    state: str | None = checked(pattern=_SHA256, wanted="a sha256")
+    state: str | None = checked(pattern=SHA256, wanted="a sha256")
     """SHA-256 of state.json; None for a run that has never begun."""
 
 
