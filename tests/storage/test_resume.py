@@ -51,14 +51,33 @@ SETTINGS = (
 )
 
 
+# A host that gives the test no time for seconds must not find the run at its end.
+_FREEZE = f"""
+import os, signal, sys
+
+def at_a_checkpoint(event, arguments):
+    if event == "os.rename" and str(arguments[1]).endswith("step_{STEPS - 5 * EVERY:08d}"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+if os.environ.get("RANK") == "0":
+    sys.addaudithook(at_a_checkpoint)
+"""
+
+
 class Place:
     """A machine with a runs folder of its own, that finds the store at `store_url`."""
 
-    def __init__(self, folder: Path, data: Path, store_url: str) -> None:
+    def __init__(
+        self, folder: Path, data: Path, store_url: str, *, freezes_late: bool = False
+    ) -> None:
+        """If it `freezes_late`, rank 0 stops itself where three quarters of the run are done."""
         self.runs = folder / "runs"
         self._data = data
         self._env = {**os.environ, "STORAGE_EMULATOR_HOST": store_url, "PYTHONPATH": str(REPO)}
         folder.mkdir()
+        if freezes_late:
+            (folder / "sitecustomize.py").write_text(_FREEZE, encoding="utf-8")
+            self._env["PYTHONPATH"] = f"{REPO}{os.pathsep}{folder}"
 
     def start(self, *words: str, results: str = RESULTS) -> subprocess.Popen[str]:
         return self._popen(self.words(*words, results=results))
@@ -166,7 +185,8 @@ def test_a_run_whose_machine_is_gone_goes_on_from_the_bucket_and_ends_bitwise_eq
     tmp_path: Path, data: Path, proxy: FaultyProxy, uninterrupted: RunPaths, seed: int
 ) -> None:
     draw, run_id = random.Random(seed), f"lost-{seed}"
-    here, there = (Place(tmp_path / name, data, proxy.url) for name in ("here", "there"))
+    here = Place(tmp_path / "here", data, proxy.url, freezes_late=True)
+    there = Place(tmp_path / "there", data, proxy.url)
     command = here.start("--run-id", run_id)
     paths = RunPaths(here.runs / run_id)
 
