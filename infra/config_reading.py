@@ -1,4 +1,4 @@
-"""Reads the cluster's settings once, before anything is built, and makes the operator's key."""
+"""Reads the cluster's settings once, before anything is built."""
 
 from __future__ import annotations
 
@@ -9,20 +9,15 @@ from pathlib import Path
 import pulumi
 from pulumi.runtime.config import CONFIG, get_config_env
 
-from infra.cloud_init import key_problem
 from infra.config import KEYS, PROJECT, ClusterConfig
 from infra.config_checks import problems
+from infra.operator_keys import Problems, make_missing_key, operator_keys
 from payload.core.errors import ConfigError
 from payload.core.printable_text import shown
-from payload.core.regular_files import read_bytes
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.refusal import RefusedError
 from payload.core.validation.suggestion import did_you_mean
 from payload.stack.cluster_files import cluster_path
-from payload.stack.operator_key import make_key, would_make_key
-
-_MOST_KEY_BYTES = 2**18
-"""Limit of the public key file: the most that user-data may have."""
 
 _LOGIN_KEYS = {
     "gcp:credentials": "GOOGLE_CREDENTIALS",
@@ -30,8 +25,6 @@ _LOGIN_KEYS = {
     "gcp:impersonateServiceAccount": "GOOGLE_IMPERSONATE_SERVICE_ACCOUNT",
 }
 """Settings of the provider's login, with the variables that have the same effect."""
-
-Problems = list[tuple[str, str]]
 
 
 def load_config(root: Path) -> tuple[ClusterConfig, tuple[str, ...]]:
@@ -47,7 +40,7 @@ def load_config(root: Path) -> tuple[ClusterConfig, tuple[str, ...]]:
     values = {key: settings.get(key) or "" for key in sorted(raw)}
     _check_login_keys(there)
     values |= _from_provider(values)
-    return read_config(values, stack=pulumi.get_stack(), root=root, missing_key=_missing_key)
+    return read_config(values, stack=pulumi.get_stack(), root=root, missing_key=make_missing_key)
 
 
 def _check_login_keys(keys: Iterable[str]) -> None:
@@ -79,17 +72,6 @@ def _from_provider(values: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _missing_key(public_file: Path) -> str:
-    """Return the key that takes the place of a missing one; a preview only says so."""
-    private_file = public_file.with_suffix("")
-    if pulumi.runtime.is_dry_run():
-        pulumi.info(f"would make the key that opens the cluster: {private_file}")
-        return would_make_key(public_file)
-    public = make_key(public_file)
-    pulumi.info(f"made the key that opens the cluster: {private_file}")
-    return public
-
-
 def read_config(
     values: Mapping[str, str],
     *,
@@ -116,7 +98,7 @@ def read_config(
         if may_make and not found and not path.exists():
             assert missing_key is not None
             return config, (missing_key(path),)
-        keys, problem = _operator_keys(config, root=root)
+        keys, problem = operator_keys(config, root=root)
         found += problem
     if found:
         lines = "".join(f"\n  {PROJECT}:{key}{text}" for key, text in found)
@@ -176,21 +158,3 @@ def _message(refused: RefusedError, *, key: str, text: str) -> str:
     if refused.reason == "choices":
         return f"{value}. Use one of: {', '.join(map(str, refused.wanted))}."
     return f"{value}{refused.refusal or f': {refused.problem()}.'}"
-
-
-def _operator_keys(config: ClusterConfig, *, root: Path) -> tuple[tuple[str, ...], Problems]:
-    """The lines of the public key file, and what is wrong with it."""
-    name = "operatorPublicKeyFile"
-    path = config.public_key_file()
-    private = path.with_suffix("")
-    make = f"mkdir -p -m 700 {private.parent} && ssh-keygen -q -t ed25519 -N '' -f {private}"
-    try:
-        text = read_bytes(root / path, limit_bytes=_MOST_KEY_BYTES).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text"
-        return (), [(name, f": {path}: {reason}. Make a key pair: {make}")]
-    keys = tuple(line.strip() for line in text.splitlines() if line.strip())
-    if not keys:
-        return (), [(name, f": {path} is empty. Make a key pair: {make}")]
-    bad = [problem for key in keys if (problem := key_problem(key))]
-    return keys, [(name, f": {path}: {problem}") for problem in bad[:1]]

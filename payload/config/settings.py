@@ -214,7 +214,7 @@ def _parse_scalar(text: str) -> Any:
 
 
 def _from_toml(value: Any, hint: Any) -> Any:
-    """Return a value of the file as the field's type has it: "none" is None.
+    """Return a value of the file as the field's type takes it: the text "none" becomes None.
 
     On a command line a list is one text with commas. Raises RefusedError for a huge number.
     """

@@ -25,7 +25,7 @@ def shortened(text: str, longest: int) -> str:
 
 
 def last_line(said: str, *, otherwise: str) -> str:
-    """Return the last line of a failed program's output, as `one_line` has it, without `error: `.
+    """Return the last line of a failed program's output, made by `one_line`, without `error: `.
 
     `otherwise` takes its place where the program wrote nothing.
     """

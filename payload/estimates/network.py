@@ -64,5 +64,5 @@ class Network:
 
 
 def sends_per_byte(ranks: int) -> float:
-    """How often a ring all-reduce sends each byte of the gradients: 2 (N-1)/N times."""
+    """Return the times that a ring all-reduce sends each gradient byte: 2 (N-1)/N."""
     return 2 * (ranks - 1) / ranks

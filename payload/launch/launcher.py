@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import ClassVar
 
+from payload.core.members import file_name
 from payload.launch.environment import Rendezvous
 from payload.machines.inventory import Node
 from payload.machines.rank_variables import RankVariables
@@ -133,7 +134,7 @@ class Launcher(ABC):
     @property
     def name(self) -> str:
         """Return the name of its file."""
-        return type(self).__module__.rpartition(".")[2]
+        return file_name(self)
 
     def unfit(self, system: str, machine: str) -> str | None:
         """Return why it cannot run on this system and kind of machine, or None."""

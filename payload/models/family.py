@@ -18,7 +18,7 @@ from payload.models.spec import ModelSpec
 
 
 class Family(ABC):
-    """A model family, as the registry has it."""
+    """A model family: one line of the registry."""
 
     model_types: ClassVar[tuple[str, ...]] = ()
     """Each `model_type` of config.json that is this family's alone."""

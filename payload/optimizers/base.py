@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
+from payload.core.members import file_name
+
 if TYPE_CHECKING:
     import torch
 
@@ -73,7 +75,7 @@ class Optimizer(ABC):
     @property
     def name(self) -> str:
         """Return the name of its file."""
-        return type(self).__module__.rpartition(".")[2]
+        return file_name(self)
 
     def takes(self, *, is_layer_matrix: bool) -> bool:
         """Return whether it trains a parameter, where it has an optimizer beside it."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
 
 from payload import optimizers
 from payload.core.errors import ConfigError
+from payload.core.members import member_names
 from payload.optimizers.base import Optimizer
 
 DEFAULT = "adamw"
@@ -16,8 +16,7 @@ _NOT_OPTIMIZERS = ("base", "registry")
 
 def names() -> list[str]:
     """Return every optimizer's name, in alphabetical order."""
-    found = (module.name for module in pkgutil.iter_modules(optimizers.__path__))
-    return sorted(name for name in found if name not in _NOT_OPTIMIZERS)
+    return member_names(optimizers, besides=_NOT_OPTIMIZERS)
 
 
 def find(name: str) -> Optimizer:

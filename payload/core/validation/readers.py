@@ -1,6 +1,6 @@
 """CONTRACT: readers hold values to what the fields of dataclasses declare.
 
-A reader returns a value as its field has it, or raises RefusedError. Readers are compiled once: a
+A reader returns a value in its field's type, or raises RefusedError. Readers are compiled once: a
 row of metrics.jsonl is read in microseconds.
 """
 
@@ -30,12 +30,12 @@ class DeclaredField:
     hint: Any
     read: Reader
     default: Any
-    """MISSING where there is none, or a function makes it."""
+    """MISSING for a required field, and where a function makes the default."""
     is_required: bool
     limits: Mapping[str, Any]
 
     def read_value(self, key: str, value: Any) -> Any:
-        """Return the value as the field has it. Raises RefusedError with the field's key."""
+        """Return the value in the field's type. Raises RefusedError with the field's key."""
         try:
             return self.read(value)
         except RefusedError as refused:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from payload.core.errors import UsageError
+from payload.core.members import file_name
 
 MOUNT = "/mnt/tileforge"
 """Where the storage is mounted: the folder that has data/ and runs/."""
@@ -99,7 +100,7 @@ class Engine(ABC):
     @property
     def name(self) -> str:
         """Return the name of its file."""
-        return type(self).__module__.rpartition(".")[2]
+        return file_name(self)
 
     def require(self, job: ExportJob) -> None:
         """Raise UsageError for a job that this engine cannot carry out."""

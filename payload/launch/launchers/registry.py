@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
 
 from payload.core.errors import ConfigError
+from payload.core.members import member_names
 from payload.launch import launchers
 from payload.launch.launcher import Launcher
 
@@ -16,8 +16,7 @@ _NOT_LAUNCHERS = ("registry",)
 
 def names() -> list[str]:
     """Return every launcher's name, in alphabetical order."""
-    found = (module.name for module in pkgutil.iter_modules(launchers.__path__))
-    return sorted(name for name in found if name not in _NOT_LAUNCHERS)
+    return member_names(launchers, besides=_NOT_LAUNCHERS)
 
 
 def find(name: str) -> Launcher:

@@ -18,6 +18,7 @@ from payload.core.errors import (
     ConfigError,
     RankLostError,
 )
+from payload.core.members import file_name
 from payload.orchestrate.runs.mirror import mirror_file, read_mirrored
 from payload.orchestrate.runs.resolved_plan import ResolvedPlacement, ResolvedPlan
 from payload.orchestrate.runs.run_index import is_copy, room_for
@@ -169,7 +170,7 @@ class Site(ABC):
     @property
     def name(self) -> str:
         """Return the name of its file, which `--site` takes."""
-        return type(self).__module__.rpartition(".")[2]
+        return file_name(self)
 
     def check(self, config: RunConfig, env: Mapping[str, str]) -> ResolvedPlacement | None:
         """Return what is decided before the start; None where the nodes are not known yet.

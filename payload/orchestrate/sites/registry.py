@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from collections.abc import Mapping
 
 from payload.core.errors import ConfigError
+from payload.core.members import member_names
 from payload.orchestrate import sites
 from payload.orchestrate.runs.site import NamedSite, SiteRun
 from payload.run_record.run_files import RunJob, RunPaths, last_record
@@ -25,8 +25,7 @@ _NOT_SITES = (
 
 def site_names() -> list[str]:
     """Return what `--site` takes, in alphabetical order."""
-    found = (module.name for module in pkgutil.iter_modules(sites.__path__))
-    return sorted(name for name in found if name not in _NOT_SITES)
+    return member_names(sites, besides=_NOT_SITES)
 
 
 def find_site(name: str) -> NamedSite:

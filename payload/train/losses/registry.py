@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
 
 from payload.config.training_sections import TaskSection
 from payload.core.errors import ConfigError
+from payload.core.members import member_names
 from payload.core.tasks import TASKS
 from payload.formats.data_folder import DataMeta
 from payload.train import losses
@@ -17,8 +17,7 @@ _NOT_LOSSES = ("base", "registry")
 
 def names() -> list[str]:
     """Return every loss's name, in alphabetical order."""
-    found = (module.name for module in pkgutil.iter_modules(losses.__path__))
-    return sorted(name for name in found if name not in _NOT_LOSSES)
+    return member_names(losses, besides=_NOT_LOSSES)
 
 
 def loss_of(task: TaskSection, meta: DataMeta) -> Loss:

@@ -1,0 +1,18 @@
+"""Members of a seam: the files of a package, each with one object."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Collection
+from types import ModuleType
+
+
+def member_names(package: ModuleType, *, besides: Collection[str]) -> list[str]:
+    """Return the names of a package's members in alphabetical order: all files but `besides`."""
+    found = (module.name for module in pkgutil.iter_modules(package.__path__))
+    return sorted(name for name in found if name not in besides)
+
+
+def file_name(member: object) -> str:
+    """Return the name of the file that defines the class of a member."""
+    return type(member).__module__.rpartition(".")[2]
