@@ -250,7 +250,7 @@ def _train_all(root: Path, tasks: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _checkpoints(paths: RunPaths) -> list[Path]:
-    from payload.formats.checkpoint_files import checkpoint_folders
+    from payload.formats.checkpoint_listing import checkpoint_folders
 
     return checkpoint_folders(paths.checkpoints)
 

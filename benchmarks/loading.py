@@ -32,7 +32,7 @@ from benchmarks.contenders import REPO
 from benchmarks.machine import describe_machine
 from benchmarks.meshes import mesh_settings
 from benchmarks.tables import Table
-from payload.formats.checkpoint_files import OPTIMIZER_FILE
+from payload.formats.checkpoint_listing import OPTIMIZER_FILE
 
 _CGROUP = Path("/sys/fs/cgroup/memory")
 _WIDTH = 1024

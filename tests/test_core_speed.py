@@ -18,9 +18,9 @@ from payload.machines.core_speed import (
 )
 from payload.machines.machine import discover
 from payload.models.gpt2.spec import PRESETS
-from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.follow.run_text import estimate
 from payload.orchestrate.inventories.chosen import ResolvedInventory
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.compute_settings import slow_bf16
 from payload.orchestrate.runs.planning import PlanTarget, resolve
 from payload.orchestrate.runs.resolved_plan import ResolvedPlan
@@ -105,7 +105,9 @@ class Planned(Protocol):
 @pytest.fixture
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
     def plan(*words: str, bf16: bool | None, kept_dtype: Dtype | None = None) -> ResolvedPlan:
-        monkeypatch.setattr("payload.orchestrate.access.local_profile.has_bf16", lambda: bf16)
+        monkeypatch.setattr(
+            "payload.orchestrate.machine_profiles.local_profile.has_bf16", lambda: bf16
+        )
         overrides = ["launch.launcher=torchrun", "device.kind=cpu", *words]
         config = parse_run_config("", overrides=overrides, where="test")
         return resolve(

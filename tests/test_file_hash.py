@@ -15,13 +15,13 @@ import pytest
 from payload.config.store_address import parse_store_address
 from payload.core import file_hash
 from payload.core.file_hash import sha256_of
-from payload.formats.checkpoint_files import manifest_problems, newest_sound
-from payload.orchestrate.commands.run import ConfigOptions
+from payload.formats.checkpoint_listing import manifest_problems, newest_sound
+from payload.orchestrate.commands.plan_and_run import ConfigOptions
 from payload.run_record.run_files import RunPaths
 from payload.storage.checkpoints import Upload, fetch_newest
 from payload.storage.opening import open_store
 from tests.storage.folders import write_checkpoint
-from tests.test_checkpoint_files import make_checkpoint
+from tests.test_checkpoint_listing import make_checkpoint
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from payload.config.training_sections import DtypeChoice, PrecisionSection
 from payload.core.errors import ConfigError
 from payload.machines.inventory import Node
 from payload.machines.machine import discover
-from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.follow.run_text import Estimate, estimate
 from payload.orchestrate.inventories.chosen import ResolvedInventory
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.planning import PlanTarget, resolve, resolve_placement
 from payload.orchestrate.runs.run_input_checks import rank_memory, require_fp8_on
 from payload.orchestrate.runs.run_request import PlanRequest
@@ -88,7 +88,7 @@ def test_a_plan_of_gpu_nodes_counts_no_copies_and_says_that_its_share_of_the_pea
 def test_unmeasured_gpu_nodes_are_estimated_at_the_share_of_the_cores_that_the_sentence_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("payload.orchestrate.access.local_profile.has_bf16", lambda: True)
+    monkeypatch.setattr("payload.orchestrate.machine_profiles.local_profile.has_bf16", lambda: True)
     gpu = Node(name="a", address="10.0.0.2", physical_cores=4, memory_gib=64.0, gpus=1)
     config = parse_run_config("", overrides=["launch.launcher=torchrun"], where="test")
 

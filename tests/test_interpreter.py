@@ -17,9 +17,9 @@ from payload.launch.environment import Rendezvous, common_environment, launcher_
 from payload.launch.launcher import Job, Reach
 from payload.launch.launchers.registry import find
 from payload.launch.plan import rank_words
-from payload.orchestrate.access.local_profile import LocalAccess
-from payload.storage.here import try_store_here
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.storage.isolated_reader import watched_store
+from payload.storage.store_access import try_store_here
 from payload.supervise.shared_folders import _Look
 
 REPO = Path(__file__).resolve().parents[1]

@@ -14,7 +14,7 @@ from payload.core.errors import ExitCode, TileforgeError
 from payload.data.__main__ import main as data
 from payload.export.__main__ import main as export
 from payload.finetune.__main__ import main as finetune
-from payload.formats.checkpoint_files import config_sha256, weights_sha256
+from payload.formats.checkpoint_listing import config_sha256, weights_sha256
 from payload.orchestrate.__main__ import main as orchestrate
 from tests.support.chat_data import conversations, make_model, make_tokenizer, prepare, write_rows
 from tests.support.launching import mpirun, run, train_program

@@ -20,9 +20,9 @@ from payload.machines.gpu_catalog import NVIDIA_DRIVER_BRANCH, least_driver_bran
 from payload.machines.inventory import Node
 from payload.machines.machine import discover
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.hardware.nvidia import QUERY, Fault, GpuNeed, NvidiaFacts, gpu_faults
 from payload.orchestrate.inventories.chosen import ResolvedInventory, load_cluster
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.node import look
 from payload.orchestrate.node.look import nvidia
 from payload.orchestrate.preflight import checks

@@ -14,7 +14,7 @@ from payload.config.store_address import parse_store_address
 from payload.core.errors import CheckpointError, ConfigError, DataError, ExitCode
 from payload.core.file_hash import sha256_of
 from payload.data.tokenizers import load_tokenizer
-from payload.formats.checkpoint_files import checkpoint_folders, newest_sound
+from payload.formats.checkpoint_listing import checkpoint_folders, newest_sound
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.runs.run_index import collect_from_store
 from payload.orchestrate.ssh.cluster import operator_key

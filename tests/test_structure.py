@@ -67,7 +67,7 @@ def strings_with(pattern: str) -> set[str]:
 
 def test_one_module_matches_a_checkpoint_s_name() -> None:
     # The second one runs on a node without this package, and the trace's name is another file's.
-    homes = {"payload/formats/checkpoint_files.py", "payload/orchestrate/node/look.py"}
+    homes = {"payload/formats/checkpoint_listing.py", "payload/orchestrate/node/look.py"}
     assert strings_with(r"step_\(?(\[0-9\]|\\d)\{8") == homes
 
 
@@ -84,7 +84,7 @@ def test_one_module_knows_the_names_in_a_run_s_folder() -> None:
         if path.parent.name != "node"
     }
     homes = {
-        ("payload/formats/checkpoint_files.py", "checkpoints"),
+        ("payload/formats/checkpoint_listing.py", "checkpoints"),
         ("payload/launch/ranks.py", "ranks.json"),  # a docstring
         ("payload/report/__main__.py", "report.html"),  # of several runs, in no run's folder
         ("payload/report/trackers/csv.py", "summary.json"),  # a tracker's own
@@ -119,7 +119,7 @@ def test_one_function_picks_the_checkpoint_with_the_lowest_loss_and_one_puts_a_c
         }
 
     # The two others compare evaluations, whatever was saved.
-    homes = {"formats/checkpoint_files", "run_record/run_statistics", "report/series"}
+    homes = {"formats/checkpoint_listing", "run_record/run_statistics", "report/series"}
     assert callers("min", "sorted", of="val_loss") == {f"payload/{name}.py" for name in homes}
     fetching = {"payload/storage/checkpoints.py", "payload/orchestrate/ssh/files.py"}
     assert callers("load_foreign_manifest") == callers("complete_copy") == fetching
@@ -161,7 +161,10 @@ def test_one_module_formats_durations_and_one_sums_a_cluster_s_prices() -> None:
 _GOOGLE_HOMES = (
     *("payload/orchestrate/clouds/gcp/", "payload/orchestrate/clouds/pulumi/", "infra/gcp/"),
     # The store's client and its login.
-    *(f"payload/storage/{name}.py" for name in ("bucket", "credentials", "google_login")),
+    *(
+        f"payload/storage/{name}.py"
+        for name in ("bucket", "credentials", "google_environment_login")
+    ),
 )
 _GOOGLE_NAMES = re.compile(
     r"googleapis\.com|\bgcp:[a-z]+/|\bprojects/[^ ]+/(zones|regions|global|locations)/"

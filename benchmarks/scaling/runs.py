@@ -29,7 +29,7 @@ from payload.launch.launcher import Reach
 from payload.launch.launchers.registry import find
 from payload.launch.ranks import Rank
 from payload.models.gpt2.spec import PRESETS
-from payload.orchestrate.access.local_profile import LocalAccess
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.run_record.run_files import RunPaths
 
 _TIMEOUT_S = 900

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from payload.core.errors import ConfigError
 from payload.core.files import free_bytes
-from payload.formats.checkpoint_files import (
+from payload.formats.checkpoint_listing import (
     CHECKPOINTS_NAME,
     checkpoint_folders,
     partial_checkpoints,

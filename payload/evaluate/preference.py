@@ -15,7 +15,7 @@ from payload.config.training_sections import TaskSection
 from payload.core.dtype import Dtype
 from payload.core.errors import ConfigError, DataError
 from payload.data.reading.pairs import Pairs, open_pairs
-from payload.formats.checkpoint_files import checkpoint_config
+from payload.formats.checkpoint_listing import checkpoint_config
 from payload.formats.data_folder import DataMeta
 from payload.run_record.preference import PreferenceMetrics
 from payload.train.losses.preference import Dpo

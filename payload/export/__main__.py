@@ -17,7 +17,7 @@ from payload.export.hf_folder import write_hf
 from payload.export.merged import dequantized_weights, merged_weights
 from payload.export.tensors import WeightFiles, weights_of
 from payload.export.vocabulary import read_vocabulary
-from payload.formats.checkpoint_files import CHECKPOINTS_NAME
+from payload.formats.checkpoint_listing import CHECKPOINTS_NAME
 from payload.formats.hf_folder import read_config
 from payload.formats.hub_names import local_name
 from payload.models.gguf import plan_gguf

@@ -11,7 +11,7 @@ from payload.core.errors import CheckpointError
 from payload.core.file_hash import sha256_of
 from payload.core.files import fsync_folder
 from payload.core.printable_text import shown
-from payload.formats.checkpoint_files import (
+from payload.formats.checkpoint_listing import (
     MANIFEST_FILE,
     TRAINER_FILE,
     Manifest,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from payload.core.errors import ConfigError
-from payload.formats.checkpoint_files import MANIFEST_FILE, checkpoint_step
+from payload.formats.checkpoint_listing import MANIFEST_FILE, checkpoint_step
 from payload.launch.budget import TimeLimit, time_limit
 from payload.launch.ranks import load_ranks
 from payload.machines.inventory import ClusterInventory

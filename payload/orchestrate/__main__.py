@@ -16,8 +16,7 @@ from payload.core.files import write_whole
 from payload.core.interrupts import interrupt_once
 from payload.core.suggested_commands import command, quoted
 from payload.launch.exports.registry import ENGINES
-from payload.orchestrate.access.local_profile import LocalAccess
-from payload.orchestrate.commands import run
+from payload.orchestrate.commands import plan_and_run as run
 from payload.orchestrate.commands.attach import AttachOptions, attach
 from payload.orchestrate.commands.cloud_arguments import add_cloud_commands, add_runs_dir, typed
 from payload.orchestrate.commands.collect import collect
@@ -29,12 +28,13 @@ from payload.orchestrate.commands.run_list import ListOptions, list_runs
 from payload.orchestrate.commands.status import StatusOptions, status
 from payload.orchestrate.commands.stop import StopOptions, stop
 from payload.orchestrate.inventories.chosen import load_cluster
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.export_plan import plan_export
 from payload.orchestrate.runs.run_index import check_named_id, check_new_id
 from payload.orchestrate.sites.registry import site_names
 from payload.orchestrate.terminal.console import text_console
 from payload.run_record.run_files import DEFAULT_GRACE_S, default_runs_dir
-from payload.storage.here import is_address, run_address
+from payload.storage.store_access import is_address, run_address
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

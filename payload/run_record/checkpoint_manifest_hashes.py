@@ -20,7 +20,7 @@ from payload.core.validation.fields import MAX_SECONDS, checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.names import SHA256
 from payload.core.validation.records import build, check_schema
-from payload.formats.checkpoint_files import FOLDER_NAME
+from payload.formats.checkpoint_listing import FOLDER_NAME
 from payload.run_record.run_files import NAMES, RunPaths
 
 SCHEMA_VERSION = 1

@@ -28,7 +28,7 @@ from payload.core.validation.fields import MAX_SECONDS, checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.names import MEMBER_NAME, NODE_NAME, RUN_ID
 from payload.core.validation.records import build, check_schema
-from payload.formats.checkpoint_files import (
+from payload.formats.checkpoint_listing import (
     CHECKPOINTS_NAME,
     MANIFEST_FILE,
     checkpoint_folders,

@@ -21,7 +21,7 @@ from payload.core.regular_files import read_bytes
 from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build, check_schema
-from payload.formats.checkpoint_files import TRAINER_FILE, checkpoint_folders
+from payload.formats.checkpoint_listing import TRAINER_FILE, checkpoint_folders
 from payload.run_record.run_files import NAMES, RunPaths, RunState, last_record
 from payload.run_record.store_state import StoreState
 

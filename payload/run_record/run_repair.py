@@ -28,7 +28,7 @@ from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.names import RUN_ID
 from payload.core.validation.records import build
-from payload.formats.checkpoint_files import (
+from payload.formats.checkpoint_listing import (
     checkpoint_config,
     checkpoint_dtype,
     checkpoint_folders,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from payload.core.errors import ConfigError
-from payload.formats.checkpoint_files import best_checkpoints, checkpoint_step
+from payload.formats.checkpoint_listing import best_checkpoints, checkpoint_step
 from payload.machines.inventory import ClusterInventory
 from payload.run_record.metrics_log import missing_steps, read_val_losses, stream_metrics
 from payload.run_record.run_files import RunPaths, Summary

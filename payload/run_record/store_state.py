@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from payload.core.validation.fields import MAX_SECONDS, checked
-from payload.formats.checkpoint_files import FOLDER_NAME
+from payload.formats.checkpoint_listing import FOLDER_NAME
 
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 

@@ -15,7 +15,7 @@ from payload.core.errors import ExitCode, TileforgeError, UsageError
 from payload.core.interrupts import interrupt_once
 from payload.core.printable_text import printable, shown_name
 from payload.core.suggested_commands import command
-from payload.formats.checkpoint_files import CHECKPOINTS_NAME
+from payload.formats.checkpoint_listing import CHECKPOINTS_NAME
 from payload.run_record.approved_settings import named_by, reaching, require_named
 from payload.run_record.run_files import RunPaths, require_own_folders
 from payload.storage.checkpoints import whole_checkpoints

@@ -18,7 +18,7 @@ from payload.config.store_address import StoreAddress
 from payload.core.errors import CloudAuthError
 from payload.core.printable_text import one_line
 from payload.storage.credentials import load_credentials, quiet
-from payload.storage.google_login import GoogleLogin
+from payload.storage.google_environment_login import GoogleLogin
 from payload.storage.objects import (
     SMALL_BYTES,
     ConflictError,

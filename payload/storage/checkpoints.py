@@ -19,7 +19,7 @@ from typing import BinaryIO
 from payload.core.errors import CheckpointError, PreflightError
 from payload.core.file_hash import sha256_of
 from payload.core.regular_files import open_regular
-from payload.formats.checkpoint_files import (
+from payload.formats.checkpoint_listing import (
     CHECKPOINTS_NAME,
     FOLDER_NAME,
     MANIFEST_FILE,

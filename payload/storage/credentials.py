@@ -10,7 +10,7 @@ from typing import Any
 
 from payload.core.errors import CloudAuthError
 from payload.core.validation.json_text import parse_json
-from payload.storage.google_login import TOKEN, GoogleLogin
+from payload.storage.google_environment_login import TOKEN, GoogleLogin
 
 _SCOPES = ("https://www.googleapis.com/auth/cloud-platform",)
 

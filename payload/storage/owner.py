@@ -13,7 +13,7 @@ from payload.core.errors import ConfigError
 from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build
-from payload.formats.checkpoint_files import CHECKPOINTS_NAME, FOLDER_NAME, TRAINER_FILE
+from payload.formats.checkpoint_listing import CHECKPOINTS_NAME, FOLDER_NAME, TRAINER_FILE
 from payload.run_record.run_files import NAMES
 from payload.run_record.run_identity import (
     IDENTITY_FILE,

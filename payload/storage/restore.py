@@ -9,7 +9,7 @@ from payload.config.store_address import StoreAddress
 from payload.core.errors import ConfigError
 from payload.core.files import write_whole
 from payload.core.printable_text import shown_name
-from payload.formats.checkpoint_files import best_step, checkpoint_step, newest_sound
+from payload.formats.checkpoint_listing import best_step, checkpoint_step, newest_sound
 from payload.run_record.checkpoint_manifest_hashes import ManifestHashes, known_hashes, verdict
 from payload.run_record.metrics_log import read_val_losses, stream_metrics
 from payload.run_record.run_files import NAMES, RunPaths, last_record

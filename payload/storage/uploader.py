@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from payload.core.errors import CheckpointError, ConfigError
 from payload.core.file_hash import sha256_of
-from payload.formats.checkpoint_files import (
+from payload.formats.checkpoint_listing import (
     MANIFEST_FILE,
     best_checkpoints,
     best_step,

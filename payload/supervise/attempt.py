@@ -14,7 +14,7 @@ from payload.config.run_config import RunConfig
 from payload.core.errors import ExitCode, PreflightError
 from payload.core.files import discard
 from payload.core.regular_files import open_regular
-from payload.formats.checkpoint_files import checkpoint_step
+from payload.formats.checkpoint_listing import checkpoint_step
 from payload.launch.environment import launcher_environment
 from payload.launch.launchers.registry import find
 from payload.launch.liveness import (

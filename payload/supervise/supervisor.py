@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from payload.config.run_config import load_run_config
 from payload.core.errors import BudgetError, ExitCode, PreflightError, TileforgeError
-from payload.formats.checkpoint_files import newest_sound
+from payload.formats.checkpoint_listing import newest_sound
 from payload.launch.budget import JobTime, cost_usd, limited, time_limit
 from payload.launch.environment import launcher_environment
 from payload.launch.launchers.registry import find

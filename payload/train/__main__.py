@@ -150,7 +150,7 @@ class LastWords:
         if self.paths is None or self.world is None or not self.paths.root.is_dir():
             return
         # Imported here for the errors before torch was; by now it has been.
-        from payload.train.rank_records import write_rank_exit
+        from payload.train.rank_output_files import write_rank_exit
 
         with contextlib.suppress(OSError):
             write_rank_exit(self.paths, self.world, exit_code=exit_code, error=words)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from payload.core.validation.fields import checked
-from payload.formats.checkpoint_files import OPTIMIZER_FILE
+from payload.formats.checkpoint_listing import OPTIMIZER_FILE
 from payload.train.checkpoints.checkpoint import optimizer_tensors
 from payload.train.optimizers.optimizer import Optimizers
 from payload.train.strategies.base import Strategy

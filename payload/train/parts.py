@@ -14,7 +14,7 @@ from payload.train.calibration import Calibration
 from payload.train.checkpoints.checkpoint import BaseModel
 from payload.train.models.base import CausalLM
 from payload.train.optimizers.optimizer import Optimizers
-from payload.train.rank_records import Heartbeat, MetricsFile
+from payload.train.rank_output_files import Heartbeat, MetricsFile
 from payload.train.ranks.world import World
 from payload.train.strategies.base import Strategy
 from payload.train.tasks.base import Task

@@ -34,7 +34,7 @@ from payload.train.models.float8 import convert_linears
 from payload.train.models.lora import shrink_base, widen_base
 from payload.train.optimizer_state import restore_optimizer
 from payload.train.parts import Observer, Parts
-from payload.train.rank_records import Heartbeat, MetricsFile
+from payload.train.rank_output_files import Heartbeat, MetricsFile
 from payload.train.ranks.world import World
 from payload.train.setup import (
     Start,

@@ -23,7 +23,7 @@ from payload.core.suggested_commands import command
 from payload.data.tokenizer_files import tokenizer_files
 from payload.data.tokenizer_match import require_same_tokens
 from payload.estimates.disk_room import require_room
-from payload.formats.checkpoint_files import (
+from payload.formats.checkpoint_listing import (
     checkpoint_folders,
     manifest_problems,
 )

@@ -17,7 +17,7 @@ from payload.core.regular_files import read_bytes
 from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build
-from payload.formats.checkpoint_files import ADAPTER_FILES, TRAINER_FILE
+from payload.formats.checkpoint_listing import ADAPTER_FILES, TRAINER_FILE
 from payload.formats.hf_folder import own_file
 from payload.models.adapter import ALL_LINEAR
 

@@ -12,7 +12,7 @@ from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
 from payload.core.regular_files import can_see, home_path
 from payload.core.suggested_commands import quoted
-from payload.formats.checkpoint_files import (
+from payload.formats.checkpoint_listing import (
     MANIFEST_FILE,
     checkpoint_folders,
     manifest_problems,

@@ -20,7 +20,7 @@ from payload.data.tokenizers import load_tokenizer
 from payload.data.writing.meta import write_meta
 from payload.formats.data_folder import load_meta
 from payload.formats.hf_folder import TOKENIZER_FILES, read_tokenizer_files
-from payload.orchestrate.access.node_uploads import local_weights
+from payload.orchestrate.machine_profiles.node_uploads import local_weights
 from tests.support.chat_data import make_model, make_tokenizer
 from tests.support.data_folders import make_data_folder
 

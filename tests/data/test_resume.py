@@ -14,7 +14,7 @@ import pytest
 from payload.core.errors import DataError
 from payload.data.__main__ import main
 from payload.data.writing.meta import verify_files
-from payload.data.writing.token_files import JOURNAL_NAME, locked
+from payload.data.writing.resumable_token_files import JOURNAL_NAME, locked
 from payload.formats.data_folder import load_meta
 from tests.data.running import (
     REPOSITORY,
@@ -237,7 +237,7 @@ def test_a_full_disk_is_one_line_and_the_run_can_go_on(corpus: Path, tmp_path: P
         return (Path("/dev/full") if path.name == "train.bin.partial" else path).open(mode)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("payload.data.writing.token_files._open", full_disk)
+        patched.setattr("payload.data.writing.resumable_token_files._open", full_disk)
         full = run_here("prepare", *args, "--quiet")
     assert full.returncode == 10
     assert full.stderr.startswith(f"error: {out}: No space left on device while writing, ")

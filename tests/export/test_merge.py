@@ -21,8 +21,8 @@ from payload.core.file_hash import sha256_of
 from payload.evaluate.__main__ import main as evaluate
 from payload.export.__main__ import main
 from payload.export.merged import merged_weights
-from payload.formats import checkpoint_files
-from payload.formats.checkpoint_files import config_sha256, weights_sha256
+from payload.formats import checkpoint_listing
+from payload.formats.checkpoint_listing import config_sha256, weights_sha256
 from payload.generate.__main__ import main as generate
 from payload.train.models.base import CausalLM, trainable
 from payload.train.models.classifier import Classifier
@@ -199,7 +199,7 @@ def test_an_adapters_base_is_read_once_for_its_hash(
         hashed.append(path)
         return sha256_of(path)
 
-    monkeypatch.setattr(checkpoint_files, "sha256_of", counted)
+    monkeypatch.setattr(checkpoint_listing, "sha256_of", counted)
     assert generate(["--checkpoint", str(folder), "--prompt", "red"]) == ExitCode.OK
     assert hashed == [base / "model.safetensors"]
 

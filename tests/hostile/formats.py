@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from payload.config.run_config import load_run_config
 from payload.data.sources.registry import build_source
 from payload.data.sources.request import SourceKind, SourceRequest
-from payload.formats.checkpoint_files import manifest_problems
+from payload.formats.checkpoint_listing import manifest_problems
 from payload.formats.data_folder import load_meta
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import load_ranks

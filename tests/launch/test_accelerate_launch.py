@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from payload.launch.launchers.registry import find
-from payload.orchestrate.access.local_profile import LocalAccess
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.run_record.run_files import RunPaths
 from tests.supervise.planned import plan_stand_in
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from payload.monitor.local import local_stack
-from payload.orchestrate.access.local_profile import LocalAccess
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.run_record.run_files import RunPaths
 from tests.monitoring.watched import Gpus, Watched, short_thresholds
 from tests.supervise.planned import REPO, wait_for_steps

@@ -17,7 +17,7 @@ from payload.estimates import disk_room
 from payload.estimates.run_estimate import work_out
 from payload.models.gpt2.spec import Gpt2Spec
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.access.local_profile import LocalAccess
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.run_input_checks import settle_initial
 from payload.run_record.run_files import RunPaths
 from tests.orchestrate.test_commands import ENDLESS, Workplace

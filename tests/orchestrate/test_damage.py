@@ -13,12 +13,12 @@ import pytest
 
 from payload.config.run_config import load_run_config
 from payload.core.errors import ExitCode, UsageError
-from payload.formats.checkpoint_files import manifest_problems
+from payload.formats.checkpoint_listing import manifest_problems
 from payload.launch.plan import LaunchPlan
 from payload.machines.inventory import ClusterInventory
 from payload.machines.rank_variables import RUN_DIR
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.access.local_profile import LocalAccess
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.mirror import Mirrored, write_mirrored
 from payload.run_record.approved_settings import note_named, reaching
 from payload.run_record.metrics_log import read_metrics

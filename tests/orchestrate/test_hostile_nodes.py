@@ -11,8 +11,8 @@ import pytest
 from payload.core.errors import AnswerError, ConfigError, TileforgeError
 from payload.core.printable_text import printable
 from payload.machines.inventory import ClusterInventory
-from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.commands.attach import AttachOptions, attach
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.mirror import note_seen
 from payload.orchestrate.runs.remote_run import RemoteRun
 from payload.orchestrate.ssh.cluster import Cluster

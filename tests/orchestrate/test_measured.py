@@ -18,7 +18,6 @@ from payload.machines.core_speed import typical_mfu
 from payload.machines.inventory import Access, ClusterInventory
 from payload.models.gpt2.spec import PRESETS
 from payload.optimizers.adamw import UPDATE_S_PER_WEIGHT
-from payload.orchestrate.access.offline_plan import dry_run_access
 from payload.orchestrate.findings.trial import (
     Measured,
     NodeSpeed,
@@ -28,6 +27,7 @@ from payload.orchestrate.findings.trial import (
     nodes_sha,
     record_path,
 )
+from payload.orchestrate.machine_profiles.offline_plan import dry_run_access
 from payload.orchestrate.preflight.report import (
     FRESH_S,
     Report,

@@ -10,8 +10,8 @@ import pytest
 from payload.config.run_config import RunConfig, parse_run_config
 from payload.core.errors import ConfigError
 from payload.machines.inventory import Access
-from payload.orchestrate.access.offline_plan import dry_run_access
 from payload.orchestrate.inventories.chosen import ResolvedInventory
+from payload.orchestrate.machine_profiles.offline_plan import dry_run_access
 from payload.orchestrate.preflight.cluster_trial import trial_arguments
 from payload.orchestrate.runs.launcher_choice import choose_launcher
 from payload.orchestrate.runs.planning import PlanTarget, resolve, resolve_placement

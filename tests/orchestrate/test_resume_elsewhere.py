@@ -15,8 +15,8 @@ from payload.core.errors import ConfigError, ExitCode, UsageError
 from payload.machines.inventory import Access, ClusterInventory
 from payload.machines.machine import discover
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.inventories.chosen import ResolvedInventory
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.mirror import mirror_file, note_seen
 from payload.orchestrate.runs.planning import PlanTarget, resolve
 from payload.orchestrate.runs.run_request import RunRequest
@@ -110,7 +110,7 @@ def test_without_a_store_a_run_stays_where_it_was(tmp_path: Path) -> None:
 def test_a_site_that_plans_an_order_tells_the_run_if_it_is_resumed(
     tmp_path: Path, resumes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("payload.orchestrate.access.local_profile.has_bf16", lambda: True)
+    monkeypatch.setattr("payload.orchestrate.machine_profiles.local_profile.has_bf16", lambda: True)
     paths = stored_run(tmp_path)
     if resumes:
         for step, dtype in ((1, "bf16"), (2, "fp32")):

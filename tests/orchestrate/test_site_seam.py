@@ -17,8 +17,8 @@ from payload.launch.budget import JobTime
 from payload.launch.launcher import KilledRank
 from payload.launch.launchers.registry import find
 from payload.machines.inventory import Access
-from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.inventories.chosen import load_cluster
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.planning import PlanTarget, require_launcher, resolve
 from payload.orchestrate.runs.run_request import PlanRequest
 from payload.orchestrate.sites.allocation import (

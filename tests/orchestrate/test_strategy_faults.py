@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from payload.core.errors import ExitCode
-from payload.formats.checkpoint_files import (
+from payload.formats.checkpoint_listing import (
     checkpoint_folders,
     manifest_problems,
     partial_checkpoints,

@@ -15,7 +15,7 @@ import pytest
 
 from payload.config.run_config import parse_run_config
 from payload.core.errors import INTERRUPTED, ExitCode
-from payload.formats.checkpoint_files import checkpoint_folders, manifest_problems
+from payload.formats.checkpoint_listing import checkpoint_folders, manifest_problems
 from payload.orchestrate.__main__ import main
 from payload.run_record.metrics_log import read_metrics
 from payload.run_record.run_files import RankProgress, RunPaths, RunState, Summary, read_json
@@ -23,7 +23,7 @@ from payload.supervise.processes import processes_of
 from tests.supervise.planned import REPO, state_of, wait_for, wait_for_steps
 from tests.support.data_folders import make_data_folder
 from tests.support.small_disk import SmallDisk
-from tests.test_checkpoint_files import make_checkpoint
+from tests.test_checkpoint_listing import make_checkpoint
 
 pytestmark = pytest.mark.ranks
 TIMEOUT_S = 180.0

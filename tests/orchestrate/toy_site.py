@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from signal import Signals
 
-from payload.orchestrate.access.local_profile import LocalAccess, port_of
 from payload.orchestrate.inventories.chosen import load_cluster
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess, port_of
 from payload.orchestrate.runs.planning import PlanTarget, resolve
 from payload.orchestrate.runs.run_request import RunRequest
 from payload.orchestrate.runs.site import CollectResult, NamedSite, RunPoll, SiteRun

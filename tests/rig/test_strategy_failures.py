@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from payload.core.errors import ExitCode
-from payload.formats.checkpoint_files import (
+from payload.formats.checkpoint_listing import (
     checkpoint_folders,
     manifest_problems,
     partial_checkpoints,

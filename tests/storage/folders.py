@@ -7,7 +7,12 @@ import json
 import random
 from pathlib import Path
 
-from payload.formats.checkpoint_files import MANIFEST_FILE, MODEL_FILES, NEEDED_FILES, TRAINER_FILE
+from payload.formats.checkpoint_listing import (
+    MANIFEST_FILE,
+    MODEL_FILES,
+    NEEDED_FILES,
+    TRAINER_FILE,
+)
 from payload.run_record.run_identity import RunIdentity
 from tests.support.identities import MINE
 

@@ -306,7 +306,7 @@ def test_a_run_that_another_collect_has_made_meanwhile_is_taken(
         monkeypatch.undo()
         assert stored.collect() is not None  # the other one, while this one still fetches
 
-    monkeypatch.setattr("payload.storage.here.fetch_run", late)
+    monkeypatch.setattr("payload.storage.store_access.fetch_run", late)
     found = stored.collect()
     assert found is not None and content_of(found) == content_of(stored.checkpoint)
     assert [path.name for path in stored.paths.root.parent.iterdir()] == ["r"]

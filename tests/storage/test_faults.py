@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from payload.config.store_address import parse_store_address
-from payload.formats.checkpoint_files import manifest_problems
+from payload.formats.checkpoint_listing import manifest_problems
 from payload.run_record.run_files import RunPaths, last_record
 from payload.run_record.store_state import StoreState
 from payload.storage.bucket import BucketStore

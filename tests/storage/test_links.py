@@ -17,7 +17,6 @@ from payload.run_record.run_identity import RunIdentity
 from payload.storage.__main__ import main
 from payload.storage.checkpoints import fetch_newest, remove_checkpoints, stored_manifests
 from payload.storage.folder import FolderStore
-from payload.storage.here import run_address
 from payload.storage.objects import (
     SMALL_BYTES,
     ObjectStore,
@@ -28,6 +27,7 @@ from payload.storage.objects import (
 from payload.storage.owner import stored_identity
 from payload.storage.records import fetch_records
 from payload.storage.restore import fetch_run
+from payload.storage.store_access import run_address
 from tests.storage.folders import write_checkpoint
 from tests.support.identities import MINE, THEIRS
 

@@ -9,7 +9,7 @@ import pytest
 
 from payload.config.store_address import parse_store_address
 from payload.core.file_hash import sha256_of
-from payload.formats.checkpoint_files import MANIFEST_FILE
+from payload.formats.checkpoint_listing import MANIFEST_FILE
 from payload.orchestrate.runs.run_index import collect_from_store
 from payload.run_record.checkpoint_manifest_hashes import (
     HASHES_FILE,

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from payload.core.errors import ExitCode
-from payload.formats.checkpoint_files import manifest_problems
+from payload.formats.checkpoint_listing import manifest_problems
 from payload.machines.inventory import Access
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.runs.mirror import note_seen, read_mirrored

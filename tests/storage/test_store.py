@@ -19,7 +19,6 @@ from payload.core.errors import ConfigError, DataError, ExitCode
 from payload.orchestrate.__main__ import main as orchestrate
 from payload.storage.bucket import BucketStore, _libraries
 from payload.storage.checkpoints import Upload, fetch_newest, remove_checkpoints, whole_checkpoints
-from payload.storage.here import bring_data_here
 from payload.storage.isolated_reader import watched_store
 from payload.storage.objects import (
     ABSENT,
@@ -32,6 +31,7 @@ from payload.storage.objects import (
 )
 from payload.storage.opening import check_store, open_store
 from payload.storage.owner import LostOwnershipError, claim, new_token, require_owner
+from payload.storage.store_access import bring_data_here
 from tests.storage.folders import content_of, write_checkpoint
 from tests.storage.server import BUCKET, Faults, FaultyProxy
 from tests.support.data_folders import make_data_folder

@@ -17,11 +17,11 @@ from payload.orchestrate.runs.run_index import collect_from_store
 from payload.run_record.run_files import RunPaths
 from payload.storage import folder
 from payload.storage.checkpoints import Upload
-from payload.storage.here import bring_data_here, try_store_here
 from payload.storage.isolated_reader import watched_store
 from payload.storage.objects import ObjectStore, StoreError
 from payload.storage.opening import open_store
 from payload.storage.restore import restore
+from payload.storage.store_access import bring_data_here, try_store_here
 from tests.storage.folders import content_of, write_checkpoint
 from tests.storage.server import BUCKET, GcsServer
 from tests.support.launching import REPO

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from payload.config.run_config import parse_run_config
-from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.inventories.chosen import load_cluster
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.planning import PlanTarget, resolve
 from payload.orchestrate.runs.run_request import PlanRequest
 from payload.run_record.run_files import (

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from payload.core.errors import ExitCode
-from payload.orchestrate.access.local_profile import LocalAccess
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.run_record.run_files import (
     RankExit,
     RankProgress,
@@ -38,7 +38,7 @@ from tests.supervise.planned import (
     wait_for_steps,
     wait_until_gone,
 )
-from tests.test_checkpoint_files import make_checkpoint
+from tests.test_checkpoint_listing import make_checkpoint
 from tests.test_metrics_log import step_line
 
 pytestmark = pytest.mark.ranks

@@ -15,7 +15,7 @@ import torch
 
 from payload.config.training_sections import OptimizerSection
 from payload.core.errors import CheckpointError, TrainingError
-from payload.formats.checkpoint_files import checkpoint_folders, manifest_problems
+from payload.formats.checkpoint_listing import checkpoint_folders, manifest_problems
 from payload.train.checkpoints.checkpoint import (
     TrainerState,
     load_trainer_state,

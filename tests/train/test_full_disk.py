@@ -11,7 +11,7 @@ from payload.core.errors import TrainingError
 from payload.run_record.metrics_log import EvalMetrics, read_metrics
 from payload.run_record.reserved_space import give_room_back, keep_room, write_record
 from payload.run_record.run_files import RankExit, RunPaths, read_json, write_json
-from payload.train.rank_records import MetricsFile
+from payload.train.rank_output_files import MetricsFile
 from tests.support.small_disk import SmallDisk
 
 pytestmark = pytest.mark.processes

@@ -18,7 +18,11 @@ from torch import Tensor
 
 from payload.config.run_config import load_run_config
 from payload.core.errors import TrainingError
-from payload.formats.checkpoint_files import checkpoint_folders, checkpoint_step, manifest_problems
+from payload.formats.checkpoint_listing import (
+    checkpoint_folders,
+    checkpoint_step,
+    manifest_problems,
+)
 from payload.run_record.metrics_log import EvalMetrics, read_metrics
 from payload.run_record.run_files import RunPaths, Summary, read_json
 from payload.run_record.run_repair import make_room

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from payload.core.errors import TrainingError
-from payload.formats.checkpoint_files import checkpoint_folders, manifest_problems
+from payload.formats.checkpoint_listing import checkpoint_folders, manifest_problems
 from payload.run_record.run_files import RunPaths
 from payload.train.checkpoints.saving import Saving
 from payload.train.checkpoints.snapshot import Snapshot

@@ -22,7 +22,7 @@ from payload.train.checkpoints.saving import Saving
 from payload.train.losses.next_token import NextToken
 from payload.train.optimizers.optimizer import build_optimizers
 from payload.train.parts import Parts
-from payload.train.rank_records import Heartbeat
+from payload.train.rank_output_files import Heartbeat
 from payload.train.ranks.world import World, as_rank_lost
 from payload.train.strategies.replicate import Replicate
 from payload.train.tasks.text import BlockSamples

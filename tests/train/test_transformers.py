@@ -18,7 +18,7 @@ from payload.core.errors import CheckpointError
 from payload.data.tokenizers.gpt2 import gpt2_encoding
 from payload.data.writing.encode import NASTY
 from payload.data.writing.meta import write_meta
-from payload.formats.checkpoint_files import manifest_problems
+from payload.formats.checkpoint_listing import manifest_problems
 from payload.formats.data_folder import load_meta
 from payload.formats.hf_folder import TOKENIZER_FILES
 from payload.run_record.run_files import RunPaths

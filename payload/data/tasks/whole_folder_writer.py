@@ -26,7 +26,7 @@ from payload.data.writing.plan import (
 )
 from payload.data.writing.prepare import Outcome, say_few
 from payload.data.writing.progress import Reporter
-from payload.data.writing.token_files import locked, writing_to
+from payload.data.writing.resumable_token_files import locked, writing_to
 from payload.data.writing.write import EXAMPLES_KEPT
 from payload.formats.data_folder import META_NAME, DataFile, DataMeta
 

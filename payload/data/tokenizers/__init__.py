@@ -11,7 +11,7 @@ from payload.core.regular_files import home_path
 from payload.data.tokenizers.gguf import gguf_tokenizer_folder
 from payload.data.tokenizers.gpt2 import TOKENIZER_NAME, gpt2_encoding, gpt2_tokenizer
 from payload.data.tokenizers.probe import same_tokens
-from payload.formats.checkpoint_files import require_own
+from payload.formats.checkpoint_listing import require_own
 from payload.formats.hub_names import HubName, hub_name, require_one_meaning
 from payload.formats.tokenizer_identity import GPT2_PIPELINE_SHA256
 from payload.models.gguf import gguf_file

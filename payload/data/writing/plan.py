@@ -30,7 +30,11 @@ from payload.data.tokenizers.special_tokens import (
 )
 from payload.data.writing.encode import Encoded, choose_encoder
 from payload.data.writing.meta import check_tokenizer_files
-from payload.data.writing.token_files import JOURNAL_NAME, remove_unfinished, unfinished_fingerprint
+from payload.data.writing.resumable_token_files import (
+    JOURNAL_NAME,
+    remove_unfinished,
+    unfinished_fingerprint,
+)
 from payload.formats.data_folder import (
     META_NAME,
     TRAIN_NAME,

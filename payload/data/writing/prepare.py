@@ -27,7 +27,7 @@ from payload.data.writing.plan import (
     new_folder,
 )
 from payload.data.writing.progress import Reporter, format_bytes
-from payload.data.writing.token_files import Store, locked, remove_unfinished, writing_to
+from payload.data.writing.resumable_token_files import Store, locked, remove_unfinished, writing_to
 from payload.data.writing.tokenizer_check import TokenizerCheck
 from payload.data.writing.write import write_batch
 from payload.formats.data_folder import DataMeta

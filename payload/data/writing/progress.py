@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from payload.core.durations import in_words
 from payload.data.sources.documents import MIB, Survey
-from payload.data.writing.token_files import Totals
+from payload.data.writing.resumable_token_files import Totals
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -11,7 +11,7 @@ from payload.data.sources.documents import Batch
 from payload.data.sources.split import Split
 from payload.data.tokenizers.base import TextTokenizer
 from payload.data.writing.encode import Encoded
-from payload.data.writing.token_files import Store
+from payload.data.writing.resumable_token_files import Store
 from payload.formats.data_folder import token_dtype
 
 EXAMPLES_KEPT = 20

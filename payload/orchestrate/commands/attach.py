@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import dataclass
 
-from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.commands.run_choice import ClusterRunChoice, run_is_here, run_of
 from payload.orchestrate.follow.follow import EndOptions, follow
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.terminal.console import text_console
 
 

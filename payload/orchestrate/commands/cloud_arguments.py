@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import payload
-from payload.orchestrate.access.local_profile import LocalAccess
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -26,9 +26,9 @@ from payload.monitor.local import (
     stay,
 )
 from payload.monitor.tunnel import forwarded
-from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.commands.run_choice import ClusterRunChoice
 from payload.orchestrate.inventories.chosen import load_cluster
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.run_index import find_run
 from payload.orchestrate.terminal.console import text_console
 from payload.run_record.run_files import LATEST, RunPaths

@@ -12,9 +12,9 @@ from payload.core.errors import (
 )
 from payload.core.links import refuse_links
 from payload.launch.ranks import load_ranks
-from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.commands.run_choice import RunChoice, site_run
 from payload.orchestrate.follow.follow import Tail, follow_log
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.run_index import find_run
 from payload.orchestrate.terminal.console import text_console
 from payload.run_record.run_files import RunPaths

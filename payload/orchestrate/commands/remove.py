@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from payload.core.errors import ExitCode, TileforgeError, UsageError
-from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.commands.run_choice import alive_at_site, mirrored_if_readable
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.mirror import Mirrored, mirror_file
 from payload.orchestrate.runs.removal import (
     finish_removals,

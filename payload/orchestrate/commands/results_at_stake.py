@@ -15,12 +15,12 @@ from payload.core.errors import ConfigError, TileforgeError
 from payload.core.files import write_whole
 from payload.core.regular_files import read_bytes
 from payload.core.suggested_commands import command
-from payload.formats.checkpoint_files import MANIFEST_FILE, checkpoint_step
+from payload.formats.checkpoint_listing import MANIFEST_FILE, checkpoint_step
 from payload.machines.inventory import ClusterInventory, Node
-from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.clouds.pulumi.stack_outputs import StackOutputs
 from payload.orchestrate.commands.collect import collect
 from payload.orchestrate.commands.run_choice import RunChoice
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.mirror import Mirrored, read_mirrored
 from payload.orchestrate.runs.run_index import all_runs
 from payload.run_record.run_files import RunPaths, Summary, read_json

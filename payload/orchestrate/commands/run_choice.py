@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from payload.core.errors import ConfigError, TileforgeError, UsageError
-from payload.orchestrate.access.local_profile import LocalAccess
-from payload.orchestrate.commands.run import site_of
+from payload.orchestrate.commands.plan_and_run import site_of
 from payload.orchestrate.inventories.chosen import load_cluster
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.mirror import Mirrored, read_mirrored
 from payload.orchestrate.runs.run_index import find_run
 from payload.orchestrate.runs.site import SiteRun, looks_alive

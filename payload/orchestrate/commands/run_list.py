@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from payload.core.errors import ConfigError, ExitCode
-from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.commands.run_choice import alive_at_site
 from payload.orchestrate.follow.run_text import list_lines
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.run_index import all_runs, view_run
 from payload.orchestrate.terminal.console import text_console
 

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 
 from payload.core.errors import ConfigError, ExitCode
 from payload.machines.inventory import ClusterInventory
-from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.commands.run_choice import RunChoice, mirrored_if_readable, site_run
 from payload.orchestrate.follow.run_text import ranks_lines, status_lines
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.run_index import find_run, view_run
 from payload.orchestrate.terminal.console import text_console
 from payload.run_record.run_files import RunPaths

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from payload.core.errors import ExitCode
-from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.commands.run_choice import ClusterRunChoice, run_of
 from payload.orchestrate.follow.follow import EndOptions, StopWait, say_run_end
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.site import SiteRun, how_to_attach
 from payload.orchestrate.terminal.console import text_console
 from payload.run_record.run_files import StopRequest

@@ -28,6 +28,7 @@ from payload.orchestrate.terminal.console import LiveLine, text_console
 from payload.run_record.approved_settings import bounded_wait_s
 from payload.run_record.checkpoint_grace import CheckpointWatch
 from payload.run_record.metrics_log import StepMetrics
+from payload.run_record.report_and_samples import write_report
 from payload.run_record.run_files import (
     DEFAULT_GRACE_S,
     NAMES,
@@ -47,7 +48,6 @@ from payload.run_record.run_repair import known_config, known_state
 from payload.run_record.stragglers import StragglerNews, by_rank
 from payload.run_record.suggested_run_commands import run_command
 from payload.run_record.tracker_process import hand_over, tracked
-from payload.run_record.write_report import write_report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,6 @@ from payload.core.validation.records import build
 from payload.launch.launchers.registry import AUTO
 from payload.machines.inventory import RANK_PORTS, SHARED_FOLDER, ClusterInventory, Node
 from payload.machines.machine import discover
-from payload.orchestrate.access.local_profile import LocalAccess
-from payload.orchestrate.access.node_uploads import try_store
 from payload.orchestrate.findings import nodes as find
 from payload.orchestrate.findings.nodes import (
     LOGS,
@@ -37,6 +35,8 @@ from payload.orchestrate.findings.nodes import (
 )
 from payload.orchestrate.hardware.nvidia import QUERY, GpuNeed, torch_here
 from payload.orchestrate.inventories.chosen import load_cluster
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
+from payload.orchestrate.machine_profiles.node_uploads import try_store
 from payload.orchestrate.node.look import probe
 from payload.orchestrate.preflight.report import BootWait, Report, try_here, try_there
 from payload.orchestrate.runs.launcher_choice import choose_launcher
@@ -54,7 +54,7 @@ from payload.orchestrate.ssh.remote_calls import (
 from payload.orchestrate.ssh.run_keys import remove_dead_keys
 from payload.orchestrate.terminal.console import text_console
 from payload.stack.node_paths import BOOTSTRAP_STATE, VENV
-from payload.storage.here import try_store_here
+from payload.storage.store_access import try_store_here
 
 _TABLE_WIDTH = 180
 _PROBE_S = 15.0

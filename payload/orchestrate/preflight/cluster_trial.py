@@ -24,18 +24,18 @@ from payload.launch.launchers.registry import AUTO, candidates
 from payload.launch.ranks import Placement, place_ranks
 from payload.machines.inventory import Node
 from payload.machines.machine import Domain
-from payload.orchestrate.access.cluster_profile import (
+from payload.orchestrate.findings import nodes as find
+from payload.orchestrate.findings.nodes import Finding, NodeFacts
+from payload.orchestrate.findings.trial import Measured, Outcome, failures
+from payload.orchestrate.hardware.nvidia import gpu_need
+from payload.orchestrate.machine_profiles.cluster_profile import (
     Answers,
     ClusterAccess,
     programs_of,
     venv_executable,
 )
-from payload.orchestrate.access.local_profile import LocalAccess, port_of
-from payload.orchestrate.access.node_uploads import bring_code
-from payload.orchestrate.findings import nodes as find
-from payload.orchestrate.findings.nodes import Finding, NodeFacts
-from payload.orchestrate.findings.trial import Measured, Outcome, failures
-from payload.orchestrate.hardware.nvidia import gpu_need
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess, port_of
+from payload.orchestrate.machine_profiles.node_uploads import bring_code
 from payload.orchestrate.node.mesh import trial
 from payload.orchestrate.runs.launcher_choice import LauncherChoice, choose_launcher
 from payload.orchestrate.runs.launcher_command import launch_command

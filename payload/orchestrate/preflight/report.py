@@ -23,7 +23,6 @@ from payload.machines.core_speed import flags_have_bf16
 from payload.machines.inventory import Node
 from payload.machines.machine import Domain
 from payload.models.spec import ModelSpec
-from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.findings.nodes import (
     NCCL,
     TRIED,
@@ -34,6 +33,7 @@ from payload.orchestrate.findings.nodes import (
 )
 from payload.orchestrate.findings.trial import Measured, Record, known_trial, nodes_sha, record_path
 from payload.orchestrate.hardware.nvidia import for_prediction, gpu_need
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.preflight.cluster_trial import Trial, try_cluster, try_this_machine
 from payload.orchestrate.runs.run_input_checks import initial_spec
 from payload.orchestrate.ssh.cluster import Cluster

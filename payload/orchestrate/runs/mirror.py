@@ -24,7 +24,7 @@ from payload.core.regular_files import open_regular, read_bytes
 from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build, check_schema
-from payload.formats.checkpoint_files import FOLDER_NAME
+from payload.formats.checkpoint_listing import FOLDER_NAME
 from payload.launch.ranks import load_ranks
 from payload.orchestrate.ssh.remote_calls import Part, Piece, require_known
 from payload.run_record.checkpoint_manifest_hashes import (

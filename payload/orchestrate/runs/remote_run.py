@@ -25,7 +25,7 @@ from payload.core.errors import (
 from payload.core.files import write_whole
 from payload.core.printable_text import shown
 from payload.core.python_processes import module_words
-from payload.formats.checkpoint_files import (
+from payload.formats.checkpoint_listing import (
     CHECKPOINTS_NAME,
     FOLDER_NAME,
     MANIFEST_FILE,

@@ -17,7 +17,7 @@ from payload.core.errors import ConfigError, UsageError
 from payload.core.regular_files import home_path, read_bytes
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.names import RUN_ID
-from payload.formats.checkpoint_files import newest_sound
+from payload.formats.checkpoint_listing import newest_sound
 from payload.orchestrate.runs.mirror import mirror_file
 from payload.run_record.run_files import RankProgress, RunPaths, RunState, read_json
 from payload.run_record.run_lock import RunLock, is_supervised, starting

@@ -17,7 +17,7 @@ from payload.core.file_hash import sha256_of
 from payload.core.regular_files import can_see
 from payload.core.suggested_commands import command
 from payload.core.validation.names import RUN_ID
-from payload.formats.checkpoint_files import MANIFEST_FILE, checkpoint_step, newest_sound
+from payload.formats.checkpoint_listing import MANIFEST_FILE, checkpoint_step, newest_sound
 from payload.launch.plan import LaunchPlan, operators_data
 from payload.launch.ranks import Rank, load_ranks
 from payload.machines.inventory import ClusterInventory
@@ -43,12 +43,12 @@ from payload.run_record.run_repair import known_config, known_state
 from payload.run_record.safe_copy_paths import inside
 from payload.run_record.store_state import StoreState
 from payload.storage.checkpoints import fetch_newest
-from payload.storage.here import fetch_whole, is_address, run_address
 from payload.storage.isolated_reader import watched_store
 from payload.storage.objects import StoreError, StoreReader, StoreRefusedError
 from payload.storage.owner import require_own_store
 from payload.storage.records import fetch_records
 from payload.storage.restore import has_run, last_step
+from payload.storage.store_access import fetch_whole, is_address, run_address
 
 # A supervisor takes its lock this soon after the plan was written.
 _START_S = 15.0

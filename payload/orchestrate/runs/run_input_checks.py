@@ -15,7 +15,7 @@ from payload.core.errors import CheckpointError, ConfigError, DataError
 from payload.core.regular_files import home_path
 from payload.core.tasks import TaskKind
 from payload.estimates.run_estimate import Arithmetic
-from payload.formats.checkpoint_files import MANIFEST_FILE
+from payload.formats.checkpoint_listing import MANIFEST_FILE
 from payload.formats.data_folder import TRAIN_NAME, load_meta, require_prepared_length, require_task
 from payload.formats.hub_names import HubName
 from payload.formats.tokenizer_identity import (

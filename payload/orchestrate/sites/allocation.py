@@ -34,9 +34,9 @@ from payload.launch.launchers.srun import LAUNCHER, NODE_COMMAND, each_node_comm
 from payload.machines.inventory import Access, ClusterInventory, Node
 from payload.machines.machine import Domain, discover, hostname
 from payload.machines.network_interface import interface_towards
-from payload.orchestrate.access.local_profile import LOOPBACK, LocalAccess, port_of
 from payload.orchestrate.hardware.nvidia import NvidiaFacts, smi_fault, with_gpus
 from payload.orchestrate.inventories.chosen import ResolvedInventory, nvidia_here
+from payload.orchestrate.machine_profiles.local_profile import LOOPBACK, LocalAccess, port_of
 from payload.orchestrate.node import control
 from payload.orchestrate.runs.planning import PlanTarget, resolve
 from payload.orchestrate.runs.run_input_checks import check_data

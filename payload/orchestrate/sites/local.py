@@ -16,10 +16,10 @@ from payload.config.engine_packages import require_means_here
 from payload.config.run_config import RunConfig
 from payload.core.errors import ConfigError, ExitCode, RankLostError, UsageError
 from payload.estimates.disk_room import require_room
-from payload.orchestrate.access.local_profile import LocalAccess, port_of
 from payload.orchestrate.follow.run_text import log_tail
 from payload.orchestrate.hardware.nvidia import require_gpus
 from payload.orchestrate.inventories.chosen import ResolvedInventory
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess, port_of
 from payload.orchestrate.runs.mirror import mirror_file
 from payload.orchestrate.runs.planning import PlanTarget, resolve
 from payload.orchestrate.runs.resolved_plan import ResolvedPlacement, ResolvedPlan
@@ -37,7 +37,7 @@ from payload.run_record.run_files import (
 from payload.run_record.run_lock import is_supervised
 from payload.run_record.run_repair import known_state
 from payload.run_record.suggested_run_commands import run_command
-from payload.storage.here import require_new_in_store
+from payload.storage.store_access import require_new_in_store
 
 _START_S = 30.0
 

@@ -18,8 +18,8 @@ from payload.core.errors import INTERRUPTED, ConfigError, ExitCode, PreflightErr
 from payload.core.files import write_whole
 from payload.core.printable_text import PLAIN_TEXT, shown, shown_name
 from payload.core.python_processes import code_environment, module_words
-from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.follow.run_text import log_tail
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.launcher_choice import require_launcher_of_jobs
 from payload.orchestrate.runs.mirror import mirror_file
 from payload.orchestrate.runs.run_request import RunRequest
@@ -35,7 +35,7 @@ from payload.run_record.run_files import (
 )
 from payload.run_record.run_lock import FORCE_SIGNAL
 from payload.run_record.run_repair import known_config
-from payload.storage.here import require_new_in_store
+from payload.storage.store_access import require_new_in_store
 
 _ASK_EVERY_S = 3.0
 _SCRIPT = "job.sbatch"

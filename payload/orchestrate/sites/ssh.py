@@ -22,10 +22,10 @@ from payload.core.errors import (
 )
 from payload.launch.ranks import Placement
 from payload.machines.inventory import ClusterInventory, Node
-from payload.orchestrate.access.cluster_profile import Answers, ClusterAccess, programs_of
-from payload.orchestrate.access.node_uploads import ask_nodes, bring_code, try_store
-from payload.orchestrate.access.offline_plan import plan_dry_run
 from payload.orchestrate.inventories.chosen import ResolvedInventory
+from payload.orchestrate.machine_profiles.cluster_profile import Answers, ClusterAccess, programs_of
+from payload.orchestrate.machine_profiles.node_uploads import ask_nodes, bring_code, try_store
+from payload.orchestrate.machine_profiles.offline_plan import plan_dry_run
 from payload.orchestrate.preflight.checks import check_cluster, lock_sha
 from payload.orchestrate.preflight.report import Report, try_if_new, with_known_trial
 from payload.orchestrate.runs.mirror import take_hashes

@@ -17,8 +17,8 @@ from payload.core.errors import (
 from payload.core.regular_files import can_see, home_path
 from payload.launch.budget import TimeLimit
 from payload.machines.inventory import Node
-from payload.orchestrate.access.cluster_profile import Answers
-from payload.orchestrate.access.node_uploads import (
+from payload.orchestrate.machine_profiles.cluster_profile import Answers
+from payload.orchestrate.machine_profiles.node_uploads import (
     Weights,
     bring_data,
     bring_weights,

@@ -22,7 +22,7 @@ from payload.core.links import no_follow
 from payload.core.printable_text import printable, shown
 from payload.core.regular_files import MAX_FILE_BYTES
 from payload.core.validation.names import SHA256
-from payload.formats.checkpoint_files import (
+from payload.formats.checkpoint_listing import (
     CHECKPOINTS_NAME,
     MANIFEST_FILE,
     ManifestEntry,

@@ -20,7 +20,7 @@ from payload.core.printable_text import printable, shown
 from payload.core.python_processes import module_words
 from payload.core.validation.fields import checked
 from payload.core.validation.names import RUN_ID, SHA256
-from payload.formats.checkpoint_files import (
+from payload.formats.checkpoint_listing import (
     FOLDER_NAME,
 )
 from payload.orchestrate.ssh.connection import Connection

@@ -30,7 +30,7 @@ from payload.core.validation.json_text import parse_json
 from payload.core.validation.names import RUN_ID
 from payload.core.validation.records import build
 from payload.machines.inventory import RANK_PORTS, Access, Node
-from payload.storage.google_login import GoogleLogin
+from payload.storage.google_environment_login import GoogleLogin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from payload.core.regular_files import read_bytes
 from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build, check_schema
-from payload.formats.checkpoint_files import (
+from payload.formats.checkpoint_listing import (
     BEST_NAME,
     MANIFEST_FILE,
     OPTIMIZER_FILE,

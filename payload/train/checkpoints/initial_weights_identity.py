@@ -11,7 +11,7 @@ from payload.core.errors import CheckpointError
 from payload.core.file_hash import sha256_of
 from payload.core.regular_files import read_bytes
 from payload.core.validation.json_text import parse_json
-from payload.formats.checkpoint_files import config_sha256, weights_sha256
+from payload.formats.checkpoint_listing import config_sha256, weights_sha256
 from payload.formats.hf_folder import own_file
 from payload.formats.hub_names import hub_name
 from payload.train.checkpoints.checkpoint import BaseModel

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from payload.core.errors import TrainingError
-from payload.formats.checkpoint_files import best_checkpoints
+from payload.formats.checkpoint_listing import best_checkpoints
 from payload.train.checkpoints.checkpoint import (
     TrainerState,
     point_to_best,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from payload.core.errors import CheckpointError
 from payload.core.suggested_commands import command
-from payload.formats.checkpoint_files import config_sha256, weights_sha256
+from payload.formats.checkpoint_listing import config_sha256, weights_sha256
 from payload.formats.hf_folder import CONFIG_FILE, WEIGHTS_FILE
 from payload.formats.hub_names import HubName, is_ambiguous
 from payload.formats.tokenizer_identity import TOKENIZER_FILE

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from payload.config.training_sections import Quantize
 from payload.core.errors import CheckpointError, ConfigError
-from payload.formats.checkpoint_files import TRAINER_FILE
+from payload.formats.checkpoint_listing import TRAINER_FILE
 from payload.formats.hf_folder import CONFIG_FILE, read_config
 from payload.models.registry import family_of, read_spec
 from payload.models.spec import ModelSpec

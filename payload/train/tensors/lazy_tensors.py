@@ -16,7 +16,7 @@ from torch import Tensor
 
 from payload.core.errors import CheckpointError
 from payload.core.regular_files import open_regular, read_bytes
-from payload.formats.checkpoint_files import MANIFEST_FILE
+from payload.formats.checkpoint_listing import MANIFEST_FILE
 from payload.models.tensor_headers import TensorHeader, file_headers, tensor_headers
 from payload.train.ranks.world import World
 

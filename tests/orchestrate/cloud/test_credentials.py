@@ -23,7 +23,7 @@ from payload.orchestrate.clouds.pulumi.cli_errors import refusal
 from payload.orchestrate.clouds.pulumi.failures import explain
 from payload.orchestrate.ssh.remote_calls import ProxyProcess
 from payload.storage.bucket import BucketStore
-from payload.storage.google_login import GoogleLogin
+from payload.storage.google_environment_login import GoogleLogin
 from payload.storage.objects import StoreRefusedError
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.fake_pulumi import step

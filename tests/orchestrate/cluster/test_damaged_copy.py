@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from payload.core.errors import ExitCode
-from payload.formats.checkpoint_files import manifest_problems
+from payload.formats.checkpoint_listing import manifest_problems
 from payload.run_record.run_files import RunPaths
 from tests.orchestrate.cluster.conftest import STEPS, Trained
 from tests.orchestrate.cluster.operating import Operator

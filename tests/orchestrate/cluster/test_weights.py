@@ -11,7 +11,11 @@ from rich.console import Console
 from payload.config.run_config import load_run_config
 from payload.core.errors import ExitCode
 from payload.machines.inventory import ClusterInventory
-from payload.orchestrate.access.node_uploads import ask_nodes, bring_weights, local_weights
+from payload.orchestrate.machine_profiles.node_uploads import (
+    ask_nodes,
+    bring_weights,
+    local_weights,
+)
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.node_code import this_code
 from payload.orchestrate.ssh.remote_calls import Login

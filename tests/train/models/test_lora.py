@@ -17,7 +17,7 @@ from payload.config.run_config import parse_run_config
 from payload.config.training_sections import AdapterSection
 from payload.core.errors import CheckpointError, ConfigError
 from payload.export.merged import merged_weights
-from payload.formats.checkpoint_files import manifest_problems
+from payload.formats.checkpoint_listing import manifest_problems
 from payload.models.gpt2.spec import PRESETS
 from payload.models.spec import RankSetting
 from payload.train.checkpoints.initial_weights_identity import identify

@@ -10,7 +10,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from payload.core.errors import ConfigError
-from payload.storage.google_login import GoogleLogin
+from payload.storage.google_environment_login import GoogleLogin
 
 VARIABLE = "TILEFORGE_API_ENDPOINT"
 REQUEST_LOG = "TILEFORGE_REQUEST_LOG"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from payload.core.errors import CloudAuthError, CloudError, ConfigError, TileforgeError
 from payload.core.suggested_commands import command
-from payload.storage.google_login import REFUSED_CREDENTIALS, GoogleLogin
+from payload.storage.google_environment_login import REFUSED_CREDENTIALS, GoogleLogin
 
 _UP = command("orchestrate", "up")
 _ASK = "Ask the organization's administrators for an exception for this project"

@@ -10,7 +10,7 @@ from payload.core.errors import ConfigError, ExitCode
 from payload.core.one_line import joined_lines
 from payload.core.printable_text import printable
 from payload.core.suggested_commands import command
-from payload.storage.google_login import REFUSED_CREDENTIALS, GoogleLogin
+from payload.storage.google_environment_login import REFUSED_CREDENTIALS, GoogleLogin
 
 NEWER = "See that it is Pulumi 3.200 or newer: pulumi version"
 

@@ -16,7 +16,7 @@ from payload.core.validation.json_text import parse_json
 from payload.orchestrate.clouds.proxy import past_the_proxy
 from payload.orchestrate.clouds.pulumi.cli_errors import NEWER, PulumiError, refusal
 from payload.orchestrate.clouds.pulumi.events import Event, EventReader, Update
-from payload.storage.google_login import GoogleLogin
+from payload.storage.google_environment_login import GoogleLogin
 
 ASK_S = 120.0
 _POLL_S = 0.05

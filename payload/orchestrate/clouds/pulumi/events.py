@@ -13,7 +13,7 @@ from payload.core.printable_text import shown
 from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build, check_type
-from payload.storage.google_login import GoogleLogin
+from payload.storage.google_environment_login import GoogleLogin
 
 _MOST_EVENT_BYTES = 2**25
 """Limit of an event, which has a resource's state before and after: user-data is under 256 KiB."""

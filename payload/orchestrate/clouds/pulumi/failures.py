@@ -15,7 +15,7 @@ from payload.orchestrate.clouds.pulumi.cli_errors import refusal
 from payload.orchestrate.clouds.pulumi.events import STACK_TYPE, Update, name_of, type_of
 from payload.orchestrate.clouds.pulumi.locks import is_busy, locks_in
 from payload.orchestrate.clouds.pulumi.resource_types import INSTANCE, kind_in_words
-from payload.storage.google_login import GoogleLogin
+from payload.storage.google_environment_login import GoogleLogin
 
 # Google deletes a spot machine that it takes back, and the provider waits for it in vain. SkyPilot
 # has met UNSUPPORTED_OPERATION instead (sky/provision/gcp/instance_utils.py).

@@ -17,12 +17,12 @@ from payload.config.run_config import RunConfig, load_run_config, parse_run_conf
 from payload.core.errors import ConfigError, DataError, ExitCode
 from payload.core.printable_text import printable
 from payload.estimates.batch_size import as_recorded, left_open
-from payload.formats.checkpoint_files import newest_sound
+from payload.formats.checkpoint_listing import newest_sound
 from payload.launch.plan import auto_batch_size
-from payload.orchestrate.access.local_profile import LocalAccess
 from payload.orchestrate.follow.follow import EndOptions, Tails, follow
 from payload.orchestrate.follow.run_text import Estimate, estimate, print_plan, strategy_table
 from payload.orchestrate.inventories.chosen import ResolvedInventory, load_cluster
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.at_risk import run_warning
 from payload.orchestrate.runs.resolved_plan import ResolvedPlan
 from payload.orchestrate.runs.run_index import all_runs, resumable_run
@@ -43,10 +43,10 @@ from payload.run_record.approved_settings import (
     require_named,
     unnamed,
 )
+from payload.run_record.report_and_samples import add_samples
 from payload.run_record.run_files import RunPaths, new_run_id, require_own_folders
 from payload.run_record.run_repair import config_to_resume, known_summary
-from payload.run_record.write_report import add_samples
-from payload.storage.here import bring_data_here, settle_results
+from payload.storage.store_access import bring_data_here, settle_results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

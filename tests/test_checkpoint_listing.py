@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from payload.core.file_hash import sha256_of
-from payload.formats.checkpoint_files import (
+from payload.formats.checkpoint_listing import (
     NEEDED_FILES,
     checkpoint_config,
     manifest_problems,

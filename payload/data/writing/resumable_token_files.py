@@ -1,4 +1,4 @@
-"""train.bin and val.bin while they grow, and the journal that lets a killed run go on.
+"""train.bin and val.bin while they grow, and the journal from which a killed run resumes.
 
 The output so far is in *.partial files. After every shard they are flushed to disk and then the
 journal gets a line: how long they are, what is in them, and where the source goes on. A run that

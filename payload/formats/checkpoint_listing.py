@@ -1,4 +1,4 @@
-"""CONTRACT: which checkpoints a run has, and which of them are sound. Standard library only."""
+"""CONTRACT: lists a run's checkpoints and tells which are valid. Standard library only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store from the machine that a command runs on: tried, and a run brought from it."""
+"""Access to a run's store from the operator's machine: a write test, data and runs fetched."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from payload.config.store_address import StoreAddress
 from payload.core.errors import ConfigError, PreflightError
 from payload.core.file_hash import sha256_of
 from payload.core.printable_text import shown
-from payload.formats.checkpoint_files import MANIFEST_FILE, load_manifest
+from payload.formats.checkpoint_listing import MANIFEST_FILE, load_manifest
 from payload.formats.data_folder import META_NAME, load_meta
 from payload.formats.hf_folder import (
     CONFIG_FILE,
@@ -25,14 +25,14 @@ from payload.formats.hf_folder import (
     weight_files,
 )
 from payload.machines.inventory import Node
-from payload.orchestrate.access.cluster_profile import Answers
+from payload.orchestrate.machine_profiles.cluster_profile import Answers
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.connection import Connection
 from payload.orchestrate.ssh.files import send_files
 from payload.orchestrate.ssh.node_code import Code, build_kernels, look, send_code
 from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, NodeLook, all_or_raise, on_every_node
 from payload.stack.node_paths import VENV
-from payload.storage.here import TRY_STORE_S, check_words, require_stored
+from payload.storage.store_access import TRY_STORE_S, check_words, require_stored
 from payload.weights.source import find_source
 
 

@@ -8,13 +8,13 @@ from pathlib import Path, PurePosixPath
 from payload.config.run_config import RunConfig
 from payload.core.durations import as_clock
 from payload.machines.inventory import RANK_PORTS, ClusterInventory
-from payload.orchestrate.access.cluster_profile import (
-    ASSUMED_LINK_BYTES_PER_S,
-    ClusterAccess,
-)
 from payload.orchestrate.findings.trial import Record, known_trial
 from payload.orchestrate.hardware.nvidia import gpu_need
 from payload.orchestrate.inventories.chosen import ResolvedInventory
+from payload.orchestrate.machine_profiles.cluster_profile import (
+    ASSUMED_LINK_BYTES_PER_S,
+    ClusterAccess,
+)
 from payload.orchestrate.runs.planning import PlanTarget, resolve
 from payload.orchestrate.runs.resolved_plan import ResolvedPlacement, ResolvedPlan
 from payload.orchestrate.runs.run_request import PlanRequest

@@ -1,4 +1,4 @@
-"""CONTRACT: the Google login that the environment names, for Google's clients and for gcloud. Pure.
+"""CONTRACT: reads the Google login from the environment, for Google's clients and gcloud. Pure.
 
 It is read as Google's Pulumi provider reads it, in its order: an access token, a key or its
 file, then application default credentials; and as whom they act (google/transport/config.go of

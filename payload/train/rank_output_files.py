@@ -1,4 +1,4 @@
-"""metrics.jsonl, a rank's heartbeat and the record of its end."""
+"""The files a rank writes: metrics.jsonl, its heartbeat and its exit record."""
 
 from __future__ import annotations
 

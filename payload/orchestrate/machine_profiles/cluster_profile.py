@@ -14,8 +14,8 @@ from payload.launch.launchers.registry import AUTO
 from payload.launch.plan import rank_program
 from payload.machines.core_speed import typical_core_flops_per_s
 from payload.machines.inventory import Node
-from payload.orchestrate.access.local_profile import LOOPBACK
 from payload.orchestrate.findings.trial import Measured
+from payload.orchestrate.machine_profiles.local_profile import LOOPBACK
 from payload.orchestrate.ssh.remote_calls import NodeLook
 from payload.run_record.run_files import RunPaths
 from payload.stack.node_paths import VENV
