@@ -6,14 +6,14 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 # For set-up: the Python to build on, a mirror of PyTorch's CPU builds, a folder of wheels to take
-# everything from, and 1 to take torch's CUDA build without being asked.
+# everything from, and 1 to take torch's CUDA build without a prompt.
 PYTHON ?=
 TORCH_INDEX ?=
 WHEELHOUSE ?=
 TORCH_CUDA ?=
 VENV ?= .venv
 VENV_IPEX ?= .venv-ipex
-# Unique, so that two runs at once do not meet.
+# Unique, so that concurrent runs do not meet.
 RUN_ID ?= quickstart-$(shell date -u +%Y%m%dT%H%M%SZ)-$(shell echo $$$$)
 RUN_ID := $(RUN_ID)
 CONFIG ?= payload/configs/quickstart.toml
@@ -21,7 +21,7 @@ CONFIG ?= payload/configs/quickstart.toml
 ARGS ?=
 # Tests that run side by side: one more than cores, as many wait for machines or processes.
 WORKERS ?= 3
-# The same for the tests of make test-all besides, which wait for machines for half of their time.
+# The same for the other tests of make test-all, which wait for machines for half of their time.
 LONG_WORKERS ?= 3
 UPGRADE ?=
 # A run's id, for the dashboard; none = the newest.
@@ -44,7 +44,7 @@ SHOWN = @printf '%s\n' '$(subst ','\'',$(1))'; $(1) $(OR_SAY)
 TEST_PACKAGES := openssh-server openssh-client debootstrap iproute2 systemd-container \
 	user-mode-linux nfs-kernel-server kmod \
 	chromium chromium-driver fish zsh prometheus prometheus-node-exporter sshfs
-# The tests that `make test` leaves to `make test-all`; `engine` and `ipex` have targets of their own.
+# The tests that `make test` leaves to `make test-all`; `engine` and `ipex` have their own targets.
 LONG_TESTS := slow or sshd or rig or nfs
 PYTEST := $(PY) -m pytest --no-loadscope-reorder --numprocesses
 
@@ -53,7 +53,7 @@ PYTEST := $(PY) -m pytest --no-loadscope-reorder --numprocesses
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
 
-# Make's -C leaves the shell where it is; a hint that is to be typed there has to know.
+# Make's -C leaves the shell where it is; a command that a hint shows must fit that folder.
 run: export TILEFORGE_SHELL_FOLDER := $(PWD)
 run: data  ## set up if needed, then the quickstart: one real training run on this machine
 	$(call SHOWN,$(PY) -m payload.orchestrate run --inventory local --config $(CONFIG) --run-id $(RUN_ID) $(ARGS))
