@@ -90,6 +90,8 @@ check: setup  ## everything that CI checks without running the program
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/shellcheck $(SHELL_FILES)
+	$(PY) -m tests.support.prose
+	git ls-files -z | xargs -0 $(VENV)/bin/codespell
 
 fix: setup  ## repair what ruff can repair
 	$(PY) -m ruff check --fix .
