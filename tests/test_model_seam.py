@@ -82,12 +82,14 @@ def test_two_ranks_train_it_to_the_losses_of_one_and_resume_it_bitwise(
 
 
 @pytest.mark.processes
-def test_a_plan_has_its_name_and_parameters(
+def test_a_plan_prints_its_registered_name_and_its_parameters(
     toy: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert plan(toy, tiny_config, tmp_path) == ExitCode.OK
     printed = capsys.readouterr()
     assert f"model.init = '{toy}'" in printed.err
+    (name,) = toy_family.LINE
+    assert f"model family     {name}\n" in printed.out
     assert "parameters       20,736" in printed.out
 
 

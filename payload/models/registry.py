@@ -20,6 +20,7 @@ FAMILIES: Mapping[str, str] = {
     "transformers": "payload.models.transformers.family",
 }
 """The module of each family, which defines `FAMILY`. A line here adds one, tensors included."""
+_OTHERS = "transformers"
 
 
 def families() -> list[Family]:
@@ -30,6 +31,13 @@ def families() -> list[Family]:
 def named_family(model_type: object) -> Family | None:
     """Return the family whose own this `model_type` of config.json is, or None."""
     return next((each for each in families() if model_type in each.model_types), None)
+
+
+def family_name(model_type: str) -> str:
+    """Return the name in `FAMILIES` of the family that reads models of this `model_type`."""
+    own = named_family(model_type)
+    named = zip(FAMILIES, families(), strict=True)
+    return next((name for name, family in named if family is own), _OTHERS)
 
 
 def family_of(raw: Mapping[str, Any], *, where: str) -> Family:

@@ -26,6 +26,7 @@ from payload.formats.data_folder import load_meta
 from payload.launch.environment import rank_environment
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import Placement, load_ranks
+from payload.models.registry import family_name
 from payload.orchestrate.hardware.nvidia import gpu_need
 from payload.orchestrate.runs.resolved_plan import ResolvedPlan
 from payload.orchestrate.runs.run_index import RunView
@@ -287,7 +288,8 @@ def print_plan(planned: ResolvedPlan, estimated: Estimate, console: Console) -> 
         console.print(f"accelerate config of {node.name}")
         console.print(_indent(planned.accelerate(node_rank)))
     console.print("arithmetic")
-    lines = [*arithmetic_lines(planned.plan), *estimated.lines()]
+    family = f"model family     {family_name(planned.base.model_type)}"
+    lines = [family, *arithmetic_lines(planned.plan), *estimated.lines()]
     console.print(_indent("\n".join(lines)))
 
 
