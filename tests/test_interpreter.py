@@ -16,7 +16,7 @@ from payload.core.python_processes import SAFE_PATH, code_environment, code_path
 from payload.launch.environment import Rendezvous, common_environment, launcher_environment
 from payload.launch.launcher import Job, Reach
 from payload.launch.launchers.registry import find
-from payload.launch.plan import rank_words
+from payload.launch.plan import rank_arguments
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.storage.isolated_reader import watched_store
 from payload.storage.store_access import try_store_here
@@ -95,7 +95,7 @@ def test_what_a_launcher_starts_takes_no_code_from_the_current_folder(trap: Path
         python_path=code_path({}),
     )
     done = subprocess.run(
-        [sys.executable, *rank_words(Path("/r"))[:2], "--help"],
+        [sys.executable, *rank_arguments(Path("/r"))[:2], "--help"],
         env={**os.environ, **there},
         capture_output=True,
         check=False,

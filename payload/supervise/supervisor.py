@@ -13,10 +13,10 @@ from dataclasses import replace
 from payload.config.run_config import load_run_config
 from payload.core.errors import BudgetError, ExitCode, PreflightError, TileforgeError
 from payload.formats.checkpoint_listing import newest_sound
-from payload.launch.budget import JobTime, cost_usd, limited, time_limit
+from payload.launch.budget import JobTime, cost_usd, limit_verdict, time_limit
 from payload.launch.environment import launcher_environment
 from payload.launch.launchers.registry import find
-from payload.launch.outcome import Verdict, told_by_system
+from payload.launch.outcome import Verdict, stopped_by_system
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import load_ranks
 from payload.launch.restart import AttemptEnd, decide, restart_note, waiting_note
@@ -145,7 +145,7 @@ class Supervisor:
                 self._folders.close()
         limit = self._job or self._limit
         if self._stopping.limited and limit:
-            verdict = limited(verdict, limit, spent_s=self._spent_s())
+            verdict = limit_verdict(verdict, limit, spent_s=self._spent_s())
         self._tell(self._state.status)
         self._note_event(_ENDS[verdict.status], verdict.error or "")
         # First of all how it ended: a scheduler or a shutdown may not wait for the store.
@@ -194,7 +194,7 @@ class Supervisor:
             return None
         left_s = self._limit.stop_at_s(grace_s=grace_s) - self._spent_s()
         if left_s <= 0:
-            raise BudgetError(f"{self._limit.words(spent_s=self._spent_s())}.")
+            raise BudgetError(f"{self._limit.message(spent_s=self._spent_s())}.")
         return left_s
 
     def _see_off_predecessor(self) -> Verdict | None:
@@ -258,7 +258,7 @@ class Supervisor:
             decision = decide(
                 AttemptEnd(
                     verdict=verdict,
-                    asked_to_stop=self._stopping.kind != "none",
+                    stop_requested=self._stopping.kind != "none",
                     restarts=restarts,
                     began_at_step=attempt.began_at_step(),
                     reached_step=attempt.reached_step(),
@@ -346,7 +346,7 @@ class Supervisor:
     def _stopped(self, words: str) -> Verdict:
         """Return how a run ends that was stopped between two attempts."""
         if self._stopping.by_system:
-            return told_by_system(words)
+            return stopped_by_system(words)
         return Verdict(status="stopped", exit_code=ExitCode.OK, error=words)
 
     def _new_attempt(self, beats: RankHeartbeats) -> Attempt:

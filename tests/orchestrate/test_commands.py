@@ -316,7 +316,7 @@ def test_a_run_whose_supervisor_the_system_ends_is_lost(workplace: Workplace) ->
     os.kill(supervisor, signal.SIGTERM)
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == ExitCode.RANK_LOST
-    assert "error: the supervisor was told to stop by the system, not by a command" in err
+    assert "error: the supervisor was stopped by the system, not by a command" in err
     assert "status           failed" in out
     assert not processes_of(paths.root)
 

@@ -287,7 +287,7 @@ def test_a_job_s_end_leaves_time_to_save() -> None:
     assert job.stop_after_s(grace_s=60.0) == 36_000.0 - 120.0
     assert job.stop_after_s(grace_s=600.0) == 36_000.0 - 600.0
     assert JobTime(left_s=60.0, run_id="one").stop_after_s(grace_s=60.0) == 54.0
-    assert "--resume one" in job.words(spent_s=1.0)
+    assert "--resume one" in job.message(spent_s=1.0)
 
 
 def test_without_sbatch_the_message_says_where_it_is() -> None:

@@ -197,7 +197,7 @@ def test_a_rank_that_is_sent_sigterm_is_lost_and_the_run_goes_on_from_what_it_sa
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err
     assert "was sent SIGTERM, and not by this run's supervisor" in err
-    assert "Going on from checkpoint step_" in err and "(restart 1 of 1)" in err
+    assert "Continuing from checkpoint step_" in err and "(restart 1 of 1)" in err
     summary = read_json(Summary, paths.summary)
     assert summary is not None
     assert (summary.status, summary.steps, summary.restarts) == ("finished", 150, 1)
@@ -243,7 +243,7 @@ def test_a_stopped_rank_is_a_hang_and_the_run_goes_on_from_its_checkpoint(tmp_pa
     assert process.returncode == 0, err
     assert f"checkpoint       {paths.checkpoint(150)}" in out
     assert "no rank made progress for" in err and "stopped by a signal: rank 1 on" in err
-    assert ". Going on from checkpoint step_000" in err and "(restart 1 of 3)" in err
+    assert ". Continuing from checkpoint step_000" in err and "(restart 1 of 3)" in err
     summary, state = read_json(Summary, paths.summary), read_json(RunState, paths.state)
     assert summary is not None and state is not None
     assert (summary.status, summary.steps, summary.restarts) == ("finished", 150, 1)

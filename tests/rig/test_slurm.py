@@ -314,7 +314,7 @@ def test_a_job_that_is_cancelled_or_queued_again_saves_and_goes_on(
     wait_for_steps(paths)
     cluster.slurm(f"scancel {job_of(paths).job_id}")
     ended = wait_for_end(paths)
-    assert ended.exit_class == "rank_lost" and "told to stop by the system" in str(ended.error)
+    assert ended.exit_class == "rank_lost" and "stopped by the system" in str(ended.error)
     first = newest_step(paths)
     assert first > 3
     code, said = cluster.do("attach", run)

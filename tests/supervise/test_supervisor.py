@@ -187,7 +187,7 @@ def test_a_supervisor_that_the_system_ends_saves_and_its_run_is_lost_and_no_resu
     assert supervisor.wait(DEADLINE_S) == ExitCode.RANK_LOST
     state, summary = state_of(paths), _summary(paths)
     assert (state.status, state.exit_class, state.attempt) == ("failed", "rank_lost", 1)
-    assert str(state.error).startswith("the supervisor was told to stop by the system, not by")
+    assert str(state.error).startswith("the supervisor was stopped by the system, not by")
     assert "the ranks saved and ended" in str(state.error)
     assert (summary.status, summary.exit_class) == ("failed", "rank_lost")
     assert paths.rank_log(0).read_text().splitlines()[-1] == "rank 0 stopped"
@@ -326,7 +326,7 @@ def test_a_stop_while_the_ranks_load_ends_at_once_and_loses_nothing(tmp_path: Pa
     state = state_of(paths)
     assert (state.status, state.error) == (
         "stopped",
-        "stopped while the ranks loaded; the last checkpoint is as it was",
+        "stopped while the ranks loaded; the last checkpoint is unchanged",
     )
     assert not processes_of(paths.root)
 
@@ -510,8 +510,8 @@ def test_a_restart_is_told_from_the_checkpoint_that_is_sound(tmp_path: Path) -> 
     (make_checkpoint(paths.checkpoint(2)) / "model.safetensors").write_bytes(b"damaged")
     supervisor = supervise(paths)
     os.kill(wait_for_steps(paths, step=3)[1], signal.SIGKILL)
-    wait_for(lambda: "Going on from" in str(state_of(paths).note), "the restart to be told")
-    assert "Going on from checkpoint step_00000001 (restart 1 of 1)" in str(state_of(paths).note)
+    wait_for(lambda: "Continuing from" in str(state_of(paths).note), "the restart to be told")
+    assert "Continuing from checkpoint step_00000001 (restart 1 of 1)" in str(state_of(paths).note)
     ask_to_stop(paths, supervisor)
     assert supervisor.wait(DEADLINE_S) == ExitCode.OK
 
@@ -536,7 +536,7 @@ def test_a_restart_that_never_comes_is_not_counted(tmp_path: Path) -> None:
     os.kill(wait_for_steps(paths)[1], signal.SIGKILL)
     wait_for(lambda: bool(state_of(paths).note), "the failure to be told")
     note = str(state_of(paths).note)
-    assert "was killed by signal 9" in note and "Seeing whether it can be started again" in note
+    assert "was killed by signal 9" in note and "Checking whether it can be restarted" in note
     ask_to_stop(paths, supervisor)
     assert supervisor.wait(DEADLINE_S) == ExitCode.OK
     state = state_of(paths)

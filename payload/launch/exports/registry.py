@@ -1,4 +1,4 @@
-"""The engines that there are, and a run in the form that they take."""
+"""The registry of export engines, and a run in the form that they need."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def export_job(
     image: str | None,
     storage: str | None,
 ) -> ExportJob:
-    """Return the run on `nodes` machines like the first of `machines`; None is all of them.
+    """Return the run on `nodes` machines like the first of `machines`; with None, on all of them.
 
-    Raises ConfigError for ranks that cannot be placed or would share the batch unevenly.
+    Raises ConfigError if ranks cannot be placed or would share the batch unevenly.
     """
     if config.launch.malloc == "tcmalloc":
         raise ConfigError(

@@ -92,7 +92,7 @@ def trial_arguments(
         nodes,
         placement,
         paths=paths,
-        words=("-m", "payload.train.fabric", json.dumps(told)),
+        rank_arguments=("-m", "payload.train.fabric", json.dumps(told)),
         port=port,
         malloc="tuned",
     )

@@ -13,7 +13,7 @@ from payload.estimates.run_estimate import Arithmetic, work_out
 from payload.estimates.strategy_comparison import Compared, compare_strategies
 from payload.launch.budget import time_limit
 from payload.launch.launchers.registry import candidates
-from payload.launch.plan import LaunchPlan, rank_words
+from payload.launch.plan import LaunchPlan, rank_arguments
 from payload.launch.ranks import Placement
 from payload.machines.inventory import ClusterInventory, Node
 from payload.machines.rank_mesh import require_tensor_ranks_on_a_node
@@ -187,7 +187,7 @@ def _launch_plan(
         target.nodes,
         placement,
         paths=target.paths,
-        words=rank_words(target.paths.root),
+        rank_arguments=rank_arguments(target.paths.root),
         port=target.port,
         malloc=settled.config.malloc(),
     )

@@ -218,8 +218,8 @@ def test_the_command_writes_a_file_that_says_how_it_is_started(
                 ("sbatch", "-", "a folder", []),
             )
         ),
-        (["--export", "sbatch", "--image", "x"], ExitCode.USAGE, "Leave it out"),
-        (["--export", "mpijob", "--image", "x y"], ExitCode.USAGE, "no image's name"),
+        (["--export", "sbatch", "--image", "x"], ExitCode.USAGE, "Leave --image out"),
+        (["--export", "mpijob", "--image", "x y"], ExitCode.USAGE, "not a valid image name"),
         (["--export", "sbatch", "--nodes", "0"], ExitCode.USAGE, "--nodes 0"),
         (["--export", "sbatch", "--nodes", "7"], ExitCode.CONFIG, "batch.global_batch_size"),
         (["--export", "sbatch", "--out", "/proc/no/x"], ExitCode.USAGE, "--out /proc/no/x"),
