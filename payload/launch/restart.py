@@ -49,10 +49,10 @@ def decide(end: AttemptEnd, *, max_restarts: int) -> Decision:
     if end.stop_requested or end.verdict.exit_code not in _WORTH_RETRYING or max_restarts == 0:
         return Decision(pause_s=None)
     if end.restarts >= max_restarts:
-        why = f"not started again: limits.max_restarts = {max_restarts} is used up"
+        why = f"not restarted: limits.max_restarts = {max_restarts} is used up"
         return Decision(pause_s=None, why=why)
     if end.reached_step is None or end.reached_step <= end.began_at_step:
-        why = f"not started again: no step was finished beyond step {end.began_at_step}"
+        why = f"not restarted: no step was completed beyond step {end.began_at_step}"
         return Decision(pause_s=None, why=why)
     pause_s = min(_FIRST_PAUSE_S * _PAUSE_GROWTH**end.restarts, _LONGEST_PAUSE_S)
     return Decision(pause_s=pause_s)

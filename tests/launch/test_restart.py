@@ -29,14 +29,14 @@ def test_a_run_that_was_asked_to_stop_is_not_restarted() -> None:
 def test_restarts_are_counted_and_their_pause_grows() -> None:
     decisions = [decide(replace(END, restarts=n), max_restarts=6) for n in range(7)]
     assert [decision.pause_s for decision in decisions] == [2, 6, 18, 54, 120, 120, None]
-    assert decisions[-1].why == "not started again: limits.max_restarts = 6 is used up"
+    assert decisions[-1].why == "not restarted: limits.max_restarts = 6 is used up"
 
 
 @pytest.mark.parametrize("reached_step", [None, 0, 10])
 def test_an_attempt_that_got_nowhere_is_the_last(reached_step: int | None) -> None:
     decision = decide(replace(END, reached_step=reached_step), max_restarts=3)
     assert decision.pause_s is None
-    assert decision.why == "not started again: no step was finished beyond step 10"
+    assert decision.why == "not restarted: no step was completed beyond step 10"
 
 
 def test_zero_means_never_and_prints_nothing() -> None:

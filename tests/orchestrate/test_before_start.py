@@ -270,7 +270,7 @@ def test_a_run_whose_folder_is_deleted_ends_with_one_line_and_brings_nothing_bac
     _, err = run.communicate(timeout=DEADLINE_S)
     assert run.returncode == ExitCode.TRAINING, err
     assert "Traceback" not in err
-    assert f"error: {paths.root} was removed while the run went on" in err
+    assert f"error: {paths.root} was removed while the run was active" in err
     assert not paths.root.exists()
     wait_until_gone(RunPaths(moved))
 
