@@ -145,7 +145,7 @@ def test_a_damaged_checkpoint_of_the_initial_run_is_passed_over_and_named(
     config = settings(f"model.init={run.root}")
     settled = settle_initial(config, vocab_size=50257, say=said.append, download=False)
     assert settled.model.init == str(run.checkpoint(5))
-    assert len(said) == 1 and "step_00000010 is passed over: model.safetensors: its" in said[0]
+    assert len(said) == 1 and "step_00000010 is skipped: model.safetensors: its" in said[0]
     with pytest.raises(ConfigError, match="the checkpoint is damaged: model"):
         settle_initial(
             settings(f"model.init={run.checkpoint(10)}"),

@@ -185,7 +185,7 @@ def test_a_look_at_512_ranks_on_a_cluster_is_one_command(
         # What nobody is shown while he follows comes with `status`, and at the end.
         assert here.rank_progress(0).exists() and not here.rank_progress(1).exists()
         with bounded("a look at everything", files=5 * RANKS + 100):
-            run.look(head.node)
+            run.update(head.node)
         assert here.rank_progress(RANKS - 1).exists()
         with there.rank_log(0).open("a", encoding="ascii") as log:
             log.write("more\n")

@@ -15,10 +15,10 @@ from payload.machines.inventory import Access
 from payload.orchestrate.node.control import read, send
 from payload.orchestrate.runs.mirror import (
     Mirrored,
+    file_request,
     merge,
-    note_seen,
     read_mirrored,
-    wanted_of,
+    record_contact,
     write_mirrored,
 )
 from payload.orchestrate.sites.ssh_run import is_copy_of
@@ -70,7 +70,7 @@ def exchange(
     most_bytes: int = 2**20,
 ) -> tuple[Part, list[str]]:
     """One exchange with a node: what it answered, and what of it is damaged."""
-    wanted = wanted_of(here, node, is_head=node == "node-0")
+    wanted = file_request(here, node, is_head=node == "node-0")
     arguments = json.loads(json.dumps(wanted.arguments()))
     raw = read(there.root, arguments["whole"], arguments["known"], most_bytes=most_bytes)
     if alive is not None:
@@ -191,7 +191,7 @@ def test_a_copy_without_a_sound_mirror_json_is_a_copy_still_and_attach_writes_a_
         (here.root / "mirror.json").write_text(text)
     assert is_copy_of(here, inventory)
     assert not is_copy_of(here, replace(inventory, cluster="another"))
-    note_seen(here, alive=False, ssh_key=Path("key"))
+    record_contact(here, alive=False, ssh_key=Path("key"))
     mirrored = read_mirrored(here)
     assert mirrored is not None and mirrored.collected is None
 
@@ -313,7 +313,7 @@ def test_logs_that_come_over_ssh_leave_half_of_the_disk(
 @pytest.mark.parametrize("name", [*FOREIGN, *HEADS_OWN, *OTHERS])
 def test_a_worker_tells_its_own_ranks_exits_and_nothing_else(here: RunPaths, name: str) -> None:
     before = content_of(here.root.parent.parent)
-    wanted = wanted_of(here, "node-1", is_head=False)
+    wanted = file_request(here, "node-1", is_head=False)
     answer = Part(alive=True, begun=True, whole={name: state_text("one")}, more={}, left=0)
     with pytest.raises(AnswerError, match=r"^node-1: its answer: the file .* was not asked for"):
         merge(here, answer, wanted)
@@ -323,7 +323,7 @@ def test_a_worker_tells_its_own_ranks_exits_and_nothing_else(here: RunPaths, nam
 @pytest.mark.parametrize("name", [*FOREIGN, "metrics.jsonl", "logs/rank_0000.log"])
 def test_a_worker_sends_its_own_ranks_logs_and_nothing_else(here: RunPaths, name: str) -> None:
     before = content_of(here.root.parent.parent)
-    wanted = wanted_of(here, "node-1", is_head=False)
+    wanted = file_request(here, "node-1", is_head=False)
     piece = Piece(offset=0, content="aGk=")
     answer = Part(alive=True, begun=True, whole={}, more={name: piece}, left=0)
     with pytest.raises(AnswerError, match=r"^node-1: its answer: the file .* was not asked for"):
@@ -334,7 +334,7 @@ def test_a_worker_sends_its_own_ranks_logs_and_nothing_else(here: RunPaths, name
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_head_sends_the_run_s_known_files_and_nothing_else(here: RunPaths, name: str) -> None:
     before = content_of(here.root.parent.parent)
-    wanted = wanted_of(here, "node-0", is_head=True)
+    wanted = file_request(here, "node-0", is_head=True)
     for answer in (
         Part(alive=True, begun=True, whole={name: "{}"}, more={}, left=0),
         Part(alive=True, begun=True, whole={}, more={name: Piece(offset=0, content="")}, left=0),
@@ -348,7 +348,7 @@ def test_a_head_sends_the_run_s_known_files_and_nothing_else(here: RunPaths, nam
     ("offset", "content"), [(1, "aGk="), (2**62, "aGk="), (0, "not base64!"), (0, "\u00e4")]
 )
 def test_a_piece_fits_the_copy_or_is_refused(here: RunPaths, offset: int, content: str) -> None:
-    wanted = wanted_of(here, "node-0", is_head=True)
+    wanted = file_request(here, "node-0", is_head=True)
     piece = Piece(offset=offset, content=content)
     with pytest.raises(AnswerError, match=r"^node-0: its answer: metrics\.jsonl "):
         merge(
@@ -367,7 +367,7 @@ def test_what_is_damaged_there_is_named_and_the_copy_stays(here: RunPaths) -> No
         "exits/rank_0002.json": exit_text(2, node="node-2"),
         "manifest_hashes.json": hashes("step_00000001", "0" * 64).to_json(),
     }
-    wanted = wanted_of(here, "node-0", is_head=True)
+    wanted = file_request(here, "node-0", is_head=True)
     assert merge(here, Part(alive=True, begun=True, whole=good, more={}, left=0), wanted) == []
     before = content_of(here.root)
     swapped = {
@@ -386,7 +386,7 @@ def test_what_is_damaged_there_is_named_and_the_copy_stays(here: RunPaths) -> No
 
 
 def test_a_worker_tells_of_itself_alone_in_an_exit_record(here: RunPaths) -> None:
-    wanted = wanted_of(here, "node-1", is_head=False)
+    wanted = file_request(here, "node-1", is_head=False)
     whole = {"exits/rank_0001.json": exit_text(1, node="node-0")}
     answer = Part(alive=False, begun=True, whole=whole, more={}, left=0)
     assert merge(here, answer, wanted) != []
@@ -472,7 +472,7 @@ def test_what_lies_in_the_mirrors_place_keeps_no_run_from_being_noted(
     (tmp_path / "source").write_text("{}")
     path, outside = here.root / name, tmp_path / "outside"
     damage_file(path, way=way, source=tmp_path / "source", outside=outside)
-    note_seen(here, alive=True, ssh_key=Path("/k"))
+    record_contact(here, alive=True, ssh_key=Path("/k"))
     mirrored = read_mirrored(here)
     assert mirrored is not None and (mirrored.alive, mirrored.ssh_key) == (True, "/k")
     assert outside.read_text() == "not the run's"

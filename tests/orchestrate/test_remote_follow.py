@@ -17,7 +17,7 @@ from payload.orchestrate.follow.follow import ask_to_stop
 from payload.orchestrate.runs.mirror import read_mirrored
 from payload.orchestrate.runs.remote_run import RemoteRun
 from payload.orchestrate.sites import ssh_run as cluster_run
-from payload.orchestrate.sites.ssh_run import ClusterRun, Watch, patiently
+from payload.orchestrate.sites.ssh_run import ClusterRun, Watch, update_with_retries
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.remote_calls import Login
 from payload.orchestrate.terminal.console import LiveLine, text_console
@@ -58,9 +58,9 @@ def test_a_broken_connection_is_opened_again(
     for process in head.processes()[1:]:
         os.kill(process, signal.SIGKILL)
     with LiveLine(text_console(stderr=True), train=TrainSection(steps=1), nodes=1) as live:
-        assert patiently(run, say=live.say).alive is False
+        assert update_with_retries(run, say=live.say).alive is False
     run.close()
-    assert "connection lost, trying for" in capsys.readouterr().err
+    assert "connection lost, retrying for" in capsys.readouterr().err
     assert run.paths.metrics.read_text(encoding="ascii") == '{"step": 1}\n'
     mirrored = read_mirrored(run.paths)
     assert mirrored is not None and not mirrored.alive
@@ -72,7 +72,7 @@ def test_a_head_that_stays_away_leaves_word_how_to_attach(run: RemoteRun, head: 
         LiveLine(text_console(stderr=True), train=TrainSection(steps=1), nodes=1) as live,
         pytest.raises(SshUnreachableError, match=r"node-0: .*orchestrate attach one"),
     ):
-        patiently(run, say=live.say)
+        update_with_retries(run, say=live.say)
     run.close()
 
 
@@ -92,7 +92,7 @@ def test_the_operator_need_not_wait_for_a_connection(
         LiveLine(text_console(stderr=True), train=TrainSection(steps=1), nodes=1) as live,
         pytest.raises(SshUnreachableError, match="attach one"),
     ):
-        patiently(run, say=live.say, interrupted=lambda: True)
+        update_with_retries(run, say=live.say, interrupted=lambda: True)
     run.close()
 
 

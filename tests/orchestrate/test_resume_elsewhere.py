@@ -17,7 +17,7 @@ from payload.machines.machine import discover
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.inventories.chosen import ResolvedInventory
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
-from payload.orchestrate.runs.mirror import mirror_file, note_seen
+from payload.orchestrate.runs.mirror import mirror_file, record_contact
 from payload.orchestrate.runs.planning import PlanTarget, resolve
 from payload.orchestrate.runs.run_request import RunRequest
 from payload.orchestrate.sites.local import Local
@@ -43,7 +43,7 @@ def stored_run(tmp_path: Path, *, store: bool = True) -> RunPaths:
 def make_copy(paths: RunPaths, *, alive: bool) -> None:
     """Let a run be one of cluster `first`, as when it was last reached."""
     paths.inventory.write_text(cluster("first").to_json(), encoding="utf-8")
-    note_seen(paths, alive=alive, ssh_key=Path("/key"))
+    record_contact(paths, alive=alive, ssh_key=Path("/key"))
 
 
 def write_trainer_state(checkpoint: Path, *, dtype: str) -> None:

@@ -22,7 +22,7 @@ from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.planning import PlanTarget, require_launcher, resolve
 from payload.orchestrate.runs.run_request import PlanRequest
 from payload.orchestrate.sites.allocation import (
-    NodeSight,
+    NodeReport,
     SlurmAccess,
     allocation,
     time_left_s,
@@ -44,7 +44,7 @@ def config_of(*overrides: str) -> object:
 def test_sites_are_the_files_that_there_are() -> None:
     assert site_names() == ["slurm"]
     assert find_site("slurm").name == "slurm"
-    with pytest.raises(ConfigError, match=r"there is no such site\. Use slurm"):
+    with pytest.raises(ConfigError, match=r"unknown site\. Use slurm"):
         find_site("choose")
 
 
@@ -222,7 +222,7 @@ def test_in_a_job_srun_reaches_the_nodes_and_a_failing_nvidia_smi_is_a_note(
     [note], [other] = found.chosen.gpu_notes, found.chosen.cuda_notes
     said = "nvidia-smi fails with status 6: No devices were found."
     assert note.startswith(f"no GPU is counted on n-1: {said} See the kernel's log")
-    assert other.startswith(f"no GPU is counted on n-2: {said} Slurm gave the job none there: ask")
+    assert other.startswith(f"no GPU is counted on n-2: {said} Slurm gave the job no GPU: request")
     reach = found.access.reach()
     assert reach.ssh == () and reach.node_command[0] == "srun"
     assert reach.off_head
@@ -253,7 +253,7 @@ def test_a_job_s_node_that_is_not_this_machine_is_reached_by_srun_too(tmp_path: 
     (tmp_path / "srun").write_text("#!/bin/sh\necho slurm 22.05\n", encoding="ascii")
     (tmp_path / "srun").chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    sight = NodeSight(node="n-1", domains=(), memory_bytes=2**30, interface=None)
+    sight = NodeReport(node="n-1", domains=(), memory_bytes=2**30, interface=None)
     login = SlurmAccess(env, {"n-1": sight})
     assert login.reach().off_head and login.reach().each_node_command[1] == "--nodes=1"
     assert login.executable(find("srun")) == str(tmp_path / "srun")

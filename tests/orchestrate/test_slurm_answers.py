@@ -15,7 +15,7 @@ from payload.config.run_config import parse_run_config
 from payload.core.errors import ConfigError, ExitCode, PreflightError, UsageError
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.sites import allocation
-from payload.orchestrate.sites.allocation import SlurmAccess, ask
+from payload.orchestrate.sites.allocation import SlurmAccess, run_slurm
 from payload.orchestrate.sites.registry import find_site
 from payload.orchestrate.sites.slurm import SlurmRun
 from payload.run_record.approved_settings import note_named, reaching
@@ -139,7 +139,7 @@ def test_status_says_that_slurm_does_not_answer(
 
 def test_ctrl_c_does_not_reach_slurm_s_commands(tmp_path: Path) -> None:
     env = slurm(tmp_path / "bin", scontrol="cut -d' ' -f6 /proc/$$/stat")
-    assert int(ask(["scontrol"], env)) != os.getsid(0)
+    assert int(run_slurm(["scontrol"], env)) != os.getsid(0)
 
 
 def test_ranks_that_hold_one_model_together_share_no_batch(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from payload.run_record.run_files import RunPaths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchCommand:
-    """A launcher as it is started on the head."""
+    """A launcher's command line and environment on the head."""
 
     argv: tuple[str, ...]
     settings: Mapping[str, str]
-    """Variables of the launcher alone."""
+    """Variables of the launcher itself."""
     environment: Mapping[str, str]
     """Variables of every rank."""
     rendezvous: Rendezvous
@@ -40,8 +40,8 @@ def launch_command(
 ) -> LaunchCommand:
     """Return the command that starts a program on every rank.
 
-    `paths` is the run's folder on every node; on the head it has the hosts file. `rank_arguments` are the
-    arguments of each rank's interpreter. The ranks meet at `port` of the head. Raises
+    `paths` is the run's folder on every node; on the head it has the hosts file. `rank_arguments`
+    are the arguments of each rank's interpreter. The ranks meet at `port` of the head. Raises
     PreflightError.
     """
     rendezvous = Rendezvous(

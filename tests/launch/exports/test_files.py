@@ -183,7 +183,7 @@ def test_the_command_writes_a_file_that_says_how_it_is_started(
     assert exported(*words, "--set", "batch.global_batch_size=24") == ExitCode.OK
     said = capsys.readouterr()
     assert said.out == "" and f"Start it with: dstack apply -f {out}" in said.err
-    assert "has to be in the engine's storage" in said.err
+    assert "must be in the engine's storage" in said.err
     task = yaml.safe_load(out.read_text(encoding="utf-8"))
     assert task["nodes"] == 3 and task["volumes"] == ["runs-${{ dstack.node_rank }}:/mnt/tileforge"]
     assert (

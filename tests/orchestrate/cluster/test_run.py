@@ -218,7 +218,7 @@ def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Opera
     assert code == ExitCode.CONFIG and "run one is going on, so nothing was built" in said, said
     assert "up" not in told
     code, said = operator.do("stop", "one", "--grace", "120")
-    assert code == ExitCode.OK and "no process of it is left on any node" in said, said
+    assert code == ExitCode.OK and "no process of the run is left on any node" in said, said
     assert not operator.nodes.processes()
     assert state_of(operator.paths("one")).grace_s == 120.0
     code, said = finish(follower)
@@ -239,7 +239,7 @@ def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Opera
     code, said = operator.do(*words, "--resume", "one", "--detach")
     assert code == ExitCode.OK and "detached; run one goes on" in said, said
     code, said = operator.do("stop", "one", "--force")
-    assert code == ExitCode.OK and "no process of it is left on any node" in said, said
+    assert code == ExitCode.OK and "no process of the run is left on any node" in said, said
     assert not operator.nodes.processes()
 
 
@@ -405,7 +405,7 @@ def test_of_two_who_resume_one_run_at_once_one_does_and_the_other_breaks_nothing
     there = RunPaths(another.nodes.home_of(0) / "tileforge" / "runs" / "one")
     assert f"tileforge/{name}/ssh_config" in there.plan.read_text(encoding="utf-8")
     code, said = another.do("stop", "one")
-    assert code == ExitCode.OK and "no process of it is left on any node" in said, said
+    assert code == ExitCode.OK and "no process of the run is left on any node" in said, said
     ends = [finish(process) for process in processes]
     won = [text for _, text in ends if "detached; run one goes on" in text]
     lost = [text for _, text in ends if "so nothing was started; following that one" in text]
@@ -422,7 +422,7 @@ def test_no_rank_outlives_a_supervisor_that_is_killed(operator: Operator) -> Non
     operator.nodes.kill(0, "payload.supervise ")
     wait_for_nobody(operator)
     code, said = operator.do("status", "one")
-    assert code == ExitCode.OK and "the supervisor is gone without a word" in said, said
+    assert code == ExitCode.OK and "the supervisor was killed" in said, said
 
 
 def at_first_call(
@@ -483,7 +483,7 @@ def test_a_start_whose_second_connection_fails_is_20_and_can_be_repeated(
     code = run_here(operator, monkeypatch)
     said = capsys.readouterr().err
     assert code == ExitCode.SSH_UNREACHABLE, said
-    assert "cannot be reached from node-0" in said.partition("Connecting once more.")[2], said
+    assert "cannot be reached from node-0" in said.partition("Reconnecting.")[2], said
     assert not operator.paths("one").root.exists()
     # The head answers: the key's name stays, for the worker to be asked again, and no key.
     head = operator.nodes.home_of(0) / ".ssh" / "tileforge"
@@ -506,7 +506,7 @@ def test_a_resume_whose_second_connection_fails_leaves_the_run_as_it_was(
     at_first_call(ssh_start, "unpack", lose_the_worker, monkeypatch)
     code = run_here(operator, monkeypatch, "--set", "train.steps=4", "--resume", "one")
     said = capsys.readouterr().err
-    assert code == ExitCode.SSH_UNREACHABLE and "Connecting once more." in said, said
+    assert code == ExitCode.SSH_UNREACHABLE and "Reconnecting." in said, said
     after = files_here()
     assert not [path for path in before | after if before.get(path) != after.get(path)]
 

@@ -102,7 +102,7 @@ def test_a_second_operator_stops_a_run_that_she_has_never_seen(
     assert summary(there)["steps"] == result["steps"]
     (colleague.folder / "earlier").rename(colleague.folder / "runs")
     code, said = colleague.do(*colleague.on_cluster("stop"))
-    assert code == ExitCode.USAGE and "no run is under way on test. Name one: stop RUN." in said, (
+    assert code == ExitCode.USAGE and "no run is active on test. Name one: stop RUN." in said, (
         said
     )
     code, said = colleague.do("stop", "--inventory", "local")
