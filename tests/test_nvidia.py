@@ -132,7 +132,7 @@ def test_an_nvidia_smi_that_hangs_or_is_not_there_is_a_fault(
     (absent,) = faults(ask(tmp_path / "none"))
     assert (
         absent.severity == "error"
-        and absent.cause == "it has no nvidia-smi, but device.kind = 'cuda' requires GPUs"
+        and absent.cause == "nvidia-smi is missing, but device.kind = 'cuda' requires GPUs"
     )
 
 

@@ -228,7 +228,7 @@ def test_ctrl_c_saves_and_stops_and_the_run_can_go_on(workplace: Workplace) -> N
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == INTERRUPTED
-    assert "stopping: saving a checkpoint first" in err and "stopping at once" not in err
+    assert "stopping: saving a checkpoint first" in err and "stopping immediately" not in err
     assert "status           stopped" in out
     assert not processes_of(workplace.run_paths("one").root)
     (workplace.run_paths("one").root / "stand_in_stop").unlink()
@@ -258,7 +258,7 @@ def test_a_closed_terminal_is_a_stop_as_ctrl_c_is(
     os.killpg(process.pid, number)  # as `timeout` does, or a shell that ends
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == INTERRUPTED
-    assert "stopping at once" not in err
+    assert "stopping immediately" not in err
     assert (state_of(paths).status, state_of(paths).error) == ("stopped", None)
     assert not processes_of(paths.root)
 
@@ -363,7 +363,7 @@ def test_a_second_ctrl_c_stops_at_once(workplace: Workplace) -> None:
     os.killpg(process.pid, signal.SIGTERM)
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == INTERRUPTED
-    assert "stopping at once" in err
+    assert "stopping immediately" in err
     assert not processes_of(workplace.run_paths("one").root)
 
 

@@ -85,7 +85,7 @@ def test_a_good_node_has_no_finding() -> None:
         ({"disk_free_bytes": 0}, "disk", "error", "0.0 GiB are free in /home/trainer"),
         ({"disk_free_bytes": 5 * GIB}, "disk", "warning", "5.0 GiB are free"),
         ({"clock_offset_s": 3600.0}, "clock", "error", "its clock is 60 min ahead of this machine"),
-        ({"shared": shared(mounted=False)}, "shared", "error", "is in /etc/fstab and not mounted"),
+        ({"shared": shared(mounted=False)}, "shared", "error", "is in /etc/fstab but not mounted"),
         ({"shared": shared(error="ESTALE")}, "shared", "error", "its handle is stale"),
         ({"shared": shared(error="EACCES")}, "shared", "error", "(root squash)"),
         ({"shared": shared(error="EPERM")}, "shared", "error", "(root squash)"),
@@ -104,7 +104,7 @@ def test_a_good_node_has_no_finding() -> None:
         ({"hostname_addresses": ("::1",)}, "name", "warning", "resolves to ::1"),
         ({"hostname_addresses": ()}, "name", "warning", "its own name 'node-0' does not resolve"),
         ({"interface": None}, "route", "error", "the interface on the way to the other nodes is"),
-        ({"interface": "lo"}, "route", "error", "its way to the other nodes is the loopback"),
+        ({"interface": "lo"}, "route", "error", "its route to the other nodes is the loopback"),
         (
             {"source_address": "172.17.0.1", "interface": "docker0"},
             "route",
@@ -222,7 +222,7 @@ def test_a_closed_port_names_the_pair() -> None:
     closed = answer(peer="node-1", failed={"20001": "no answer"})
     (finding,) = of_mesh(closed, answer(peer="node-0"))
     assert (finding.severity, finding.exit_code) == ("error", ExitCode.PREFLIGHT)
-    assert "node-0: it cannot reach node-1 (10.0.0.3) on port(s) 20001: no answer" in finding.line()
+    assert "node-0: cannot reach node-1 (10.0.0.3) on port(s) 20001: no answer" in finding.line()
 
 
 def test_lost_large_packets_are_named_with_the_size_that_works() -> None:
@@ -241,7 +241,7 @@ def test_a_node_that_cannot_listen_is_the_cause_and_not_those_who_call_it() -> N
     said = "10.0.0.3 port 20001: Cannot assign requested address"
     deaf = MeshAnswer(bind_error=said, port_taken=False, pairs={})
     (finding,) = of_mesh(answer(peer="node-1", failed={"20001": "refused"}), deaf)
-    assert finding.line().startswith("node-1: it cannot listen on 10.0.0.3 port 20001")
+    assert finding.line().startswith("node-1: cannot listen on 10.0.0.3 port 20001")
 
 
 def test_a_node_that_could_not_be_asked_keeps_its_exit_code_and_its_fix() -> None:

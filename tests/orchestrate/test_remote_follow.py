@@ -138,7 +138,7 @@ def test_a_stop_reaches_the_supervisor_over_a_new_connection_where_the_old_one_b
             assert run.refresh() is True
             for process in head.processes()[1:]:
                 os.kill(process, signal.SIGKILL)
-            assert ask_to_stop(there(run), live, heeded=0) == 2
+            assert ask_to_stop(there(run), live, handled=0) == 2
             assert supervisor.stdout.readline() == "SIGTERM\n"
             request = read_json(StopRequest, RunPaths(folder).stop_request)
             assert request == StopRequest(pids=(supervisor.pid,))
@@ -156,7 +156,7 @@ def test_a_stop_that_cannot_be_delivered_is_said_not_to_be(run: RemoteRun, head:
             match=r"the stop was not delivered: node-0: .*run one goes on.*orchestrate attach one",
         ),
     ):
-        ask_to_stop(there(run), live, heeded=2)
+        ask_to_stop(there(run), live, handled=2)
     run.close()
 
 

@@ -137,7 +137,7 @@ def test_a_trial_that_ends_with_figures_has_no_failure() -> None:
         ),
         (
             outcome(*STARTED, stdout=KILLED.format("9 (Killed)")),
-            *("node-2", "mpirun", "the trial's rank there was killed by signal 9", "memory"),
+            *("node-2", "mpirun", "the trial's rank on it was killed by signal 9", "memory"),
         ),
         (
             outcome(
@@ -158,7 +158,7 @@ def test_a_trial_that_ends_with_figures_has_no_failure() -> None:
                 {"rank": 1, "node": "node-1", "error": "ModuleNotFoundError: No module 'torch'"},
                 status=1,
             ),
-            *("node-1", "payload", "torch cannot be loaded there: ModuleNotFoundError", "bootst"),
+            *("node-1", "payload", "torch cannot be loaded on it: ModuleNotFoundError", "bootst"),
         ),
         (
             outcome(
@@ -166,7 +166,7 @@ def test_a_trial_that_ends_with_figures_has_no_failure() -> None:
                 {"rank": 1, "node": "node-1", "error": "RuntimeError: Connect\n timeout"},
                 status=1,
             ),
-            *("node-1", "gloo", "gloo failed while the ranks look for each other: RuntimeError"),
+            *("node-1", "gloo", "gloo failed while the ranks connect to each other: RuntimeError"),
             "TCP ports are open",
         ),
         (
@@ -259,7 +259,7 @@ NO_DEVICE = (
             outcome(*STARTED, {"node": "node-0", "error": "RuntimeError: no route"}),
             "gloo",
             ["node-0"],
-            "gloo failed while the ranks look for each other",
+            "gloo failed while the ranks connect to each other",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""The report of `preflight`: a table, findings with their fixes, the trial and its figures."""
+"""The report of `preflight`: a table, findings with fixes, the trial and its measurements."""
 
 from __future__ import annotations
 
@@ -43,27 +43,27 @@ from payload.orchestrate.terminal.tables import table
 
 _SLOW_NODE_SHARE = 0.8
 _SLOW_LINK_SHARE = 0.5
-# Part of the exchange hides behind the backward pass, which is two thirds of the computing.
+# Part of the exchange overlaps with the backward pass, which is two thirds of the computing.
 _MOST_SYNC_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A run's step on the nodes that were measured."""
+    """The predicted step of a run on the measured nodes."""
 
     what: str
-    """The run in words."""
+    """A description of the run."""
     sync_s: float
-    """If nothing of it overlapped; 0 with one rank."""
+    """Time without any overlap; 0 with one rank."""
     compute_s: float
     step_s: float
-    """With what the backward pass does not hide of the synchronisation, and with the update."""
+    """Includes the exchange that the backward pass does not hide, and the update."""
 
 
 def predict(
     config: RunConfig, spec: ModelSpec, measured: Measured, *, threads: int = 1
 ) -> Prediction:
-    """Predict the times of one step by ranks of so many threads."""
+    """Predict the times of one step, for ranks with `threads` threads."""
     link = measured.link_bytes_per_s()
     config = config.computing_in(measured.dtype(config.precision.dtype))
     # One rank has no link.
@@ -186,22 +186,22 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The outcome of one preflight."""
+    """The result of one preflight."""
 
     cluster: str
     checks: Mapping[str, Sequence[str]]
-    """By node: the checks that were made there."""
+    """By node: the checks that were made on it."""
     facts: Mapping[str, NodeFacts]
-    """By node, where it could be asked."""
+    """By node, for nodes that answered."""
     findings: Sequence[Finding]
     took_s: float
     measured: Measured | None = None
-    """The trial's figures, where there was one that passed."""
+    """The trial's measurements; None without a successful trial."""
     notes: Sequence[str] = ()
 
     @property
     def exit_code(self) -> ExitCode:
-        """0 when nothing keeps a run from working; warnings do not."""
+        """Return 0 if a run can work; warnings do not count."""
         codes = [finding.exit_code for finding in self.findings if finding.severity == "error"]
         return most_telling(codes) if codes else ExitCode.OK
 
@@ -216,7 +216,7 @@ class Report:
         return min((size for size in sizes if size is not None), default=None)
 
     def have_bf16(self) -> bool | None:
-        """Return whether every node's CPU multiplies bf16 itself; None where that is not known."""
+        """Return whether every node's CPU has bf16 matmuls; None if unknown."""
         flags = [facts.cpu_flags for facts in self.facts.values()]
         if any(each is not None and not flags_have_bf16(each) for each in flags):
             return False
@@ -230,7 +230,7 @@ class Report:
         return "ok" if check in self.checks[node] else "-"
 
     def table(self) -> Table:
-        """Return a row for each node, a column for each check that was made somewhere."""
+        """Return a row for each node, and a column for each check that was made on any node."""
         made = [check for check in checks() if any(check in done for done in self.checks.values())]
         names = ["node", *made, "cores", "GiB", "free GiB", "interface", "MTU"]
         names += ["TFLOP/s bf16", "fp32", "Gbit/s"] if self.measured else []
@@ -251,7 +251,7 @@ class Report:
         return [*lines, *(f"note: {note}" for note in self.notes)]
 
     def to_json(self) -> str:
-        """Return the same as JSON."""
+        """Return the report as JSON."""
         nodes = {
             node: {
                 "checks": {check: self.status(node, check) for check in checks()},
@@ -299,8 +299,8 @@ def _speeds(measured: Measured | None, node: str) -> list[str]:
 
 _T = TypeVar("_T")
 
-# How a machine looks that boots: no host keys yet, no sshd, no account, no finished bootstrap.
-_NOT_YET = (ExitCode.SSH_UNREACHABLE, ExitCode.SSH_AUTH, ExitCode.BOOTSTRAP)
+# The state of a machine that boots: no host keys yet, no sshd, no account, no finished bootstrap.
+_BOOTING_CODES = (ExitCode.SSH_UNREACHABLE, ExitCode.SSH_AUTH, ExitCode.BOOTSTRAP)
 _PAUSE_S = 10.0
 
 
@@ -308,51 +308,51 @@ class BootWait:
     """Retries while machines boot, within a time limit; prints each reason once."""
 
     def __init__(self, wait_s: float, say: Callable[[str], None]) -> None:
-        """The time begins now."""
+        """Start the timer."""
         self._ends = time.monotonic() + wait_s
         self._say = say
-        self._said: str | None = None
+        self._last_reason: str | None = None
 
     def until_found(self, look: Callable[[], _T]) -> _T:
-        """Return what `look` returns. Raises its errors, unless a booting machine explains them."""
+        """Return the result of `look`. Raises its errors, except those of a booting machine."""
         while True:
             try:
                 return look()
             except TileforgeError as error:
-                if error.exit_code not in _NOT_YET or not self._has_paused(str(error)):
+                if error.exit_code not in _BOOTING_CODES or not self._has_paused(str(error)):
                     raise
 
     def until_ready(self, check: Callable[[], Report]) -> Report:
-        """Return the first report on nodes that have booted, ready or not; else the last one."""
+        """Return the first report on nodes that have booted, or the last one at the time limit."""
         while True:
             report = check()
             if not _is_booting(report) or not self._has_paused(_reason(report)):
                 return report
 
     def _has_paused(self, reason: str) -> bool:
-        """Pause and say yes, or say no where the time is too short for it."""
+        """Pause and return True, or return False if not enough time is left."""
         if not time.monotonic() + _PAUSE_S <= self._ends:
             return False
-        if reason != self._said:
+        if reason != self._last_reason:
             self._say(f"waiting: {reason}")
-            self._said = reason
+            self._last_reason = reason
         time.sleep(_PAUSE_S)
         return True
 
 
 def _is_booting(report: Report) -> bool:
     failed = any(has_failed(facts.bootstrap) for facts in report.facts.values())
-    return report.exit_code in _NOT_YET and not failed
+    return report.exit_code in _BOOTING_CODES and not failed
 
 
 def _reason(report: Report) -> str:
-    """Return one line, whatever the number of nodes."""
+    """Return the reason as one line, for any number of nodes."""
     errors = [finding for finding in report.findings if finding.severity == "error"]
     return "; ".join(f"{finding.node}: {finding.cause}" for finding in errors)
 
 
 FRESH_S = 24 * 3600.0
-"""How long `run` trusts a trial of the same payload on the same nodes."""
+"""How long `run` accepts a trial of the same payload on the same nodes."""
 
 
 def try_there(
@@ -362,7 +362,7 @@ def try_there(
     config: RunConfig,
     placement: Placement | None = None,
 ) -> Report:
-    """Return the report on a cluster with a trial, which is kept if it went well."""
+    """Return the report on a cluster with a trial, which is stored if it succeeded."""
     talk = text_console(stderr=True)
     report = with_trial(
         report,
@@ -383,7 +383,7 @@ def try_if_new(
     config: RunConfig,
     placement: Placement | None = None,
 ) -> Report:
-    """Try the cluster before a run; a trial of this payload on these nodes holds for a day."""
+    """Try the cluster before a run, unless a trial of this payload and these nodes is recent."""
     record = _known_trial_of(report, nodes, config)
     if record is not None and is_fresh(record, now_unix=time.time()):
         return replace(report, measured=record.measured)
@@ -391,7 +391,7 @@ def try_if_new(
 
 
 def with_known_trial(report: Report, nodes: Sequence[Node], config: RunConfig) -> Report:
-    """Return the report with the newest trial of these nodes, however old: `plan` takes it too."""
+    """Return the report with the newest trial of these nodes, of any age, as `plan` uses it."""
     record = _known_trial_of(report, nodes, config)
     return report if record is None else replace(report, measured=record.measured)
 
@@ -422,14 +422,14 @@ def try_here(
 def with_trial(
     report: Report, nodes: Sequence[Node], config: RunConfig, make: Callable[[], Trial]
 ) -> Report:
-    """Return the report with what the trial found; none is made on nodes unfit for one."""
+    """Return the report with the trial's findings; nodes that are not fit get no trial."""
     if report.exit_code:
         note = f"nothing was started or measured, as {', '.join(report.failing_nodes())} is not fit"
         return replace(report, notes=[*report.notes, note])
-    mute = [name for name, facts in report.facts.items() if not facts.resolver_answers]
-    if mute:
-        # Each rank and mpirun itself would wait for it many times.
-        note = f"mpirun was not tried, as the resolver of {', '.join(mute)} does not answer"
+    silent = [name for name, facts in report.facts.items() if not facts.resolver_answers]
+    if silent:
+        # Each rank and mpirun itself would wait for the resolver many times.
+        note = f"mpirun was not tried, as the resolver of {', '.join(silent)} does not answer"
         return replace(report, notes=[*report.notes, note])
     began = time.monotonic()
     trial = make()
@@ -440,7 +440,7 @@ def with_trial(
     made = [check for check in tried if check != "gloo" or len(nodes) > 1]
     findings, notes = list(trial.findings), list(report.notes)
     if trial.measured is None:
-        # What comes after the one that failed was not tried.
+        # Later checks were not made after the failed one.
         made = sorted({finding.check for finding in findings} & set(made), key=tried.index)
     else:
         spec, guess = initial_spec(config, vocab_size=None)
@@ -463,7 +463,7 @@ def with_trial(
 
 
 def keep(report: Report, nodes: Sequence[Node], root: Path, *, now_unix: float) -> None:
-    """Write down a trial that went well, for `plan` and the next `run`."""
+    """Store a successful trial for `plan` and the next `run`."""
     if report.measured is None or report.exit_code:
         return
     interfaces = {name: facts.interface for name, facts in report.facts.items()}
@@ -477,6 +477,6 @@ def keep(report: Report, nodes: Sequence[Node], root: Path, *, now_unix: float) 
 
 
 def is_fresh(record: Record, *, now_unix: float) -> bool:
-    """Return whether `run` may go without another trial."""
+    """Return whether `run` can skip another trial."""
     age_s = now_unix - record.time_unix
     return record.code == this_code().digest and 0 <= age_s < FRESH_S

@@ -232,7 +232,7 @@ def test_what_mpirun_or_torch_lack_on_a_node_is_31_and_the_key_goes_all_the_same
     finally:
         lock.rmdir()
     # Removing the key there fails as well, and is not the cause.
-    cause = "the trial could not be made: installing the run's key failed on 1 node(s)"
+    cause = "the trial failed: installing the run's key failed on 1 node(s)"
     assert errors(report) == {"node-0 mpirun": cause}
     # The head keeps the key's name, and no key, until node 2 was asked again: the next one does.
     (kept,) = (nodes.home_of(0) / ".ssh" / "tileforge").iterdir()

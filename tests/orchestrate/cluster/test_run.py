@@ -275,7 +275,7 @@ def test_ctrl_c_says_how_to_attach_and_leaves_the_tunnel_through_which_a_second_
     # Nobody has the claim any more by which it was to start.
     wait_for_nobody(another)
     code, said = another.do(*words, "--resume", "one", "--detach", env=env)
-    assert code == ExitCode.OK and "was left on the nodes; it is gone now" in said, said
+    assert code == ExitCode.OK and "was removed from the nodes" in said, said
     process = another.start("attach", "one", env=env)
     another.wait_for_a_step()
     opened = tunnels.read_text(encoding="ascii")
@@ -350,7 +350,7 @@ def test_no_key_outlives_a_run_that_is_not_started(another: Operator) -> None:
     (kept,) = (folders[0] / "tileforge").iterdir()
     assert not list(kept.iterdir())
     code, said = another.do(*another.on_cluster("preflight"), "--quick")
-    assert code == ExitCode.OK and f"the key {kept.name} was left on the nodes" in said, said
+    assert code == ExitCode.OK and f"the stale key {kept.name} was removed from the nodes" in said, said
     assert not list((folders[0] / "tileforge").iterdir())
 
 
@@ -377,7 +377,7 @@ def test_the_key_of_an_operator_who_was_killed_before_the_supervisor_is_cleared_
         shutil.copytree(another.nodes.folder / "runs" / "far", another.paths("far").root)
         code, said = another.do("stop", "far")
     assert code == ExitCode.OK, said
-    assert command == "stop" or f"the key {before[0][0]} was left on the nodes" in said, said
+    assert command == "stop" or f"the stale key {before[0][0]} was removed from the nodes" in said, said
     assert keys_of_runs(another) == [[], []]
     assert not list((folders_of_keys(another)[0] / "tileforge").iterdir())
 
