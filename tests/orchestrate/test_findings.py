@@ -63,7 +63,7 @@ def of_node(node: Node, facts: NodeFacts) -> list[Finding]:
 def shared(
     *, mounted: bool = True, took_s: float | None = None, error: str | None = None
 ) -> SharedFolder:
-    """Return what a node says of its shared folder; silent unless told otherwise."""
+    """Return a node's report on its shared folder; without arguments, it does not answer."""
     return SharedFolder(folder="/srv/shared", mounted=mounted, took_s=took_s, error=error)
 
 

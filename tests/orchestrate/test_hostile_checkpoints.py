@@ -1,4 +1,4 @@
-"""A hostile node's checkpoints: which are brought home, and what that leaves in place."""
+"""A hostile node's checkpoints: which are fetched, and what they leave in the copy."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_a_checkpoint_that_does_not_fit_here_is_not_begun(run: RemoteRun, head: 
     manifest = write_checkpoint(there / "step_00000020")
     manifest["files"]["config.json"]["bytes"] = 2**62
     (there / "step_00000020" / "manifest.json").write_text(json.dumps(manifest))
-    # The one before it is no result: what is collected may be destroyed there.
+    # The one before it is no result: the original of a collected run may be destroyed.
     with pytest.raises(PreflightError, match=r"^node-0: a checkpoint of .* bytes does not fit"):
         run.collect_checkpoint()
 

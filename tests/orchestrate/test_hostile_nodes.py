@@ -1,4 +1,4 @@
-"""A hostile node: its lies, and what the operator's machine does with them."""
+"""A hostile node's false answers, and the reaction of the operator's machine."""
 
 from __future__ import annotations
 

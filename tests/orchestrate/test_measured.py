@@ -1,4 +1,4 @@
-"""A trial's figures: predictions, slow nodes, slow links, and their record."""
+"""A trial's measurements: predictions, slow nodes, slow links, and their record."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_a_trial_is_known_for_the_same_nodes_alone_and_fresh_for_a_day(tmp_path:
     )
     record.write(path)
     assert known_trial(inventory.cluster, inventory.nodes, tmp_path) == record
-    # What cores have measured says nothing of GPUs.
+    # Measurements of cores do not apply to GPUs.
     assert known_trial(inventory.cluster, inventory.nodes, tmp_path, on_gpus=True) is None
     head, *others = inventory.nodes
     renewed = replace(inventory, nodes=(replace(head, host_keys=("ssh-ed25519 B",)), *others))

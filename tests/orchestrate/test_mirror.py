@@ -1,4 +1,4 @@
-"""The local copy of a cluster's run: what comes is merged, what is here is not sent again."""
+"""The local copy of a cluster's run: new data is merged, existing data is not sent again."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def exchange(
     alive: bool | None = None,
     most_bytes: int = 2**20,
 ) -> tuple[Part, list[str]]:
-    """One exchange with a node: what it answered, and what of it is damaged."""
+    """Exchange with a node once; return its answer and the messages about damage."""
     wanted = file_request(here, node, is_head=node == "node-0")
     arguments = json.loads(json.dumps(wanted.arguments()))
     raw = read(there.root, arguments["whole"], arguments["known"], most_bytes=most_bytes)
@@ -110,7 +110,7 @@ def test_a_file_that_was_cut_and_grew_again_comes_whole(there: RunPaths, here: R
 
 
 def test_a_copy_takes_nothing_of_another_run_of_its_name(there: RunPaths, here: RunPaths) -> None:
-    """The attack: the head's folder was removed, and somebody started another `one` there."""
+    """The attack: the head's folder was removed, and another user started another run in it."""
     write_identity(here, MINE)
     for paths, loss in ((there, 2), (here, 1)):
         paths.metrics.write_text(f'{{"step": 1, "loss": {loss}}}\n')
@@ -123,7 +123,7 @@ def test_a_copy_takes_nothing_of_another_run_of_its_name(there: RunPaths, here: 
     exchange(there, here)
     assert here.metrics.read_bytes() == there.metrics.read_bytes()
     assert known_identity(here) == MINE
-    # The copy of an older version's run learns what its run got when somebody resumed it.
+    """The copy of an older version's run gets the identity that a resume gave to the run."""
     here.identity.unlink()
     exchange(there, here)
     assert known_identity(here).identity == MINE.identity
@@ -300,7 +300,7 @@ def test_logs_that_come_over_ssh_leave_half_of_the_disk(
     _, problems = exchange(there, here)
     assert here.rank_log(0).stat().st_size == 500 and "half of the free disk" in problems[0]
     assert here.metrics.read_bytes() == there.metrics.read_bytes()
-    # What is not taken is not sent again and again.
+    # Data that was not accepted is not sent again and again.
     answer, problems = exchange(there, here)
     assert list(answer.more) == ["metrics.jsonl"] and "half of the free disk" in problems[0]
     free = 100_000

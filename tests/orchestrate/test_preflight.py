@@ -95,7 +95,7 @@ def test_each_node_s_gpus_are_compared_with_what_the_run_wants(
 ) -> None:
     def start(i: int, *gpus: dict[str, str], setting: str = "") -> Sshd:
         folder = make_nvidia_smi(tmp_path / f"bin-{i}", *gpus)
-        # Each session of the node gets this PATH, as the node's own settings would have it.
+        # Each session of the node gets this PATH, as from the node's own settings.
         shell = folder / "session"
         shell.write_text(
             f'#!/bin/sh\nexport PATH={folder}:$PATH {setting}\nexec sh -c "$SSH_ORIGINAL_COMMAND"\n'
@@ -221,7 +221,7 @@ def test_the_command_prints_json_for_programs(
 ) -> None:
     inventory = make_cluster(nodes[0].node, nodes[1].node)
     code = preflight(inventory, login, tmp_path, "--json")
-    # These nodes were never bootstrapped: the state file is not where a real node has it.
+    # These nodes were never bootstrapped: the state file is not at its path on a real node.
     assert code == ExitCode.BOOTSTRAP
     printed = json.loads(capsys.readouterr().out)
     assert printed["exit_code"] == code and printed["exit_class"] == "bootstrap"
@@ -231,7 +231,7 @@ def test_the_command_prints_json_for_programs(
 
 
 class Clock:
-    """Stands for `time`: pauses take none, and something may happen in each."""
+    """Replaces `time`: pauses take no time, and each can trigger an action."""
 
     def __init__(self, *events: Callable[[], object]) -> None:
         self.now, self.events = 0.0, list(events)
@@ -293,7 +293,7 @@ def test_the_command_waits_no_longer_than_it_was_told(
     clock = Clock()
     monkeypatch.setattr(report_module, "time", clock)
     inventory = make_cluster(nodes[0].node)
-    # These nodes have no bootstrap.json where a real node has it, and will never.
+    # These nodes never get a bootstrap.json at its path on a real node.
     more = ("--json", "--wait", "0.5")
     assert preflight(inventory, login, tmp_path, *more) == ExitCode.BOOTSTRAP
     said = capsys.readouterr()
@@ -368,14 +368,14 @@ def test_without_a_key_one_is_made_and_the_operator_told(
     key = tmp_path / ".cluster" / "mine" / "id_ed25519"
     public, said = make_operator_key(key), capsys.readouterr().err
     assert public in said
-    # Where OS Login decides, nobody can add anything to a node's authorized_keys.
+    # Where OS Login decides, users cannot add keys to a node's authorized_keys.
     command = f"gcloud compute os-login ssh-keys add --key-file={key}.pub"
     assert (command in said) is (project is not None)
     assert key.with_name(f"{key.name}.pub").read_text(encoding="ascii") == f"{public}\n"
 
 
 def make_public_host_key() -> str:
-    """A key that is one, and nobody's."""
+    """A valid key that belongs to no user."""
     return "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAABAgMEBQYHCAkKCwwNDg8QERITFBUWFxgZGhscHR4f"
 
 

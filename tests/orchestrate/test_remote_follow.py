@@ -38,7 +38,7 @@ def head(start_sshd: StartSshd, monkeypatch: pytest.MonkeyPatch) -> Sshd:
 
 @pytest.fixture
 def run(head: Sshd, login: Login, tmp_path: Path) -> RemoteRun:
-    """A run of which nothing is there but one step."""
+    """A run with only one step on its node."""
     there, here = head.home / "runs" / "one", RunPaths(tmp_path / "here" / "one")
     there.mkdir(parents=True)
     (there / "metrics.jsonl").write_text('{"step": 1}\n', encoding="ascii")
@@ -101,7 +101,7 @@ def test_a_head_that_is_gone_is_watched_for_a_while_only(
 ) -> None:
     watch = Watch(run, [], seen_unix=time.time() - 60)
     head.stop()
-    assert watch() is True  # what is here can be shown
+    assert watch() is True  # the local copy can be shown
     with pytest.raises(SshUnreachableError, match=r"node-0: .*orchestrate attach one"):
         watch()
     said = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Two commands of one operator that bring the same run home at the same time."""
+"""Two commands of one operator that collect the same run at the same time."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_checkpoint_and_metrics_come_once_however_many_ask(
     assert (paths.checkpoint(10) / "model.safetensors").read_bytes() == content
     assert paths.metrics.read_text() == ROWS
     assert [path.name for path in paths.checkpoints.iterdir()] == [NAME]
-    # It has ended, so nothing more is to come; unless it is started again.
+    # It has ended, so nothing more will come unless it is started again.
     record_collected(paths, found[0])
     mirrored = read_mirrored(paths)
     assert mirrored is not None and mirrored.collected == NAME

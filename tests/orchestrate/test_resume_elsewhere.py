@@ -1,4 +1,4 @@
-"""A run that has a store is resumed in another place, but not while it goes on anywhere."""
+"""A run that has a store is resumed in another place, but not while it is active anywhere."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def stored_run(tmp_path: Path, *, store: bool = True) -> RunPaths:
 
 
 def make_copy(paths: RunPaths, *, alive: bool) -> None:
-    """Let a run be one of cluster `first`, as when it was last reached."""
+    """Make a run one of cluster `first`, as when it was last reached."""
     paths.inventory.write_text(cluster("first").to_json(), encoding="utf-8")
     record_contact(paths, alive=alive, ssh_key=Path("/key"))
 
@@ -53,7 +53,7 @@ def write_trainer_state(checkpoint: Path, *, dtype: str) -> None:
 
 
 def hold(paths: RunPaths, *, name: str | None) -> None:
-    """Ask for the run at cluster `name`, or at this machine."""
+    """Request the run at cluster `name`, or at this machine."""
     talk = text_console(stderr=True)
     with ExitStack() as held:
         if name is None:

@@ -1,4 +1,4 @@
-"""The runs folder, and what is told of runs that nobody supervises any more."""
+"""The runs folder, and the state of runs without a supervisor."""
 
 from __future__ import annotations
 

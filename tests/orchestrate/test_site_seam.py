@@ -249,7 +249,7 @@ def test_in_a_job_srun_reaches_the_nodes_and_a_failing_nvidia_smi_is_a_note(
 
 @pytest.mark.processes
 def test_a_job_s_node_that_is_not_this_machine_is_reached_by_srun_too(tmp_path: Path) -> None:
-    """salloc's shell stays on the login node: no rank may start there."""
+    """salloc's shell stays on the login node: no rank may start on it."""
     (tmp_path / "srun").write_text("#!/bin/sh\necho slurm 22.05\n", encoding="ascii")
     (tmp_path / "srun").chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}

@@ -37,7 +37,7 @@ NO_PARTITION = (
 
 
 def slurm(folder: Path, **programs: str) -> Mapping[str, str]:
-    """Return an environment with these shell programs in the place of Slurm's."""
+    """Return an environment with these shell programs instead of Slurm's."""
     folder.mkdir(exist_ok=True)
     for name, text in programs.items():
         program = folder / name
@@ -179,7 +179,8 @@ def test_a_run_within_a_job_knows_when_the_job_ends(tmp_path: Path) -> None:
 
 @pytest.fixture
 def resume(tmp_path: Path) -> list[str]:
-    """Return the words that resume a run of this folder, whose job has ended, in another job."""
+    """Return the arguments that resume a run of this folder, whose job has ended, in another
+    job."""
     data = make_data_folder(
         tmp_path / "data", num_train_tokens=4000, num_val_tokens=200, vocab_size=512
     )

@@ -110,7 +110,7 @@ def losses_so_far(paths: RunPaths) -> int:
 
 @pytest.mark.slow
 def test_a_step_of_many_passes_is_left_when_the_run_is_stopped(tmp_path: Path) -> None:
-    """One step here takes hours; a stop must not wait for its end."""
+    """One step takes hours here; a stop must not wait for its completion."""
     process = start(tmp_path, "batch.global_batch_size=2000000", "train.checkpoint_every=1")
     paths = RunPaths(tmp_path / "runs" / "one")
     deadline = time.monotonic() + TIMEOUT_S
@@ -226,7 +226,7 @@ def test_a_resume_on_a_full_disk_is_refused_in_one_line(
     paths.config.write_text(text)
     small_disk.fill()
     words = ["run", "--resume", "one", "--inventory", "local", "--runs-dir", str(small_disk.path)]
-    words += ["--set", f"data.dir={data}"]  # nobody has started the run
+    words += ["--set", f"data.dir={data}"]  # the run was not started by a command
     assert main(words, os.environ) == (ExitCode.CONFIG if found_before else ExitCode.PREFLIGHT)
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: ") and "Free " in last, last

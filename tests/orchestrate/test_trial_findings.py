@@ -1,4 +1,4 @@
-"""Findings from the output of a trial, in the words that mpirun and gloo really use."""
+"""Findings from a trial's output, with real messages of mpirun and gloo."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ NO_DEVICE = (
 @pytest.mark.parametrize(
     ("given", "check", "nodes", "cause"),
     [
-        # What the others say has lost them is left out.
+        # Errors of other ranks that lost contact are left out.
         (
             outcome(
                 *STARTED,

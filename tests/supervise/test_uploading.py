@@ -109,7 +109,7 @@ def test_a_long_restore_is_noted(resumed: RunPaths, monkeypatch: pytest.MonkeyPa
     def until_noted(seconds: float) -> bool:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
-        # then another command stops the run
+        return not notes  # then another command stops the run
 
     assert restore(resumed, notes, pause=until_noted) is None
     assert notes == ["bringing it"] == log.read_text().splitlines()

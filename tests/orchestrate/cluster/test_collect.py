@@ -97,10 +97,10 @@ def test_a_checkpoint_of_500_mb_arrives_whole_through_three_interruptions(
     asked: set[str] = set()
     while third.poll() is None:
         asked |= set(_ASKED.findall("\n".join(nodes.processes())))
-        time.sleep(0.02)  # what is asked for takes far longer
+        time.sleep(0.02)  # the request takes far longer
     code, said = finish(third)
     assert code == ExitCode.OK and f"checkpoint: {checkpoints / NAME}" in said, said
-    # The node was asked for the rest alone, by the number of its first byte.
+    # Only the rest was requested from the node, by the number of its first byte.
     assert asked == {str(second_bytes + 1)}
     here = checkpoints / NAME
     assert {path.name for path in here.iterdir()} == {path.name for path in large.iterdir()}

@@ -1,4 +1,4 @@
-"""A run whose node is cut off, comes back and dies: real sshd, mpirun and trainer."""
+"""A run whose node is cut off, returns and crashes: real sshd, mpirun and trainer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def operator(tmp_path: Path) -> Iterator[Operator]:
 
 
 def start_run(operator: Operator, run_id: str, *settings: str) -> RunPaths:
-    """Start a run, and wait for a step of it; the folder on the head."""
+    """Start a run, and wait for a step of it; return the folder on the head."""
     code, said = operator.do(*operator.run_words(run_id, *settings), "--detach")
     assert code == ExitCode.OK, said
     paths = RunPaths(operator.nodes.home_of(0) / "tileforge" / "runs" / run_id)

@@ -52,7 +52,7 @@ pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
 
 
 def as_stack(operator: Operator, *arguments: str) -> tuple[int, str, list[str]]:
-    """`up` or `down`, as if the nodes were a Pulumi stack's: also what Pulumi was told to do.
+    """Run `up` or `down` as if the nodes were a Pulumi stack's; return Pulumi's commands, too.
 
     Its previews replace the head.
     """
@@ -77,7 +77,7 @@ def as_stack(operator: Operator, *arguments: str) -> tuple[int, str, list[str]]:
 
 
 def wait_for_a_look(paths: RunPaths) -> None:
-    """Until a command brings the copy up to date."""
+    """Wait until a command updates the copy."""
     before = read_mirrored(paths)
     wait_until(lambda: read_mirrored(paths) != before, what="a look at the run")
 
@@ -90,13 +90,13 @@ def operator(tmp_path: Path) -> Iterator[Operator]:
 
 @pytest.fixture
 def another(trained: Trained, tmp_path: Path) -> Operator:
-    """Who comes to nodes that have the payload, from a machine that knows of no run."""
+    """A user of nodes that have the payload, from a machine without records of any run."""
     return Operator(tmp_path, trained.operator.nodes)
 
 
 @contextmanager
 def held(lock: Path) -> Iterator[None]:
-    """Within it, whoever else wants the lock waits."""
+    """Hold the lock; other processes wait for it."""
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -162,7 +162,7 @@ def test_what_another_operator_resumed_or_started_is_brought_home_before_anythin
     # What either knew of the head's checkpoints, both know: the head may be a new machine.
     for paths in (head, rival.paths("one")):
         assert known_hashes(paths).by_name().keys() == {"step_00000001", "step_00000002"}
-    # Of a run that this machine has never seen, it cannot know how to bring it home.
+    # A run that this machine has never seen cannot be collected without its inventory.
     code, said, told = as_stack(another, "down")
     assert code == ExitCode.CONFIG and told == ["stack", "stack"], said
     assert "have results on the head: far, so nothing was destroyed" in said, said
@@ -185,7 +185,7 @@ def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Opera
     operator.wait_for_a_step()
     first.send_signal(signal.SIGKILL)
     first.communicate(timeout=TIMEOUT_S)
-    # Once more: it is followed, not started.
+    # Again: the run is followed, not started.
     again = operator.start(*words)
     seen = metrics.stat().st_size
     wait_until(lambda: metrics.stat().st_size > seen, what="steps to arrive", timeout_s=TIMEOUT_S)
@@ -203,7 +203,7 @@ def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Opera
     code, said, told = as_stack(operator, "down")
     assert code == ExitCode.CONFIG and "run one is going on, so nothing was destroyed" in said, said
     assert told == ["stack", "stack"]
-    # From a folder that does not know the run, the head is the one who tells of it.
+    # In a folder without the run, the head names it.
     own = operator.folder / ".cluster" / "test" / "id_ed25519"
     shutil.copy(operator.nodes.key, own)
     code, said, told = as_stack(operator, "down", "--runs-dir", "none")
@@ -264,7 +264,7 @@ def test_ctrl_c_says_how_to_attach_and_leaves_the_tunnel_through_which_a_second_
             wait_for_a_key(another)
             starting.enter_context(held(there / ".start.lock"))
         wait_until(
-            lambda: len(programs_of_head(another)) > 1,  # The claim is the other one.
+            lambda: len(programs_of_head(another)) > 1,  # The claim is of the other attempt.
             what="the head to be told to start",
             timeout_s=TIMEOUT_S,
         )
@@ -272,7 +272,7 @@ def test_ctrl_c_says_how_to_attach_and_leaves_the_tunnel_through_which_a_second_
         _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130 and err.splitlines()[-1] == "interrupted", err
     assert "not known; if so, run one goes on. Follow it with: " in err, err
-    # Nobody has the claim any more by which it was to start.
+    # No process holds the claim of its start any more.
     wait_for_nobody(another)
     code, said = another.do(*words, "--resume", "one", "--detach", env=env)
     assert code == ExitCode.OK and "was removed from the nodes" in said, said
@@ -335,7 +335,7 @@ def test_no_key_outlives_a_run_that_is_not_started(another: Operator) -> None:
     assert process.returncode == 130 and err.splitlines()[-1] == "interrupted", err
     assert keys_of_runs(another) == [[], []] and not list((folders[0] / "tileforge").iterdir())
     assert not another.paths("one").root.exists()
-    # Now the key can neither be brought to the worker nor removed there.
+    # Now the key can neither be copied to the worker nor removed from it.
     lock.unlink()
     lock.mkdir()
     try:
@@ -346,11 +346,11 @@ def test_no_key_outlives_a_run_that_is_not_started(another: Operator) -> None:
     assert "error: installing the run's key failed on 1 node(s):\n  node-1: " in said
     assert "warning: removing the run's key failed on 1 node(s):\n  node-1: " in said
     assert keys_of_runs(another) == [[], []]
-    # The head keeps the key's name, and no key, until the worker was asked again.
+    # The head keeps the key's name, without the key, until a later command has reached the worker.
     (kept,) = (folders[0] / "tileforge").iterdir()
     assert not list(kept.iterdir())
     code, said = another.do(*another.on_cluster("preflight"), "--quick")
-    assert code == ExitCode.OK and f"the stale key {kept.name} was removed from the nodes" in said, said
+    assert code == ExitCode.OK and f"the stale key {kept.name} was removed" in said, said
     assert not list((folders[0] / "tileforge").iterdir())
 
 
@@ -362,7 +362,7 @@ def test_the_key_of_an_operator_who_was_killed_before_the_supervisor_is_cleared_
     with held(lock):
         process = another.start(*another.run_words("one"))
         wait_for_a_key(another)
-        # The worker's part has begun as well: it goes on when the operator is gone.
+        # The worker's part has begun as well: it continues when the operator is gone.
         wait_for_a_waiter(lock)
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=TIMEOUT_S)
@@ -377,7 +377,7 @@ def test_the_key_of_an_operator_who_was_killed_before_the_supervisor_is_cleared_
         shutil.copytree(another.nodes.folder / "runs" / "far", another.paths("far").root)
         code, said = another.do("stop", "far")
     assert code == ExitCode.OK, said
-    assert command == "stop" or f"the stale key {before[0][0]} was removed from the nodes" in said, said
+    assert command == "stop" or f"the stale key {before[0][0]} was removed" in said, said
     assert keys_of_runs(another) == [[], []]
     assert not list((folders_of_keys(another)[0] / "tileforge").iterdir())
 
@@ -485,7 +485,7 @@ def test_a_start_whose_second_connection_fails_is_20_and_can_be_repeated(
     assert code == ExitCode.SSH_UNREACHABLE, said
     assert "cannot be reached from node-0" in said.partition("Reconnecting.")[2], said
     assert not operator.paths("one").root.exists()
-    # The head answers: the key's name stays, for the worker to be asked again, and no key.
+    # The head answers: the key's name stays for a later command that reaches the worker.
     head = operator.nodes.home_of(0) / ".ssh" / "tileforge"
     assert keys_of_runs(operator)[0] == [] and not list(head.glob("*/*"))
 
@@ -533,12 +533,12 @@ def test_a_start_whose_connection_breaks_while_it_claims_the_head_waits_and_goes
         stack.enter_context(held(lock))
 
         def break_it() -> None:
-            wait_for_a_waiter(lock)  # which has the claim, and cannot say so
+            wait_for_a_waiter(lock)  # which has the claim, but cannot report it
             operator.nodes.cut_sessions(0)
 
         breaker = threading.Thread(target=break_it)
         breaker.start()
-        # Once the claim was refused for the one from before, that one may end.
+        # Once the claim was refused for the first attempt, that attempt may end.
         at_first_call(start_claim, "_holder", stack.close, monkeypatch)
         code = run_here(operator, monkeypatch)
         breaker.join()
