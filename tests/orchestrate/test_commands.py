@@ -35,7 +35,7 @@ from tests.support.recorded_output import record_output
 
 ENDLESS = ("--steps", "100000")
 ONE_RANK = ("--set", "launch.ranks_per_node=1")
-"""For a run whose number of ranks says nothing: its start takes two thirds of the time."""
+"""For runs whose number of ranks does not matter: the start takes two thirds of the time."""
 
 
 class Workplace:
@@ -60,7 +60,7 @@ class Workplace:
     def start(
         self, stand_in: tuple[str, ...], command: str, *arguments: str, under: Sequence[str] = ()
     ) -> subprocess.Popen[str]:
-        """Start a command in a process of its own, with the stand-in program as the trainer."""
+        """Start a command in a separate process, with the stand-in program as the trainer."""
         return subprocess.Popen(
             [
                 *under,
@@ -76,7 +76,7 @@ class Workplace:
         )
 
     def call(self, command: str, *arguments: str) -> tuple[int, str, str]:
-        """Run a command to its end in this process; return its exit code, stdout and stderr."""
+        """Run a command in this process; return its exit code, stdout and stderr."""
         words = self._words(command, *arguments)
         with chdir(REPO), record_output() as said:
             try:

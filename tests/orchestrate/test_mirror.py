@@ -123,7 +123,7 @@ def test_a_copy_takes_nothing_of_another_run_of_its_name(there: RunPaths, here: 
     exchange(there, here)
     assert here.metrics.read_bytes() == there.metrics.read_bytes()
     assert known_identity(here) == MINE
-    """The copy of an older version's run gets the identity that a resume gave to the run."""
+    # The copy of an older version's run gets the identity that a resume gave to the run.
     here.identity.unlink()
     exchange(there, here)
     assert known_identity(here).identity == MINE.identity

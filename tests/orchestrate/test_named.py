@@ -164,7 +164,7 @@ def test_what_was_found_in_a_store_stays_there(
 
 
 def planted(workplace: Workplace, tmp_path: Path, *settings: str) -> RunPaths:
-    """Create a run folder where a clone of a project would have it."""
+    """Create a run folder at its path in the clone of a project."""
     usual = [f"data.dir={workplace.data}", "data.sequence_length=16", "model.preset=tiny"]
     paths = make_run(tmp_path / "runs" / "demo", settings=[*usual, *settings])
     write_identity(paths)
@@ -309,7 +309,7 @@ def test_a_hub_s_model_needs_no_name_where_the_checkpoint_here_is_read(
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
-    # Remote ranks may lack it, and an adapter's run reads its base.
+    """Remote ranks may lack it, and an adapter's run reads its base."""
     paths = planted(workplace, tmp_path, "model.init=org/model", f"adapter.kind={adapter}")
     note_named(paths, {"data.dir": str(workplace.data)})
     assert resume("demo") == ExitCode.CONFIG

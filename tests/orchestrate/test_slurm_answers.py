@@ -179,8 +179,7 @@ def test_a_run_within_a_job_knows_when_the_job_ends(tmp_path: Path) -> None:
 
 @pytest.fixture
 def resume(tmp_path: Path) -> list[str]:
-    """Return the arguments that resume a run of this folder, whose job has ended, in another
-    job."""
+    """Return the arguments that resume an ended job's run of this folder in another job."""
     data = make_data_folder(
         tmp_path / "data", num_train_tokens=4000, num_val_tokens=200, vocab_size=512
     )

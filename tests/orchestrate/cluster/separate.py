@@ -68,8 +68,7 @@ class SeparateNodes(Whole):
     """A cluster of such nodes; a context manager."""
 
     def __init__(self, folder: Path, *, num_nodes: int, linked: bool = False) -> None:
-        """With `linked`, each node has a separate network, on a bridge that only `inside`
-        reaches."""
+        """With `linked`, each node has its own network, on a bridge that only `inside` reaches."""
         self.folder = folder
         self.key = folder / "operator_key"
         self.home = folder / "home"

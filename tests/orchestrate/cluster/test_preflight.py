@@ -36,8 +36,7 @@ class Operator:
         self.inventory = nodes.write_inventory(folder / "inventory.json")
 
     def do(self, command: str, *arguments: str) -> tuple[int, dict[str, Any], str]:
-        """Run an orchestrate command; return the exit code, its JSON, and the rest of its
-        output."""
+        """Run an orchestrate command; return its exit code, its JSON, and its other output."""
         words = ["-m", "payload.orchestrate", command, "--inventory", str(self.inventory), "--json"]
         done = subprocess.run(
             [*self.nodes.inside, sys.executable, *words, *arguments],
@@ -202,7 +201,7 @@ def test_no_amx_a_full_disk_a_wrong_clock_and_a_mute_resolver_are_named_and_noth
     assert not record_path(operator.folder, cluster="test").exists()
 
 
-"""Replaces the interpreter of a program on stdin."""
+# Replaces the interpreter of a program on stdin.
 AHEAD = """\
 #!{}
 import sys, time
