@@ -140,7 +140,7 @@ def test_without_nvidia_smi_a_build_with_cuda_is_left_to_the_trial(tmp_path: Pat
     make_torch(tmp_path)
     facts = ask(tmp_path)
     (found,) = faults(facts)
-    assert found.severity == "warning" and "The trial tells" in found.fix
+    assert found.severity == "warning" and "The trial shows" in found.fix
     make_torch(tmp_path, version="2.13.0+cpu", cuda=None)
     assert [fault.severity for fault in faults(ask(tmp_path))] == ["error"]
     # Of this machine it is known whether it has a device.

@@ -56,10 +56,10 @@ class AgentJob:
             SCRATCH: scratch,
         }
         filled = []
-        for word in self.command:
-            for place, value in values.items():
-                word = word.replace(place, value)
-            filled.append(word)
+        for text in self.command:
+            for placeholder, value in values.items():
+                text = text.replace(placeholder, value)
+            filled.append(text)
         return (*filled, *self.words)
 
 

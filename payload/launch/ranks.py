@@ -227,19 +227,19 @@ def _cores_of(
 ) -> tuple[tuple[int, ...], int | None]:
     """Return one rank's cores and NUMA domain; whole domains if there are more than ranks."""
     if ranks_per_node < len(domains):
-        mine = _share(domains, index=local_rank, shares=ranks_per_node)
-        cores = tuple(core for domain in mine for core in domain.cores)
-        return cores, mine[0].id if len(mine) == 1 else None
+        own_domains = _share(domains, index=local_rank, shares=ranks_per_node)
+        cores = tuple(core for domain in own_domains for core in domain.cores)
+        return cores, own_domains[0].id if len(own_domains) == 1 else None
     of_domain = [
         [local for local in range(ranks_per_node) if local * len(domains) // ranks_per_node == i]
         for i in range(len(domains))
     ]
     index = next(i for i, locals_ in enumerate(of_domain) if local_rank in locals_)
     domain, neighbours = domains[index], of_domain[index]
-    place = neighbours.index(local_rank)
+    position = neighbours.index(local_rank)
     if len(neighbours) > len(domain.cores):
-        return (domain.cores[place % len(domain.cores)],), domain.id
-    return _share(domain.cores, index=place, shares=len(neighbours)), domain.id
+        return (domain.cores[position % len(domain.cores)],), domain.id
+    return _share(domain.cores, index=position, shares=len(neighbours)), domain.id
 
 
 def _share(items: Sequence[_T], *, index: int, shares: int) -> tuple[_T, ...]:

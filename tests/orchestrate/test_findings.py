@@ -99,11 +99,11 @@ def test_a_good_node_has_no_finding() -> None:
             {"hostname_addresses": ("127.0.1.1",)},
             "name",
             "warning",
-            "its own name 'node-0' resolves to 127.0.1.1 there",
+            "its own name 'node-0' resolves to 127.0.1.1 on it",
         ),
         ({"hostname_addresses": ("::1",)}, "name", "warning", "resolves to ::1"),
         ({"hostname_addresses": ()}, "name", "warning", "its own name 'node-0' does not resolve"),
-        ({"interface": None}, "route", "error", "the interface on the way to the other nodes is"),
+        ({"interface": None}, "route", "error", "its interface towards the other nodes is"),
         ({"interface": "lo"}, "route", "error", "its route to the other nodes is the loopback"),
         (
             {"source_address": "172.17.0.1", "interface": "docker0"},
@@ -139,7 +139,7 @@ def test_what_a_machine_does_not_tell_is_no_fault(unknown: str) -> None:
 @pytest.mark.parametrize(
     ("state", "cause"),
     [
-        (None, "there is no /var/lib/tileforge/bootstrap.json"),
+        (None, "bootstrap has not reported yet: /var/lib/tileforge/bootstrap.json is missing"),
         ("half a fi", "is damaged: 'half a fi'"),
         ({"ok": True}, "is damaged"),
         (READY | {"ok": None, "step": "payload", "reason": None}, "is at step 'payload'"),

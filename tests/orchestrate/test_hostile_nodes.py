@@ -84,7 +84,7 @@ def test_the_run_that_a_head_names_is_no_other_run_of_the_operator_s(
         runs_dir=Path("runs"),
         json=False,
     )
-    with pytest.raises(ConfigError, match=r"is not a copy of a run on test, and stays as it is"):
+    with pytest.raises(ConfigError, match=r"is not a copy of a run on test, and is left unchanged"):
         attach(options, LocalAccess(dict(os.environ)))
     assert files_below(folder) == before
 

@@ -298,7 +298,7 @@ def test_the_command_waits_no_longer_than_it_was_told(
     assert preflight(inventory, login, tmp_path, *more) == ExitCode.BOOTSTRAP
     said = capsys.readouterr()
     assert json.loads(said.out)["exit_class"] == "bootstrap"
-    assert said.err.count("waiting: node-0: bootstrap has not begun") == 1 and clock.now == 30.0
+    assert said.err.count("waiting: node-0: bootstrap has not reported") == 1 and clock.now == 30.0
 
 
 def test_a_cluster_without_host_keys_is_waited_for_and_a_machine_that_is_gone_is_not(

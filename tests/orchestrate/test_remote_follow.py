@@ -105,7 +105,7 @@ def test_a_head_that_is_gone_is_watched_for_a_while_only(
     with pytest.raises(SshUnreachableError, match=r"node-0: .*orchestrate attach one"):
         watch()
     said = capsys.readouterr().err
-    assert "warning: as it was 1:00 ago: node-0: " in said and "connection lost" in said
+    assert "warning: state of 1:00 ago: node-0: " in said and "connection lost" in said
     run.close()
 
 

@@ -79,7 +79,7 @@ def test_a_run_that_goes_on_on_a_cluster_is_resumed_nowhere_else(tmp_path: Path)
     paths = stored_run(tmp_path)
     make_copy(paths, alive=True)
     for name in ("second", None):
-        with pytest.raises(ConfigError, match=r"went on on its cluster when .* remove .*mirror"):
+        with pytest.raises(ConfigError, match=r"was running when its cluster .* remove .*mirror"):
             hold(paths, name=name)
     hold(paths, name="first")  # whose head knows
     mirror_file(paths).unlink()

@@ -87,7 +87,7 @@ def test_the_newest_run_is_the_default(tmp_path: Path) -> None:
     assert [paths.run_id for paths in all_runs(tmp_path)] == ["new", "old"]
     assert find_run(tmp_path, None).run_id == "new"
     assert find_run(tmp_path, "old").run_id == "old"
-    with pytest.raises(UsageError, match=r"no run 'x' .* newest there: new, old"):
+    with pytest.raises(UsageError, match=r"no run 'x' .* newest runs: new, old"):
         find_run(tmp_path, "x")
 
 
@@ -109,7 +109,7 @@ def test_a_running_state_without_a_supervisor_is_a_failure(tmp_path: Path) -> No
     paths = make_run(tmp_path / "run", status="running")
     view = view_run(paths, now_unix=time.time())
     assert (view.status, view.exit_class) == ("failed", "rank_lost")
-    assert "the supervisor is gone" in str(view.error)
+    assert "the supervisor was killed" in str(view.error)
     with RunLock(paths):
         assert view_run(paths, now_unix=time.time()).status == "running"
 

@@ -120,7 +120,7 @@ def test_a_job_that_only_has_the_recorded_number_is_not_ended(
         return
     with pytest.raises(ConfigError, match=rf"Slurm's job 12 is {name} of .* not this run's"):
         run.signal(signal.SIGTERM, StopRequest())
-    with pytest.raises(ConfigError, match="It is left alone"):
+    with pytest.raises(ConfigError, match="so it is not cancelled"):
         run.abandon()
     assert not cancelled.exists()
 
@@ -163,7 +163,7 @@ def test_a_job_that_begins_before_its_record_waits_for_it(
     assert allocation._own_record(paths, "12") == record
     late.join()
     monkeypatch.setattr(allocation, "_RECORD_S", 0.1)
-    with pytest.raises(UsageError, match=r"is not of Slurm job 13\. Submit the run again"):
+    with pytest.raises(UsageError, match=r"not the record of Slurm job 13\. Submit the run again"):
         allocation._own_record(paths, "13")
 
 

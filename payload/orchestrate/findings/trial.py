@@ -163,12 +163,12 @@ def _rank_findings(nodes: Sequence[Node], outcome: Outcome, *, on_gpus: bool) ->
         if library:
             cause = f"its environment lacks the library {library[1].rpartition('/')[2]}"
         yield _error(name, "payload", cause, BOOTSTRAP_AGAIN, log=(text,) if library else ())
-    without = {name: text for name, text in errors.items() if text.startswith(_REFUSED)}
+    no_gpu = {name: text for name, text in errors.items() if text.startswith(_REFUSED)}
     if on_gpus and not broken:
-        for name, text in without.items():
+        for name, text in no_gpu.items():
             cause = f"its rank has no GPU: {_one_line(text.removeprefix(_REFUSED))}"
             yield _error(name, GPU, cause, "Run `nvidia-smi` on this node.")
-    if broken or (on_gpus and without):
+    if broken or (on_gpus and no_gpu):
         return  # the other ranks only lost contact
     joined = {record.node for record in records if record.stage == "joined"}
     for name, text in errors.items():
@@ -298,11 +298,11 @@ class Measured:
         nodes = {}
         for name in dict.fromkeys(names):
             first = names.index(name)
-            mine = [rank for rank in result.ranks if rank.node == name]
-            others = len(mine) < len(names)
+            own_ranks = [rank for rank in result.ranks if rank.node == name]
+            others = len(own_ranks) < len(names)
             nodes[name] = NodeSpeed(
-                bf16_flops_per_s=sum(rank.bf16 for rank in mine),
-                fp32_flops_per_s=sum(rank.fp32 for rank in mine),
+                bf16_flops_per_s=sum(rank.bf16 for rank in own_ranks),
+                fp32_flops_per_s=sum(rank.fp32 for rank in own_ranks),
                 # The neighbour of its first rank is on another node.
                 received_bytes_per_s=received[first] if received and others else None,
             )

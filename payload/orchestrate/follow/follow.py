@@ -62,7 +62,7 @@ class EndOptions:
     """The value of `--inventory`, for the command that resumes the run."""
 
 
-def say_end(
+def print_result(
     paths: RunPaths, *, summary: Summary, state: RunState, options: EndOptions, talk: Console
 ) -> None:
     """Print a run's result, the command that resumes an unfinished run, and its report's path."""
@@ -326,9 +326,9 @@ def show(run: SiteRun, *, talk: Console, train: TrainSection, tails: Tails) -> b
 
 def say_run_end(run: SiteRun, *, options: EndOptions, talk: Console) -> int:
     """Print the run's end by its local folder; return the run's exit code."""
-    without = run.end_without_record()
-    if without is not None:
-        code, message = without
+    unrecorded = run.end_without_record()
+    if unrecorded is not None:
+        code, message = unrecorded
         talk.print(message)
         return code
     summary = read_json(Summary, run.paths.summary)
@@ -339,7 +339,7 @@ def say_run_end(run: SiteRun, *, options: EndOptions, talk: Console) -> int:
             f"{run.paths.supervisor_log}"
         )
         return ExitCode.RANK_LOST
-    say_end(run.paths, summary=summary, state=state, options=options, talk=talk)
+    print_result(run.paths, summary=summary, state=state, options=options, talk=talk)
     if options.json and run.outlives_us:
         text_console(stderr=True).print(f"everything in {run.paths.root}")
     known = {code.label: code for code in ExitCode}

@@ -94,20 +94,20 @@ class NvidiaFacts:
 
     def usable_devices(self) -> tuple[GpuDevice, ...]:
         """Return the visible GPUs that the machine's torch can use; none with a CPU build."""
-        seen = self.visible_devices()
-        if not seen or self.torch is None or self.torch.cuda is None:
+        visible = self.visible_devices()
+        if not visible or self.torch is None or self.torch.cuda is None:
             return ()
         refused = any(fault.severity == "error" for fault in _driver_faults(self))
-        return () if refused else seen
+        return () if refused else visible
 
     def describe(self) -> str:
         """Return a description of the GPUs, with the driver and other properties."""
-        every, seen = self.devices(), self.visible_devices()
+        every, visible = self.devices(), self.visible_devices()
         if not every:
             return "no GPU"
         kinds = list(dict.fromkeys((gpu.name, gpu.memory_mib) for gpu in every))
         counts = [sum((gpu.name, gpu.memory_mib) == kind for gpu in every) for kind in kinds]
-        words = [
+        parts = [
             f"{count} x {name}" + (f" ({mib / 1024:.1f} GiB)" if mib else "")
             for count, (name, mib) in zip(counts, kinds, strict=True)
         ]
@@ -118,8 +118,8 @@ class NvidiaFacts:
             cuda = f"CUDA {self.torch.cuda}" if self.torch.cuda else "no CUDA"
             modes.append(f"torch {self.torch.version} with {cuda}")
         if self.visible is not None:
-            modes.append(f"{VISIBLE} = {shown(self.visible)} leaves {len(seen)} of {len(every)}")
-        return ", ".join([*words, *modes])
+            modes.append(f"{VISIBLE} = {shown(self.visible)} leaves {len(visible)} of {len(every)}")
+        return ", ".join([*parts, *modes])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,12 @@ from payload.orchestrate.inventories.chosen import load_cluster
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.machine_profiles.node_uploads import try_store
 from payload.orchestrate.node.look import probe
-from payload.orchestrate.preflight.report import BootWait, Report, try_here, try_there
+from payload.orchestrate.preflight.report import (
+    BootWait,
+    Report,
+    try_on_cluster,
+    try_on_this_machine,
+)
 from payload.orchestrate.runs.launcher_choice import choose_launcher
 from payload.orchestrate.runs.planning import require_placeable
 from payload.orchestrate.ssh.cluster import Cluster, operator_key
@@ -103,7 +108,9 @@ def preflight(options: PreflightOptions, access: LocalAccess) -> int:
     if is_here:
         report = check_this_machine(inventory, access, need=need)
         if not options.quick:
-            report = try_here(report, inventory.nodes, access, config, domains=chosen.domains)
+            report = try_on_this_machine(
+                report, inventory.nodes, access, config, domains=chosen.domains
+            )
         try_it = partial(try_store_here, env=access.code_environment())
         report = _with_store(report, inventory, config, try_it)
     else:
@@ -116,7 +123,7 @@ def preflight(options: PreflightOptions, access: LocalAccess) -> int:
                     report = _without_stale_keys(report, cluster)
                 if options.quick:
                     return report
-                report = try_there(report, inventory.nodes, cluster, config)
+                report = try_on_cluster(report, inventory.nodes, cluster, config)
                 head = cluster.connect(inventory.head)
                 return _with_store(report, inventory, config, partial(_try_store_from, head))
 

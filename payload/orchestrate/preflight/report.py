@@ -106,13 +106,13 @@ def speed_findings(nodes: Sequence[Node], measured: Measured) -> Iterator[Findin
             )
             fix = "A run with precision.dtype = auto takes fp32 if that holds over all ranks."
             yield _warning(node.name, "speed", cause, fix)
-    for like in _alike(nodes):
-        speeds = {node.name: measured.nodes[node.name].best_flops_per_s() for node in like}
+    for group in _alike(nodes):
+        speeds = {node.name: measured.nodes[node.name].best_flops_per_s() for node in group}
         median = statistics.median(speeds.values())
         for name, speed_flops in speeds.items():
             if speed_flops < _SLOW_NODE_SHARE * median:
                 cause = (
-                    f"it is slow among {len(like)} nodes of its kind: {_tflops(speed_flops)} "
+                    f"it is slow among {len(group)} nodes of its kind: {_tflops(speed_flops)} "
                     f"TFLOP/s, their median is {_tflops(median)}"
                 )
                 fix = "The slowest rank sets the pace. Try again, look for other work on it (top)"
@@ -355,7 +355,7 @@ FRESH_S = 24 * 3600.0
 """How long `run` accepts a trial of the same payload on the same nodes."""
 
 
-def try_there(
+def try_on_cluster(
     report: Report,
     nodes: Sequence[Node],
     cluster: Cluster,
@@ -387,7 +387,7 @@ def try_if_new(
     record = _known_trial_of(report, nodes, config)
     if record is not None and is_fresh(record, now_unix=time.time()):
         return replace(report, measured=record.measured)
-    return try_there(report, nodes, cluster, config, placement)
+    return try_on_cluster(report, nodes, cluster, config, placement)
 
 
 def with_known_trial(report: Report, nodes: Sequence[Node], config: RunConfig) -> Report:
@@ -401,7 +401,7 @@ def _known_trial_of(report: Report, nodes: Sequence[Node], config: RunConfig) ->
     return known_trial(report.cluster, nodes, Path.cwd(), on_gpus=on_gpus)
 
 
-def try_here(
+def try_on_this_machine(
     report: Report,
     nodes: Sequence[Node],
     access: LocalAccess,

@@ -178,12 +178,12 @@ def file_request(paths: RunPaths, node: str, *, is_head: bool, brief: bool = Fal
     `brief` leaves out the heartbeats of all ranks except rank 0 if the run has many ranks.
     """
     every = load_ranks(paths.ranks)
-    mine = frozenset(rank.rank for rank in every if is_head or rank.node == node)
-    whole = [paths.rank_exit(rank) for rank in sorted(mine)]
-    logs = [paths.rank_log(rank) for rank in sorted(mine)]
+    own_ranks = frozenset(rank.rank for rank in every if is_head or rank.node == node)
+    whole = [paths.rank_exit(rank) for rank in sorted(own_ranks)]
+    logs = [paths.rank_log(rank) for rank in sorted(own_ranks)]
     growing = []
     if is_head:
-        ranks = [0] if brief and len(mine) > _MOST_FOLLOWED else sorted(mine)
+        ranks = [0] if brief and len(own_ranks) > _MOST_FOLLOWED else sorted(own_ranks)
         whole += [paths.identity, paths.manifest_hashes, paths.state, paths.summary]
         whole += map(paths.rank_progress, ranks)
         growing = [paths.metrics]

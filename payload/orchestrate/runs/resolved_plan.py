@@ -40,7 +40,7 @@ class NodeCopies:
     init: str | None = None
     """The initial weights; None if they are not a folder of the operator's."""
 
-    def named_in(self, config: RunConfig) -> RunConfig:
+    def apply_to(self, config: RunConfig) -> RunConfig:
         """Return the config with the copies' paths instead of the operator's."""
         config = replace(config, data=replace(config.data, dir=self.data_dir))
         if self.init is not None:
@@ -99,7 +99,7 @@ class ResolvedPlan:
     def files_on_nodes(self) -> dict[str, str]:
         """Return the texts for the nodes, where run.toml has the paths of the nodes' copies."""
         copies = self.copies
-        return self._files(self.config if copies is None else copies.named_in(self.config))
+        return self._files(self.config if copies is None else copies.apply_to(self.config))
 
     def write(self, paths: RunPaths) -> None:
         """Write every file to the run folder at `paths`."""

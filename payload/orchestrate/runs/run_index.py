@@ -433,11 +433,11 @@ def _take_checkpoint(
     inside(paths, paths.checkpoints.name)
     known = known_hashes(paths)
     here = newest_sound(paths.checkpoints)
-    wrote = known.by_name().get(here.name) if here is not None else None
-    if here is not None and wrote not in (None, sha256_of(here / MANIFEST_FILE)):
+    recorded = known.by_name().get(here.name) if here is not None else None
+    if here is not None and recorded not in (None, sha256_of(here / MANIFEST_FILE)):
         say(
             f"warning: {here} existed before, and its manifest is not the one that the head wrote "
-            f"(sha256 {wrote}). If it came from a store, move it away, and collect again"
+            f"(sha256 {recorded}). If it came from a store, move it away, and collect again"
         )
     found = fetch_newest(
         store,

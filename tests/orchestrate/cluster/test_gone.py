@@ -112,7 +112,7 @@ def test_a_machine_that_is_gone_hides_nothing_of_the_others(
     assert (paths.checkpoint(STEPS) / "model.safetensors").exists()
     code, said = trained.operator.do("stop", "far")
     assert code == ExitCode.OK and "status           finished" in said, said
-    assert GONE in said and "no process of it is left" not in said, said
+    assert GONE in said and "no process of the run is left" not in said, said
 
 
 def test_what_is_left_is_ended_though_another_machine_is_gone(

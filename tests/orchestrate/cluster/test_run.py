@@ -271,7 +271,9 @@ def test_ctrl_c_says_how_to_attach_and_leaves_the_tunnel_through_which_a_second_
         interrupt(process)
         _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130 and err.splitlines()[-1] == "interrupted", err
-    assert "not known; if so, run one goes on. Follow it with: " in err, err
+    assert "unknown whether the run has begun; if so, run one continues. Follow it with: " in err, (
+        err
+    )
     # No process holds the claim of its start any more.
     wait_for_nobody(another)
     code, said = another.do(*words, "--resume", "one", "--detach", env=env)
@@ -408,7 +410,7 @@ def test_of_two_who_resume_one_run_at_once_one_does_and_the_other_breaks_nothing
     assert code == ExitCode.OK and "no process of the run is left on any node" in said, said
     ends = [finish(process) for process in processes]
     won = [text for _, text in ends if "detached; run one goes on" in text]
-    lost = [text for _, text in ends if "so nothing was started; following that one" in text]
+    lost = [text for _, text in ends if "so nothing was started; following that run" in text]
     assert len(won) == len(lost) == 1, ends
     assert keys_of_runs(another) == [[], []]
 
@@ -466,7 +468,7 @@ def test_a_start_whose_connection_breaks_connects_once_more_and_goes_on(
     code = run_here(operator, monkeypatch)
     said = capsys.readouterr().err
     assert code == ExitCode.OK, said
-    (note,) = [line for line in said.splitlines() if "Connecting once more" in line]
+    (note,) = [line for line in said.splitlines() if "Reconnecting" in line]
     assert re.match(rf"note: node-[01]: the connection broke while {place}", note), said
     assert summary(operator.paths("one").root)["status"] == "finished"
     assert keys_of_runs(operator) == [[], []]
@@ -518,7 +520,7 @@ def test_a_start_whose_worker_alone_breaks_connects_once_more_and_goes_on(
     code = run_here(operator, monkeypatch)
     said = capsys.readouterr().err
     assert code == ExitCode.OK, said
-    (note,) = [line for line in said.splitlines() if "Connecting once more" in line]
+    (note,) = [line for line in said.splitlines() if "Reconnecting" in line]
     assert re.match(r"note: node-1: the connection broke while running", note), said
     assert "node-0" not in note
     assert keys_of_runs(operator) == [[], []]
@@ -561,7 +563,7 @@ def test_a_start_that_fails_for_another_reason_beside_a_connection_is_not_repeat
     monkeypatch.setattr(ssh_start, "unpack", unpack)
     code = run_here(operator, monkeypatch)
     said = capsys.readouterr().err
-    assert code == ExitCode.SSH_UNREACHABLE and "Connecting once more" not in said, said
+    assert code == ExitCode.SSH_UNREACHABLE and "Reconnecting" not in said, said
     assert "\n  node-0: its disk is full\n  node-1: the connection broke while" in said, said
     assert not operator.paths("one").root.exists()
 
