@@ -179,7 +179,7 @@ def test_a_trial_that_ends_with_figures_has_no_failure() -> None:
         ),
         (
             outcome(*STARTED, *JOINED, status=None),
-            *("node-0", "gloo", "the measurement did not end within 24 s", "alive"),
+            *("node-0", "gloo", "the measurement did not end within 24 s", "Check the network"),
         ),
     ],
 )

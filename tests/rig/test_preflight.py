@@ -157,7 +157,7 @@ def test_a_hostname_on_127_0_1_1_and_a_full_disk_are_named(rig: Rig, login: Logi
         machine.exec(["umount", "/mnt"])
         machine.exec(["mv", "/etc/hosts.kept", "/etc/hosts"])
     lines = [finding.line() for finding in report.findings if finding.node == "node-1"]
-    assert any("its own name 'node-1' resolves to 127.0.1.1 there" in line for line in lines)
+    assert any("its own name 'node-1' resolves to 127.0.1.1 on it" in line for line in lines)
     assert "GiB are free in /home/trainer" in errors(report)["node-1"]
 
 

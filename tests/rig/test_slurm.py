@@ -401,7 +401,7 @@ def test_a_job_that_waits_says_why_and_can_be_cancelled(cluster: SlurmCluster) -
     code, said = cluster.do(
         "attach", "waits", before=("timeout", "--foreground", "--signal=INT", "10")
     )
-    assert code in (INTERRUPTED, 124) and "detached; run waits goes on" in said, said
+    assert code in (INTERRUPTED, 124) and "detached; run waits continues" in said, said
     assert "is pending (Partition" in said and "the partition never allows this " in said, said
     code, said = cluster.do("stop", "waits")
     assert code == ExitCode.OK and "cancelled before the run began" in said, said

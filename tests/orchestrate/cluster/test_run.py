@@ -191,8 +191,8 @@ def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Opera
     wait_until(lambda: metrics.stat().st_size > seen, what="steps to arrive", timeout_s=TIMEOUT_S)
     again.send_signal(signal.SIGINT)
     _, err = again.communicate(timeout=TIMEOUT_S)
-    assert again.returncode == INTERRUPTED and "detached; run one goes on" in err, err
-    assert "run one is on this cluster, so nothing was started" in err
+    assert again.returncode == INTERRUPTED and "detached; run one continues" in err, err
+    assert "run one is active on this cluster, so nothing was started" in err
     logins = operator.nodes.log_of(0).count("Accepted publickey")
     follower = operator.start("logs", "one", "-f")
     for _ in range(2):
@@ -210,9 +210,7 @@ def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Opera
     assert code == ExitCode.CONFIG and "run one is going on, so nothing was destroyed" in said, said
     assert "attach one --inventory stack" in said and told == ["stack", "stack"]
     code, said = operator.do(*operator.run_words("two"), "--runs-dir", "none")
-    assert (
-        code == ExitCode.CONFIG and "run one is on this cluster, and was not started from" in said
-    )
+    assert code == ExitCode.CONFIG and "is active on this cluster, and was not started from" in said
     assert "attach one --inventory" in said and not (operator.folder / "none").exists(), said
     code, said, told = as_stack(operator, "up")
     assert code == ExitCode.CONFIG and "run one is going on, so nothing was built" in said, said
@@ -237,7 +235,7 @@ def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Opera
     assert operator.paths("one").checkpoint(last).is_dir()
     words = operator.run_words("one", "train.steps=100000")
     code, said = operator.do(*words, "--resume", "one", "--detach")
-    assert code == ExitCode.OK and "detached; run one goes on" in said, said
+    assert code == ExitCode.OK and "detached; run one continues" in said, said
     code, said = operator.do("stop", "one", "--force")
     assert code == ExitCode.OK and "no process of the run is left on any node" in said, said
     assert not operator.nodes.processes()
@@ -409,7 +407,7 @@ def test_of_two_who_resume_one_run_at_once_one_does_and_the_other_breaks_nothing
     code, said = another.do("stop", "one")
     assert code == ExitCode.OK and "no process of the run is left on any node" in said, said
     ends = [finish(process) for process in processes]
-    won = [text for _, text in ends if "detached; run one goes on" in text]
+    won = [text for _, text in ends if "detached; run one continues" in text]
     lost = [text for _, text in ends if "so nothing was started; following that run" in text]
     assert len(won) == len(lost) == 1, ends
     assert keys_of_runs(another) == [[], []]
@@ -418,7 +416,7 @@ def test_of_two_who_resume_one_run_at_once_one_does_and_the_other_breaks_nothing
 def test_no_rank_outlives_a_supervisor_that_is_killed(operator: Operator) -> None:
     endless = ("train.steps=100000", "train.checkpoint_every=0")
     code, said = operator.do(*operator.run_words("one", *endless), "--detach")
-    assert code == ExitCode.OK and "detached; run one goes on" in said, said
+    assert code == ExitCode.OK and "detached; run one continues" in said, said
     far = operator.nodes.home_of(1) / "tileforge" / "runs" / "one" / "progress"
     wait_until(lambda: any(far.glob("*.json")), what="the worker's rank", timeout_s=TIMEOUT_S)
     operator.nodes.kill(0, "payload.supervise ")

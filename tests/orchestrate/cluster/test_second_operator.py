@@ -61,7 +61,7 @@ def test_a_second_operator_attaches_and_stops_with_the_inventory_and_a_key_of_he
     colleague.wait_for_a_step()
     os.killpg(following.pid, 2)
     said = "".join(following.communicate(timeout=TIMEOUT_S))
-    assert following.returncode == INTERRUPTED and "detached; run one goes on" in said, said
+    assert following.returncode == INTERRUPTED and "detached; run one continues" in said, said
     # Her copy has the address from now on.
     code, said = colleague.do("stop", "one")
     assert code == ExitCode.OK and "status           stopped" in said, said
