@@ -24,7 +24,7 @@ MISSING_LIBRARY = re.compile(
 )
 """Errors of the dynamic loader."""
 
-BOOTSTRAP_AGAIN = "Run the bootstrap again there (bootstrap/node-setup.sh)."
+BOOTSTRAP_AGAIN = "Run the bootstrap again on this node (bootstrap/node-setup.sh)."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

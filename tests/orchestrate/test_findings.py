@@ -75,9 +75,9 @@ def test_a_good_node_has_no_finding() -> None:
 @pytest.mark.parametrize(
     ("changes", "check", "severity", "cause"),
     [
-        ({"physical_cores": 2}, "cpu", "error", "it has 2 physical core(s), the inventory says 4"),
+        ({"physical_cores": 2}, "cpu", "error", "it has 2 physical core(s), the inventory lists 4"),
         ({"physical_cores": 8}, "cpu", "warning", "it has 8 physical core(s), the inventory say"),
-        ({"numa_domains": 2}, "cpu", "warning", "it has 2 NUMA domain(s), the inventory says 1"),
+        ({"numa_domains": 2}, "cpu", "warning", "it has 2 NUMA domain(s), the inventory lists 1"),
         ({"cpu_flags": ()}, "cpu", "warning", "its CPU shows no AMX (amx_bf16) and no avx512_bf16"),
         ({"cpu_flags": ("avx512_bf16",)}, "cpu", "warning", "its CPU shows no AMX (amx_bf16): bf"),
         ({"architecture": "aarch64"}, "cpu", "warning", "its processor is aarch64"),
@@ -109,7 +109,7 @@ def test_a_good_node_has_no_finding() -> None:
             {"source_address": "172.17.0.1", "interface": "docker0"},
             "route",
             "warning",
-            "leave from 172.17.0.1 (docker0), the inventory says 10.0.0.2",
+            "leave from 172.17.0.1 (docker0), the inventory lists 10.0.0.2",
         ),
         (
             {"bootstrap": READY | {"version": "0.9", "sha": "abc"}},

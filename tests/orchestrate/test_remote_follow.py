@@ -153,7 +153,7 @@ def test_a_stop_that_cannot_be_delivered_is_said_not_to_be(run: RemoteRun, head:
         LiveLine(text_console(stderr=True), train=TrainSection(steps=1), nodes=1) as live,
         pytest.raises(
             SshUnreachableError,
-            match=r"the stop was not delivered: node-0: .*run one continues.*orchestrate attach one",
+            match=r"the stop was not delivered: node-0: .*one continues.*orchestrate attach one",
         ),
     ):
         ask_to_stop(there(run), live, handled=2)

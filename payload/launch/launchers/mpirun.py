@@ -119,21 +119,21 @@ class Mpirun(Launcher):
                 f"mpirun's helper on it cannot resolve the name{target}: getaddrinfo: Temporary "
                 "failure in name resolution"
             )
-            fix = f"Put it in /etc/hosts there: {head.address}."
+            fix = f"Put it in /etc/hosts on this node: {head.address}."
             yield TrialFailure(node=name, cause=cause, fix=fix)
         if unresolved:
             return
         interface = _INTERFACE.search(text)
         if interface:
-            cause = f"mpirun finds no interface {interface[1]} there"
-            yield TrialFailure(node=head.name, cause=cause, fix="See `ip addr` there.")
+            cause = f"mpirun finds no interface {interface[1]} on it"
+            yield TrialFailure(node=head.name, cause=cause, fix="See `ip addr` on it.")
             return
         library, unable = MISSING_LIBRARY.search(text), _UNABLE.search(text)
         node = by_address.get(unable[1], head) if unable else head
         if unable:
             yield _unable(node.name, int(unable[2]), text, library=library)
         elif library:
-            cause = f"mpirun lacks the library {library[1]} there"
+            cause = f"mpirun lacks the library {library[1]} on it"
             yield TrialFailure(node=node.name, cause=cause, fix=BOOTSTRAP_AGAIN)
 
 
@@ -141,17 +141,17 @@ def _unable(node: str, status: int, text: str, *, library: re.Match[str] | None)
     """Return the failure of a helper on a worker; `status` is the value from wait()."""
     code, fix = status >> 8, BOOTSTRAP_AGAIN
     if library:
-        cause = f"mpirun's helper lacks the library {library[1]} there"
+        cause = f"mpirun's helper lacks the library {library[1]} on it"
     elif code in (126, 127):
         why = "cannot be run" if code == 126 else "is missing"
-        cause = f"mpirun's helper hydra_bstrap_proxy {why} there"
+        cause = f"mpirun's helper hydra_bstrap_proxy {why} on it"
     elif code == 255:
-        cause, fix = "ssh from the head broke off", "See sshd's log there (journalctl -u ssh)."
+        cause, fix = "ssh from the head was closed", "See sshd's log on it (journalctl -u ssh)."
     elif _SERVER.search(text):
-        cause = "mpirun's helper there cannot connect back to the head"
+        cause = "mpirun's helper on it cannot connect back to the head"
         fix = "Open all TCP ports between the nodes."
     else:
-        cause = f"mpirun's helper there ended with status {code}"
+        cause = f"mpirun's helper on it ended with status {code}"
     return TrialFailure(node=node, cause=cause, fix=fix)
 
 

@@ -197,7 +197,7 @@ def bootstrap_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
     log = facts.bootstrap_log
     if state is None:
         cause = f"bootstrap has not reported yet: {BOOTSTRAP_STATE} is missing"
-        fix = "Wait if the machine has just booted; otherwise run `cloud-init status --long` there."
+        fix = "Wait if the machine has just booted; otherwise run `cloud-init status --long`."
     elif not _is_whole(state):
         cause = f"{BOOTSTRAP_STATE} is damaged: {shown(state)}"
         fix = "Replace the machine, or run its bootstrap again."
@@ -254,10 +254,10 @@ def cpu_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
         ("NUMA domain(s)", node.numa_domains, facts.numa_domains),
     ):
         if found is not None and found < planned:
-            cause = f"it has {found} {name}, the inventory says {planned}"
+            cause = f"it has {found} {name}, the inventory lists {planned}"
             yield _error(node, "cpu", cause, "Correct the inventory, or the machine type.")
         elif found is not None and found > planned:
-            cause = f"it has {found} {name}, the inventory says {planned}: some stay unused"
+            cause = f"it has {found} {name}, the inventory lists {planned}: some stay unused"
             yield _warning(node, "cpu", cause, "Correct the inventory.")
     if facts.architecture in ("x86_64", "AMD64") and facts.cpu_flags is not None:
         if _AMX not in facts.cpu_flags:
@@ -279,7 +279,7 @@ def capacity_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
     if facts.memory_bytes is not None:
         found_gib = facts.memory_bytes / _GIB
         if found_gib < node.memory_gib * _MEMORY_SHARE:
-            cause = f"it has {found_gib:.1f} GiB of memory, the inventory says {node.memory_gib:g}"
+            cause = f"it has {found_gib:.1f} GiB of memory, the inventory lists {node.memory_gib:g}"
             yield _error(node, "memory", cause, "Correct the inventory, or the machine type.")
     free_gib = facts.disk_free_bytes / _GIB
     cause = f"{free_gib:.1f} GiB are free in {facts.disk_path}"
@@ -317,15 +317,15 @@ def gpu_notes(nodes: Sequence[Node], facts: Mapping[str, NodeFacts]) -> list[str
 _FOLDER_FAULTS = {
     "ESTALE": (
         "its handle is stale: the server exports another folder or disk than when it was mounted",
-        "Mount it again there: `sudo umount -f -l {folder}; sudo mount {folder}`.",
+        "Mount it again on the node: `sudo umount -f -l {folder}; sudo mount {folder}`.",
     ),
     "EACCES": (
         "the login cannot write to it; the server maps it, or root, to another user (root squash)",
         "Make it writable on the server: `sudo chmod 1777 {folder}`.",
     ),
     "EROFS": ("it is mounted or exported read-only", "Export it with `rw` and mount it again."),
-    "ENOSPC": ("it is full", "Free some room there."),
-    "EDQUOT": ("the login's quota on it is used up", "Free some room there, or raise the quota."),
+    "ENOSPC": ("it is full", "Free some space on it."),
+    "EDQUOT": ("the login's quota on it is used up", "Free some space on it, or raise the quota."),
 }
 _FOLDER_FAULTS["EPERM"] = _FOLDER_FAULTS["EACCES"]
 
@@ -338,9 +338,9 @@ def shared_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
     name = f"the shared folder {found.folder}"
     if not found.mounted:
         cause = f"{name} is in /etc/fstab but not mounted"
-        fix = f"Start its server, then `sudo mount {found.folder}` there."
+        fix = f"Start its server, then `sudo mount {found.folder}` on the node."
     elif found.error is not None:
-        other = (f"a write ends with {found.error}", "See the kernel's log there (`dmesg`).")
+        other = (f"a write ends with {found.error}", "See the kernel's log on the node (`dmesg`).")
         why, remedy = _FOLDER_FAULTS.get(found.error, other)
         cause, fix = f"{name}: {why}", remedy.format(folder=found.folder)
     elif found.took_s is None:
@@ -376,7 +376,7 @@ def clock_findings(nodes: Sequence[Node], facts: Mapping[str, NodeFacts]) -> Ite
         if offset is None or abs(offset) <= _CLOCK_WARNING_S:
             continue
         cause = f"its clock is {_apart(offset)} of this machine's"
-        fix = "Set it: timedatectl set-ntp true (or chronyc makestep) there."
+        fix = "Set it on the node: timedatectl set-ntp true (or chronyc makestep)."
         kind = _error if abs(offset) > _CLOCK_ERROR_S else _warning
         yield kind(node, "clock", cause, fix)
 
@@ -410,7 +410,7 @@ def route_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
     elif facts.source_address not in (None, node.address) and not _is_loopback(node.address):
         cause = (
             f"packets to the other nodes leave from {facts.source_address} ({facts.interface}), "
-            f"the inventory says {node.address}"
+            f"the inventory lists {node.address}"
         )
         yield _warning(node, "route", cause, "Check that both are open between the nodes.")
 

@@ -145,7 +145,7 @@ def _unreached(nodes: Sequence[Node], outcome: Outcome, launcher: Launcher) -> I
         elif "Permission denied" in output:
             fix = "Check that its sshd reads ~/.ssh/authorized_keys and accepts the head."
         else:
-            fix = f"Open TCP port {node.ssh_port} there for the other nodes."
+            fix = f"Open TCP port {node.ssh_port} of this node for the other nodes."
         cause = f"{head} cannot start a program on it over ssh: {last}"
         yield _error(node.name, launcher.name, cause, fix, log=tuple(output.splitlines()))
 
@@ -195,7 +195,7 @@ def _launcher_findings(
     if not failures and killed and killed.signal != _ALARM:
         where = next((node for node in nodes if node.address == killed.address), nodes[0])
         cause = f"the trial's rank on it was killed by signal {killed.signal}"
-        yield _error(where.name, launcher.name, cause, "Check its memory: see dmesg there.")
+        yield _error(where.name, launcher.name, cause, "Check its memory: see dmesg on the node.")
 
 
 def _silent(

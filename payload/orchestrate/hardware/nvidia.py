@@ -38,7 +38,7 @@ _MEMORY_SHARE = 0.9
 _NUMBER = re.compile(r"[0-9]{1,15}")
 _DRIVER = re.compile(r"([0-9]{1,4})(?:\.[0-9]{1,6}){1,3}")
 _PRINTABLE = re.compile(r"[ -~]+")
-_LOG = "See the kernel's log there (`dmesg | grep -i nvrm`)"
+_LOG = "See the kernel's log on the node (`dmesg | grep -i nvrm`)"
 
 # Exit statuses are nvmlReturn_t's; 18 is NVML_ERROR_LIB_RM_VERSION_MISMATCH.
 _FIXES = {
@@ -299,7 +299,7 @@ def _instance(owner: GpuDevice, uuid: str) -> GpuDevice:
 def _visible_faults(facts: NvidiaFacts) -> Iterator[Fault]:
     if facts.visible is not None and len(facts.visible) >= MOST_VISIBLE_CHARS:
         cause = f"only the first {MOST_VISIBLE_CHARS:,} characters of {VISIBLE} were read"
-        yield _warning(cause, "Shorten it there, for example to the GPUs' indexes.")
+        yield _warning(cause, "Shorten it on the node, for example to the GPUs' indexes.")
 
 
 def _count_faults(facts: NvidiaFacts, *, need: GpuNeed, node: Node) -> Iterator[Fault]:
@@ -311,7 +311,7 @@ def _count_faults(facts: NvidiaFacts, *, need: GpuNeed, node: Node) -> Iterator[
         cause = (
             f"{VISIBLE} = {shown(facts.visible)} leaves {len(visible)} of its {len(every)} GPU(s)"
         )
-        fix = f"Unset it there, or set launch.ranks_per_node = {max(1, len(visible))}."
+        fix = f"Unset it on the node, or set launch.ranks_per_node = {max(1, len(visible))}."
     else:
         cause = f"nvidia-smi shows {len(visible)} GPU(s)"
         fix = "Correct the inventory or launch.ranks_per_node: each rank uses one GPU."
@@ -344,7 +344,7 @@ def _device_faults(gpu: GpuDevice, *, node: Node) -> Iterator[Fault]:
     gib = node.gpu_memory_gib
     if gib and gpu.memory_mib is not None and gpu.memory_mib / 1024 < gib * _MEMORY_SHARE:
         cause = (
-            f"GPU {gpu.index} has {gpu.memory_mib / 1024:.1f} GiB of memory, the inventory says "
+            f"GPU {gpu.index} has {gpu.memory_mib / 1024:.1f} GiB of memory, the inventory lists "
             f"{gib:g}"
         )
         yield _error(cause, "Correct the inventory, or the machine type.")

@@ -80,7 +80,7 @@ def predict(
 
 
 def summary(measured: Measured, prediction: Prediction) -> str:
-    """Return one line about the network and what it means."""
+    """Return one line about the network and its effect on the step time."""
     link = measured.link_bytes_per_s()
     if link is None or measured.latency_s is None:
         return (
@@ -96,7 +96,7 @@ def summary(measured: Measured, prediction: Prediction) -> str:
 
 
 def speed_findings(nodes: Sequence[Node], measured: Measured) -> Iterator[Finding]:
-    """Yield nodes without a gain from bf16, and nodes that are slow among their like."""
+    """Yield nodes without a gain from bf16, and nodes slower than others of their kind."""
     for node in nodes:
         speed = measured.nodes[node.name]
         if speed.gain() < BF16_MIN_GAIN:
@@ -104,7 +104,7 @@ def speed_findings(nodes: Sequence[Node], measured: Measured) -> Iterator[Findin
                 f"bf16 matmuls run at {speed.gain():.2f}x the speed of fp32 on it "
                 f"({_tflops(speed.bf16_flops_per_s)} and {_tflops(speed.fp32_flops_per_s)} TFLOP/s)"
             )
-            fix = "A run with precision.dtype = auto takes fp32 if that holds over all ranks."
+            fix = "A run with precision.dtype = auto uses fp32 if that holds over all ranks."
             yield _warning(node.name, "speed", cause, fix)
     for group in _alike(nodes):
         speeds = {node.name: measured.nodes[node.name].best_flops_per_s() for node in group}
@@ -115,14 +115,14 @@ def speed_findings(nodes: Sequence[Node], measured: Measured) -> Iterator[Findin
                     f"it is slow among {len(group)} nodes of its kind: {_tflops(speed_flops)} "
                     f"TFLOP/s, their median is {_tflops(median)}"
                 )
-                fix = "The slowest rank sets the pace. Try again, look for other work on it (top)"
+                fix = "The slowest rank sets the pace. Try again, check for other load on it (top)"
                 yield _warning(name, "speed", cause, f"{fix}, or replace it.")
 
 
 def exchange_findings(
     nodes: Sequence[Node], measured: Measured, prediction: Prediction
 ) -> Iterator[Finding]:
-    """Yield a network on which ranks would mostly wait, or the node whose link it is."""
+    """Yield a network that would dominate the step time, or the node with the slow link."""
     if len(nodes) == 1 or prediction.sync_s <= _MOST_SYNC_SHARE * prediction.compute_s:
         return
     names = [node.name for node in nodes]
@@ -137,14 +137,14 @@ def exchange_findings(
             f"synchronisation a step beside {_seconds(prediction.compute_s)} of computing "
             f"({prediction.what})"
         )
-        fix = "Fix that; or raise batch.global_batch_size, or set distributed.grad_dtype = 'bf16'."
+        fix = "Fix it, raise batch.global_batch_size, or set distributed.grad_dtype = 'bf16'."
         yield _warning(name, "gloo", cause, fix)
 
 
 def slow_links(names: Sequence[str], measured: Measured) -> list[str]:
-    """Return nodes that both receive and send slowly, where that is not the case for all.
+    """Return nodes that both receive and send slowly, if others do not.
 
-    Each receives from the one before it: what comes late to a node was sent late, or received late.
+    Each node receives from the previous one, so a slow receive has its cause in either of them.
     """
     received = [measured.nodes[name].received_bytes_per_s for name in names]
     known = [speed for speed in received if speed is not None]
@@ -155,7 +155,7 @@ def slow_links(names: Sequence[str], measured: Measured) -> list[str]:
 
 
 def _alike(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Return nodes of one kind, where there are several."""
+    """Return groups of several nodes of the same kind."""
     kinds: dict[tuple[str | None, int, int], list[Node]] = {}
     for node in nodes:
         kind = (node.machine_type, node.physical_cores, node.numa_domains)
@@ -164,7 +164,7 @@ def _alike(nodes: Sequence[Node]) -> list[list[Node]]:
 
 
 def bits_text(bytes_per_s: float) -> str:
-    """Return a rate as networks are sold: `9.8 Gbit/s`, `0.92 Mbit/s`."""
+    """Return a network rate in decimal bits: `9.8 Gbit/s`, `0.92 Mbit/s`."""
     gbit = bytes_per_s * 8 / 1e9
     return f"{gbit:.3g} Gbit/s" if gbit >= 0.1 else f"{gbit * 1e3:.3g} Mbit/s"
 

@@ -32,9 +32,9 @@ def run_warning(source: Source, config: RunConfig, *, head: str) -> str | None:
         return None
     return (
         f"warning: the run has no store. Its checkpoints are on {head}'s disk, and "
-        "are lost with that machine: at the end of its lifetime, or when Google takes a spot "
-        "machine. While `run` or `attach` follows the run, the newest checkpoint is copied here "
-        f"every {COPY_EVERY_S / 60:.0f} min. To keep them all: {_KEEP}, then "
+        "are lost with that machine: at the end of its lifetime, or when Google preempts a "
+        "spot machine. While `run` or `attach` follows the run, the newest checkpoint is copied "
+        f"here every {COPY_EVERY_S / 60:.0f} min. To keep them all: {_KEEP}, then "
         f"{command('orchestrate', 'up')}; or --set storage.results=gs://BUCKET/PREFIX"
     )
 

@@ -271,7 +271,7 @@ def _require_own(paths: RunPaths, text: str | None, *, node: str) -> None:
     if found is not None and None not in (own, found.identity) and own != found.identity:
         raise AnswerError(
             f"{node}: its run {paths.run_id} has identity {found.words()}, and the one in "
-            f"{paths.root} has {own}: these are two runs of one name. Follow that one with "
+            f"{paths.root} has {own}: these are two runs of one name. Follow that run with "
             "--runs-dir DIR."
         )
 

@@ -221,7 +221,7 @@ def test_what_mpirun_or_torch_lack_on_a_node_is_31_and_the_key_goes_all_the_same
     with mounted(nodes, 2, "--bind", tmp_path / "not-executable", helper):
         code, report, _ = operator.preflight()
     assert code == ExitCode.PREFLIGHT
-    cause = "mpirun's helper hydra_bstrap_proxy cannot be run there"
+    cause = "mpirun's helper hydra_bstrap_proxy cannot be run on it"
     assert errors(report) == {"node-2 mpirun": cause}
     assert_nothing_is_left(nodes)
     lock = nodes.home_of(2) / ".ssh" / ".tileforge.lock"
