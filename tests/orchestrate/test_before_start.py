@@ -189,7 +189,7 @@ def test_a_run_that_fails_before_its_first_step_does_not_become_the_latest(
         ("train.keep_checkpoints=1000000000", "GB free, but"),
     ],
 )
-def test_what_can_be_known_before_the_start_starts_nothing(
+def test_errors_that_are_detectable_before_the_start_start_nothing(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch, setting: str, message: str
 ) -> None:
     # No server answers: requests to the hub fail immediately. Its client may be imported already.
@@ -259,7 +259,7 @@ def test_the_error_of_a_failed_run_is_printed_once(workplace: Workplace, rank: i
 
 
 @pytest.mark.ranks
-def test_a_run_whose_folder_is_deleted_ends_with_one_line_and_brings_nothing_back(
+def test_a_run_whose_folder_is_deleted_ends_with_one_line_and_recreates_nothing(
     workplace: Workplace,
 ) -> None:
     run = workplace.start(ENDLESS, "run", "--run-id", "one")

@@ -121,7 +121,7 @@ def test_plan_shows_everything_and_starts_nothing(workplace: Workplace) -> None:
 
 
 @pytest.mark.processes
-def test_a_rate_from_scratch_for_weights_that_are_trained_is_said(workplace: Workplace) -> None:
+def test_a_rate_from_scratch_for_trained_weights_is_a_warning(workplace: Workplace) -> None:
     settings = ("model.init=gpt2", "optimizer.lr=2e-3")
     words = [word for setting in settings for word in ("--set", setting)]
     status, _, err = workplace.call("plan", *words)
@@ -144,7 +144,7 @@ def test_plan_as_json_is_what_run_would_write(workplace: Workplace) -> None:
 
 
 @pytest.mark.processes
-def test_plan_settles_a_micro_batch_of_auto_and_says_why(workplace: Workplace) -> None:
+def test_plan_resolves_a_micro_batch_of_auto_with_a_reason(workplace: Workplace) -> None:
     status, out, err = workplace.call("plan", "--json", "--set", "batch.micro_batch_size=auto")
     assert status == 0
     numbers = json.loads(out)["plan"]["arithmetic"]
@@ -208,7 +208,7 @@ def test_json_puts_the_summary_alone_on_stdout(workplace: Workplace) -> None:
 
 
 @pytest.mark.ranks
-def test_a_failure_shows_the_ranks_own_words(workplace: Workplace) -> None:
+def test_a_failure_shows_the_rank_s_own_error(workplace: Workplace) -> None:
     process = workplace.start((*ENDLESS, "--fail", "1:40"), "run", "--run-id", "bad")
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == ExitCode.TRAINING

@@ -191,7 +191,7 @@ def test_commands_on_a_damaged_copy_of_a_clusters_run_end_cleanly(
         for way in WAYS
     ],
 )
-def test_a_sound_checkpoint_is_resumed_when_all_other_files_are_damaged(
+def test_a_valid_checkpoint_is_resumed_when_all_other_files_are_damaged(
     runs: Runs, tmp_path: Path, way: str
 ) -> None:
     paths = runs.copy(tmp_path)

@@ -131,7 +131,7 @@ def test_a_fault_is_found_and_named(
 
 
 @pytest.mark.parametrize("unknown", ["physical_cores", "numa_domains", "memory_bytes", "cpu_flags"])
-def test_what_a_machine_does_not_tell_is_no_fault(unknown: str) -> None:
+def test_an_unknown_fact_is_not_a_fault(unknown: str) -> None:
     silent: dict[str, Any] = {unknown: None}
     assert of_node(make_node(), make_facts(**silent)) == []
 
@@ -150,7 +150,7 @@ def test_what_a_machine_does_not_tell_is_no_fault(unknown: str) -> None:
         ),
     ],
 )
-def test_a_bootstrap_that_is_not_done_says_where_it_is(state: Any, cause: str) -> None:
+def test_an_unfinished_bootstrap_is_reported_with_its_step(state: Any, cause: str) -> None:
     (finding,) = of_node(make_node(), make_facts(bootstrap=state))
     assert finding.exit_code == ExitCode.BOOTSTRAP
     assert cause in finding.cause
@@ -244,7 +244,7 @@ def test_a_node_that_cannot_listen_is_the_cause_and_not_those_who_call_it() -> N
     assert finding.line().startswith("node-1: cannot listen on 10.0.0.3 port 20001")
 
 
-def test_a_node_that_could_not_be_asked_keeps_its_exit_code_and_its_fix() -> None:
+def test_a_node_that_could_not_be_queried_keeps_its_exit_code_and_its_fix() -> None:
     error = HostKeyError("node-0: it shows another host key. Hm", fix="Write a new one.")
     finding = find.from_error(make_node(), error)
     assert (finding.check, finding.exit_code) == ("ssh", ExitCode.HOST_KEY)

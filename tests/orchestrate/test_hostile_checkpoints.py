@@ -34,7 +34,7 @@ def write_checkpoint(folder: Path, **files: bytes) -> dict[str, Any]:
 
 @pytest.mark.sshd
 @pytest.mark.parametrize("how", ["another's", "damaged", "linked", "manifest alone"])
-def test_a_checkpoint_that_lies_here_counts_only_if_it_is_the_head_s(
+def test_a_local_checkpoint_counts_only_if_it_matches_the_head_s(
     run: RemoteRun, head: Sshd, tmp_path: Path, how: str
 ) -> None:
     there = head.home / "tileforge" / "runs" / "one" / "checkpoints" / "step_00000010"
@@ -214,7 +214,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_collected(
 
 
 @pytest.mark.sshd
-def test_a_file_of_a_checkpoint_that_grows_beyond_its_size_is_not_taken(
+def test_a_file_of_a_checkpoint_that_grows_beyond_its_size_is_refused(
     run: RemoteRun, head: Sshd
 ) -> None:
     there = head.home / "tileforge" / "runs" / "one" / "checkpoints" / "step_00000010"

@@ -102,14 +102,16 @@ def test_a_node_gets_no_file_but_the_payload_s_own(head: Sshd, cluster: Cluster,
 
 
 @pytest.mark.sshd
-def test_a_login_s_greeting_and_a_short_answer_are_told_apart(head: Sshd, cluster: Cluster) -> None:
+def test_a_login_s_greeting_and_a_short_answer_are_distinguished(
+    head: Sshd, cluster: Cluster
+) -> None:
     lie(head, look={})
     with pytest.raises(AnswerError, match=r"^node-0: its answer: missing: running, runs"):
         runs_on(cluster.connect(head.node))
 
 
 @pytest.mark.sshd
-def test_what_people_put_beside_a_head_s_runs_keeps_nothing_from_its_answer(
+def test_foreign_files_beside_a_head_s_runs_do_not_affect_its_answer(
     head: Sshd, cluster: Cluster
 ) -> None:
     runs = Path(head.home, "tileforge", "runs")
@@ -164,7 +166,7 @@ def test_a_head_that_sends_another_s_file_changes_nothing(run: RemoteRun, head: 
 
 
 @pytest.mark.sshd
-def test_a_worker_s_lie_takes_nothing_from_the_head_s_part(
+def test_a_worker_s_false_answer_does_not_affect_the_head_s_files(
     start_sshd: StartSshd, login: Login, tmp_path: Path
 ) -> None:
     head = start_sshd("node-0", "127.0.0.3")
@@ -198,7 +200,7 @@ def test_a_worker_s_lie_takes_nothing_from_the_head_s_part(
         ("run.toml", "\0"),
     ],
 )
-def test_a_run_whose_files_are_damaged_there_is_not_adopted(
+def test_a_run_whose_files_are_damaged_on_the_head_is_not_adopted(
     run: RemoteRun, head: Sshd, file: str, text: str
 ) -> None:
     there = head.home / "tileforge" / "runs" / "one"

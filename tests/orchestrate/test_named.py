@@ -182,7 +182,7 @@ def reach_of(paths: RunPaths) -> dict[str, str]:
 @pytest.mark.parametrize(
     "setting", ["model.init=~/private", "model.init=org/private", "storage.results=/tmp/evil"]
 )
-def test_a_folder_that_nobody_made_here_names_nothing(
+def test_settings_of_a_foreign_folder_are_not_trusted(
     setting: str,
     ships_record: bool,
     resume: Callable[..., int],
@@ -209,7 +209,7 @@ def test_a_folder_that_nobody_made_here_names_nothing(
 
 
 @pytest.mark.processes
-def test_what_was_named_here_stays_named_for_this_run_alone(
+def test_a_setting_named_on_this_machine_is_approved_for_this_run_alone(
     workplace: Workplace, tmp_path: Path
 ) -> None:
     """The attack: a record and an identity were copied into a folder with other settings."""
@@ -337,7 +337,7 @@ class Unreachable:
 
 
 @pytest.mark.processes
-def test_collect_takes_a_store_that_only_the_settings_name_from_nobody(
+def test_collect_uses_no_store_that_only_the_settings_name(
     plant: Plant,
     workplace: Workplace,
     tmp_path: Path,
@@ -450,7 +450,7 @@ def test_a_wait_of_over_an_hour_is_a_person_s_to_name(tmp_path: Path, key: str) 
     assert bounded_wait_s(paths, config, key) == 9e5
 
 
-def test_a_limit_that_a_person_has_named_is_raised_by_nobody_else(tmp_path: Path) -> None:
+def test_a_limit_that_the_user_has_named_is_not_raised_by_a_store(tmp_path: Path) -> None:
     """The attack: a store's run.toml had no limit of cost any more."""
     paths = RunPaths(tmp_path)
 

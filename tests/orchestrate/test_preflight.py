@@ -90,7 +90,7 @@ def test_three_good_nodes_pass_every_check(nodes: list[Sshd], login: Login) -> N
 
 
 @pytest.mark.sshd
-def test_each_node_s_gpus_are_compared_with_what_the_run_wants(
+def test_each_node_s_gpus_are_compared_with_the_run_s_need(
     start_sshd: StartSshd, login: Login, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def start(i: int, *gpus: dict[str, str], setting: str = "") -> Sshd:
@@ -249,7 +249,7 @@ class Clock:
 
 
 @pytest.mark.sshd
-def test_nodes_that_boot_are_asked_again_until_they_are_ready(
+def test_nodes_that_boot_are_probed_again_until_they_are_ready(
     nodes: list[Sshd], login: Login, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = nodes[1].authorized_keys.read_text(encoding="ascii")
@@ -270,7 +270,7 @@ def test_nodes_that_boot_are_asked_again_until_they_are_ready(
 
 
 @pytest.mark.sshd
-def test_nobody_waits_for_a_bootstrap_that_has_failed(
+def test_a_failed_bootstrap_is_not_waited_for(
     nodes: list[Sshd], login: Login, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_state(nodes[0], step="payload", ok=None)
@@ -283,7 +283,7 @@ def test_nobody_waits_for_a_bootstrap_that_has_failed(
 
 
 @pytest.mark.sshd
-def test_the_command_waits_no_longer_than_it_was_told(
+def test_the_command_waits_no_longer_than_its_limit(
     nodes: list[Sshd],
     login: Login,
     tmp_path: Path,
@@ -349,7 +349,7 @@ def test_the_operator_s_own_ssh_reaches_every_node_afterwards(
 
 
 @pytest.mark.parametrize("project", [None, "project"])
-def test_without_a_key_one_is_made_and_the_operator_told(
+def test_without_a_key_one_is_created_and_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], project: str | None
 ) -> None:
     node = {
@@ -404,7 +404,7 @@ def test_quick_starts_and_measures_nothing(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.processes
-def test_a_config_that_run_would_refuse_is_refused_before_any_node_is_asked(
+def test_a_config_that_run_would_refuse_is_refused_before_any_node_is_contacted(
     login: Login, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nodes = [

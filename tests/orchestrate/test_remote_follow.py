@@ -66,7 +66,9 @@ def test_a_broken_connection_is_opened_again(
     assert mirrored is not None and not mirrored.alive
 
 
-def test_a_head_that_stays_away_leaves_word_how_to_attach(run: RemoteRun, head: Sshd) -> None:
+def test_a_head_that_stays_unreachable_ends_with_the_attach_command(
+    run: RemoteRun, head: Sshd
+) -> None:
     head.stop()
     with (
         LiveLine(text_console(stderr=True), train=TrainSection(steps=1), nodes=1) as live,
@@ -147,7 +149,7 @@ def test_a_stop_reaches_the_supervisor_over_a_new_connection_where_the_old_one_b
     run.close()
 
 
-def test_a_stop_that_cannot_be_delivered_is_said_not_to_be(run: RemoteRun, head: Sshd) -> None:
+def test_a_stop_that_cannot_be_delivered_is_reported(run: RemoteRun, head: Sshd) -> None:
     head.stop()
     with (
         LiveLine(text_console(stderr=True), train=TrainSection(steps=1), nodes=1) as live,

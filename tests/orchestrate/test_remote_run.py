@@ -80,7 +80,7 @@ def test_a_checkpoint_and_metrics_come_once_however_many_ask(
     assert mirrored is not None and mirrored.alive and mirrored.collected is None
 
 
-def test_a_killed_rank_is_waited_for_and_what_it_forked_meanwhile_is_killed(
+def test_a_killed_rank_is_waited_for_and_its_forks_are_killed(
     run: RemoteRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = iter([(7,), (7,), (7, 8), (8,), ()])

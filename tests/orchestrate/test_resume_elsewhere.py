@@ -66,7 +66,7 @@ def hold(paths: RunPaths, *, name: str | None) -> None:
             site.hold_to_resume(paths, lambda: None, held, talk)
 
 
-def test_a_run_that_goes_on_here_is_not_resumed_on_a_cluster(tmp_path: Path) -> None:
+def test_a_run_that_is_active_on_this_machine_is_not_resumed_on_a_cluster(tmp_path: Path) -> None:
     paths = stored_run(tmp_path)
     with RunLock(paths), pytest.raises(ConfigError, match="run one is running"):
         hold(paths, name="first")
@@ -75,7 +75,7 @@ def test_a_run_that_goes_on_here_is_not_resumed_on_a_cluster(tmp_path: Path) -> 
     hold(paths, name="first")
 
 
-def test_a_run_that_goes_on_on_a_cluster_is_resumed_nowhere_else(tmp_path: Path) -> None:
+def test_a_run_that_is_active_on_a_cluster_is_not_resumed_elsewhere(tmp_path: Path) -> None:
     paths = stored_run(tmp_path)
     make_copy(paths, alive=True)
     for name in ("second", None):
@@ -87,7 +87,7 @@ def test_a_run_that_goes_on_on_a_cluster_is_resumed_nowhere_else(tmp_path: Path)
         hold(paths, name=name)
 
 
-def test_a_run_of_a_cluster_that_has_ended_goes_on_anywhere_if_it_has_a_store(
+def test_an_ended_run_of_a_cluster_is_resumed_anywhere_if_it_has_a_store(
     tmp_path: Path,
 ) -> None:
     paths = stored_run(tmp_path)
@@ -107,7 +107,7 @@ def test_without_a_store_a_run_stays_where_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("resumes", [True, False])
-def test_a_site_that_plans_an_order_tells_the_run_if_it_is_resumed(
+def test_a_plan_of_a_request_records_whether_the_run_is_resumed(
     tmp_path: Path, resumes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("payload.orchestrate.machine_profiles.local_profile.has_bf16", lambda: True)

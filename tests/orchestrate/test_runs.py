@@ -91,7 +91,7 @@ def test_the_newest_run_is_the_default(tmp_path: Path) -> None:
         find_run(tmp_path, "x")
 
 
-def test_no_runs_says_how_to_start_one(tmp_path: Path) -> None:
+def test_without_runs_the_error_shows_how_to_start_one(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="Start one with"):
         find_run(tmp_path, None)
 
@@ -122,12 +122,12 @@ def test_a_run_that_never_began_is_starting_and_then_a_failure(tmp_path: Path) -
 
 
 @pytest.mark.processes
-def test_an_ended_run_says_what_it_said(tmp_path: Path) -> None:
+def test_an_ended_run_shows_its_recorded_result(tmp_path: Path) -> None:
     paths = make_run(tmp_path / "run", status="stopped")
     assert view_run(paths, now_unix=time.time()).status == "stopped"
 
 
-def test_machines_elsewhere_are_not_taken_for_this_one(tmp_path: Path) -> None:
+def test_remote_machines_are_not_treated_as_this_one(tmp_path: Path) -> None:
     path = tmp_path / "inventory.json"
     path.write_text(make_inventory(num_nodes=2).to_json())
     with pytest.raises(ConfigError, match="2 node"):
@@ -169,7 +169,7 @@ def test_a_whole_data_folder_passes(tmp_path: Path) -> None:
         (lambda folder: (folder / "val.bin").write_bytes(b"1"), r"val\.bin: 1 bytes, .* says 20"),
     ],
 )
-def test_a_damaged_data_folder_says_how_to_make_it(
+def test_a_damaged_data_folder_shows_how_to_make_it(
     tmp_path: Path, damage: Callable[[Path], object], message: str
 ) -> None:
     folder = make_data(tmp_path / "stdlib", source="stdlib: Python 3.13")
@@ -293,7 +293,7 @@ def test_a_plan_that_needs_more_memory_than_is_free_is_warned_of() -> None:
 
 
 @pytest.mark.processes
-def test_who_asked_for_a_stop_waits_as_long_as_a_checkpoint_gets_on(
+def test_a_stop_waits_while_a_checkpoint_makes_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follow, "_MARGIN_S", 0.0)
@@ -308,7 +308,7 @@ def test_who_asked_for_a_stop_waits_as_long_as_a_checkpoint_gets_on(
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("results", "is_over"), [("none", True), ("/store", False)])
-def test_who_asked_for_a_stop_waits_for_the_store_of_a_run_that_has_ended(
+def test_a_stop_waits_for_the_store_of_a_run_that_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, results: str, is_over: bool
 ) -> None:
     monkeypatch.setattr(follow, "_MARGIN_S", 0.0)

@@ -89,7 +89,7 @@ def test_a_new_site_is_one_file_and_trains_what_this_machine_trains(tmp_path: Pa
     assert losses(toy) == pytest.approx(losses(tmp_path / "runs/here"), rel=1e-6)
 
 
-def test_a_batch_script_asks_for_what_the_settings_say(tmp_path: Path) -> None:
+def test_a_batch_script_requests_the_configured_resources(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "at 100%")
     config = parse_run_config(
         "[slurm]\nnodes = 3\ntime = '1-00'\npartition = 'cpu'\nextra = '--constraint=\"a b\"'",
@@ -271,7 +271,7 @@ def test_a_job_s_node_that_is_not_this_machine_is_reached_by_srun_too(tmp_path: 
         assert reach.node_command and reach.off_head is off_head
 
 
-def test_srun_s_words_name_killed_ranks_and_lost_nodes() -> None:
+def test_srun_s_messages_name_killed_ranks_and_lost_nodes() -> None:
     srun = find("srun")
     said = "srun: error: node-2: task 3: Killed\n"
     assert srun.report(said).killed == KilledRank(rank=3, address="node-2", signal=9)
@@ -290,6 +290,6 @@ def test_a_job_s_end_leaves_time_to_save() -> None:
     assert "--resume one" in job.message(spent_s=1.0)
 
 
-def test_without_sbatch_the_message_says_where_it_is() -> None:
+def test_without_sbatch_the_message_shows_where_to_find_it() -> None:
     with pytest.raises(PreflightError, match=r"no sbatch on PATH\. Slurm's commands are on"):
         find_site("slurm").check(parse_run_config("", where="t"), {"PATH": "/nowhere"})

@@ -77,7 +77,7 @@ def test_a_job_that_slurm_has_forgotten_has_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("exit_class", "alive"), [("ok", False), ("training", False), ("rank_lost", True), (None, True)]
 )
-def test_where_there_is_no_slurm_an_ended_run_is_seen_to_have_ended(
+def test_without_slurm_an_ended_run_is_shown_as_ended(
     tmp_path: Path, exit_class: str | None, alive: bool
 ) -> None:
     paths = run_in_job(tmp_path, pid=7, exit_class=exit_class, status="finished")
@@ -125,7 +125,7 @@ def test_a_job_that_only_has_the_recorded_number_is_not_ended(
     assert not cancelled.exists()
 
 
-def test_status_says_that_slurm_does_not_answer(
+def test_status_reports_that_slurm_does_not_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_in_job(tmp_path / "runs", pid=7, status="running")

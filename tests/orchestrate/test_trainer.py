@@ -73,7 +73,7 @@ def test_a_backend_that_is_not_here_is_refused_before_the_start(tmp_path: Path) 
     assert "distributed.backend = 'nccl'" in err
 
 
-def test_a_run_goes_on_while_its_disk_is_full_and_says_so_when_it_must_save(
+def test_a_run_continues_on_a_full_disk_and_fails_when_it_must_save(
     tmp_path: Path, small_disk: SmallDisk
 ) -> None:
     sizes = (*SMALLEST, "launch.ranks_per_node=1")
@@ -187,7 +187,7 @@ def signalling_itself(folder: Path, number: signal.Signals, *, after: str) -> Ma
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_sent_sigterm_is_lost_and_the_run_goes_on_from_what_it_saved(
+def test_a_rank_that_gets_sigterm_is_lost_and_the_run_continues_from_its_checkpoint(
     tmp_path: Path,
 ) -> None:
     settings = ("train.steps=150", "train.checkpoint_every=0", "limits.max_restarts=1")
@@ -233,7 +233,7 @@ def test_a_resume_on_a_full_disk_is_refused_in_one_line(
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_a_hang_and_the_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_a_stopped_rank_is_a_hang_and_the_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
     settings = ("train.steps=150", "train.checkpoint_every=10", "limits.hang_timeout_s=3")
     first = "checkpoints/step_00000010/manifest.json"
     env = signalling_itself(tmp_path / "hook", signal.SIGSTOP, after=first)

@@ -61,7 +61,7 @@ def older(folder: Path, far: RunPaths) -> Path:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_sound_checkpoint_comes_home_to_a_copy_whose_other_files_are_damaged(
+def test_a_valid_checkpoint_is_fetched_to_a_copy_whose_other_files_are_damaged(
     trained: Trained, tmp_path: Path, way: str
 ) -> None:
     far = trained.operator.paths("far")

@@ -46,7 +46,7 @@ def wait_for_the_end(paths: RunPaths) -> RunState:
     return state_of(paths)
 
 
-def test_a_run_goes_on_after_a_cut_link_and_ends_with_41_when_the_node_dies(
+def test_a_run_continues_after_a_cut_link_and_ends_with_41_when_the_node_is_gone(
     operator: Operator,
 ) -> None:
     link = operator.nodes.links[1]

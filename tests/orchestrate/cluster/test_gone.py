@@ -115,7 +115,7 @@ def test_a_machine_that_is_gone_hides_nothing_of_the_others(
     assert GONE in said and "no process of the run is left" not in said, said
 
 
-def test_what_is_left_is_ended_though_another_machine_is_gone(
+def test_leftover_processes_are_ended_although_another_machine_is_gone(
     trained: Trained, paths: RunPaths, run: RemoteRun
 ) -> None:
     start_leftover(trained, paths)

@@ -213,7 +213,7 @@ exec(compile(start, "program", "exec"), {{"__name__": "__main__"}})
 """
 
 
-def test_what_mpirun_or_torch_lack_on_a_node_is_31_and_the_key_goes_all_the_same(
+def test_a_library_missing_on_a_node_is_31_and_the_key_is_removed(
     nodes: SeparateNodes, operator: Operator, tmp_path: Path
 ) -> None:
     (tmp_path / "not-executable").touch(mode=0o644)

@@ -135,7 +135,7 @@ def test_two_nodes_train_what_one_machine_trains(trained: Trained) -> None:
     assert len(written) > 50 and not [path for path in written if private in path.read_bytes()]
 
 
-def test_what_is_missing_here_is_brought_home_before_anything_is_destroyed(
+def test_missing_results_are_collected_before_anything_is_destroyed(
     trained: Trained,
 ) -> None:
     checkpoint = trained.operator.paths("far").checkpoint(STEPS)
@@ -146,7 +146,7 @@ def test_what_is_missing_here_is_brought_home_before_anything_is_destroyed(
     assert told == ["stack", "stack", "destroy"]
 
 
-def test_what_another_operator_resumed_or_started_is_brought_home_before_anything_is_destroyed(
+def test_another_operator_s_runs_are_collected_before_anything_is_destroyed(
     trained: Trained, another: Operator, tmp_path: Path
 ) -> None:
     code, said = another.do(*another.run_words("one", "train.steps=2"))
@@ -178,7 +178,7 @@ def test_what_another_operator_resumed_or_started_is_brought_home_before_anythin
     ]
 
 
-def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Operator) -> None:
+def test_a_run_continues_without_the_operator_and_stops_on_request(operator: Operator) -> None:
     words = operator.run_words("one", "train.steps=100000", "train.checkpoint_every=0")
     first = operator.start(*words)
     metrics = operator.paths("one").metrics
@@ -248,7 +248,7 @@ def programs_of_head(operator: Operator) -> list[str]:
     return [line for line in lines if line.startswith("python3 -I") and "control.py" in line]
 
 
-def test_ctrl_c_says_how_to_attach_and_leaves_the_tunnel_through_which_a_second_one_stops_the_run(
+def test_ctrl_c_shows_how_to_attach_and_keeps_the_tunnel_for_a_second_one_that_stops_the_run(
     another: Operator, tmp_path: Path
 ) -> None:
     head, worker = another.nodes.inventory.nodes
@@ -455,7 +455,7 @@ def run_here(operator: Operator, monkeypatch: pytest.MonkeyPatch, *words: str) -
     ],
     ids=["data", "key", "run-folder"],
 )
-def test_a_start_whose_connection_breaks_connects_once_more_and_goes_on(
+def test_a_start_whose_connection_breaks_reconnects_and_continues(
     operator: Operator,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -512,7 +512,7 @@ def test_a_resume_whose_second_connection_fails_leaves_the_run_as_it_was(
     assert not [path for path in before | after if before.get(path) != after.get(path)]
 
 
-def test_a_start_whose_worker_alone_breaks_connects_once_more_and_goes_on(
+def test_a_start_whose_worker_connection_breaks_reconnects_and_continues(
     operator: Operator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     at_first_call(ssh_start, "unpack", lambda: operator.nodes.cut_sessions(1), monkeypatch)
@@ -525,7 +525,7 @@ def test_a_start_whose_worker_alone_breaks_connects_once_more_and_goes_on(
     assert keys_of_runs(operator) == [[], []]
 
 
-def test_a_start_whose_connection_breaks_while_it_claims_the_head_waits_and_goes_on(
+def test_a_start_whose_connection_breaks_during_the_claim_waits_and_continues(
     operator: Operator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lock = operator.nodes.home_of(0) / "tileforge" / "runs" / ".start.lock"

@@ -26,7 +26,7 @@ from tests.support.launching import losses
 pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
 
 
-def test_a_checkpoint_here_is_brought_to_the_head_once_and_trained_on(trained: Trained) -> None:
+def test_a_local_checkpoint_is_uploaded_to_the_head_once_and_trained_on(trained: Trained) -> None:
     operator, nodes = trained.operator, trained.operator.nodes
     far = operator.paths("far")
     settings = ("train.steps=1", f"model.init={far.root}")
