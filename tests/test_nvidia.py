@@ -74,7 +74,7 @@ def test_two_good_gpus_have_no_fault_and_are_described_in_one_line(tmp_path: Pat
         ({"driver_version": "535.183.01"}, {"cuda": "12.8"}, None, ""),
         ({"driver_version": "470.256.02"}, {"cuda": "12.8"}, "error", "needs branch 525 or later"),
         ({}, {"version": "2.13.0+cpu", "cuda": None}, "error", "torch 2.13.0+cpu is a build witho"),
-        ({}, {"cuda": "14.0"}, "warning", "CUDA 14.0 is not known here"),
+        ({}, {"cuda": "14.0"}, "warning", "CUDA 14.0 is unknown"),
         ({"mig.mode.current": "Enabled"}, {}, "warning", "GPU 0 is in MIG mode"),
         (
             {"ecc.errors.uncorrected.volatile.total": "3"},
@@ -88,7 +88,7 @@ def test_two_good_gpus_have_no_fault_and_are_described_in_one_line(tmp_path: Pat
             None,
             "",
         ),
-        ({"memory.total": "15360"}, {}, "error", "GPU 0 has 15.0 GiB of memory, the inventory sa"),
+        ({"memory.total": "15360"}, {}, "error", "GPU 0 has 15.0 GiB of memory, the inventory li"),
         ({"name": "Vendor's, with a comma"}, {}, None, ""),
     ],
 )
@@ -154,7 +154,7 @@ def test_a_gpu_counts_once_and_a_row_without_a_uuid_is_none(tmp_path: Path) -> N
     facts = ask(make_nvidia_smi(tmp_path, twin, twin, said="0" + "," * 8))
     assert [gpu.uuid for gpu in facts.visible_devices()] == ["GPU-1"]
     shown, warned = faults(facts)
-    assert "it shows 1 GPU(s)" in shown.cause
+    assert "nvidia-smi shows 1 GPU(s)" in shown.cause
     assert warned.severity == "warning" and "nvidia-smi prints: 0,,," in warned.cause
 
 

@@ -76,7 +76,12 @@ def test_a_good_node_has_no_finding() -> None:
     ("changes", "check", "severity", "cause"),
     [
         ({"physical_cores": 2}, "cpu", "error", "it has 2 physical core(s), the inventory lists 4"),
-        ({"physical_cores": 8}, "cpu", "warning", "it has 8 physical core(s), the inventory say"),
+        (
+            {"physical_cores": 8},
+            "cpu",
+            "warning",
+            "it has 8 physical core(s), the inventory lists 4",
+        ),
         ({"numa_domains": 2}, "cpu", "warning", "it has 2 NUMA domain(s), the inventory lists 1"),
         ({"cpu_flags": ()}, "cpu", "warning", "its CPU shows no AMX (amx_bf16) and no avx512_bf16"),
         ({"cpu_flags": ("avx512_bf16",)}, "cpu", "warning", "its CPU shows no AMX (amx_bf16): bf"),

@@ -100,7 +100,7 @@ def test_a_trial_that_ends_with_figures_has_no_failure() -> None:
         ),
         (
             outcome(status=None, node_2="ssh: connect to host x port 22: Connection timed out"),
-            *("node-2", "mpirun", "Connection timed out", "Open TCP port 22 there"),
+            *("node-2", "mpirun", "Connection timed out", "Open TCP port 22 of this node"),
         ),
         (
             outcome(stderr=UNRESOLVED),

@@ -47,7 +47,7 @@ def test_spot_without_a_bucket_is_refused_unless_results_may_be_lost(
     assert words(site) == []
     assert main(["up", "--dry-run"], site.env) == ExitCode.OK
     assert main(["up", "--yes", "--results-may-be-lost"], site.env) == ExitCode.OK
-    assert "lost with it whenever Google preempts the spot machines" in capsys.readouterr().err
+    assert "are lost whenever Google preempts the spot machines" in capsys.readouterr().err
     site.configure(cluster="mine", project=PROJECT, spot=spot, bucket="create")
     assert main(["up", "--yes"], site.env) == ExitCode.OK
     assert "bucket = none" not in capsys.readouterr().err
