@@ -118,8 +118,8 @@ def test_each_node_s_gpus_are_compared_with_the_run_s_need(
     assert errors(report) == {
         "node-1": "node-1: CUDA_VISIBLE_DEVICES = '1' leaves 1 of its 2 GPU(s), the inventory "
         "requires 2. Unset it on the node, or set launch.ranks_per_node = 1.",
-        "node-2": "node-2: nvidia-smi shows 1 GPU(s), the inventory requires 2. Correct the inventory "
-        "or launch.ranks_per_node: each rank uses one GPU.",
+        "node-2": "node-2: nvidia-smi shows 1 GPU(s), the inventory requires 2. Correct the "
+        "inventory or launch.ranks_per_node: each rank uses one GPU.",
     }
     notes = "\n".join(report.notes)
     assert "node-0: 2 x NVIDIA L4 (22.5 GiB), driver 580.95.05, ECC on" in notes
