@@ -16,11 +16,11 @@ from payload.core.python_processes import SAFE_PATH, code_environment, code_path
 from payload.launch.environment import Rendezvous, common_environment, launcher_environment
 from payload.launch.launcher import Job, Reach
 from payload.launch.launchers.registry import find
-from payload.launch.plan import rank_words
+from payload.launch.plan import rank_arguments
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.storage.isolated_reader import watched_store
 from payload.storage.store_access import try_store_here
-from payload.supervise.shared_folders import _Look
+from payload.supervise.shared_folders import _FolderProbe
 
 REPO = Path(__file__).resolve().parents[1]
 _BY_THE_LAUNCHER = {
@@ -72,14 +72,14 @@ def test_the_store_helpers_take_no_code_from_the_current_folder(
 def test_a_look_at_a_shared_folder_takes_no_code_from_the_current_folder(
     trap: Path, tmp_path: Path
 ) -> None:
-    look = _Look(str(tmp_path), os.environ)
+    probe = _FolderProbe(str(tmp_path), os.environ)
     try:
-        process = look._process
+        process = probe._process
         assert process is not None and process.stdout is not None
         os.set_blocking(process.stdout.fileno(), True)
         assert process.stdout.readline() == b"\n"
     finally:
-        look.close()
+        probe.close()
     assert not trap.exists()
 
 
@@ -95,7 +95,7 @@ def test_what_a_launcher_starts_takes_no_code_from_the_current_folder(trap: Path
         python_path=code_path({}),
     )
     done = subprocess.run(
-        [sys.executable, *rank_words(Path("/r"))[:2], "--help"],
+        [sys.executable, *rank_arguments(Path("/r"))[:2], "--help"],
         env={**os.environ, **there},
         capture_output=True,
         check=False,
@@ -165,7 +165,7 @@ def test_mpirun_takes_no_options_from_the_current_folder(trap: Path, tmp_path: P
     job = Job(
         executable=str(Path(sys.executable).with_name("mpirun")),
         python="/bin/echo",
-        words=("done",),
+        rank_arguments=("done",),
         environment={},
         world_size=1,
         ranks_per_node=1,

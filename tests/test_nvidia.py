@@ -74,7 +74,7 @@ def test_two_good_gpus_have_no_fault_and_are_described_in_one_line(tmp_path: Pat
         ({"driver_version": "535.183.01"}, {"cuda": "12.8"}, None, ""),
         ({"driver_version": "470.256.02"}, {"cuda": "12.8"}, "error", "needs branch 525 or later"),
         ({}, {"version": "2.13.0+cpu", "cuda": None}, "error", "torch 2.13.0+cpu is a build witho"),
-        ({}, {"cuda": "14.0"}, "warning", "CUDA 14.0 is not known here"),
+        ({}, {"cuda": "14.0"}, "warning", "CUDA 14.0 is unknown"),
         ({"mig.mode.current": "Enabled"}, {}, "warning", "GPU 0 is in MIG mode"),
         (
             {"ecc.errors.uncorrected.volatile.total": "3"},
@@ -88,7 +88,7 @@ def test_two_good_gpus_have_no_fault_and_are_described_in_one_line(tmp_path: Pat
             None,
             "",
         ),
-        ({"memory.total": "15360"}, {}, "error", "GPU 0 has 15.0 GiB of memory, the inventory sa"),
+        ({"memory.total": "15360"}, {}, "error", "GPU 0 has 15.0 GiB of memory, the inventory li"),
         ({"name": "Vendor's, with a comma"}, {}, None, ""),
     ],
 )
@@ -132,7 +132,7 @@ def test_an_nvidia_smi_that_hangs_or_is_not_there_is_a_fault(
     (absent,) = faults(ask(tmp_path / "none"))
     assert (
         absent.severity == "error"
-        and absent.cause == "it has no nvidia-smi, but device.kind = 'cuda' requires GPUs"
+        and absent.cause == "nvidia-smi is missing, but device.kind = 'cuda' requires GPUs"
     )
 
 
@@ -140,7 +140,7 @@ def test_without_nvidia_smi_a_build_with_cuda_is_left_to_the_trial(tmp_path: Pat
     make_torch(tmp_path)
     facts = ask(tmp_path)
     (found,) = faults(facts)
-    assert found.severity == "warning" and "The trial tells" in found.fix
+    assert found.severity == "warning" and "The trial shows" in found.fix
     make_torch(tmp_path, version="2.13.0+cpu", cuda=None)
     assert [fault.severity for fault in faults(ask(tmp_path))] == ["error"]
     # Of this machine it is known whether it has a device.
@@ -154,7 +154,7 @@ def test_a_gpu_counts_once_and_a_row_without_a_uuid_is_none(tmp_path: Path) -> N
     facts = ask(make_nvidia_smi(tmp_path, twin, twin, said="0" + "," * 8))
     assert [gpu.uuid for gpu in facts.visible_devices()] == ["GPU-1"]
     shown, warned = faults(facts)
-    assert "it shows 1 GPU(s)" in shown.cause
+    assert "nvidia-smi shows 1 GPU(s)" in shown.cause
     assert warned.severity == "warning" and "nvidia-smi prints: 0,,," in warned.cause
 
 
@@ -339,7 +339,7 @@ def test_preflight_of_this_machine_has_a_gpu_row_only_where_gpus_are_wanted(
             {"device.kind": "cuda", "launch.ranks_per_node": "2"},
             ExitCode.CONFIG,
             "CUDA_VISIBLE_DEVICES = '1' leaves 1 of its 2 GPU(s), device.kind = 'cuda' requires 2. "
-            "Unset it there, or set launch.ranks_per_node = 1.",
+            "Unset it on the node, or set launch.ranks_per_node = 1.",
         ),
         # It computes on the CPU, with a rank for each NUMA domain.
         (A100 | {"driver_version": "535.183.01"}, {}, ExitCode.OK, "driver 535.183.01"),

@@ -1,7 +1,7 @@
-"""Launchers with an agent of their own on every node: what the program that starts them is told.
+"""The description of per-node agents, for launchers that need one agent on every node.
 
-`payload.supervise.agents` starts one agent a node over SSH, or is one in a step of a scheduler's
-job, and knows nothing of what it starts.
+`payload.supervise.agents` starts one agent per node over SSH, or runs as one in a step of a
+scheduler's job. It has no knowledge of the launcher.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from payload.core.validation.records import build
 from payload.launch.launcher import Job, LostNode, Report
 
 NODE_RANK, IS_HEAD, ADDRESS, SCRATCH = "{node_rank}", "{is_head}", "{address}", "{scratch}"
-"""In an agent's own words: the node's place in the hosts file, 1 for the first node and 0 for
-others, the node's address, and an empty folder there that goes when the agent ends."""
+"""Placeholders in an agent's arguments: the node's index in the hosts file, 1 for the first node
+and
+0 for others, the node's address, and an empty folder there that is removed when the agent ends."""
 
 _LOST = re.compile(r"^agent on (?P<address>\S+) (?P<how>exited with status 255)$", re.MULTILINE)
 
@@ -31,23 +32,23 @@ class AgentJob:
     ssh: tuple[str, ...]
     """ssh's arguments to reach the other nodes; empty where a scheduler starts the agents."""
     command: tuple[str, ...]
-    """An agent's program and own words, with the places to fill in."""
+    """An agent's program and arguments, with placeholders."""
     words: tuple[str, ...]
-    """Further words, passed on verbatim."""
+    """Further arguments, passed on verbatim."""
     environment: Mapping[str, str]
     """Variables of every agent, in addition to its node's own environment."""
 
     def to_json(self) -> str:
-        """Return it as one word of a command line."""
+        """Return the job as one argument of a command line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> AgentJob:
-        """Read it again. Raises ConfigError."""
+        """Parse the text that `to_json` returned. Raises ConfigError."""
         return build(cls, parse_json(text, where="agents"), where="agents")
 
     def on_node(self, node_rank: int, address: str, *, scratch: str) -> tuple[str, ...]:
-        """Return one node's command line."""
+        """Return the command line of one node's agent."""
         values = {
             NODE_RANK: str(node_rank),
             IS_HEAD: str(int(node_rank == 0)),
@@ -55,10 +56,10 @@ class AgentJob:
             SCRATCH: scratch,
         }
         filled = []
-        for word in self.command:
-            for place, value in values.items():
-                word = word.replace(place, value)
-            filled.append(word)
+        for text in self.command:
+            for placeholder, value in values.items():
+                text = text.replace(placeholder, value)
+            filled.append(text)
         return (*filled, *self.words)
 
 
@@ -70,7 +71,7 @@ def agents_argv(
         hosts=str(job.hosts),
         ssh=job.reach.ssh,
         command=command,
-        words=job.words,
+        words=job.rank_arguments,
         environment={**job.environment, **environment},
     )
     program, each_node = (job.python, "-m", "payload.supervise.agents"), job.reach.each_node_command
@@ -80,11 +81,11 @@ def agents_argv(
 
 
 def end_of_agent(address: str, status: int) -> str:
-    """Return the line that tells how an agent ended."""
+    """Return the log line for the end of an agent."""
     return f"agent on {address} exited with status {status}"
 
 
 def report_of_agents(text: str) -> Report:
-    """Return what the lines about agents say of the run's end: a node that ssh lost."""
+    """Parse the lines about agents for a node that ssh lost."""
     lost = _LOST.search(text)
     return Report(lost=LostNode(address=lost["address"], how=lost["how"]) if lost else None)

@@ -1,4 +1,4 @@
-"""How long a run may live, by its limits and its nodes' prices."""
+"""Time limits of a run, from its settings, its nodes' prices and a scheduler's job."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from payload.machines.inventory import Node, total_hourly_usd
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeLimit:
-    """The stricter of what max_hours and max_usd allow."""
+    """The stricter of the limits `max_hours` and `max_usd`."""
 
     seconds: float
-    """Over all attempts of the run."""
+    """Total over all attempts of the run."""
     key: str
     value: float
 
     def stop_at_s(self, *, grace_s: float) -> float:
-        """When the run is asked to save and stop: a tenth before, at most `grace_s` before."""
+        """Return when the run must save and stop: a tenth early, but at most `grace_s`."""
         return self.seconds - min(grace_s, self.seconds / 10)
 
-    def words(self, *, spent_s: float) -> str:
-        """Return the limit that is reached and the command that continues the run."""
+    def message(self, *, spent_s: float) -> str:
+        """Return a message with the limit that was reached and the command that resumes."""
         return (
             f"limits.{self.key} = {self.value:g} is reached: {spent_s / 3600:.2f} h of "
-            f"{self.seconds / 3600:.2f} h are used. To go on, resume with a higher one: --set "
+            f"{self.seconds / 3600:.2f} h are used. To continue, resume with a higher limit: --set "
             f"limits.{self.key}={2 * self.value:g}"
         )
 
@@ -36,7 +36,7 @@ class TimeLimit:
 def time_limit(limits: LimitsSection, nodes: Sequence[Node]) -> TimeLimit | None:
     """Return the stricter limit; None without limits.
 
-    Raises ConfigError when a price is missing that a limit needs.
+    Raises ConfigError if a limit needs a price that is missing.
     """
     found = []
     if limits.max_hours is not None:
@@ -60,36 +60,37 @@ _LEAST_JOB_MARGIN_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobTime:
-    """The time until a scheduler kills the job that the run is in."""
+    """The time until a scheduler kills the job that runs the ranks."""
 
     left_s: float
     run_id: str
 
     def stop_after_s(self, *, grace_s: float) -> float:
-        """When the run is asked to save and stop: two minutes before, or a tenth if that is less.
+        """Return when the run must save and stop: two minutes early, or a tenth if that is less.
 
-        A longer `grace_s` counts instead of the two minutes.
+        If `grace_s` is longer than two minutes, it replaces them.
         """
         return max(0.0, self.left_s - min(max(grace_s, _LEAST_JOB_MARGIN_S), self.left_s / 10))
 
-    def words(self, *, spent_s: float) -> str:
-        """Return what is reached, and how the run goes on."""
+    def message(self, *, spent_s: float) -> str:
+        """Return a message with the limit that was reached and the command that resumes."""
         return (
-            "the job's time limit is near, so the run has saved and stopped. To go on in another "
-            f"job: run --site slurm --resume {self.run_id} (more time: --set slurm.time=HH:MM:SS)"
+            "the job's time limit is near, so the run has saved and stopped. To continue in "
+            f"another job: run --site slurm --resume {self.run_id} (more time: --set "
+            "slurm.time=HH:MM:SS)"
         )
 
 
-def limited(verdict: Verdict, limit: TimeLimit | JobTime, *, spent_s: float) -> Verdict:
-    """The verdict on a run that was stopped because of its limit."""
+def limit_verdict(verdict: Verdict, limit: TimeLimit | JobTime, *, spent_s: float) -> Verdict:
+    """Return the verdict on a run that was stopped by its limit."""
     if verdict.status != "stopped":
         return verdict
-    words = limit.words(spent_s=spent_s)
-    error = f"{words}; {verdict.error}" if verdict.error else words
+    message = limit.message(spent_s=spent_s)
+    error = f"{message}; {verdict.error}" if verdict.error else message
     return replace(verdict, exit_code=ExitCode.BUDGET, error=error)
 
 
 def cost_usd(nodes: Sequence[Node], *, spent_s: float) -> float | None:
-    """Return the nodes' cost so far, or None when a price is not known."""
+    """Return the cost of the nodes so far; None if a price is unknown."""
     hourly_usd = total_hourly_usd(nodes)
     return None if hourly_usd is None else hourly_usd * spent_s / 3600

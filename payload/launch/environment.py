@@ -15,31 +15,31 @@ Malloc = Literal["tuned", "lean", "sharded", "tcmalloc", "default"]
 RUN_ID = "TILEFORGE_RUN_ID"
 NODE = "TILEFORGE_NODE"
 
-# A training step allocates and frees the same hundreds of megabytes again and again. glibc gives
-# each block of 32 MiB and more back to the kernel and takes fresh, zeroed pages for the next.
+# A training step repeatedly allocates and frees the same hundreds of megabytes. By default glibc
+# returns each block of 32 MiB or more to the kernel and gets fresh, zeroed pages for the next one.
 # Measured on GPT-2's shape, 4 layers, 2 cores: 5.6 million page faults in 9 steps by default, 0.96
-# million with the thresholds out of the way, 0.04 million with huge pages besides; step 2.61 s,
-# 1.70 s, 1.68 s; peak memory 2.5, 3.8, 3.6 GB. top_pad and arena_max changed nothing.
+# million with the thresholds raised, 0.04 million with huge pages as well; step 2.61 s, 1.70 s,
+# 1.68 s; peak memory 2.5, 3.8, 3.6 GB. top_pad and arena_max changed nothing.
 _KEEP_BYTES = 4 * 2**30
 _TUNED = ":".join(
     (
         f"glibc.malloc.mmap_threshold={_KEEP_BYTES}",
         f"glibc.malloc.trim_threshold={_KEEP_BYTES}",
-        # madvise(MADV_HUGEPAGE) for the heap; glibc 2.35 and later, ignored before.
+        # madvise(MADV_HUGEPAGE) for the heap; glibc 2.35 and later, ignored by older versions.
         "glibc.malloc.hugetlb=1",
     )
 )
 
-# A sharded rank takes and frees blocks of other sizes all the time, which leave gaps in a heap that
-# keeps everything. GPT-2 on 2 ranks, 2 x 512 tokens (Xeon with AMX, 2026-11-23): peak 3.5 GB tuned,
-# 1.9 GB so, steps equal within noise.
+# A sharded rank constantly allocates and frees blocks of other sizes, which fragment a heap that
+# returns nothing. GPT-2 on 2 ranks, 2 x 512 tokens (Xeon with AMX, 2026-11-23): peak 3.5 GB with
+# `tuned`, 1.9 GB with `lean`; step times equal within noise.
 _LEAN = f"glibc.malloc.mmap_threshold={2**20}:glibc.malloc.hugetlb=1"
 
-# Blocks of 1 to 4 MB are most of a layer's activations. In new memory of the kernel they have a
-# page fault for every 4 KiB, as they hold no whole huge page. GPT-2 124M under `shard` on 2 ranks,
-# 2 x 128 tokens (virtual machine with 2 cores of an AMD EPYC, 2026-11-25), by the smallest block
-# that is given back: 1 MiB 7.5 to 9.0 s a step and a peak of 2.0 GB, 4 MiB 7.0 s and 2.2 GB,
-# 32 MiB 6.8 s and 2.35 GB. DeepSpeed's ranks were no faster with 4 MiB and took 0.25 GB more.
+# Blocks of 1 to 4 MB are most of a layer's activations. In fresh memory they cause a page fault for
+# every 4 KiB, as they contain no whole huge page. GPT-2 124M under `shard` on 2 ranks, 2 x 128
+# tokens (virtual machine with 2 cores of an AMD EPYC, 2026-11-25), by the smallest block that is
+# returned to the kernel: 1 MiB 7.5 to 9.0 s a step and a peak of 2.0 GB, 4 MiB 7.0 s and 2.2 GB,
+# 32 MiB 6.8 s and 2.35 GB. DeepSpeed's ranks were no faster with 4 MiB and used 0.25 GB more.
 _SHARDED = ":".join(
     (
         f"glibc.malloc.mmap_threshold={4 * 2**20}",
@@ -48,16 +48,15 @@ _SHARDED = ":".join(
     )
 )
 
-# At the end of a parallel region libgomp's threads spin before they sleep, 300,000 times by
-# default: some milliseconds that another program on the core does not get. A step of `tiny` with
-# two threads on two AVX-512 cores, alone and beside two endless loops (2026-11-22,
-# benchmarks.busy): 0.17 s and 0.55 to 1.36 s by default, 0.17 s and 0.42 s with 3,000, 0.20 to
-# 0.23 s and 0.43 s with none.
+# At the end of a parallel region, libgomp's threads spin before they sleep, 300,000 times by
+# default. For some milliseconds no other program gets the core. A step of `tiny` with two threads
+# on two AVX-512 cores, alone and beside two endless loops (2026-11-22, benchmarks.busy): 0.17 s and
+# 0.55 to 1.36 s by default, 0.17 s and 0.42 s with 3,000 spins, 0.20 to 0.23 s and 0.43 s with 0.
 _SPIN_COUNT = 3000
 
-# mpirun's wrapper script turns to these schedulers when it sees their variables, and a run started
-# inside someone's Slurm or SGE shell would go to their nodes. The same goes for another MPI's or
-# torchrun's ranks around us. Source: bin/mpirun of impi-rt 2021.18.1.
+# mpirun's wrapper script uses these schedulers when it finds their variables, so a run started in a
+# Slurm or SGE shell would use their nodes. Variables of an enclosing MPI or torchrun job mislead it
+# too. Source: bin/mpirun of impi-rt 2021.18.1.
 FOREIGN_PREFIXES = (
     "SLURM_",
     "PBS_",
@@ -85,7 +84,7 @@ FOREIGN_PREFIXES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where the ranks meet, and by which way."""
+    """The address at which the ranks meet, and the network interfaces that they use."""
 
     address: str
     port: int
@@ -103,17 +102,17 @@ def common_environment(
     oversubscribed: bool,
     python_path: str | None,
 ) -> dict[str, str]:
-    """Return what every rank gets from the launcher.
+    """Return the variables that every rank gets from the launcher.
 
-    `tcmalloc` is the library's path, needed for malloc = "tcmalloc". `python_path` is where the
-    payload package lies when it is not installed.
+    `tcmalloc` is the library's path, needed for malloc = "tcmalloc". `python_path` is the folder
+    that contains the payload package when the package is not installed.
     """
     variables = {
         RUN_ID: run_id,
         RUN_DIR: run_dir,
         "MASTER_ADDR": rendezvous.address,
         "MASTER_PORT": str(rendezvous.port),
-        # Lines reach the rank's log as they are printed.
+        # Makes lines reach the rank's log as soon as they are printed.
         "PYTHONUNBUFFERED": "1",
         **SAFE_PATH,
     }
@@ -129,12 +128,12 @@ def common_environment(
 
 
 def spin_environment() -> dict[str, str]:
-    """Return what bounds the spinning of OpenMP threads that have their cores to themselves."""
+    """Return the variables that limit the spinning of OpenMP threads on cores of their rank."""
     return {"GOMP_SPINCOUNT": str(_SPIN_COUNT)}
 
 
 def malloc_environment(malloc: Malloc, *, tcmalloc: str | None = None) -> dict[str, str]:
-    """Return the variables that select `malloc` for a process that is started with them."""
+    """Return the variables that select `malloc` for a new process."""
     if malloc == "tuned":
         return {"GLIBC_TUNABLES": _TUNED}
     if malloc == "lean":
@@ -150,12 +149,12 @@ def malloc_environment(malloc: Malloc, *, tcmalloc: str | None = None) -> dict[s
 def rank_environment(
     rank: Rank, *, world_size: int, ranks_per_node: int, interfaces: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the variables of one rank alone.
+    """Return the variables that are specific to one rank.
 
-    The rank's numbers are given by torch's names too, for a program that knows only those.
-    OMP_PROC_BIND stays unset: libgomp would bind the main thread to one core, gloo's threads would
-    inherit that core, and the exchange would wait for the arithmetic. The process as a whole is
-    bound to its cores instead.
+    They include the names that torch reads, for programs that know only those. OMP_PROC_BIND stays
+    unset: libgomp would bind the main thread to one core, gloo's threads would inherit that core,
+    and the exchange would wait for the arithmetic. Instead, the process as a whole is bound to its
+    cores.
     """
     return {
         NODE: rank.node,
@@ -171,10 +170,10 @@ def rank_environment(
 def launcher_environment(
     base: Mapping[str, str], settings: Mapping[str, str], *, keeps: tuple[str, ...] = ()
 ) -> dict[str, str]:
-    """Return the launcher's whole environment.
+    """Return the launcher's complete environment.
 
-    It is the caller's without the marks of other launchers, but for those that `keeps` begins, and
-    ours.
+    It is `base` without the variables of other launchers, except those with a prefix in `keeps`,
+    plus `settings`.
     """
     kept = {
         name: value

@@ -1,8 +1,8 @@
-"""The interface of a launcher, between a planned run and the program that starts its ranks.
+"""The interface of a launcher: the program that starts the ranks of a planned run.
 
-A launcher is one file of `payload/launch/launchers` with a class below `Launcher` and its only
-object, `LAUNCHER`. It is pure: planning asks it for a command line and for settings, the supervisor
-and preflight's trial ask it what its output means.
+A launcher is one file of `payload/launch/launchers` with a subclass of `Launcher` and its only
+instance, `LAUNCHER`. It has no side effects. Planning gets a command line and settings from it; the
+supervisor and preflight's trial use it to parse the program's output.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from payload.machines.rank_variables import RankVariables
 MISSING_LIBRARY = re.compile(
     r"(?:error while loading shared libraries: )?(\S+): cannot open shared object file"
 )
-"""Messages of the dynamic loader."""
+"""Errors of the dynamic loader."""
 
-BOOTSTRAP_AGAIN = "Run the bootstrap again there (bootstrap/node-setup.sh)."
+BOOTSTRAP_AGAIN = "Run the bootstrap again on this node (bootstrap/node-setup.sh)."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """The head's way to the other nodes; the supervisor's to all of them where it is elsewhere."""
+    """How the head reaches the other nodes; if the supervisor is not on the head, all nodes."""
 
     interface: str
-    """The head's network interface towards them."""
+    """The head's network interface towards the other nodes."""
     ssh: tuple[str, ...] = ()
     """ssh's arguments: the run's key, every host key. Empty on one node, which needs no ssh."""
     node_command: tuple[str, ...] = ()
-    """Words before a command that run it on another node, `{node}` for its name; empty for ssh."""
+    """Prefix that runs a command on another node; `{node}` is its name. Empty with ssh."""
     each_node_command: tuple[str, ...] = ()
-    """Words before a command that run it once on every node at the same time; empty for ssh."""
+    """Prefix that runs a command once on every node at the same time. Empty with ssh."""
     off_head: bool = False
-    """True where the supervisor is on no node of the run, or on another one than the head."""
+    """True if the supervisor runs on a machine other than the head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +50,8 @@ class Job:
     executable: str
     """The launcher's program; the interpreter for a launcher that is a Python module."""
     python: str
-    """The interpreter that the ranks run in, equal on every node."""
-    words: tuple[str, ...]
+    """The interpreter of the ranks, the same path on every node."""
+    rank_arguments: tuple[str, ...]
     """Arguments of each rank's interpreter."""
     environment: Mapping[str, str]
     """Environment of every rank and of the launcher's own process."""
@@ -61,14 +61,14 @@ class Job:
     hosts: PurePath
     """The hosts file on the head: one address a line, the head first."""
     folder: PurePath
-    """The run's folder, equal on every node."""
+    """The run's folder, the same path on every node."""
     rendezvous: Rendezvous
     reach: Reach
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KilledRank:
-    """A rank that the launcher reports as ended by a signal."""
+    """A rank that was ended by a signal, according to the launcher."""
 
     rank: int
     address: str
@@ -81,17 +81,17 @@ class LostNode:
 
     address: str
     how: str
-    """Such as `exited with status 255`."""
+    """The cause, such as `exited with status 255`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Patterns in a launcher's output that tell how a run ended."""
+    """The causes of a run's end that were found in a launcher's output."""
 
     killed: KilledRank | None = None
     lost: LostNode | None = None
     not_started: str | None = None
-    """Why no rank could be started, with the fix, where the launcher says it."""
+    """Why no rank could be started, with the fix; None if the output does not show it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,34 +102,34 @@ class TrialFailure:
     cause: str
     fix: str
     shows_log: bool = True
-    """True if the last lines of the output tell more."""
+    """True if the last lines of the output add information."""
 
 
 class Launcher(ABC):
     """Starts the ranks of a run."""
 
     variables: ClassVar[RankVariables]
-    """The names by which its processes know which rank they are."""
+    """The variables from which its processes read their rank."""
     program: ClassVar[str | None] = None
-    """Its program, beside the ranks' interpreter; None for a Python module."""
+    """Its program, in the folder of the ranks' interpreter; None for a Python module."""
     install: ClassVar[str] = ""
     """The command that installs the program."""
     version: ClassVar[str] = ""
-    """Pattern in the output of `PROGRAM --version` that tells the right program of that name."""
+    """Pattern in the output of `PROGRAM --version` that identifies the right program."""
     preference: ClassVar[int | None] = None
-    """Place in the order in which `auto` looks; the lowest first, None never."""
+    """Position in the order that `auto` tries, lowest first; None if `auto` skips it."""
     spans_nodes: ClassVar[bool] = True
     """True if it starts ranks on several nodes."""
     needs_ssh: ClassVar[bool] = True
-    """True if it reaches other nodes by SSH alone, so that it cannot start ranks there in a job."""
+    """True if SSH is its only way to other nodes, so that it cannot span the nodes of a job."""
     scheduler: ClassVar[str | None] = None
-    """The scheduler in whose allocation alone it starts ranks, by the inventory's source."""
+    """The only scheduler in whose allocation it works, as an inventory's source; None for any."""
     keeps: ClassVar[tuple[str, ...]] = ()
-    """Beginnings of variables that it needs, though they are another launcher's or scheduler's."""
+    """Prefixes of variables of another launcher or scheduler that it needs."""
     needs_heartbeats: ClassVar[bool] = True
-    """True if the supervisor must watch the other nodes itself."""
+    """True if the supervisor has to monitor the other nodes by heartbeats."""
     noise: ClassVar[re.Pattern[str] | None] = None
-    """Lines of its output that tell nothing."""
+    """Lines of its output that carry no information."""
 
     @property
     def name(self) -> str:
@@ -137,7 +137,7 @@ class Launcher(ABC):
         return file_name(self)
 
     def unfit(self, system: str, machine: str) -> str | None:
-        """Return why it cannot run on this system and kind of machine, or None."""
+        """Return why it cannot run on this system and machine type, or None."""
         return None
 
     @abstractmethod
@@ -145,22 +145,22 @@ class Launcher(ABC):
         """Return the command line that starts all ranks from the head."""
 
     def settings(self, reach: Reach) -> dict[str, str]:
-        """Return what the launcher itself gets besides the ranks' environment."""
+        """Return the variables of the launcher itself, in addition to the ranks' environment."""
         return {}
 
     def rank_settings(self, *, nodes: int) -> dict[str, str]:
-        """Return what each rank's program gets besides, in place of what the launcher set."""
+        """Return variables of each rank's program that override what the launcher set."""
         return {}
 
     def report(self, text: str) -> Report:
-        """Return what its output says of the run's end."""
+        """Parse the launcher's output for the cause of a run's end."""
         return Report()
 
     def trial_failures(
         self, text: str, *, nodes: Sequence[Node], hostnames: Mapping[str, str]
     ) -> Iterator[TrialFailure]:
-        """Yield what its output says of ranks that did not start, the head's node first.
+        """Yield the ranks' start failures that the output shows, the head's node first.
 
-        `hostnames` has the nodes' names by their own hostnames.
+        `hostnames` maps the nodes' own hostnames to their names in the inventory.
         """
         yield from ()

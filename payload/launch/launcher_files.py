@@ -1,4 +1,4 @@
-"""Text of the files that launchers read: hosts for mpirun, a config for Accelerate."""
+"""Text of the files that launchers read: a hosts file for mpirun, a config for Accelerate."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def render_accelerate(
 ) -> str:
     """Return the config for `accelerate launch --config_file`, for one node.
 
-    The head's names the hosts file: with it, `accelerate launch` starts all ranks through mpirun.
-    Without it, accelerate 1.15 starts a single process for MULTI_CPU and says nothing. The other
-    nodes' are for an mpirun around it that has given each process its rank.
+    The head's config names the hosts file: with it, `accelerate launch` starts all ranks through
+    mpirun. Without it, accelerate 1.15 silently starts a single process for MULTI_CPU. The configs
+    of the other nodes are for processes that an mpirun on the head has started.
     """
     is_head = node_rank == 0
     usage = (
@@ -67,5 +67,5 @@ def render_accelerate(
 
 
 def _scalar(value: str | int | bool) -> str:
-    """A YAML scalar: JSON's are YAML's, quotes and escapes included."""
+    """Return a YAML scalar. JSON scalars are valid YAML, quotes and escapes included."""
     return json.dumps(value, ensure_ascii=False)

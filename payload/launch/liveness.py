@@ -10,16 +10,16 @@ from payload.launch.outcome import Verdict
 from payload.run_record.checkpoint_grace import START_PHASES
 
 SILENT_S = 8.0
-"""A node that has sent nothing for so long is silent; it sends something every second."""
+"""A node is silent after this time without data; nodes send something every second."""
 FROZEN_S = 15.0
-"""After so long without a word a new connection was tried, and its end is known: a silent node that
-takes one is frozen, one that does not is on its way to be lost."""
+"""After this time without data, a new connection to the node has been tried and its result is
+known. A silent node that accepts connections is frozen; one that does not may soon be lost."""
 LOST_S = 12.0
-"""A node that takes no connection for so long is lost, unless the run goes on all the same."""
+"""A node is lost after this time without accepting connections, unless ranks make progress."""
 
-# What a rank does at one step count, in this order; ranks wait for those that are behind.
+# A rank's phases within one step count, in order; ranks wait for those that are behind.
 _PHASES = (*START_PHASES, "sync check", "checkpoint", "eval", "step", "end")
-# One call that nobody can look into: loading, compiling, writing to a slow disk.
+# Each is one call without intermediate progress: loading, compiling, writing to a slow disk.
 _LONG_PHASES = (*START_PHASES, "checkpoint", "end")
 
 
@@ -32,31 +32,31 @@ class RankHeartbeat:
     step: int
     phase: str
     quiet_s: float
-    """Time since it last changed."""
+    """Time since the heartbeat last changed."""
     stopped: bool = False
     """True if the process is stopped, as by SIGSTOP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeHeartbeat:
-    """The last heartbeat of a node that is not the supervisor's."""
+    """The last heartbeat of a node other than the supervisor's."""
 
     node: str
     quiet_s: float
-    """Time since it last sent anything."""
+    """Time since the node last sent anything."""
     unreachable_s: float | None
-    """Time since it refuses connections; None when it took the last one."""
+    """Time since it started to refuse connections; None if it accepted the last one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How long silence is no fault."""
+    """How long a run may go without progress before it counts as hung."""
 
     hang_timeout_s: float
     longest_s: float
-    """In phases that cannot be looked into, and the most that any limit grows to."""
+    """The limit in phases without intermediate progress, and the upper bound of every limit."""
     median_step_s: float | None
-    """None before the attempt's first step is done."""
+    """None before the attempt's first step is complete."""
 
 
 def find_trouble(
@@ -67,11 +67,11 @@ def find_trouble(
     age_s: float,
     pace: Pace,
 ) -> Verdict | None:
-    """Return the verdict on a run that cannot go on, or None.
+    """Return the verdict on a run that cannot continue, or None.
 
-    `ranks` are those that have shown something in this attempt, which is `age_s` old. As ranks wait
-    for each other in every step, one that is stuck stops all: as long as any rank makes progress,
-    nothing is wrong.
+    `ranks` are those that have sent a heartbeat in this attempt, which is `age_s` old. Ranks wait
+    for each other in every step, so one stuck rank stops all of them. While any rank makes
+    progress, the run is healthy.
     """
     quiet_s = min([age_s, *(beat.quiet_s for beat in ranks)])
     lost = [
@@ -80,7 +80,7 @@ def find_trouble(
     if lost and quiet_s >= max(LOST_S, 2 * (pace.median_step_s or 0.0)):
         return lost_nodes(lost)
     silent = [beat for beat in nodes if beat.quiet_s >= SILENT_S]
-    # A node tells that it is there whatever its ranks are at, so its silence gets no longer limit.
+    # A node sends data whatever its ranks do, so its silence gets no longer limit.
     patient = not silent and (
         pace.median_step_s is None
         or len(ranks) < world_size
@@ -89,22 +89,22 @@ def find_trouble(
     limit_s = hang_limit_s(pace, patient=patient)
     if quiet_s < limit_s:
         return None
-    told = f"no rank made progress for {quiet_s:.0f} s (limit {limit_s:.0f} s)"
+    cause = f"no rank made progress for {quiet_s:.0f} s (limit {limit_s:.0f} s)"
     if silent:
         frozen = [s for s in silent if s.quiet_s >= FROZEN_S and s.unreachable_s is None]
-        return frozen_nodes(frozen, after=told) if frozen else None
-    return _stuck_ranks(ranks, world_size=world_size, told=told)
+        return frozen_nodes(frozen, after=cause) if frozen else None
+    return _stuck_ranks(ranks, world_size=world_size, cause=cause)
 
 
 def hang_limit_s(pace: Pace, *, patient: bool) -> float:
-    """How long no rank may make progress."""
+    """Return the longest time without progress of any rank."""
     if patient:
         return pace.longest_s
     return min(max(pace.hang_timeout_s, 10 * (pace.median_step_s or 0.0)), pace.longest_s)
 
 
 def lost_nodes(beats: Sequence[NodeHeartbeat]) -> Verdict:
-    """Return the verdict on nodes that take no connection."""
+    """Return the verdict on nodes that accept no connections."""
     listed = ", ".join(
         f"{beat.node} cannot be reached (last heartbeat {beat.quiet_s:.0f} s ago)" for beat in beats
     )
@@ -112,43 +112,43 @@ def lost_nodes(beats: Sequence[NodeHeartbeat]) -> Verdict:
 
 
 def frozen_nodes(beats: Sequence[NodeHeartbeat], *, after: str) -> Verdict:
-    """Return the verdict on nodes that take connections but send nothing."""
+    """Return the verdict on nodes that accept connections but send nothing."""
     listed = ", ".join(f"{beat.node} (last heartbeat {beat.quiet_s:.0f} s ago)" for beat in beats)
     return Verdict(
         status="failed",
         exit_code=ExitCode.HANG,
-        error=f"node frozen, it takes connections but does not answer: {listed}; {after}",
+        error=f"node frozen, it accepts connections but does not answer: {listed}; {after}",
     )
 
 
-def _stuck_ranks(ranks: Sequence[RankHeartbeat], *, world_size: int, told: str) -> Verdict:
-    """Return the ranks that are stopped, else those that never began, else those behind."""
+def _stuck_ranks(ranks: Sequence[RankHeartbeat], *, world_size: int, cause: str) -> Verdict:
+    """Return a verdict that names stopped ranks, or absent ranks, or the ranks behind."""
     stopped = [beat for beat in ranks if beat.stopped]
     begun = {beat.rank for beat in ranks}
     absent = [rank for rank in range(world_size) if rank not in begun]
     if stopped:
-        words = "stopped by a signal: " + _listed(stopped)
+        which = "stopped by a signal: " + _listed(stopped)
         first: int | None = stopped[0].rank
     elif absent:
-        words = f"rank(s) {', '.join(map(str, absent))} never sent a heartbeat"
+        which = f"rank(s) {', '.join(map(str, absent))} never sent a heartbeat"
         first = absent[0]
     else:
-        last = min(map(_place, ranks))
-        behind = [beat for beat in ranks if _place(beat) == last]
+        last = min(map(_position, ranks))
+        behind = [beat for beat in ranks if _position(beat) == last]
         if len(behind) < len(ranks):
-            words, first = "behind: " + _listed(behind), behind[0].rank
+            which, first = "behind: " + _listed(behind), behind[0].rank
         else:
-            words, first = f"all ranks are at {_where(ranks[0])}, see their logs", None
-    return Verdict(status="failed", exit_code=ExitCode.HANG, error=f"{told}; {words}", rank=first)
+            which, first = f"all ranks are at {_progress(ranks[0])}, see their logs", None
+    return Verdict(status="failed", exit_code=ExitCode.HANG, error=f"{cause}; {which}", rank=first)
 
 
-def _place(beat: RankHeartbeat) -> tuple[int, int]:
+def _position(beat: RankHeartbeat) -> tuple[int, int]:
     return beat.step, _PHASES.index(beat.phase) if beat.phase in _PHASES else len(_PHASES)
 
 
 def _listed(beats: Sequence[RankHeartbeat]) -> str:
-    return ", ".join(f"rank {beat.rank} on {beat.node} at {_where(beat)}" for beat in beats)
+    return ", ".join(f"rank {beat.rank} on {beat.node} at {_progress(beat)}" for beat in beats)
 
 
-def _where(beat: RankHeartbeat) -> str:
+def _progress(beat: RankHeartbeat) -> str:
     return f"step {beat.step} ({beat.phase})"

@@ -1,4 +1,4 @@
-"""How a run ended, from what its ranks and its launcher left behind."""
+"""The verdict on how a run ended, from the records of its ranks and its launcher's output."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ class Verdict:
     exit_code: ExitCode
     error: str | None = None
     rank: int | None = None
-    """The rank whose end is the cause, where one is."""
+    """The rank that caused the end; None if no rank did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Everything that tells how a run ended."""
+    """Everything that shows how a run ended."""
 
     ranks: Sequence[Rank]
     exits: Mapping[int, RankExit]
-    """By rank; a rank that died without a word is missing."""
+    """By rank; a rank that was killed before it could write its record is missing."""
     launcher_status: int
-    """As `subprocess` gives it; below zero = killed by that signal."""
+    """As `subprocess` returns it; below zero = killed by that signal."""
     launcher_text: str
     """The launcher's output in this attempt."""
     launcher: Launcher
-    """The launcher, which parses that text."""
+    """The launcher, which parses that output."""
     trainer_status: RunStatus | None
     """The status in the trainer's summary.json, or None."""
     stop: Literal["none", "graceful", "forced", "expired"]
@@ -45,34 +45,36 @@ class Evidence:
     stop_by_system: bool = False
     """True if the request was a signal to the supervisor that no command sent."""
     ended_by_us_s: float | None
-    """When the supervisor began to kill what was left, by the head's monotonic clock, as the
-    records' times are; later signals are its own."""
+    """When the supervisor began to kill the remaining processes, by the head's monotonic clock,
+    like
+    the times of the records. Later signals are the supervisor's own."""
     launcher_killed_s: float | None = None
-    """When the launcher was last seen alive, if a signal of somebody else's ended it; its helpers
-    kill the ranks, so that later signals are theirs."""
+    """When the launcher was last seen alive, if a signal from outside ended it. Its helpers then
+    kill
+    the ranks, so later signals are theirs."""
     trouble: Verdict | None = None
-    """The verdict from the heartbeats: a hang, or a node that is frozen or gone."""
+    """The verdict from the heartbeats: a hang, or a node that is frozen or lost."""
     begun: bool = False
     """True once any rank has sent a heartbeat."""
     trained: bool = False
     """True once any rank has begun to train."""
     node_of: Mapping[str, str] = field(default_factory=dict)
-    """Names of the nodes by the addresses that the launcher knows them by."""
+    """Names of the nodes by the addresses that the launcher uses."""
 
     def report(self) -> Report:
-        """Return what the launcher's output says."""
+        """Return the causes that the launcher's output shows."""
         return self.launcher.report(self.launcher_text)
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """Name the first cause: a rank's own error or a signal, and only then an echo of either."""
+    """Return the first cause: a rank's own error or a signal, otherwise a consequence of either."""
     cause = _own_error_or_signal(evidence)
     if evidence.stop == "expired":
         return Verdict(
             status="failed",
             exit_code=ExitCode.HANG,
-            error="the ranks did not stop in time and were killed; what came after the last "
-            "checkpoint is lost",
+            error="the ranks did not stop in time and were killed; steps since the last checkpoint "
+            "are lost",
         )
     if evidence.stop != "none" and (cause is None or cause.exit_code is ExitCode.RANK_LOST):
         return _stopped(evidence)
@@ -85,18 +87,18 @@ def judge(evidence: Evidence) -> Verdict:
     return _silent_rank(evidence) or _echo(evidence) or _launcher_failure(evidence)
 
 
-def told_by_system(words: str) -> Verdict:
-    """Judge a run whose supervisor was sent a signal by none of our commands."""
+def stopped_by_system(effect: str) -> Verdict:
+    """Return the verdict on a run whose supervisor got a signal that no command sent."""
     return Verdict(
         status="failed",
         exit_code=ExitCode.RANK_LOST,
-        error="the supervisor was told to stop by the system, not by a command, as when a machine "
-        f"is preempted or shut down; {words}",
+        error="the supervisor was stopped by the system, not by a command, as when a machine "
+        f"is preempted or shut down; {effect}",
     )
 
 
 def is_failure(record: RankExit) -> bool:
-    """Return True if the run cannot go on after this end of a rank."""
+    """Return True if the run cannot continue after this end of a rank."""
     return record.exit_code != ExitCode.OK
 
 
@@ -105,16 +107,16 @@ def _stopped(evidence: Evidence) -> Verdict:
         return Verdict(status="finished", exit_code=ExitCode.OK)
     error = None
     if not evidence.trained:
-        error = "stopped while the ranks loaded; the last checkpoint is as it was"
+        error = "stopped while the ranks loaded; the last checkpoint is unchanged"
     elif evidence.trainer_status != "stopped":
         error = "stopped before it could save; steps since the last checkpoint are lost"
     if evidence.stop_by_system:
-        return told_by_system(error or "the ranks saved and ended")
+        return stopped_by_system(error or "the ranks saved and ended")
     return Verdict(status="stopped", exit_code=ExitCode.OK, error=error)
 
 
 def _own_error_or_signal(evidence: Evidence) -> Verdict | None:
-    """The earliest end that was no consequence of another; a rank's own words win a tie."""
+    """Return the earliest end that no other end caused; an error wins a tie with a signal."""
     causes = [
         record
         for record in _ended_alone(evidence)
@@ -133,23 +135,23 @@ def _own_error_or_signal(evidence: Evidence) -> Verdict | None:
             rank=first.rank,
         )
     if len(causes) == len(evidence.ranks) > 1 and len({each.error for each in causes}) == 1:
-        # Each rank says it of all of them, so that who was first says nothing.
+        # Every rank reports the same error for all of them, so the first rank has no significance.
         return Verdict(
             status="failed",
             exit_code=_exit_code(first.exit_code),
             error=f"all ranks: {first.error or f'ended with status {first.exit_code}'}",
         )
-    words = first.error or f"ended with status {first.exit_code} and no word; see its log"
+    reason = first.error or f"ended with status {first.exit_code} and no message; see its log"
     return Verdict(
         status="failed",
         exit_code=_exit_code(first.exit_code),
-        error=f"{where}: {words}",
+        error=f"{where}: {reason}",
         rank=first.rank,
     )
 
 
 def _ended_alone(evidence: Evidence) -> list[RankExit]:
-    """The records of ranks that neither the supervisor nor a dying launcher killed."""
+    """Return the records of ranks that neither the supervisor nor a killed launcher ended."""
     ends = [s for s in (evidence.ended_by_us_s, evidence.launcher_killed_s) if s is not None]
     began_s = min(ends, default=math.inf)
     return [
@@ -160,7 +162,7 @@ def _ended_alone(evidence: Evidence) -> list[RankExit]:
 
 
 def _silent_rank(evidence: Evidence) -> Verdict | None:
-    """A rank that left no record, while others did or the launcher reports it killed."""
+    """Return the verdict on a rank without a record, if other ranks or the launcher have one."""
     silent = [rank for rank in evidence.ranks if rank.rank not in evidence.exits]
     reported = evidence.report().killed
     if reported:
@@ -179,13 +181,13 @@ def _silent_rank(evidence: Evidence) -> Verdict | None:
     return Verdict(
         status="failed",
         exit_code=ExitCode.RANK_LOST,
-        error=f"{listed} ended without a word",
+        error=f"{listed} was killed before it could report an error",
         rank=silent[0].rank,
     )
 
 
 def _echo(evidence: Evidence) -> Verdict | None:
-    """Only ranks that lost contact are left to speak."""
+    """Return the verdict if the only errors are of ranks that lost contact to another rank."""
     echoes = [record for record in _ended_alone(evidence) if is_failure(record)]
     if not echoes:
         return None
@@ -193,17 +195,17 @@ def _echo(evidence: Evidence) -> Verdict | None:
     first = min(echoes, key=lambda record: record.monotonic_s)
     lost = silent[0] if len(silent) == 1 else None
     named = f"rank {lost.rank} on {lost.node} was lost" if lost else "a rank was lost"
-    words = first.error or f"status {first.exit_code}"
+    reason = first.error or f"status {first.exit_code}"
     return Verdict(
         status="failed",
         exit_code=ExitCode.RANK_LOST,
-        error=f"{named}; rank {first.rank} on {first.node} says: {words}",
+        error=f"{named}; rank {first.rank} on {first.node} reports: {reason}",
         rank=lost.rank if lost else first.rank,
     )
 
 
 def _launcher_failure(evidence: Evidence) -> Verdict:
-    """No rank failed: either all is well, or no rank ever began."""
+    """Return the verdict if no rank failed: the run finished, or no rank ever began."""
     ended = _ended_alone(evidence)
     if ended and evidence.trainer_status == "finished":
         return Verdict(status="finished", exit_code=ExitCode.OK)
@@ -231,13 +233,13 @@ def _launcher_failure(evidence: Evidence) -> Verdict:
         return Verdict(
             status="failed",
             exit_code=ExitCode.RANK_LOST,
-            error=f"the launcher gave up (status {evidence.launcher_status}): "
+            error=f"the launcher failed (status {evidence.launcher_status}): "
             f"{_last_line(evidence)}",
         )
-    words = report.not_started or (
+    reason = report.not_started or (
         f"the launcher started no rank (status {evidence.launcher_status}): {_last_line(evidence)}"
     )
-    return Verdict(status="failed", exit_code=ExitCode.PREFLIGHT, error=words)
+    return Verdict(status="failed", exit_code=ExitCode.PREFLIGHT, error=reason)
 
 
 def _launcher_killed(number: int) -> Verdict:
@@ -249,15 +251,15 @@ def _launcher_killed(number: int) -> Verdict:
 
 
 def _preempted(ended: Sequence[RankExit]) -> Verdict:
-    """Judge a run whose ranks saved and ended because somebody else told one of them to."""
-    told = [record for record in ended if record.error]
-    who = ", ".join(f"rank {record.rank} on {record.node} {record.error}" for record in told)
+    """Return the verdict if a signal from outside made ranks save and end."""
+    stopped = [record for record in ended if record.error]
+    who = ", ".join(f"rank {record.rank} on {record.node} {record.error}" for record in stopped)
     return Verdict(
         status="failed",
         exit_code=ExitCode.RANK_LOST,
-        error=f"{who or 'a rank was told to stop'}, and not by this run's supervisor, as when a "
+        error=f"{who or 'a rank was stopped'}, and not by this run's supervisor, as when a "
         "machine is preempted or shut down; the ranks saved and ended",
-        rank=told[0].rank if told else None,
+        rank=stopped[0].rank if stopped else None,
     )
 
 
@@ -267,14 +269,14 @@ def _last_line(evidence: Evidence) -> str:
 
 
 def _signal_of(status: int) -> int | None:
-    """The signal that ended a process, by its own status or, as 128 + n, by a shell's."""
+    """Return the signal that ended a process: -n by its own status, 128 + n by a shell's."""
     if status < 0:
         return -status
     return status - 128 if 128 < status < 128 + signal.NSIG else None
 
 
 def _exit_code(status: int) -> ExitCode:
-    """Our class for a process's status; a status that is none of ours is a training error."""
+    """Return the exit code of a process's status; an unknown status is a training error."""
     return ExitCode(status) if status in set(ExitCode) else ExitCode.TRAINING
 
 

@@ -1,4 +1,4 @@
-"""LaunchPlan: what will be started, word for word; plan.json is all of it."""
+"""LaunchPlan: the processes that a run starts, as recorded in plan.json."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _FIX = "Start the run again."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """One run, ready to start. The ranks' places are in ranks.json."""
+    """A run that is ready to start. The placement of its ranks is in ranks.json."""
 
     run_id: str = checked(pattern=RUN_ID, wanted="a run id")
     launcher: str = checked(pattern=MEMBER_NAME, wanted="a launcher's name")
-    """The name of its file below `launch/launchers`."""
+    """The name of its file in `launch/launchers`."""
     argv: tuple[str, ...]
     """The launcher's command line."""
     launcher_environment: Mapping[str, str]
@@ -36,7 +36,7 @@ class LaunchPlan:
     interfaces: Mapping[str, str]
     """Network interface of each node by the node's name."""
     program: tuple[str, ...]
-    """The program of each rank, below `payload.supervise.rank`."""
+    """The program of each rank, started by `payload.supervise.rank`."""
     work_dir: str = checked(pattern=PLAIN_TEXT, wanted="a path without control characters")
     """Working folder of the ranks; relative paths of the config start here."""
     master_port: int = checked(low=1, high=65535)
@@ -45,25 +45,25 @@ class LaunchPlan:
     nodes: int = checked(low=1)
     arithmetic: Arithmetic
     ssh: tuple[str, ...] = ()
-    """ssh's arguments on the head to reach the other nodes; empty where there are none."""
+    """ssh's arguments on the head to reach the other nodes; empty for a single node."""
     node_command: tuple[str, ...] = ()
-    """Words on the head before a command that run it on another node, `{node}` for its name, where
-    ssh does not."""
+    """Prefix that runs a command on another node without ssh, from the head; `{node}` is the node's
+    name."""
     off_head: bool = False
-    """True where the supervisor is not on the head, as when salloc's shell stays on a login node.
-    It reaches the head as it reaches every other node, by `node_command`."""
+    """True if the supervisor is not on the head, as when salloc's shell stays on a login node. It
+    then reaches the head like every other node, through `node_command`."""
     auto_batch_size: int | None = checked(None, low=1)
-    """The value chosen for `batch.micro_batch_size = "auto"`; None where settings have a number.
-    Other ranks may not be able to share the batch with it, and are given another."""
+    """The value chosen for `batch.micro_batch_size = "auto"`; None if the settings have a number.
+    Another number of ranks may need a different value to share the batch evenly."""
     resumes: bool = False
-    """True for a run that goes on from its last checkpoint, here or in its store."""
+    """True for a run that resumes from its last checkpoint, local or in its store."""
     data_dir: str = ""
-    """`data.dir` as the operator named it, where run.toml on a node has the node's copy."""
+    """The operator's path in `data.dir`; run.toml on a node has the path of the node's copy."""
     notes: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:
-        """The text of plan.json."""
+        """Return the text of plan.json."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
@@ -84,7 +84,7 @@ class LaunchPlan:
 
 
 def auto_batch_size(path: Path) -> int | None:
-    """Return what `auto` became in the plan.json at `path`; None too where there is no plan."""
+    """Return the value of `auto` in the plan.json at `path`; None if the file is missing."""
     try:
         return LaunchPlan.load(path).auto_batch_size
     except ConfigError:
@@ -92,7 +92,7 @@ def auto_batch_size(path: Path) -> int | None:
 
 
 def operators_data(path: Path) -> str | None:
-    """Return `data.dir` as the operator named it by the plan.json at `path`; None if not known."""
+    """Return the operator's `data.dir` from the plan.json at `path`; None if unknown."""
     try:
         return LaunchPlan.load(path).data_dir or None
     except ConfigError:
@@ -100,10 +100,10 @@ def operators_data(path: Path) -> str | None:
 
 
 def rank_program(*, python: str, run_dir: Path) -> tuple[str, ...]:
-    """The trainer as a rank runs it."""
+    """Return the trainer's command line on a rank."""
     return (python, "-m", "payload.train", "--run-dir", str(run_dir))
 
 
-def rank_words(run_dir: Path) -> tuple[str, ...]:
-    """Return what a rank's interpreter gets: the wrapper that gives the program its place."""
+def rank_arguments(run_dir: Path) -> tuple[str, ...]:
+    """Return the arguments of a rank's interpreter: the wrapper that starts its program."""
     return ("-m", "payload.supervise.rank", "--run-dir", str(run_dir))

@@ -1,4 +1,4 @@
-"""Which rank runs on which node, on which cores, with how many threads."""
+"""The placement of ranks: the node, the cores and the threads of each."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """One training process and its place."""
+    """One training process and its placement."""
 
     rank: int = checked(low=0)
     node: str = checked(pattern=NODE_NAME, wanted="a node name")
     node_rank: int = checked(low=0)
     local_rank: int = checked(low=0)
     numa_domain: int | None
-    """None where the rank spans several."""
+    """None if the rank spans several."""
     cores: tuple[int, ...] = checked(low=0)
     """Logical CPUs that the process may run on."""
     threads: int = checked(low=1)
@@ -50,7 +50,7 @@ class _RankFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """All ranks, and what a person should know about how they were placed."""
+    """All ranks, and notes on their placement for the user."""
 
     ranks: tuple[Rank, ...]
     ranks_per_node: int
@@ -60,7 +60,7 @@ class Placement:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return len(self.ranks)
 
     def threads(self) -> int:
@@ -69,7 +69,7 @@ class Placement:
 
 
 def default_domains(node: Node) -> tuple[Domain, ...]:
-    """Cores 0 to n-1 shared out over the node's NUMA domains in order. Raises ConfigError."""
+    """Return cores 0 to n-1, split over the node's NUMA domains in order. Raises ConfigError."""
     if node.numa_domains > node.physical_cores:
         raise ConfigError(
             f"node {node.name}: numa_domains = {node.numa_domains} is more than physical_cores = "
@@ -91,7 +91,7 @@ def place_ranks(
 ) -> Placement:
     """Split every node's physical cores over its ranks.
 
-    `domains` has the cores of each node by name where they are not simply 0 to n-1. Raises
+    `domains` has each node's cores by its name; a node without an entry has cores 0 to n-1. Raises
     ConfigError.
     """
     of_node = _domains_by_node(nodes, domains)
@@ -121,9 +121,9 @@ def count_ranks_per_node(
     device: DeviceSection = _ANY_DEVICE,
     domains: Mapping[str, tuple[Domain, ...]] | None = None,
 ) -> int:
-    """Return how many ranks every node runs: one number, as mpirun's -ppn is. Raises ConfigError.
+    """Return the number of ranks on every node, which is mpirun's -ppn. Raises ConfigError.
 
-    By default there is one rank per GPU, or one per NUMA domain where the inventory counts no GPU.
+    The default is one rank per GPU, or per NUMA domain if the inventory counts no GPUs.
     """
     return (
         settings.ranks_per_node
@@ -140,7 +140,7 @@ def _domains_by_node(
 
 
 def render_ranks(ranks: Sequence[Rank]) -> str:
-    """The text of ranks.json."""
+    """Return the text of ranks.json."""
     lines = ",\n".join("    " + json.dumps(asdict(rank)) for rank in ranks)
     return f'{{\n  "schema_version": {SCHEMA_VERSION},\n  "ranks": [\n{lines}\n  ]\n}}\n'
 
@@ -162,9 +162,9 @@ def load_ranks(path: Path) -> tuple[Rank, ...]:
 
 
 def _gpus_of_all(nodes: Sequence[Node], device: DeviceSection) -> int:
-    """Return the number of GPUs of each node; 0 where a rank computes on a CPU.
+    """Return the number of GPUs of each node; 0 if the ranks compute on CPUs.
 
-    Raises ConfigError where nodes differ.
+    Raises ConfigError if the nodes differ.
     """
     counts = {node.name: node.gpus for node in nodes}
     if device.kind == "cpu" or not any(counts.values()):
@@ -172,20 +172,20 @@ def _gpus_of_all(nodes: Sequence[Node], device: DeviceSection) -> int:
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name} {count}" for name, count in counts.items())
         raise ConfigError(
-            f"the nodes differ in GPUs ({listed}), and every node runs equally many ranks. Set "
-            'launch.ranks_per_node, or device.kind = "cpu".'
+            f"the nodes differ in GPUs ({listed}), but every node runs the same number of ranks. "
+            'Set launch.ranks_per_node, or device.kind = "cpu".'
         )
     return next(iter(counts.values()))
 
 
 def _domains_of_all(of_node: Mapping[str, tuple[Domain, ...]]) -> int:
-    """Return the number of NUMA domains of each node. Raises ConfigError where nodes differ."""
+    """Return the number of NUMA domains of each node. Raises ConfigError if the nodes differ."""
     counts = {name: len(domains) for name, domains in of_node.items()}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name} {count}" for name, count in counts.items())
         raise ConfigError(
-            f"the nodes differ in NUMA domains ({listed}), and every node runs equally many ranks. "
-            f"Set launch.ranks_per_node, for example to {min(counts.values())}."
+            f"the nodes differ in NUMA domains ({listed}), but every node runs the same number of "
+            f"ranks. Set launch.ranks_per_node, for example to {min(counts.values())}."
         )
     return next(iter(counts.values()))
 
@@ -225,25 +225,25 @@ def _place_on_node(
 def _cores_of(
     domains: Sequence[Domain], *, local_rank: int, ranks_per_node: int
 ) -> tuple[tuple[int, ...], int | None]:
-    """One rank's cores and NUMA domain; whole domains where those are more than the ranks."""
+    """Return one rank's cores and NUMA domain; whole domains if there are more than ranks."""
     if ranks_per_node < len(domains):
-        mine = _share(domains, index=local_rank, shares=ranks_per_node)
-        cores = tuple(core for domain in mine for core in domain.cores)
-        return cores, mine[0].id if len(mine) == 1 else None
+        own_domains = _share(domains, index=local_rank, shares=ranks_per_node)
+        cores = tuple(core for domain in own_domains for core in domain.cores)
+        return cores, own_domains[0].id if len(own_domains) == 1 else None
     of_domain = [
         [local for local in range(ranks_per_node) if local * len(domains) // ranks_per_node == i]
         for i in range(len(domains))
     ]
     index = next(i for i, locals_ in enumerate(of_domain) if local_rank in locals_)
     domain, neighbours = domains[index], of_domain[index]
-    place = neighbours.index(local_rank)
+    position = neighbours.index(local_rank)
     if len(neighbours) > len(domain.cores):
-        return (domain.cores[place % len(domain.cores)],), domain.id
-    return _share(domain.cores, index=place, shares=len(neighbours)), domain.id
+        return (domain.cores[position % len(domain.cores)],), domain.id
+    return _share(domain.cores, index=position, shares=len(neighbours)), domain.id
 
 
 def _share(items: Sequence[_T], *, index: int, shares: int) -> tuple[_T, ...]:
-    """One of `shares` consecutive parts, the longer ones first."""
+    """Return one of `shares` consecutive slices, the longer ones first."""
     size, longer = divmod(len(items), shares)
     start = index * size + min(index, longer)
     return tuple(items[start : start + size + (index < longer)])
@@ -259,12 +259,12 @@ def _notes(
         if cores < ranks_per_node:
             notes.append(
                 f"node {name}: {ranks_per_node} ranks share {cores} physical core(s), one thread "
-                "each; the run is right, but no faster than with one rank a core"
+                "each; the results are right, but no faster than with one rank a core"
             )
         elif len(sizes) > 1:
             notes.append(
                 f"node {name}: {cores} cores do not divide by {ranks_per_node} ranks, which have "
-                f"{sizes[0]} to {sizes[-1]}; those with the fewest set the pace"
+                f"{sizes[0]} to {sizes[-1]}; the ranks with the fewest set the pace"
             )
         elif threads < cores:
             notes.append(f"node {name}: {threads} threads on {cores} physical cores")

@@ -1,4 +1,4 @@
-"""The restart policy: which failed attempts are retried, and after which pause."""
+"""The restart policy: which failed attempts are retried, and after what delay."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from payload.core.errors import ExitCode
 from payload.launch.outcome import Verdict
 
-# The others say what a second attempt would say again: a wrong setting, a diverged loss, ranks that
-# differ, an unfit machine. A stop and a reached limit are intended.
+# The other failures would repeat: a wrong setting, a diverged loss, ranks that differ, an unfit
+# machine. A stop and a reached limit are intended.
 _WORTH_RETRYING = (ExitCode.RANK_LOST, ExitCode.HANG)
 _FIRST_PAUSE_S = 2.0
 _PAUSE_GROWTH = 3.0
@@ -18,16 +18,16 @@ _LONGEST_PAUSE_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptEnd:
-    """How one attempt ended, as far as it matters for another one."""
+    """The facts about an attempt's end that decide on a restart."""
 
     verdict: Verdict
-    asked_to_stop: bool
+    stop_requested: bool
     restarts: int
-    """Made so far."""
+    """Restarts so far."""
     began_at_step: int
-    """The checkpoint's that the attempt began from; 0 without one."""
+    """Step of the checkpoint that the attempt began from; 0 without a checkpoint."""
     reached_step: int | None
-    """The furthest that a rank was in this attempt; None without any heartbeat."""
+    """The furthest step of any rank in this attempt; None without any heartbeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,37 +35,37 @@ class Decision:
     """The decision about a failed attempt."""
 
     pause_s: float | None
-    """Time until the next attempt; None when there is none."""
+    """Time until the next attempt; None if the run is not retried."""
     why: str | None = None
-    """The reason not to retry, for a failure that is worth a retry."""
+    """The reason not to retry a failure that could be retried."""
 
 
 def decide(end: AttemptEnd, *, max_restarts: int) -> Decision:
-    """Retry after a lost rank or node or a hang, as long as attempts make progress.
+    """Retry after a lost rank, a lost node or a hang, while attempts make progress.
 
-    An attempt that did not finish one step beyond its checkpoint would be followed by others like
-    it.
+    An attempt that did not complete one step beyond its checkpoint is not retried: the next one
+    would fail the same way.
     """
-    if end.asked_to_stop or end.verdict.exit_code not in _WORTH_RETRYING or max_restarts == 0:
+    if end.stop_requested or end.verdict.exit_code not in _WORTH_RETRYING or max_restarts == 0:
         return Decision(pause_s=None)
     if end.restarts >= max_restarts:
-        why = f"not started again: limits.max_restarts = {max_restarts} is used up"
+        why = f"not restarted: limits.max_restarts = {max_restarts} is used up"
         return Decision(pause_s=None, why=why)
     if end.reached_step is None or end.reached_step <= end.began_at_step:
-        why = f"not started again: no step was finished beyond step {end.began_at_step}"
+        why = f"not restarted: no step was completed beyond step {end.began_at_step}"
         return Decision(pause_s=None, why=why)
     pause_s = min(_FIRST_PAUSE_S * _PAUSE_GROWTH**end.restarts, _LONGEST_PAUSE_S)
     return Decision(pause_s=pause_s)
 
 
 def waiting_note(verdict: Verdict) -> str:
-    """Return the state's note while it is not certain that the run can go on."""
-    return f"{verdict.error}. Seeing whether it can be started again"
+    """Return the state's note while it is not certain that the run can continue."""
+    return f"{verdict.error}. Checking whether it can be restarted"
 
 
 def restart_note(
     verdict: Verdict, *, checkpoint: Path | None, restart: int, max_restarts: int
 ) -> str:
-    """Return the state's note of a restart: the failure, and where the run goes on."""
+    """Return the state's note of a restart: the failure, and where the run continues."""
     where = f"from checkpoint {checkpoint.name}" if checkpoint else "from the start"
-    return f"{verdict.error}. Going on {where} (restart {restart} of {max_restarts})"
+    return f"{verdict.error}. Continuing {where} (restart {restart} of {max_restarts})"

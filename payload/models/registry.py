@@ -21,7 +21,6 @@ FAMILIES: Mapping[str, str] = {
 }
 """The module of each family, which defines `FAMILY`. A line here adds one, tensors included."""
 _OTHERS = "transformers"
-_OTHERS = "transformers"
 
 
 def families() -> list[Family]:
@@ -37,13 +36,8 @@ def named_family(model_type: object) -> Family | None:
 def family_name(model_type: str) -> str:
     """Return the name in `FAMILIES` of the family that reads models of this `model_type`."""
     own = named_family(model_type)
-    return next((name for name, family in zip(FAMILIES, families()) if family is own), _OTHERS)
-
-
-def family_name(model_type: str) -> str:
-    """Return the name in `FAMILIES` of the family that reads models of this `model_type`."""
-    own = named_family(model_type)
-    return next((name for name, family in zip(FAMILIES, families()) if family is own), _OTHERS)
+    named = zip(FAMILIES, families(), strict=True)
+    return next((name for name, family in named if family is own), _OTHERS)
 
 
 def family_of(raw: Mapping[str, Any], *, where: str) -> Family:

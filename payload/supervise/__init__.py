@@ -1,1 +1,1 @@
-"""Keeps one run alive on its head node, and says how it ended."""
+"""Supervises one run on its head node and records how it ended."""

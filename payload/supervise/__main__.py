@@ -1,4 +1,4 @@
-"""`python -m payload.supervise --run-dir RUN`: keep one planned run alive until it ends."""
+"""`python -m payload.supervise --run-dir RUN`: supervise one planned run until it ends."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from payload.supervise.supervisor import Supervisor
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Supervise one run and return the exit code that says how it ended."""
+    """Supervise one run and return the exit code of the run."""
     arguments = _parser().parse_args(argv)
-    # One name for one folder: the run's processes are known by it.
+    # The resolved path identifies the run's processes.
     paths = RunPaths(arguments.run_dir.resolve())
     wakeups = Wakeups([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, FORCE_SIGNAL])
     try:
         if not paths.plan.exists():
             raise ConfigError(
-                f"{paths.root} is no planned run: it has no plan.json. Start one with "
+                f"{paths.root} is not a planned run: it has no plan.json. Start a run with "
                 f"{command('orchestrate', 'run')}."
             )
         _make_room(paths)
@@ -47,7 +47,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
                 job_ends_unix=arguments.job_ends,
             ).run()
         if arguments.owner_pid is None and paths.root.is_dir():
-            # Nobody who follows the run will write it.
+            # No command follows the run, so the supervisor writes the report.
             _write_report(paths)
         return ended
     except TileforgeError as error:
@@ -57,8 +57,8 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         wakeups.close()
 
 
-def _note(words: str) -> None:
-    print(words, file=sys.stderr)
+def _note(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _write_report(paths: RunPaths) -> None:
@@ -80,9 +80,9 @@ def _make_room(paths: RunPaths) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=command("supervise"),
-        description="Keep one planned run alive until it ends. Ctrl-C stops it with a checkpoint, "
-        "SIGUSR1 or a second Ctrl-C at once. SIGTERM or SIGHUP that no command of orchestrate sent "
-        "ends it with a checkpoint, too, but as lost.",
+        description="Supervise one planned run until it ends. Ctrl-C stops it with a checkpoint, "
+        "SIGUSR1 or a second Ctrl-C without one. SIGTERM or SIGHUP that no command of "
+        "orchestrate sent also ends it with a checkpoint, but with the exit code of a lost rank.",
     )
     parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR")
     parser.add_argument(
@@ -96,13 +96,13 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=DEFAULT_GRACE_S,
         metavar="SECONDS",
-        help="time to save a checkpoint after a stop was asked for (default: %(default)g)",
+        help="time to save a checkpoint after a stop was requested (default: %(default)g)",
     )
     parser.add_argument(
         "--job-ends",
         type=float,
         metavar="UNIX",
-        help="when a scheduler will kill this job: the run saves and stops before",
+        help="when a scheduler will kill this job: the run saves and stops before that",
     )
     return parser
 

@@ -1,11 +1,11 @@
 """`python -m payload.supervise.agents JOB`: a launcher's agent on every node.
 
-Over SSH: on the head it starts itself once for each node, with `--node`, and writes that node's
-command to its input, one JSON object. The input stays open: it is the lifeline. Where it ends,
-because the head or the connection is gone, the run's processes on that node are ended. The exit
-status is the first that was not 0.
+Over SSH, the head starts this program once for each node, with `--node`, and writes that node's
+command to its input as one JSON object. The input stays open as the lifeline. When it ends, because
+the head or the connection is gone, the program kills the run's processes on that node. The exit
+status is the first one that is not 0.
 
-In a Slurm job srun starts it on every node, with `--task JOB`.
+In a Slurm job, srun starts it on every node, with `--task JOB`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from payload.run_record.run_files import RankProgress, RunPaths, last_record
 from payload.supervise.heartbeat_stream import remote_argv
 from payload.supervise.processes import die_with_parent, kill_until_none, signal_process
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _KILL_S = 10.0
-# After one agent has ended by a failure. The supervisor, who knows what the ranks are at, ends the
-# rest sooner: this is for agents that wait for one that never began.
+# Timeout after one agent has failed. The supervisor, which knows the state of the ranks, ends the
+# rest sooner; this timeout is for agents that wait for one that never started.
 _GRACE_S = 150.0
 _NOT_STARTED = (126, 127, 255)
-"""Statuses of ssh and of a shell that found no program."""
+"""Exit statuses of ssh, and of a shell that found no program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,33 +56,35 @@ class _NodeJob:
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Start the agents, or be one node's."""
+    """Start the agents, or run as one node's agent."""
     parser = argparse.ArgumentParser(prog=command("supervise.agents"))
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("job", nargs="?", metavar="JOB", help="an AgentJob as JSON")
-    which.add_argument("--node", action="store_true", help="be one node's agent, from stdin")
-    which.add_argument("--task", metavar="JOB", help="be the agent of a Slurm step's node")
+    which.add_argument("--node", action="store_true", help="run as a node's agent; job on stdin")
+    which.add_argument("--task", metavar="JOB", help="run as the agent of a node in a Slurm step")
     arguments = parser.parse_args(argv)
     try:
         if arguments.task is not None:
-            return _as_task(AgentJob.from_json(arguments.task), env)
-        return _on_node(env) if arguments.node else _on_head(AgentJob.from_json(arguments.job))
+            return _run_as_task(AgentJob.from_json(arguments.task), env)
+        return (
+            _run_on_node(env) if arguments.node else _run_on_head(AgentJob.from_json(arguments.job))
+        )
     except TileforgeError as error:
-        _say(f"error: {error}")
+        _log(f"error: {error}")
         return error.exit_code
 
 
-def _on_head(job: AgentJob) -> int:
-    """Start one a node, and wait for all."""
+def _run_on_head(job: AgentJob) -> int:
+    """Start one agent per node, and wait for all of them."""
     agents = [_Agent(job, node_rank, address) for node_rank, address in enumerate(_hosts(job))]
     first, ends_s = 0, math.inf
     while agents:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
         for agent in [each for each in agents if each.process.poll() is not None]:
             agents.remove(agent)
             status = agent.process.returncode
             if status:
-                _say(end_of_agent(agent.address, status))
+                _log(end_of_agent(agent.address, status))
                 first = first or status
                 grace_s = 0.0 if status in _NOT_STARTED else _GRACE_S
                 ends_s = min(ends_s, time.monotonic() + grace_s)
@@ -98,80 +100,80 @@ def _hosts(job: AgentJob) -> list[str]:
 
 
 class _Agent:
-    """A node's agent as the head has it: a process here, or ssh to one there."""
+    """The head's handle of a node's agent: a local process, or an ssh client."""
 
     def __init__(self, job: AgentJob, node_rank: int, address: str) -> None:
         self.address = address
-        self._is_here = node_rank == 0
-        words = module_words("payload.supervise.agents", "--node")
-        if not self._is_here:
+        self._is_local = node_rank == 0
+        argv = module_words("payload.supervise.agents", "--node")
+        if not self._is_local:
             names = ("PYTHONPATH", RUN_DIR)
             settings = {name: job.environment[name] for name in names if name in job.environment}
-            words = remote_argv(address, ssh=job.ssh, words=words, environment=settings)
+            argv = remote_argv(address, ssh=job.ssh, argv=argv, environment=settings)
         self.process = subprocess.Popen(
-            words,
+            argv,
             env=code_environment(os.environ),
             stdin=subprocess.PIPE,
             preexec_fn=die_with_parent(signal.SIGKILL),
         )
-        told = {"job": job.to_json(), "node_rank": node_rank, "address": address}
+        message = {"job": job.to_json(), "node_rank": node_rank, "address": address}
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # its status says more
-            self.process.stdin.write(json.dumps(told).encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # its exit status has the reason
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
             self.process.stdin.flush()
 
     def end(self) -> None:
-        """Cut the lifeline. What is left on the head itself, the supervisor ends."""
+        """Cut the lifeline. On the head, the supervisor ends the remaining processes."""
         assert self.process.stdin is not None
-        if self._is_here:
+        if self._is_local:
             self.process.kill()
         self.process.stdin.close()
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 
 
-def _on_node(env: Mapping[str, str]) -> int:
-    """Run the agent until it ends, or the lifeline does."""
+def _run_on_node(env: Mapping[str, str]) -> int:
+    """Run the agent until it ends or the lifeline is cut."""
     line = sys.stdin.buffer.readline()
-    told = build(_NodeJob, parse_json(line, where="agents"), where="agents")
+    message = build(_NodeJob, parse_json(line, where="agents"), where="agents")
     return _run(
-        AgentJob.from_json(told.job),
-        told.node_rank,
-        told.address,
+        AgentJob.from_json(message.job),
+        message.node_rank,
+        message.address,
         env=env,
-        # Nothing more is written: what can be read is the end.
+        # The head writes nothing more, so readable input means end of file.
         lifeline_ended=lambda: (
-            bool(select.select([0], [], [], _LOOK_S)[0]) and not os.read(0, 4096)
+            bool(select.select([0], [], [], _POLL_S)[0]) and not os.read(0, 4096)
         ),
     )
 
 
-def _as_task(job: AgentJob, env: Mapping[str, str]) -> int:
-    """Run the agent until it ends; the head's passes Slurm's SIGTERM on to rank 0.
+def _run_as_task(job: AgentJob, env: Mapping[str, str]) -> int:
+    """Run the agent until it ends; the head's agent forwards Slurm's SIGTERM to rank 0.
 
-    Slurm signals this process alone with proctrack/cgroup, and its descendants as well with other
-    plugins. Rank 0 may so hear it twice, which asks for nothing more than once does.
+    Slurm signals only this process with proctrack/cgroup, but its descendants as well with other
+    plugins. Rank 0 may then get the signal twice, which has the same effect as one signal.
     """
     requests: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _frame: requests.append(number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    hosts, said = _hosts(job), env.get(SLURM_NODE, "")
-    if not said.isdecimal() or int(said) >= len(hosts):
+    hosts, index = _hosts(job), env.get(SLURM_NODE, "")
+    if not index.isdecimal() or int(index) >= len(hosts):
         raise ConfigError(
-            f"{SLURM_NODE} = {said!r}, but the run has nodes 0 to {len(hosts) - 1}. Start the run "
+            f"{SLURM_NODE} = {index!r}, but the run has nodes 0 to {len(hosts) - 1}. Start the run "
             "again: srun starts this program."
         )
-    node_rank = int(said)
+    node_rank = int(index)
 
     def lifeline_ended() -> bool:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
         count = len(requests)
-        if count and node_rank == 0 and _ask_rank_0(Path(job.environment[RUN_DIR])):
+        if count and node_rank == 0 and _stop_rank_0(Path(job.environment[RUN_DIR])):
             del requests[:count]
-        # Without a supervisor, the head's ranks are ended by their wrappers. torchrun on the other
+        # Without a supervisor, the wrappers on the head end the head's ranks. torchrun on the other
         # nodes then loses its store, and kills its ranks 30 s later.
         return False
 
@@ -185,8 +187,8 @@ def _as_task(job: AgentJob, env: Mapping[str, str]) -> int:
     )
 
 
-def _ask_rank_0(run_dir: Path) -> bool:
-    """Send SIGTERM to rank 0, which agrees with the others; False until it is there."""
+def _stop_rank_0(run_dir: Path) -> bool:
+    """Send SIGTERM to rank 0, which stops with the others; return False until it runs."""
     progress = last_record(RankProgress, RunPaths(run_dir).rank_progress(0))
     return progress is not None and signal_process(progress.pid, signal.SIGTERM, run_dir=run_dir)
 
@@ -200,9 +202,9 @@ def _run(
     lifeline_ended: Callable[[], bool],
     ignored: Sequence[signal.Signals] = (),
 ) -> int:
-    """Run one node's agent, which ignores some signals.
+    """Run one node's agent, which ignores the signals in `ignored`.
 
-    `lifeline_ended` waits a moment, and says whether the run is to end here.
+    `lifeline_ended` waits a moment, and returns True if the run must end on this node.
     """
     die = die_with_parent(signal.SIGKILL)
 
@@ -222,7 +224,7 @@ def _run(
                 preexec_fn=prepare,
             )
         except OSError as error:
-            _say(f"error: {argv[0]}: {error.strerror}")
+            _log(f"error: {argv[0]}: {error.strerror}")
             return 127
         while agent.poll() is None:
             if lifeline_ended():

@@ -1,4 +1,4 @@
-"""One attempt of a run: start the launcher, watch the ranks, stop them, leave none behind."""
+"""One attempt of a run: start the launcher, monitor the ranks, stop them, end leftovers."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ from payload.supervise.rank_heartbeats import RankHeartbeats, StepTimes
 from payload.supervise.stop_requests import Stopping, Wakeups
 
 _TICK_S = 0.2
-# After one rank has failed, the others have this long to notice and to leave their own words.
+# After one rank has failed, the others have this long to notice and to record their errors.
 _ECHO_S = 5.0
-# After the launcher has ended: its proxies and ranks are on their way out.
+# After the launcher has ended: its proxies and ranks are about to end.
 _AFTERMATH_S = 2.0
 _KILL_S = 10.0
-# A worker kills for at most ten seconds, and tells within one.
+# A worker kills for at most ten seconds, and reports within one.
 _ANSWER_S = 15.0
 _SILENT_ANSWER_S = 3.0
 _LOG_BYTES = 2**20
 
 
 class Attempt:
-    """Make one, call `run` once."""
+    """One attempt. Create it, then call `run` once."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Attempt:
         node_of: Mapping[str, str],
         env: Mapping[str, str],
     ) -> None:
-        """`node` is this machine's name, `node_of` has the nodes' names by their addresses."""
+        """`node` is this machine's name; `node_of` maps the nodes' addresses to their names."""
         self._paths = paths
         self._plan = plan
         self._launcher = find(plan.launcher)
@@ -81,7 +81,7 @@ class Attempt:
         self._streams = streams
         head = ranks[0].node
         self._head_stream = next((each for each in streams if each.node.name == head), None)
-        """The head's, where that is another machine."""
+        """The stream to the head, if that is another machine."""
         self._stopping = stopping
         self._wakeups = wakeups
         self._node = node
@@ -96,11 +96,11 @@ class Attempt:
         self._launcher_killed_s: float | None = None
 
     def run(self, every_tick: Callable[[], None]) -> Verdict:
-        """Stay until the last process is gone; the error names what could not be ended."""
+        """Run until the last process has ended; the error names processes that are left."""
         log_start = self._log_size()
         self._beats.begin()
         launcher = self._start()
-        # Else the last attempt's would be taken for this one's, which takes longer to come.
+        # A file of the last attempt would count as this one's, which is written later.
         discard(self._paths.summary)
         alive_s = time.monotonic()
         try:
@@ -112,18 +112,18 @@ class Attempt:
             if launcher.returncode < 0 and self._ended_by_us_s is None:
                 self._launcher_killed_s = alive_s
         finally:
-            left = self._leave_none_here()
+            left = self._end_local_processes()
             launcher.wait()
             reap_children()
-        left |= self._leave_none_elsewhere()
+        left |= self._end_remote_processes()
         self._trouble = self._trouble or self._removal()
         verdict = self._judge(launcher.returncode, log_start=log_start)
         return _with_leftovers(verdict, left)
 
     def began_at_step(self) -> int:
-        """Return the step that the attempt began from; the checkpoint's until the ranks say it."""
-        told = self._beats.began_at_step()
-        return self._checkpoint_step if told is None else told
+        """Return the step that the attempt began from; until ranks report it, the checkpoint's."""
+        step = self._beats.began_at_step()
+        return self._checkpoint_step if step is None else step
 
     def reached_step(self) -> int | None:
         """Return the furthest step of this attempt; None without any heartbeat.
@@ -136,7 +136,7 @@ class Attempt:
     def _start(self) -> subprocess.Popen[bytes]:
         plan = self._plan
         settings = dict(plan.launcher_environment) | dict(plan.environment)
-        # mpirun calls mpiexec.hydra, which lies beside it, by its bare name.
+        # mpirun calls mpiexec.hydra, in the same folder, by its bare name.
         settings["PATH"] = f"{Path(plan.argv[0]).parent}{os.pathsep}{self._env.get('PATH', '')}"
         self._paths.logs.mkdir(parents=True, exist_ok=True)
         with self._paths.launcher_log.open("ab") as log:
@@ -157,32 +157,32 @@ class Attempt:
                 ) from None
 
     def _watch(self) -> None:
-        """Look around once: requests to stop, ranks that failed, heartbeats that stopped."""
-        self._beats.look()
+        """Check once for requests to stop, failed ranks and missing heartbeats."""
+        self._beats.poll()
         saving = self._beats.saving(within_s=self._config.limits.hang_timeout_s)
-        request = self._stopping.heed(saving=saving)
-        if request == "end" or (request == "ask" and not self._ask_to_stop()):
+        action = self._stopping.next_action(saving=saving)
+        if action == "kill" or (action == "stop" and not self._request_stop()):
             self._end_now()
         now = time.monotonic()
         if self._failure_deadline is None and any(map(is_failure, self._beats.exits().values())):
             self._failure_deadline = now + _ECHO_S
         if self._failure_deadline is None and self._stopping.kind == "none":
-            self._look_for_trouble()
+            self._find_trouble()
             if self._trouble is not None:
                 self._failure_deadline = now
         if self._failure_deadline is not None and now >= self._failure_deadline:
             self._end_after_failure(late_s=now - self._failure_deadline)
         elif self._ended_by_us_s is not None:
-            self._end_now()  # what was begun while the others were killed
+            self._end_now()  # processes that started while the others were killed
 
     def _end_after_failure(self, *, late_s: float) -> None:
-        """End the ranks, but not while rank 0 writes a checkpoint: the launcher lets it live."""
+        """End the ranks, except while rank 0 writes a checkpoint: the launcher keeps it running."""
         limit_s = self._config.limits.hang_timeout_s
         writing = self._beats.writing(within_s=limit_s)
         if not writing or late_s > self._config.distributed.longest_wait_s():
             self._end_now()
 
-    def _look_for_trouble(self) -> None:
+    def _find_trouble(self) -> None:
         self._trouble = self._removal() or find_trouble(
             self._beats.ranks(),
             self._beats.nodes(),
@@ -196,44 +196,44 @@ class Attempt:
         )
 
     def _removal(self) -> Verdict | None:
-        """Return the verdict on a run whose folder is gone; a rank may notice it before we do."""
+        """Return the verdict if the run's folder is gone; a rank may notice this first."""
         if self._paths.root.is_dir():
             return None
-        error = f"{self._paths.root} was removed while the run went on"
+        error = f"{self._paths.root} was removed while the run was active"
         return Verdict(status="failed", exit_code=ExitCode.TRAINING, error=error)
 
-    def _ask_to_stop(self) -> bool:
-        """Send SIGTERM to rank 0, which agrees with the others; False if nothing is lost."""
-        progress = self._beats.first_word()
+    def _request_stop(self) -> bool:
+        """Send SIGTERM to rank 0, which stops with the others; return False if no step is lost."""
+        progress = self._beats.rank_0_progress()
         if progress is None or progress.phase in START_PHASES:
-            # It would heed it in its first pass, and a large model takes minutes until then.
+            # It would handle the signal in its first step, minutes later for a large model.
             return False
         if self._head_stream is not None:
-            # Where it is gone, its wrapper or the launcher says so, as for any other rank.
-            self._head_stream.ask_to_stop(progress.pid)
+            # If the rank is gone, its wrapper or the launcher reports that, as for any other rank.
+            self._head_stream.request_stop(progress.pid)
             return True
         return signal_process(progress.pid, signal.SIGTERM, run_dir=self._paths.root)
 
     def _end_now(self) -> None:
-        """Kill every process of the run; the loop sees the launcher's end."""
+        """Kill every process of the run; the loop then sees the launcher's end."""
         if self._ended_by_us_s is None:
             self._ended_by_us_s = time.monotonic()
         kill_all(self._paths.root)
 
-    def _leave_none_here(self) -> dict[str, list[int] | None]:
-        """Wait a moment for the launcher's ranks, then kill them. Returns what still lives."""
+    def _end_local_processes(self) -> dict[str, list[int] | None]:
+        """Wait briefly for the launcher's ranks, then kill them; return those still alive."""
         if not wait_until_none(self._paths.root, timeout_s=_AFTERMATH_S):
             return {}
         self._end_now()
         left = kill_until_none(self._paths.root, timeout_s=_KILL_S)
         return {self._node: sorted(left)} if left else {}
 
-    def _leave_none_elsewhere(self) -> dict[str, list[int] | None]:
+    def _end_remote_processes(self) -> dict[str, list[int] | None]:
         """End the run's processes on other nodes; return those left, None for a silent node."""
         if self._plan.node_command and self._stopping.by_system and self._head_stream is None:
-            return {}  # the scheduler ends the job, and all that it has on any node
+            return {}  # the scheduler ends the job with all its processes on every node
         for stream in self._streams:
-            stream.ask_to_end()
+            stream.request_end()
         began = time.monotonic()
         left = {}
         for stream in self._streams:
@@ -246,7 +246,7 @@ class Attempt:
                 found = stream.wait_ended(_TICK_S)
             if found is None or found:
                 left[stream.node.name] = found
-        self._beats.look()
+        self._beats.poll()
         return left
 
     def _log_size(self) -> int:
@@ -256,7 +256,7 @@ class Attempt:
             return 0
 
     def _launcher_text(self, log_start: int) -> str:
-        """Return the end of what the launcher printed in this attempt."""
+        """Return the tail of the launcher's output in this attempt."""
         try:
             with open_regular(self._paths.launcher_log) as log:
                 size = os.fstat(log.fileno()).st_size
@@ -269,7 +269,7 @@ class Attempt:
         summary = last_record(Summary, self._paths.summary)
         text = self._launcher_text(log_start)
 
-        def judged(trouble: Verdict | None) -> Verdict:
+        def verdict_with(trouble: Verdict | None) -> Verdict:
             return judge(
                 Evidence(
                     ranks=self._ranks,
@@ -289,15 +289,15 @@ class Attempt:
                 )
             )
 
-        verdict = judged(self._trouble)
+        verdict = verdict_with(self._trouble)
         if self._trouble is None and verdict.exit_code is ExitCode.RANK_LOST:
-            # The launcher, or gloo, has seen it first. By now every node has been asked.
-            return judged(_explanation(self._beats.nodes()))
+            # The launcher, or gloo, noticed first. By now every node has been queried.
+            return verdict_with(_explanation(self._beats.nodes()))
         return verdict
 
 
 def _explanation(nodes: Sequence[NodeHeartbeat]) -> Verdict | None:
-    """Return the nodes that did not answer at the attempt's end: why the others lost contact."""
+    """Return a verdict on nodes that did not answer at the end: the reason for lost contact."""
     silent = [beat for beat in nodes if beat.quiet_s >= SILENT_S]
     lost = [beat for beat in silent if beat.unreachable_s is not None]
     if lost:
@@ -306,14 +306,14 @@ def _explanation(nodes: Sequence[NodeHeartbeat]) -> Verdict | None:
 
 
 def _with_leftovers(verdict: Verdict, left: Mapping[str, list[int] | None]) -> Verdict:
-    """Say where processes may be left."""
-    words = [
-        f"{node} does not answer, so the run's processes there could not be ended"
+    """Add the nodes where processes may be left to the error."""
+    messages = [
+        f"{node} does not answer, so the run's processes on it could not be ended"
         if pids is None
         else f"processes {pids} on {node} could not be ended"
         for node, pids in left.items()
     ]
-    if not words:
+    if not messages:
         return verdict
-    error = "; ".join([verdict.error or verdict.status, *words])
+    error = "; ".join([verdict.error or verdict.status, *messages])
     return replace(verdict, error=error)

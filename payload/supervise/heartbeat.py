@@ -1,14 +1,14 @@
-"""`python -m payload.supervise.heartbeat`: a node's heartbeats, sent to the supervisor.
+"""`python -m payload.supervise.heartbeat`: sends a node's heartbeats to the supervisor.
 
-Prints a JSON object every second: `now` and `monotonic_s` (this node's clocks) and, of the ranks
-here, `progress`, `exits` and `states` (the kernel's letter for a rank's process). `folders` are the
-shared folders that do not answer here.
+Prints a JSON object every second: `now` and `monotonic_s` (this node's clocks) and, for the node's
+ranks, `progress`, `exits` and `states` (the kernel's letter for a rank's process). `folders` are
+shared folders that do not answer on this node.
 
-Reads a word a line. `ping` says that the supervisor is alive. `stop:PID` sends SIGTERM to a process
-of the run; the same PID again is no new request. `end:N` kills the run's processes here and adds
-`ended` (process ids that did not exit) and `asked` (N, likewise). Exits at the end of its input.
-When the supervisor has been silent for too long, it kills the run's processes here, as nobody else
-could.
+Reads one command per line. `ping` means that the supervisor is alive. `stop:PID` sends SIGTERM to a
+process of the run; a repeated PID is ignored. `end:N` kills the run's processes on this node and
+adds `ended` (ids of processes that did not exit) and `asked` (N) to the output; a repeated N is
+ignored. Exits at the end of its input. If the supervisor is silent for too long, it kills the run's
+processes on this node, as no other process could.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from payload.supervise.processes import kill_until_none, signal_process
 from payload.supervise.shared_folders import FolderWatch
 
 EVERY_S = 1.0
-"""Between two heartbeats."""
+"""Interval of the heartbeats."""
 
 _Record = TypeVar("_Record", RankProgress, RankExit)
 _KILL_S = 10.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Tell until the head is gone."""
+    """Send heartbeats until the head is gone."""
     parser = argparse.ArgumentParser(prog=command("supervise.heartbeat"))
     parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR")
     parser.add_argument("--lifeline", type=float, required=True, metavar="SECONDS")
@@ -47,12 +47,12 @@ def main(argv: Sequence[str]) -> int:
     paths = RunPaths(arguments.run_dir)
     watch = FolderWatch(arguments.folder, env=os.environ)
     try:
-        return _tell(paths, watch, lifeline_s=arguments.lifeline)
+        return _send_heartbeats(paths, watch, lifeline_s=arguments.lifeline)
     finally:
         watch.close()
 
 
-def _tell(paths: RunPaths, watch: FolderWatch, *, lifeline_s: float) -> int:
+def _send_heartbeats(paths: RunPaths, watch: FolderWatch, *, lifeline_s: float) -> int:
     """Send heartbeats until the supervisor is gone or silent for `lifeline_s`."""
     heard_s, due_s, done, stopped = time.monotonic(), time.monotonic(), b"", b""
     while time.monotonic() - heard_s < lifeline_s:
@@ -60,21 +60,21 @@ def _tell(paths: RunPaths, watch: FolderWatch, *, lifeline_s: float) -> int:
         folders = {"folders": watch.troubles()}
         if select.select([0], [], [], max(0.0, due_s - time.monotonic()))[0]:
             heard_s = time.monotonic()
-            words = os.read(0, 4096).split()
-            if not words:
+            commands = os.read(0, 4096).split()
+            if not commands:
                 return 0
-            stop = _last(words, b"stop:", before=stopped)
+            stop = _last(commands, b"stop:", before=stopped)
             if stop != stopped:
                 stopped = stop
                 pid = int(stop.removeprefix(b"stop:"))
                 signal_process(pid, signal.SIGTERM, run_dir=paths.root)
-            request = _last(words, b"end:", before=done)
+            request = _last(commands, b"end:", before=done)
             if request != done:
                 done = request
                 extra["ended"] = sorted(kill_until_none(paths.root, timeout_s=_KILL_S))
                 extra["asked"] = int(request.removeprefix(b"end:"))
-            # Answering every message would make the head send the next one at once, in an endless
-            # loop.
+            # An answer to every message would make the head send the next one immediately, in an
+            # endless loop.
             if not extra and time.monotonic() < due_s:
                 continue
         due_s = time.monotonic() + EVERY_S
@@ -87,13 +87,13 @@ def _tell(paths: RunPaths, watch: FolderWatch, *, lifeline_s: float) -> int:
     return 0
 
 
-def _last(words: Sequence[bytes], name: bytes, *, before: bytes) -> bytes:
-    """Return the last word that begins with `name`; `before` where there is none."""
-    return next((word for word in reversed(words) if word.startswith(name)), before)
+def _last(commands: Sequence[bytes], name: bytes, *, before: bytes) -> bytes:
+    """Return the last command that begins with `name`, otherwise `before`."""
+    return next((each for each in reversed(commands) if each.startswith(name)), before)
 
 
 def heartbeat(paths: RunPaths) -> dict[str, Any]:
-    """Return what this node reports to the head about its ranks."""
+    """Return this node's report about its ranks."""
     progress = records(RankProgress, paths.rank_progress(0).parent)
     return {
         "now": time.time(),
@@ -105,7 +105,7 @@ def heartbeat(paths: RunPaths) -> dict[str, Any]:
 
 
 def records(cls: type[_Record], folder: Path) -> list[_Record]:
-    """Return all that can be read; ranks replace them at any time."""
+    """Return all readable records; ranks replace them at any time."""
     found = []
     for path in sorted(folder.glob("rank_*.json")):
         record = last_record(cls, path)
@@ -115,7 +115,7 @@ def records(cls: type[_Record], folder: Path) -> list[_Record]:
 
 
 def process_state(pid: int) -> str | None:
-    """Return the kernel's letter, `T` when stopped; None without the process or /proc."""
+    """Return the kernel's letter, `T` if stopped; None without the process or /proc."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

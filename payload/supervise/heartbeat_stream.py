@@ -1,10 +1,10 @@
-"""A node's heartbeats as they reach the supervisor: one ssh or srun, opened again if it breaks.
+"""A node's heartbeats at the supervisor: one ssh or srun, reconnected when it breaks.
 
-There is one for each node but the supervisor's own.
+Every node except the supervisor's has one stream.
 
-`wait_for_nodes` is where a node that is gone for good would be replaced: it would ask for another
-machine instead of giving up, and the run folder's inventory, hosts, ranks and plan would be written
-again before the next attempt reads them.
+A permanently lost node could be replaced in `wait_for_nodes`: it would request another machine
+instead of failing, and the next attempt would read a new inventory, hosts file, ranks and plan from
+the run folder.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _PROBE_S = 3.0
 _FIRST_S = 25.0
 _RETRY_S = 1.0
 _CLOSE_S = 5.0
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _RETURN_S = 60.0
-"""A machine that restarts is back by then, or counts as gone."""
-# The nodes' sshd may answer late; what is silent for longer is given up and retried.
+"""A machine that restarts is back within this time; otherwise it counts as lost."""
+# The nodes' sshd may answer late; a connection that is silent for longer is closed and retried.
 _SSH_OPTIONS = ("-o", "ConnectTimeout=6", "-o", "ServerAliveInterval=5")
 
 
 class NodeStream:
-    """Listens to one node from `start` until it is asked to close, in a thread of its own."""
+    """Receives one node's heartbeats from `start` until it is closed, in a separate thread."""
 
     def __init__(
         self,
@@ -62,9 +62,9 @@ class NodeStream:
         env: Mapping[str, str],
         folders: Sequence[str] = (),
     ) -> None:
-        """`lifeline_s`: without a word from here for so long, the node ends the run's processes.
+        """After `lifeline_s` without a message from here, the node ends the run's processes.
 
-        `folders` are watched there if they are a server's.
+        The node monitors those of `folders` that are on a server.
         """
         self.node = node
         self._argv = heartbeat_argv(
@@ -74,7 +74,7 @@ class NodeStream:
         self._env = dict(env)
         self._messages: deque[dict[str, Any]] = deque(maxlen=100)
         self._closing = threading.Event()
-        self._asked = 0
+        self._end_requests = 0
         self._stop_pid: int | None = None
         self._ended = threading.Event()
         self._left: list[int] = []
@@ -83,11 +83,11 @@ class NodeStream:
         self._thread = threading.Thread(target=self._listen, name=node.name, daemon=True)
 
     def start(self) -> None:
-        """Begin to listen."""
+        """Start receiving."""
         self._thread.start()
 
     def beat(self) -> NodeHeartbeat:
-        """Return how long the node has been silent or out of reach."""
+        """Return how long the node has been silent or unreachable."""
         now, since_s = time.monotonic(), self._unreachable_since_s
         return NodeHeartbeat(
             node=self.node.name,
@@ -96,46 +96,46 @@ class NodeStream:
         )
 
     def troubles(self) -> Mapping[str, str]:
-        """Return the shared folders that do not answer on the node, by its last word."""
+        """Return the shared folders that do not answer on the node, by its last heartbeat."""
         return self._troubles
 
     def messages(self) -> list[dict[str, Any]]:
-        """Return the node's messages since the last call; `skew_s` is its clock less ours."""
+        """Return the node's messages since the last call; `skew_s` is its clock minus ours."""
         taken = []
         with contextlib.suppress(IndexError):
             while True:
                 taken.append(self._messages.popleft())
         return taken
 
-    def ask_to_stop(self, pid: int) -> None:
-        """Let the node send SIGTERM to a process of the run there, also once it is back."""
+    def request_stop(self, pid: int) -> None:
+        """Have the node send SIGTERM to a process of the run on it, even after a reconnect."""
         self._stop_pid = pid
 
-    def ask_to_end(self) -> None:
-        """Let the node end every process of the run there."""
+    def request_end(self) -> None:
+        """Have the node end every process of the run on it."""
         self._ended.clear()
-        self._asked += 1
+        self._end_requests += 1
 
     def wait_ended(self, timeout_s: float) -> list[int] | None:
-        """Return the ids of the processes that would not end, or None without an answer."""
+        """Return the ids of the processes that did not end, or None without an answer."""
         return self._left if self._ended.wait(timeout_s) else None
 
-    def ask_to_close(self) -> None:
-        """Stop listening soon; the program on the node ends, too."""
+    def request_close(self) -> None:
+        """Stop receiving soon; the program on the node ends, too."""
         self._closing.set()
 
     def wait_closed(self, timeout_s: float) -> None:
-        """Return when it does not listen any more, or after so long."""
+        """Return when the thread has ended, or after `timeout_s`."""
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
     def _listen(self) -> None:
         while not self._closing.is_set():
-            if self._takes_connections():
-                self._talk()
+            if self._accepts_connections():
+                self._exchange()
             self._closing.wait(_RETRY_S)
 
-    def _takes_connections(self) -> bool:
+    def _accepts_connections(self) -> bool:
         began_s = time.monotonic()
         try:
             address = (self.node.address, self.node.ssh_port)
@@ -147,8 +147,8 @@ class NodeStream:
         self._unreachable_since_s = None
         return True
 
-    def _talk(self) -> None:
-        """Talk until the connection breaks, the node is silent for too long, or we close."""
+    def _exchange(self) -> None:
+        """Exchange messages until the connection breaks, the node is silent, or we close."""
         try:
             ssh = subprocess.Popen(
                 self._argv,
@@ -162,13 +162,13 @@ class NodeStream:
         except OSError:
             return
         assert ssh.stdin is not None and ssh.stdout is not None
-        cutter, patient_until_s = LineCutter(), time.monotonic() + _FIRST_S
-        ping_s, asked = 0.0, 0
+        splitter, patient_until_s = LineSplitter(), time.monotonic() + _FIRST_S
+        ping_s, sent = 0.0, 0
         with ssh.stdin, ssh.stdout:
             while not self._closing.is_set() and time.monotonic() < patient_until_s:
                 now = time.monotonic()
-                if now >= ping_s or self._asked != asked:
-                    ping_s, asked = now + EVERY_S / 2, self._asked
+                if now >= ping_s or self._end_requests != sent:
+                    ping_s, sent = now + EVERY_S / 2, self._end_requests
                     if not self._ping(ssh.stdin.fileno()):
                         break
                 if not select.select([ssh.stdout], [], [], EVERY_S / 2)[0]:
@@ -177,12 +177,12 @@ class NodeStream:
                 if not content:
                     break
                 patient_until_s = time.monotonic() + SILENT_S
-                for line in cutter.cut(content):
-                    self._take(line)
-                if cutter.is_over_limit():
+                for line in splitter.split(content):
+                    self._receive(line)
+                if splitter.is_over_limit():
                     break
             if self._closing.is_set():
-                # Its input's end ends the program there, and then ssh by itself.
+                # The end of its input ends the program on the node, and then ssh.
                 ssh.stdin.close()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     ssh.wait(_CLOSE_S)
@@ -190,38 +190,40 @@ class NodeStream:
             ssh.wait()
 
     def _ping(self, descriptor: int) -> bool:
-        """Say that we are here, and until it is answered, what we asked for."""
-        words = ["ping"]
+        """Send a sign of life and, until it is answered, the pending request."""
+        commands = ["ping"]
         if self._stop_pid is not None:
-            words.append(f"stop:{self._stop_pid}")
-        if self._asked and not self._ended.is_set():
-            words.append(f"end:{self._asked}")
+            commands.append(f"stop:{self._stop_pid}")
+        if self._end_requests and not self._ended.is_set():
+            commands.append(f"end:{self._end_requests}")
         try:
-            os.write(descriptor, "".join(f"{word}\n" for word in words).encode())
+            os.write(descriptor, "".join(f"{each}\n" for each in commands).encode())
         except OSError:
             return False
         return True
 
-    def _take(self, line: bytes) -> None:
+    def _receive(self, line: bytes) -> None:
         message = parse_message(line, now_unix=time.time(), now_s=time.monotonic())
         if message is None:
             return
         self._heard_s = time.monotonic()
         self._unreachable_since_s = None
-        self._troubles = {short(name): short(words) for name, words in message["folders"].items()}
+        self._troubles = {
+            short(name): short(problem) for name, problem in message["folders"].items()
+        }
         self._messages.append(message)
-        if message["asked"] == self._asked and message["ended"] is not None:
+        if message["asked"] == self._end_requests and message["ended"] is not None:
             self._left = list(message["ended"])
             self._ended.set()
 
 
-class LineCutter:
-    """Cuts what comes in pieces into lines; each byte is copied a fixed number of times."""
+class LineSplitter:
+    """Cuts a byte stream into lines; each byte is copied a fixed number of times."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
-    def cut(self, content: bytes) -> list[bytes]:
+    def split(self, content: bytes) -> list[bytes]:
         """Return the lines that `content` completes."""
         *lines, rest = content.split(b"\n")
         if lines:
@@ -236,9 +238,9 @@ class LineCutter:
 
 
 def close_all(streams: Sequence[NodeStream]) -> None:
-    """Stop listening to every node, at the same time: one that is frozen takes seconds."""
+    """Stop receiving from every node at the same time: a frozen node takes seconds."""
     for stream in streams:
-        stream.ask_to_close()
+        stream.request_close()
     ends_s = time.monotonic() + 2 * _CLOSE_S
     for stream in streams:
         stream.wait_closed(max(0.0, ends_s - time.monotonic()))
@@ -252,10 +254,10 @@ def wait_for_nodes(
 ) -> str | None:
     """Return the reason that keeps the run from being restarted, or None.
 
-    `pause` sleeps, and says false when somebody wants the run to stop.
+    `pause` sleeps, and returns False if a stop of the run is requested.
     """
     for stream in streams:
-        stream.ask_to_end()
+        stream.request_end()
     ends = time.monotonic() + timeout_s
     while True:
         found = {stream.node.name: stream.wait_ended(0.0) for stream in streams}
@@ -264,7 +266,7 @@ def wait_for_nodes(
         stuck = [name for name, left in found.items() if left]
         if stuck:
             return f"processes on {', '.join(stuck)} could not be ended"
-        if time.monotonic() > ends or not pause(_LOOK_S):
+        if time.monotonic() > ends or not pause(_POLL_S):
             away = [name for name, left in found.items() if left is None]
             return f"{', '.join(away)} did not come back within {timeout_s:.0f} s"
 
@@ -284,10 +286,10 @@ class _Message:
 
 
 def parse_message(line: bytes, *, now_unix: float, now_s: float) -> dict[str, Any] | None:
-    """Return a line's content, or None for what a login prints besides.
+    """Return a line's content, or None for other output of a login.
 
-    With it are `skew_s`, the node's wall clock less ours, and `lag_s`, our monotonic clock less
-    the node's.
+    The content includes `skew_s`, the node's wall clock minus ours, and `lag_s`, our monotonic
+    clock minus the node's.
     """
     try:
         message = build(_Message, parse_json(line, where="heartbeat"), where="heartbeat")
@@ -300,15 +302,15 @@ def parse_message(line: bytes, *, now_unix: float, now_s: float) -> dict[str, An
 def heartbeat_argv(
     node: Node, *, plan: LaunchPlan, run_dir: Path, lifeline_s: float, folders: Sequence[str] = ()
 ) -> list[str]:
-    """Return ssh or srun as the launcher uses it, with the program that tells how the node is."""
-    words = ["--run-dir", str(run_dir), "--lifeline", f"{lifeline_s:g}"]
-    words += [f"--folder={folder}" for folder in folders]
+    """Return ssh or srun, with the launcher's arguments, and the heartbeat program."""
+    arguments = ["--run-dir", str(run_dir), "--lifeline", f"{lifeline_s:g}"]
+    arguments += [f"--folder={folder}" for folder in folders]
     python_path = plan.environment.get("PYTHONPATH")
     return remote_argv(
         node.name,
         ssh=(*plan.ssh, *_SSH_OPTIONS),
         node_command=plan.node_command,
-        words=module_words("payload.supervise.heartbeat", *words, python=plan.program[0]),
+        argv=module_words("payload.supervise.heartbeat", *arguments, python=plan.program[0]),
         environment={"PYTHONPATH": python_path} if python_path else {},
     )
 
@@ -317,13 +319,13 @@ def remote_argv(
     host: str,
     *,
     ssh: Sequence[str],
-    words: Sequence[str],
+    argv: Sequence[str],
     environment: Mapping[str, str],
     node_command: Sequence[str] = (),
 ) -> list[str]:
-    """Return the command line that runs `words` on another node, with `environment` besides."""
+    """Return the command line that runs `argv` on another node, with extra variables."""
     settings = [f"{name}={value}" for name, value in environment.items()]
     prefix = ["env", *settings] if settings else []
     if node_command:
-        return [*(word.replace("{node}", host) for word in node_command), *prefix, *words]
-    return ["ssh", *ssh, host, shlex.join([*prefix, *words])]
+        return [*(each.replace("{node}", host) for each in node_command), *prefix, *argv]
+    return ["ssh", *ssh, host, shlex.join([*prefix, *argv])]

@@ -1,6 +1,6 @@
-"""The processes of a run: found by their mark and their ancestry, and ended for certain.
+"""The processes of a run: found by a variable and by ancestry, and reliably ended.
 
-Also those of a supervisor that died: its ranks save and end by themselves.
+They include ranks whose supervisor was killed: those save and end by themselves.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from payload.run_record.run_files import RankProgress, RunPaths, last_record
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _KILL_S = 10.0
 _EXEC_S = 1.0
 _MEMORY, _VARIABLES_END = 23 - 3, 51 - 3
-"""Places in `_fields`; kernel threads have no memory."""
+"""Positions in `_fields`; kernel threads have no memory."""
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every descendant whose own parent dies (Linux)."""
+    """Make this process the parent of every descendant whose own parent ends (Linux)."""
     if sys.platform == "linux":
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(number: signal.Signals) -> Callable[[], None] | None:
-    """Return a `preexec_fn` that has the kernel send `number` when the parent dies (Linux)."""
+    """Return a `preexec_fn` that has the kernel send `number` when the parent ends (Linux)."""
     if sys.platform != "linux":
         return None
     parent = os.getpid()
-    # Looked up before the fork, where loading a library is safe.
+    # Loaded before the fork, where loading a library is safe.
     prctl = ctypes.CDLL(None, use_errno=True).prctl
 
-    def ask_kernel() -> None:
+    def set_signal() -> None:
         prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
         if os.getppid() != parent:
             os.kill(os.getpid(), number)
 
-    return ask_kernel
+    return set_signal
 
 
 def processes_of(run_dir: Path) -> set[int]:
-    """Return the living processes of the run at `run_dir`, this one left out."""
+    """Return the living processes of the run at `run_dir`, except this one."""
     found = _marked_in_proc(run_dir) if _PROC.is_dir() else _named_by_ps(run_dir)
     return found - {os.getpid()}
 
 
 def wait_until_none(run_dir: Path, *, timeout_s: float) -> set[int]:
-    """Return the run's processes that are still there after at most `timeout_s`."""
+    """Return the run's processes that are still alive after at most `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while (left := processes_of(run_dir)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -66,15 +66,15 @@ def wait_until_none(run_dir: Path, *, timeout_s: float) -> set[int]:
 
 
 def kill_all(run_dir: Path) -> None:
-    """Send SIGKILL to every process of the run that there is at this moment."""
+    """Send SIGKILL to every current process of the run."""
     for pid in processes_of(run_dir):
         _send(pid, signal.SIGKILL)
 
 
 def kill_until_none(run_dir: Path, *, timeout_s: float) -> set[int]:
-    """Kill until no process of the run is left.
+    """Kill the run's processes until all have ended.
 
-    Returns those that could not be ended: none, but for processes stuck in the kernel.
+    Returns those that could not be ended, which can only be processes stuck in the kernel.
     """
     deadline = time.monotonic() + timeout_s
     left = processes_of(run_dir)
@@ -85,7 +85,7 @@ def kill_until_none(run_dir: Path, *, timeout_s: float) -> set[int]:
 
 
 def reap_children() -> None:
-    """Collect ended children, the adopted ones included. Not while `Popen` waits for one."""
+    """Reap ended children, including adopted ones. Not while `Popen` waits for a child."""
     try:
         while os.waitpid(-1, os.WNOHANG) != (0, 0):
             pass
@@ -94,20 +94,22 @@ def reap_children() -> None:
 
 
 def signal_process(pid: int, number: signal.Signals, *, run_dir: Path) -> bool:
-    """Send `number` to `pid` if it still is a process of the run; says whether it was."""
+    """Send `number` to `pid` if it is still a process of the run; return whether it was."""
     return pid in processes_of(run_dir) and _send(pid, number)
 
 
-def see_off(paths: RunPaths, grace_period: GracePeriod, *, pause: Callable[[float], bool]) -> None:
-    """Wait on the head until nothing of an earlier supervisor's ranks is left.
+def wait_for_orphans(
+    paths: RunPaths, grace_period: GracePeriod, *, pause: Callable[[float], bool]
+) -> None:
+    """Wait on the head until all ranks of an earlier supervisor have ended.
 
-    `pause` sleeps, and says false when somebody wants the end at once. Raises PreflightError.
+    `pause` sleeps, and returns False if an immediate end is requested. Raises PreflightError.
     """
     first = last_record(RankProgress, paths.rank_progress(0))
     if first is not None:
-        # Its own wrapper may not have seen that nobody was there, before we were.
+        # Its wrapper may not have noticed that the supervisor was gone before this one started.
         signal_process(first.pid, signal.SIGTERM, run_dir=paths.root)
-    while processes_of(paths.root) and not grace_period.is_over() and pause(_LOOK_S):
+    while processes_of(paths.root) and not grace_period.is_over() and pause(_POLL_S):
         continue
     left = kill_until_none(paths.root, timeout_s=_KILL_S)
     if left:
@@ -126,7 +128,7 @@ def _send(pid: int, number: signal.Signals) -> bool:
 
 
 def _marked_in_proc(run_dir: Path) -> set[int]:
-    """Return the run's processes, by a variable that they or their ancestors have."""
+    """Return the run's processes: those with its variable, and their descendants."""
     mark, folder = f"{RUN_DIR}=".encode(), os.path.realpath(run_dir)
     parents: dict[int, int] = {}
     marked: set[int] = set()
@@ -153,9 +155,9 @@ def _state_and_parent(entry: Path) -> tuple[str, int]:
 
 
 def _environment(entry: Path) -> bytes:
-    """Return a process's variables. In the middle of an exec it has none: wait for its end.
+    """Return a process's variables. During an exec it has no variables: wait until it is over.
 
-    Popen returns before that end. A stop that came at this moment would find no launcher to kill.
+    Popen returns before that. A stop at this moment would find no launcher to kill.
     """
     ends = time.monotonic() + _EXEC_S
     while not (found := (entry / "environ").read_bytes()):
@@ -169,7 +171,7 @@ def _environment(entry: Path) -> bytes:
 
 def _fields(entry: Path) -> list[str]:
     """Return the fields of proc_pid_stat(5) from the third on."""
-    # The second field is a name in parentheses that may hold spaces and parentheses itself.
+    # The second field is a name in parentheses that may contain spaces and parentheses.
     return (entry / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
 
 
@@ -185,7 +187,7 @@ def _descendants(roots: set[int], parents: dict[int, int]) -> set[int]:
 
 
 def _named_by_ps(run_dir: Path) -> set[int]:
-    """Return the run's processes by their command line, where there is no /proc."""
+    """Return the run's processes by their command line, for systems without /proc."""
     columns = ["-o", "pid=", "-o", "stat=", "-o", "command="]
     listed = subprocess.run(
         ["ps", "-A", "-ww", *columns], capture_output=True, text=True, check=True
@@ -200,7 +202,7 @@ def parse_ps(text: str, *, run_dir: Path) -> set[int]:
     found = set()
     for line in text.splitlines():
         pid, state, command = line.split(maxsplit=2)
-        # The space keeps /runs/a apart from /runs/ab.
+        # The space distinguishes /runs/a from /runs/ab.
         if not state.startswith("Z") and f"--run-dir {run_dir} " in f"{command} ":
             found.add(int(pid))
     return found

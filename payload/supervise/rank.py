@@ -1,4 +1,7 @@
-"""`python -m payload.supervise.rank`: one rank's place, environment, log and record of its end."""
+"""`python -m payload.supervise.rank`: starts one rank with its cores, environment and log.
+
+It also records how the rank ended.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ _FORWARDED = (signal.SIGTERM, signal.SIGINT)
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Run one rank to its end and return its status."""
+    """Run one rank until it ends, and return its exit status."""
     parser = argparse.ArgumentParser(prog=command("supervise.rank"))
     parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR")
     paths = RunPaths(parser.parse_args(argv).run_dir)
@@ -59,31 +62,31 @@ def find_rank(
     env: Mapping[str, str],
     rows: tuple[RankVariables, ...] = BY_PRECEDENCE,
 ) -> Rank:
-    """Return the rank that the launcher says this process is. Raises ConfigError."""
+    """Return the rank that the launcher assigned to this process. Raises ConfigError."""
     found = identify(env, rows)
     if found is None:
         by_name = sorted(rows, key=lambda row: row.only_with is not None)
         listed = ", ".join(dict.fromkeys(row.rank for row in by_name))
         raise ConfigError(
-            f"none of {listed} is set: this program is started by a launcher, through "
+            f"none of {listed} is set: a launcher has to start this program, through "
             f"{command('orchestrate', 'run')}."
         )
     if NODE_RANK in env:
-        place = (env[NODE_RANK], env.get(found.local_rank, "0"))
-        here = [rank for rank in ranks if (str(rank.node_rank), str(rank.local_rank)) == place]
-        said = f"{NODE_RANK}, {found.local_rank} = {', '.join(place)}"
+        position = (env[NODE_RANK], env.get(found.local_rank, "0"))
+        here = [rank for rank in ranks if (str(rank.node_rank), str(rank.local_rank)) == position]
+        variables = f"{NODE_RANK}, {found.local_rank} = {', '.join(position)}"
     else:
         here = [rank for rank in ranks if str(rank.rank) == env[found.rank]]
-        said = f"{found.rank} = {env[found.rank]!r}"
+        variables = f"{found.rank} = {env[found.rank]!r}"
     if not here:
         raise ConfigError(
-            f"{said}, but the rank file has ranks 0 to {len(ranks) - 1}. Start the run again."
+            f"{variables}, but the rank file has ranks 0 to {len(ranks) - 1}. Start the run again."
         )
     return here[0]
 
 
 def bind_to_cores(rank: Rank) -> None:
-    """Let this process and its children run on the rank's cores only (Linux)."""
+    """Restrict this process and its children to the rank's cores (Linux)."""
     if sys.platform != "linux":
         return
     try:
@@ -91,14 +94,14 @@ def bind_to_cores(rank: Rank) -> None:
     except OSError as error:
         raise PreflightError(
             f"cores {list(rank.cores)} of node {rank.node} cannot be used: {error.strerror}. The "
-            "inventory does not fit this machine. Write a new one."
+            "inventory does not match this machine. Write a new one."
         ) from None
 
 
 def rank_command(
     program: Sequence[str], rank: Rank, *, several_domains: bool, numactl: str | None
 ) -> list[str]:
-    """Return the rank's command line, its memory bound to its NUMA domain if there are several."""
+    """Return the rank's command line, with memory bound to its NUMA domain if there are several."""
     if several_domains and rank.numa_domain is not None and numactl is not None:
         return [numactl, f"--membind={rank.numa_domain}", *program]
     return list(program)
@@ -113,14 +116,14 @@ def _run(rank: Rank, *, plan: LaunchPlan, paths: RunPaths, env: Mapping[str, str
         ranks_per_node=plan.ranks_per_node,
         interfaces=plan.interfaces,
     )
-    # A launcher may have chosen another place to meet; the plan's is the one that is kept free.
-    meeting = ("MASTER_ADDR", "MASTER_PORT")
-    variables |= {name: plan.environment[name] for name in meeting if name in plan.environment}
+    # A launcher may have chosen another address; the port of the plan is the reserved one.
+    rendezvous = ("MASTER_ADDR", "MASTER_PORT")
+    variables |= {name: plan.environment[name] for name in rendezvous if name in plan.environment}
     domains = {other.numa_domain for other in load_ranks(paths.ranks) if other.node == rank.node}
     command = rank_command(
         plan.program, rank, several_domains=len(domains) > 1, numactl=shutil.which("numactl")
     )
-    # On a worker, those of an earlier attempt are still there.
+    # On a worker, records of an earlier attempt still exist.
     for record in (paths.rank_exit(rank.rank), paths.rank_progress(rank.rank)):
         discard(record)
     keep_room(paths.rank_exit(rank.rank))
@@ -143,7 +146,7 @@ def _run(rank: Rank, *, plan: LaunchPlan, paths: RunPaths, env: Mapping[str, str
 
 
 def _wait(child: subprocess.Popen[bytes], wakeups: Wakeups, *, rank: Rank, paths: RunPaths) -> None:
-    """Return when the child has ended; without a supervisor it must, having saved."""
+    """Wait for the child's end; without a supervisor, make it save and end."""
     forwarded = dict.fromkeys(_FORWARDED, 0)
     grace_period: GracePeriod | None = None
     while child.poll() is None:
@@ -153,14 +156,14 @@ def _wait(child: subprocess.Popen[bytes], wakeups: Wakeups, *, rank: Rank, paths
                 forwarded[number] = wakeups.counts[number]
                 child.send_signal(number)
         if not paths.root.is_dir():
-            child.kill()  # the run's folder was removed: there is nowhere to save to
+            child.kill()  # the run's folder was removed: the rank cannot save
             continue
-        # Only the head is sure to see the run folder's lock, on its disk or on the file system that
-        # it shares with the supervisor. On other nodes, ranks end with the launcher.
+        # Only on the head is the run folder's lock certain to be visible, on a local disk or on the
+        # file system shared with the supervisor. On other nodes, ranks end with the launcher.
         if rank.node_rank == 0 and grace_period is None and not is_supervised(paths):
             grace_period = _grace_period(paths)
             child.terminate()
-        # Also when another supervisor has come meanwhile: it waits for this one's ranks.
+        # Also if another supervisor has started: it waits for the ranks of this one.
         if grace_period is not None and grace_period.is_over():
             child.kill()
 
@@ -175,7 +178,7 @@ def _grace_period(paths: RunPaths) -> GracePeriod:
 
 
 def _record_child(status: int, *, rank: Rank, paths: RunPaths) -> int:
-    """Leave a record unless the program left one in its own words."""
+    """Write a record unless the program wrote its own."""
     ended_by = -status if status < 0 else None
     exit_code = 128 + ended_by if ended_by else status
     if not paths.rank_exit(rank.rank).exists():
@@ -200,7 +203,7 @@ def _record(
         error=error,
         time_unix=time.time(),
     )
-    # Without it, the exit status still says the most.
+    # Without the record, the exit status still has the most important information.
     with contextlib.suppress(OSError):
         write_record(paths.rank_exit(rank.rank), record)
 

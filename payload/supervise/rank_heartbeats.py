@@ -1,4 +1,4 @@
-"""Heartbeats of all ranks, on this machine and on others, and the run's speed."""
+"""Heartbeats of all ranks, local and remote, and the run's speed."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _Record = TypeVar("_Record", RankProgress, RankExit)
 
 
 @dataclass(slots=True)
-class _Seen:
+class _LastHeartbeat:
     record: RankProgress
     changed_s: float
     state: str | None = None
 
 
 class RankHeartbeats:
-    """Collects the ranks' records; those that streams bring are copied into the run folder here."""
+    """Collects the ranks' records and copies those of other nodes into the local run folder."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class RankHeartbeats:
         *,
         is_shared: bool = False,
     ) -> None:
-        """`is_shared`: the run folder is the same on every node, so nothing is copied.
+        """With `is_shared`, all nodes have the same run folder, so nothing is copied.
 
         The head is this machine, unless it has a stream.
         """
@@ -62,44 +62,44 @@ class RankHeartbeats:
         self.begin()
 
     def begin(self) -> None:
-        """Begin an attempt: what was shown before counts no more."""
+        """Begin an attempt: discard the records of earlier ones."""
         self._began_at_step: int | None = None
         self._began_s = time.monotonic()
-        self._seen: dict[int, _Seen] = {}
+        self._last: dict[int, _LastHeartbeat] = {}
         self._exits: dict[int, RankExit] = {}
         for folder in (self._paths.rank_exit(0).parent, self._paths.rank_progress(0).parent):
             for path in folder.glob("*.json"):
                 discard(path)
 
-    def look(self) -> None:
-        """Take in what is new."""
+    def poll(self) -> None:
+        """Read new records and messages."""
         for rank in self._ranks:
             if rank.node == self._head:
-                self._look_here(rank.rank)
+                self._poll_local(rank.rank)
         for stream in self._streams:
             for message in stream.messages():
-                self.take(stream.node.name, message)
+                self.receive(stream.node.name, message)
 
     def age_s(self) -> float:
         """Return the time since the attempt began."""
         return time.monotonic() - self._began_s
 
     def steps(self) -> int | None:
-        """Return the furthest step that a rank has shown in this attempt."""
-        return max((seen.record.step for seen in self._seen.values()), default=None)
+        """Return the furthest step of any rank in this attempt."""
+        return max((last.record.step for last in self._last.values()), default=None)
 
     def began_at_step(self) -> int | None:
-        """Return the step that the ranks began from; None before they have said so."""
+        """Return the step that the ranks began from; None before they report it."""
         return self._began_at_step
 
     def exits(self) -> Mapping[int, RankExit]:
-        """Return how ranks ended, by rank; times are by this node's clocks."""
+        """Return the ranks' ends by rank; times are by this node's clocks."""
         return self._exits
 
-    def first_word(self) -> RankProgress | None:
+    def rank_0_progress(self) -> RankProgress | None:
         """Return rank 0's last record."""
-        seen = self._seen.get(0)
-        return seen.record if seen else None
+        last = self._last.get(0)
+        return last.record if last else None
 
     def saving(self, *, within_s: float) -> bool:
         """Return True while rank 0 saves and ends, with a heartbeat within this time."""
@@ -110,7 +110,7 @@ class RankHeartbeats:
     def writing(self, *, within_s: float) -> bool:
         """Return True while rank 0 writes a checkpoint, with a heartbeat within this time.
 
-        Its thread may be at it while the rank trains on; then the folder is not renamed yet.
+        Its thread may still write while the rank trains; then the folder has its temporary name.
         """
         if 0 in self._exits:
             return False
@@ -123,13 +123,13 @@ class RankHeartbeats:
         return [
             RankHeartbeat(
                 rank=number,
-                node=seen.record.node,
-                step=seen.record.step,
-                phase=seen.record.phase,
-                quiet_s=now - seen.changed_s,
-                stopped=self._state(seen) == _STOPPED,
+                node=last.record.node,
+                step=last.record.step,
+                phase=last.record.phase,
+                quiet_s=now - last.changed_s,
+                stopped=self._state(last) == _STOPPED,
             )
-            for number, seen in sorted(self._seen.items())
+            for number, last in sorted(self._last.items())
         ]
 
     def nodes(self) -> list[NodeHeartbeat]:
@@ -137,22 +137,22 @@ class RankHeartbeats:
         return [stream.beat() for stream in self._streams]
 
     def _shows(self, phases: Sequence[str], *, within_s: float) -> bool:
-        seen = self._seen.get(0)
+        last = self._last.get(0)
         return (
-            seen is not None
-            and seen.record.phase in phases
-            and time.monotonic() - seen.changed_s < within_s
+            last is not None
+            and last.record.phase in phases
+            and time.monotonic() - last.changed_s < within_s
         )
 
-    def _state(self, seen: _Seen) -> str | None:
-        here = self._head_is_here and seen.record.node == self._head
-        return process_state(seen.record.pid) if here else seen.state
+    def _state(self, last: _LastHeartbeat) -> str | None:
+        here = self._head_is_here and last.record.node == self._head
+        return process_state(last.record.pid) if here else last.state
 
-    def _look_here(self, rank: int) -> None:
-        """Read what a rank of the head shows.
+    def _poll_local(self, rank: int) -> None:
+        """Read the records of a rank on the head.
 
-        Where the head is elsewhere, the folder is a shared one: it shows progress without the
-        stream. How a rank ended comes by the stream alone, which knows the difference of clocks.
+        If the head is another machine, the folder is a shared one: it shows progress without the
+        stream. A rank's end comes only from the stream, which corrects the difference of clocks.
         """
         progress = _read(RankProgress, self._paths, rank)
         if progress is not None:
@@ -162,10 +162,11 @@ class RankHeartbeats:
             if ended is not None:
                 self._exits[rank] = ended
 
-    def take(self, node: str, message: Mapping[str, Any]) -> None:
-        """Take in one message of a worker; records of earlier attempts may still lie there.
+    def receive(self, node: str, message: Mapping[str, Any]) -> None:
+        """Process one message of a worker; it may still contain records of earlier attempts.
 
-        `skew_s` and `lag_s` are the node's wall clock less ours, and our monotonic clock less its.
+        `skew_s` and `lag_s` are the node's wall clock minus ours, and our monotonic clock minus
+        its.
         """
         skew_s, lag_s = message["skew_s"], message["lag_s"]
         here = {rank.rank for rank in self._ranks if rank.node == node}
@@ -175,7 +176,7 @@ class RankHeartbeats:
                 if self._note(progress):
                     self._copy(by_our_clock, self._paths.rank_progress(progress.rank))
                 state = (message.get("states") or {}).get(str(progress.rank))
-                self._seen[progress.rank].state = state
+                self._last[progress.rank].state = state
         for ended in _records(RankExit, message.get("exits")):
             ended = _by_our_clocks(ended, skew_s=skew_s, lag_s=lag_s)
             fresh = ended.rank in here and self._is_fresh(ended)
@@ -184,7 +185,7 @@ class RankHeartbeats:
                 self._copy(ended, self._paths.rank_exit(ended.rank))
 
     def _copy(self, record: RankProgress | RankExit, path: Path) -> None:
-        """Write a record for whoever looks; a full disk here is no fault of the run's."""
+        """Write a record for other readers; a full disk must not fail the run."""
         if self._is_shared:
             return
         with contextlib.suppress(OSError):
@@ -194,25 +195,25 @@ class RankHeartbeats:
         return record.monotonic_s >= self._began_s - _SKEW_SLACK_S
 
     def _note(self, progress: RankProgress) -> bool:
-        """Keep a record as its node wrote it; return False for one that is not newer.
+        """Keep a record as its node wrote it; return False if it is not newer.
 
-        A shared folder may show an older one than the stream has brought.
+        A shared folder may show an older record than the stream.
         """
-        seen = self._seen.get(progress.rank)
-        if seen is not None and seen.record == progress:
+        last = self._last.get(progress.rank)
+        if last is not None and last.record == progress:
             return False
-        if seen is not None and progress.monotonic_s < seen.record.monotonic_s:
+        if last is not None and progress.monotonic_s < last.record.monotonic_s:
             return False
         if progress.phase == "start":
             self._began_at_step = progress.step
-        self._seen[progress.rank] = _Seen(record=progress, changed_s=time.monotonic())
+        self._last[progress.rank] = _LastHeartbeat(record=progress, changed_s=time.monotonic())
         return True
 
 
 class StepTimes:
-    """How far and how fast an attempt goes: the new rows of metrics.jsonl, read as it grows.
+    """Progress and speed of an attempt, from the new rows of metrics.jsonl.
 
-    Rows that are there already are another attempt's.
+    Existing rows belong to other attempts.
     """
 
     def __init__(self, metrics: Path) -> None:
@@ -221,12 +222,12 @@ class StepTimes:
         self._reached: int | None = None
 
     def median_s(self, *, began_at: int) -> float | None:
-        """Return the last steps' median time; None before the first one after `began_at`."""
+        """Return the last steps' median time; None before the first step after `began_at`."""
         self._read(began_at)
         return statistics.median(self._recent) if self._recent else None
 
     def reached_step(self, *, began_at: int) -> int | None:
-        """Return the last step that was finished after `began_at`, or None."""
+        """Return the last step completed after `began_at`, or None."""
         self._read(began_at)
         return self._reached
 
@@ -249,7 +250,7 @@ def _by_our_clocks(record: _Record, *, skew_s: float, lag_s: float) -> _Record:
 
 
 def _records(cls: type[_Record], raw: Any) -> list[_Record]:
-    """Return the sound ones; what does not fit is left out."""
+    """Return the valid records; others are left out."""
     found = []
     for entry in raw or ():
         with contextlib.suppress(ConfigError):

@@ -1,7 +1,7 @@
-"""Watch network folders that a run reads, and say when one does not answer.
+"""Monitor the network folders that a run reads, and report those that do not answer.
 
-`python -m payload.supervise.shared_folders FOLDER` prints a line after each look. A look at a mount
-whose server is gone may never return, so each folder has a process of its own.
+`python -m payload.supervise.shared_folders FOLDER` prints a line after each check. A check of a
+mount whose server is gone may never return, so each folder has its own process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from payload.core.python_processes import code_environment, module_words
 from payload.machines.inventory import SHARED_FOLDER
 
 SILENT_S = 10.0
-"""A folder that has not answered for so long is named."""
+"""A folder is reported after this time without an answer."""
 _EVERY_S = 2.0
 _RESTART_S = 30.0
 _END_S = 0.2
@@ -31,19 +31,19 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 def folders_of(config: RunConfig, *, work_dir: str) -> list[str]:
-    """Return the folders that a run may read from a server: the cluster's, data, first weights.
+    """Return the folders that a run may read from a server: the cluster's, data, initial weights.
 
-    `work_dir` is the ranks' working folder, where a relative `data.dir` begins. A relative
-    `model.init` may be a name on the hub and is left out.
+    A relative `data.dir` starts at `work_dir`, the ranks' working folder. A relative `model.init`
+    may be a model name on the hub and is left out.
     """
     data, init = str(Path(work_dir) / config.data.folder()), config.model.init
     return [SHARED_FOLDER, data, *([init] if init.startswith("/") else [])]
 
 
 def network_mounts(paths: Iterable[str], *, mounts: Path = Path("/proc/self/mounts")) -> list[str]:
-    """Return the mount points of network file systems that hold one of `paths`.
+    """Return the mount points of network file systems that contain one of `paths`.
 
-    The kernel's table tells, not the folders: to look at one may hang.
+    They come from the kernel's table, since accessing a folder may hang.
     """
     try:
         lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -61,29 +61,29 @@ def network_mounts(paths: Iterable[str], *, mounts: Path = Path("/proc/self/moun
 
 
 class FolderWatch:
-    """Processes that look at the network folders among `paths`; none where there are none."""
+    """Processes that check the network folders among `paths`, one per folder."""
 
     def __init__(self, paths: Iterable[str], *, env: Mapping[str, str]) -> None:
-        """Start them with this environment."""
-        self._looks = [_Look(folder, env) for folder in network_mounts(paths)]
+        """Start the processes with this environment."""
+        self._probes = [_FolderProbe(folder, env) for folder in network_mounts(paths)]
 
     def troubles(self) -> dict[str, str]:
-        """Return each folder that does not answer, or answers with an error, and what it does."""
-        found = {look.folder: look.trouble() for look in self._looks}
-        return {folder: words for folder, words in found.items() if words}
+        """Return each folder that does not answer or answers with an error, with a description."""
+        found = {probe.folder: probe.trouble() for probe in self._probes}
+        return {folder: problem for folder, problem in found.items() if problem}
 
     def processes(self) -> list[int]:
-        """Return the ids of the processes that look."""
-        return [look.pid for look in self._looks if look.pid is not None]
+        """Return the ids of the processes."""
+        return [probe.pid for probe in self._probes if probe.pid is not None]
 
     def close(self) -> None:
         """End the processes; one that hangs in the kernel stays until its mount answers."""
-        for look in self._looks:
-            look.close()
+        for probe in self._probes:
+            probe.close()
 
 
-class _Look:
-    """One folder's process and its last answer."""
+class _FolderProbe:
+    """The process of one folder, and its last answer."""
 
     def __init__(self, folder: str, env: Mapping[str, str]) -> None:
         self.folder = folder
@@ -98,8 +98,8 @@ class _Look:
         return None if self._process is None else self._process.pid
 
     def trouble(self) -> str:
-        """Return what is wrong with the folder now, or nothing."""
-        self._hear()
+        """Return a description of the folder's problem; empty if it answers."""
+        self._read_answer()
         silent_s = time.monotonic() - self._answered_s
         if silent_s >= SILENT_S:
             return f"has not answered for {silent_s:.0f} s"
@@ -117,7 +117,7 @@ class _Look:
 
     def _start(self) -> None:
         self._started_s = time.monotonic()
-        # A machine without memory for it must not end the run: then nothing is known.
+        # A machine without memory for the process must not end the run: the state is then unknown.
         with suppress(OSError):
             self._process = subprocess.Popen(
                 module_words("payload.supervise.shared_folders", self.folder),
@@ -130,19 +130,19 @@ class _Look:
             assert self._process.stdout is not None
             os.set_blocking(self._process.stdout.fileno(), False)
 
-    def _hear(self) -> None:
+    def _read_answer(self) -> None:
         process = self._process
         if process is not None:
             assert process.stdout is not None
             with suppress(BlockingIOError):
-                said = os.read(process.stdout.fileno(), 65536)
-                if said:
+                output = os.read(process.stdout.fileno(), 65536)
+                if output:
                     self._answered_s = time.monotonic()
-                    last = said.decode(errors="replace").rstrip("\n").rpartition("\n")[2]
+                    last = output.decode(errors="replace").rstrip("\n").rpartition("\n")[2]
                     self._error = short(last)
             if process.poll() is None:
                 return
-        # No process, or somebody ended it, says nothing of the folder.
+        # A missing or killed process shows nothing about the folder.
         self._answered_s, self._error = time.monotonic(), ""
         if self._answered_s - self._started_s >= _RESTART_S:
             self.close()
@@ -150,24 +150,24 @@ class _Look:
 
 
 def short(text: str) -> str:
-    """Return another program's words in one line, of a length that fits a note."""
+    """Return another program's message as one line that fits a note."""
     return joined_lines(text, longest=_MOST_CHARS)
 
 
 def describe(node: str, troubles: Mapping[str, str]) -> str:
-    """Return the troubles of a node's folders in words."""
+    """Return a message about the problems of a node's folders."""
     return ", ".join(
-        f"the shared folder {folder} on {node} {words}" for folder, words in troubles.items()
+        f"the shared folder {folder} on {node} {problem}" for folder, problem in troubles.items()
     )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Look until the reader is gone."""
+    """Check the folder until the reader is gone."""
     (folder,) = argv
     while True:
         answer = ""
         try:
-            # A file's attributes may come from NFS's cache; this always asks the server.
+            # A file's attributes may come from NFS's cache; statvfs always queries the server.
             os.statvfs(folder)
         except OSError as error:
             answer = error.strerror or str(error)

@@ -1,6 +1,6 @@
-"""Sleeping until a signal comes, and who wants the run to stop, and how.
+"""Interruptible sleep, and requests to stop the run.
 
-A signal, the owner's death, or a limit that is reached asks for a stop.
+A signal, the end of the owner process, or a reached limit requests a stop.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Stop = Literal["none", "graceful", "forced", "expired"]
 
 
 class Wakeups:
-    """Counts the named signals and ends a sleep when one comes. For the main thread, once.
+    """Counts signals and ends a sleep when one arrives. For the main thread, one instance only.
 
-    Handlers only count; the caller acts when it wakes. Of SIGINT, presses are counted.
+    Handlers only count; the caller acts when it wakes up. SIGINT counts once per key press.
     """
 
     def __init__(self, numbers: Iterable[signal.Signals]) -> None:
@@ -39,19 +39,19 @@ class Wakeups:
         self._numbers = tuple(numbers)
         for number in self._numbers:
             signal.signal(number, self._count)
-        # Whoever starts this process may hold them back until now.
+        # The parent may have blocked them until now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)
 
     def sleep(self, seconds: float) -> None:
-        """Return after `seconds`, or at once when a signal came since the last sleep."""
+        """Return after `seconds`, or immediately if a signal came since the last sleep."""
         ready, _, _ = select.select([self._receiver], [], [], seconds)
         if ready:
             self._receiver.recv(4096)
 
     def close(self) -> None:
-        """Ignore the signals from now on: what comes after the end must not be its cause.
+        """Ignore the signals from now on: one that arrives after the end must not be its cause.
 
-        Python would give them their default effect again when it takes itself down.
+        Python would restore their default handlers when the interpreter shuts down.
         """
         for number in self._numbers:
             signal.signal(number, signal.SIG_IGN)
@@ -62,7 +62,7 @@ class Wakeups:
 
 
 class Stopping:
-    """One run's requests to stop, over all of its attempts."""
+    """The requests to stop one run, over all of its attempts."""
 
     def __init__(
         self,
@@ -73,73 +73,74 @@ class Stopping:
         grace_s: float,
         limit_s: float | None = None,
     ) -> None:
-        """`limit_s`: after so long, the run is asked to stop."""
-        self.limited = False
-        """Return True if a limit of the run asked."""
+        """After `limit_s`, the run gets a request to stop."""
+        self.by_limit = False
+        """True if a limit of the run requested the stop."""
         self.by_system = False
-        """Return True for a signal that no command sent, as at a shutdown of the machine."""
+        """True for a signal that no command sent, as at a shutdown of the machine."""
         self._limit_at_s = float("inf") if limit_s is None else time.monotonic() + limit_s
         self.kind: Stop = "none"
         self.grace_s = grace_s
         self._paths = paths
         self._wakeups = wakeups
-        self._told = 0
-        self._kept: StopRequest | None = None
+        self._count_before = 0
+        self._kept_request: StopRequest | None = None
         self._owner_pid = owner_pid
         self._deadline_s = 0.0
 
-    def heed(self, *, saving: bool = False) -> Literal["ask", "end"] | None:
+    def next_action(self, *, saving: bool = False) -> Literal["stop", "kill"] | None:
         """Return the next action after a new request, or after an old one that took too long.
 
-        A checkpoint that gets on (`saving`) may take longer, unless it is the limit that asked.
+        A checkpoint that makes progress (`saving`) may take longer, unless a limit requested the
+        stop.
         """
         counts = self._wakeups.counts
-        told = counts[signal.SIGTERM] + counts[signal.SIGINT] + counts[signal.SIGHUP]
+        count = counts[signal.SIGTERM] + counts[signal.SIGINT] + counts[signal.SIGHUP]
         orphaned = self._owner_pid is not None and os.getppid() != self._owner_pid
-        # Two graceful requests are still graceful: two people may type `stop`.
+        # Two graceful requests are still graceful: two people may run `stop`.
         forced = counts[FORCE_SIGNAL] or counts[signal.SIGINT] >= 2
         if forced and self.kind != "forced":
             self.kind = "forced"
-            return "end"
-        if told > self._told:
-            self._told = told
-            # Only a person at a terminal sends SIGINT.
-            asked = self._take_wish() or counts[signal.SIGINT] > 0
-            self.by_system |= self.kind == "none" and not asked
-        if (told or orphaned) and self.kind == "none":
-            self.ask()
-            return "ask"
+            return "kill"
+        if count > self._count_before:
+            self._count_before = count
+            # Only a user at a terminal sends SIGINT.
+            by_user = self._take_request() or counts[signal.SIGINT] > 0
+            self.by_system |= self.kind == "none" and not by_user
+        if (count or orphaned) and self.kind == "none":
+            self._begin_stop()
+            return "stop"
         if self.kind == "none":
-            self.limited = time.monotonic() > self._limit_at_s
-            if self.limited:
-                self.ask()
-                return "ask"
-        patient = saving and not self.limited
+            self.by_limit = time.monotonic() > self._limit_at_s
+            if self.by_limit:
+                self._begin_stop()
+                return "stop"
+        patient = saving and not self.by_limit
         if self.kind == "graceful" and time.monotonic() > self._deadline_s and not patient:
             self.kind = "expired"
-            return "end"
+            return "kill"
         return None
 
     def limit(self, limit_s: float) -> bool:
-        """Ask for a stop after so long; return False where an earlier limit stays."""
+        """Request a stop after `limit_s`; return False if an earlier limit applies."""
         ends_s = time.monotonic() + limit_s
         is_earlier = ends_s < self._limit_at_s
         self._limit_at_s = min(self._limit_at_s, ends_s)
         return is_earlier
 
-    def ask(self) -> None:
+    def _begin_stop(self) -> None:
         """Begin a stop that lets the ranks save first."""
         self.kind = "graceful"
         self._deadline_s = time.monotonic() + self.grace_s
 
-    def forget_old_wish(self) -> None:
-        """Remove one that came too late for the last supervisor; ours may be there already."""
-        self._kept = self._pull()
+    def discard_old_request(self) -> None:
+        """Discard a request meant for the last supervisor; keep one that is meant for this one."""
+        self._kept_request = self._remove_request()
 
-    def _take_wish(self) -> bool:
-        """Heed what a command left; during a stop, the time that it brings counts from now."""
-        request = self._pull() or self._kept
-        self._kept = None
+    def _take_request(self) -> bool:
+        """Process the request of a command; during a stop, its grace period starts now."""
+        request = self._remove_request() or self._kept_request
+        self._kept_request = None
         if request is None:
             return False
         if request.grace_s is not None:
@@ -148,16 +149,16 @@ class Stopping:
                 self._deadline_s = time.monotonic() + self.grace_s
         return True
 
-    def _pull(self) -> StopRequest | None:
-        """Take the request that is meant for this supervisor out of the run's folder.
+    def _remove_request(self) -> StopRequest | None:
+        """Remove the request for this supervisor from the run's folder and return it.
 
-        It is renamed before it is read: removed by its name after that, it might be a newer one.
+        It is renamed before it is read: a removal by name afterwards could hit a newer request.
         """
-        pulled = self._paths.stop_request.with_suffix(".taken")
+        renamed = self._paths.stop_request.with_suffix(".taken")
         try:
-            self._paths.stop_request.replace(pulled)
+            self._paths.stop_request.replace(renamed)
         except OSError:
             return None
-        request = last_record(StopRequest, pulled)
-        discard(pulled)
+        request = last_record(StopRequest, renamed)
+        discard(renamed)
         return request if request is not None and os.getpid() in request.pids else None

@@ -1,7 +1,7 @@
-"""The process that keeps a run's results in its store, and the restore before the first attempt.
+"""The process that uploads a run's results to its store, and the restore before an attempt.
 
-Google's client is in processes of its own: one that hangs, or takes the machine's memory, is
-not the supervisor's.
+Google's client runs in separate processes, so the supervisor survives one that hangs or uses too
+much memory.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from payload.run_record.run_files import RunPaths, RunState, last_record, write_
 from payload.run_record.store_state import StoreState
 
 _DRAIN = "drain\n"
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _LAST_RECORDS_S = 15.0
-"""The part of the final wait that is left for summary.json and state.json."""
+"""The part of the final wait that is reserved for summary.json and state.json."""
 _RESTART_S = 30.0
 
 
-class Uploading:
-    """The uploader of one run: started, watched, and waited for no longer than was agreed."""
+class Uploader:
+    """The uploader of one run: starts it, restarts it, and waits for it with a limit."""
 
     def __init__(
         self, paths: RunPaths, *, plan: LaunchPlan, config: RunConfig, env: Mapping[str, str]
     ) -> None:
-        """Nothing is started; without a store nothing ever is."""
+        """Start nothing yet; a run without a store never starts an uploader."""
         self._paths = paths
         self._log = paths.logs / "storage.log"
         self._plan = plan
@@ -50,11 +50,11 @@ class Uploading:
     def restore(
         self, *, pause: Callable[[float], bool], note: Callable[[str], None]
     ) -> RunState | None:
-        """Bring back what the store has and the disk has not; return the state from before.
+        """Fetch what only the store has; return the earlier state of the run.
 
-        `pause` sleeps and says whether to go on; `note` gets what happens, in one line. Raises
-        PreflightError where the store cannot be read: the run might start from scratch, or from an
-        older checkpoint.
+        `pause` sleeps and returns False to stop waiting; `note` gets one-line progress messages.
+        Raises PreflightError if the store cannot be read: the run might start from scratch, or from
+        an older checkpoint.
         """
         if not self._has_store or not self._plan.resumes:
             return None
@@ -66,41 +66,42 @@ class Uploading:
         with log:
             begins = log.seek(0, os.SEEK_END)
             process = self._start("restore", stderr=log)
-            while process.poll() is None and pause(_LOOK_S):
-                if said := _last_line(log, begins):
-                    note(said)
-            if process.poll() is None:  # somebody wants the run to stop
+            while process.poll() is None and pause(_POLL_S):
+                if line := _last_line(log, begins):
+                    note(line)
+            if process.poll() is None:  # a stop of the run was requested
                 _kill(process)
                 return None
-            said = _last_line(log, begins)
+            line = _last_line(log, begins)
         if process.returncode != 0:
-            why = said.removeprefix("error: ") or "no reason given"
+            why = line.removeprefix("error: ") or "no reason given"
             if process.returncode < 0:
                 why = f"the process was killed by signal {-process.returncode}"
             raise PreflightError(
-                f"the newest checkpoint could not be had from the store: {one_line(why)} Nothing "
-                "was trained. Try again, or go on from the disk alone: --set storage.results=none"
+                f"the newest checkpoint could not be fetched from the store: {one_line(why)} "
+                "Nothing was trained. Retry, or resume from the disk alone: --set "
+                "storage.results=none"
             )
-        if said:
-            note(said)
+        if line:
+            note(line)
         return last_record(RunState, self._paths.restored.state)
 
     def begin(self) -> None:
-        """Start the uploader, or start it again where it has ended."""
+        """Start the uploader, or restart it if it has ended."""
         alive = self._process is not None and self._process.poll() is None
         if not self._has_store or alive or time.monotonic() - self._started_s < _RESTART_S:
             return
         state = self.state()
         if self._process is not None and state is not None and state.lost:
-            return  # another place has the run now
+            return  # the run now runs elsewhere
         self._started_s = time.monotonic()
         new = [] if self._plan.resumes else ["--new"]
         with suppress(OSError):
-            if state is not None:  # what an earlier process said is no word of this one
+            if state is not None:  # problems of an earlier process do not apply to this one
                 fresh = StoreState(
                     address=state.address, checkpoint=state.checkpoint, token=state.token
                 )
-                if self._process is not None:  # it died, and the run goes on
+                if self._process is not None:  # it was killed while the run continued
                     fresh = replace(
                         fresh,
                         sent_bytes=state.sent_bytes,
@@ -113,25 +114,25 @@ class Uploading:
                 self._process = self._start("upload", *new, stderr=log)
 
     def state(self) -> StoreState | None:
-        """Return what of the run is in the store; None without one."""
+        """Return the state of the run in the store; None without a store."""
         return last_record(StoreState, self._paths.store_state) if self._has_store else None
 
     def news(self) -> str | None:
-        """Return a sentence when the store begins to fail, and when it no longer does."""
+        """Return a message when the store begins to fail, and when it works again."""
         state = self.state()
         problem = state.problem if state else None
         before, self._problem = self._problem, problem
         if problem is not None and before is None:
-            return f"results do not reach the store: {problem}. Training goes on"
+            return f"results do not reach the store: {problem}. Training continues"
         if problem is None and before is not None:
-            return "the store takes results again"
+            return "the store accepts results again"
         return None
 
     def drain(self, *, pause: Callable[[float], bool], most_s: float | None = None) -> None:
-        """Wait until the store has all checkpoints, metrics and logs, but not for too long.
+        """Wait until the store has all checkpoints, metrics and logs, up to a limit.
 
-        `pause` sleeps, and says false when somebody wants the end at once. `most_s` is less than
-        what was agreed where nobody may wait so long.
+        `pause` sleeps, and returns False if an immediate end is requested. `most_s` shortens the
+        configured wait.
         """
         if self._process is None or self._process.stdin is None:
             return
@@ -140,17 +141,17 @@ class Uploading:
         with suppress(OSError):
             self._process.stdin.write(_DRAIN)
             self._process.stdin.flush()
-        # The last records need some of the time, a short one shared evenly.
+        # The last records need some of the time; a short time is split evenly.
         until_s = self._ends_s - min(_LAST_RECORDS_S, wait_s / 2)
         while time.monotonic() < until_s and self._process.poll() is None:
             state = self.state()
             if state is not None and (state.is_idle or state.lost):
                 return
-            if not pause(_LOOK_S):
+            if not pause(_POLL_S):
                 return
 
     def end(self, *, at_once: bool) -> None:
-        """Let the last records follow, then end the uploader; `at_once` kills it."""
+        """Upload the last records, then end the uploader; `at_once` kills it."""
         process = self._process
         if process is None:
             return
@@ -159,15 +160,15 @@ class Uploading:
                 process.stdin.close()
         ends_s = self._ends_s or time.monotonic() + min(_LAST_RECORDS_S, self._final_wait_s)
         with suppress(subprocess.TimeoutExpired):
-            process.wait(0.0 if at_once else max(_LOOK_S, ends_s - time.monotonic()))
+            process.wait(0.0 if at_once else max(_POLL_S, ends_s - time.monotonic()))
             return
         _kill(process)
 
     def _start(self, verb: str, *more: str, stderr: int | BinaryIO) -> subprocess.Popen[str]:
-        # Where the supervisor is, nobody may have named the store; the operator's command did.
-        words = ["--run-dir", str(self._paths.root), "--started-here", *more]
+        # The supervisor's environment need not name the store; the operator's command did.
+        arguments = ["--run-dir", str(self._paths.root), "--started-here", *more]
         return subprocess.Popen(
-            module_words("payload.storage", verb, *words),
+            module_words("payload.storage", verb, *arguments),
             env=code_environment(self._env),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -179,12 +180,12 @@ class Uploading:
 
 def _kill(process: subprocess.Popen[str]) -> None:
     process.kill()
-    with suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel stays
-        process.wait(_LOOK_S)
+    with suppress(subprocess.TimeoutExpired):  # a process that hangs in the kernel stays
+        process.wait(_POLL_S)
 
 
 def _last_line(log: BinaryIO, begins: int) -> str:
-    """Return the last line that was written to a log since it had `begins` bytes."""
+    """Return the last line that was appended to a log after its first `begins` bytes."""
     log.seek(begins)
     lines = log.read().decode(errors="replace").strip().splitlines()
     return lines[-1] if lines else ""

@@ -19,11 +19,11 @@ def complete_summary(
     state: RunState,
     wall_s: float,
 ) -> None:
-    """Make summary.json say how the run ended.
+    """Record the run's end in summary.json.
 
-    A trainer that came to its end has said everything else itself. Of one that did not, the last
-    word dates from its start, so the numbers are counted from metrics.jsonl again, and `wall_s` is
-    the time of all attempts. The cost is always the state's. Raises OSError.
+    A trainer that reached the end has written all other values itself. Otherwise, its summary dates
+    from the start, so the numbers are counted from metrics.jsonl again, and `wall_s` is the time of
+    all attempts. The cost always comes from the state. Raises OSError.
     """
     written = last_record(Summary, paths.summary)
     summary = replace(
@@ -45,7 +45,7 @@ def complete_summary(
 
 
 def _blank(paths: RunPaths, *, plan: LaunchPlan) -> Summary:
-    """Return the summary of a run whose rank 0 never wrote one."""
+    """Return the summary of a run whose rank 0 never wrote a summary."""
     return Summary(
         run_id=paths.run_id,
         status="failed",

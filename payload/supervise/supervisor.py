@@ -1,4 +1,4 @@
-"""One run from start to end: attempts, state.json, and the summary's last words."""
+"""One run from start to end: its attempts, state.json, and the final summary."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dataclasses import replace
 from payload.config.run_config import load_run_config
 from payload.core.errors import BudgetError, ExitCode, PreflightError, TileforgeError
 from payload.formats.checkpoint_listing import newest_sound
-from payload.launch.budget import JobTime, cost_usd, limited, time_limit
+from payload.launch.budget import JobTime, cost_usd, limit_verdict, time_limit
 from payload.launch.environment import launcher_environment
 from payload.launch.launchers.registry import find
-from payload.launch.outcome import Verdict, told_by_system
+from payload.launch.outcome import Verdict, stopped_by_system
 from payload.launch.plan import LaunchPlan
 from payload.launch.ranks import load_ranks
 from payload.launch.restart import AttemptEnd, decide, restart_note, waiting_note
@@ -37,11 +37,11 @@ from payload.run_record.run_files import (
 from payload.run_record.run_repair import known_state, known_summary
 from payload.supervise.attempt import Attempt
 from payload.supervise.heartbeat_stream import NodeStream, close_all, wait_for_nodes
-from payload.supervise.processes import kill_until_none, processes_of, see_off
+from payload.supervise.processes import kill_until_none, processes_of, wait_for_orphans
 from payload.supervise.rank_heartbeats import RankHeartbeats
 from payload.supervise.shared_folders import FolderWatch, describe, folders_of
 from payload.supervise.stop_requests import Stopping, Wakeups
-from payload.supervise.store_processes import Uploading
+from payload.supervise.store_processes import Uploader
 from payload.supervise.summary import complete_summary
 
 _STATE_EVERY_S = 5.0
@@ -59,7 +59,7 @@ _ENDS: Mapping[RunStatus, EventKind] = {
 
 
 class Supervisor:
-    """Keeps one run alive. Make one, call `run` once, holding the run's lock."""
+    """Supervises one run. Create it, then call `run` once, holding the run's lock."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Supervisor:
         env: Mapping[str, str],
         job_ends_unix: float | None = None,
     ) -> None:
-        """`job_ends_unix`: when a scheduler will kill the run's job."""
+        """`job_ends_unix` is when a scheduler will kill the run's job."""
         self._paths = paths
         self._wakeups = wakeups
         self._env = env
@@ -82,23 +82,23 @@ class Supervisor:
         self._node = hostname() if self._plan.off_head else self._ranks[0].node
         """This machine's name."""
         self._is_shared = self._inventory.access.shares_folder
-        # On a cluster the link is the operator's, beside the copies there.
+        # On a cluster, the `latest` link is in the operator's folder, beside the copies.
         self._is_latest = not self._is_shared
         self._streams = self._node_streams()
         self._folders = FolderWatch(self._folder_names(), env=env)
-        self._folder_words = ""
+        self._folder_message = ""
         previous = known_state(paths)
-        self._dead = previous if previous is not None and previous.exit_class is None else None
-        """Return the last supervisor's state, if it died without a word."""
+        self._crashed = previous if previous is not None and previous.exit_class is None else None
+        """The last supervisor's state, if it was killed before the run ended."""
         self._is_unknown = previous is None
-        """True where the disk has no word of the run."""
+        """True if the disk has no state of the run."""
         self._spent_before_s = previous.spent_s if previous else 0.0
-        self._began_s = self._told_s = time.monotonic()
+        self._began_s = self._written_s = time.monotonic()
         self._limit = time_limit(self._config.limits, self._inventory.nodes)
         left_s = self._left_s(grace_s=grace_s)
         self._job_ends_unix = job_ends_unix
         self._job: JobTime | None = None
-        """The job's time, where that is over before the run's own."""
+        """The job's time, if it ends before the run's own limit."""
         if job_ends_unix is not None:
             job = JobTime(left_s=job_ends_unix - time.time(), run_id=paths.run_id)
             job_s = job.stop_after_s(grace_s=grace_s)
@@ -124,31 +124,31 @@ class Supervisor:
             events=previous.events if previous else (),
         )
         self._note_event("resume" if previous else "start")
-        self._uploading = Uploading(paths, plan=self._plan, config=self._config, env=env)
+        self._uploading = Uploader(paths, plan=self._plan, config=self._config, env=env)
         before = known_summary(paths)
         self._wall_before_s = before.wall_s if before else 0.0
 
     def run(self) -> ExitCode:
-        """Start the ranks, stay until the last process is gone, and write how it ended."""
+        """Start the ranks, wait until the last process is gone, and record how the run ended."""
         with hold_port(self._plan.master_port):
-            self._stopping.forget_old_wish()
+            self._stopping.discard_old_request()
             self._require_room()
-            self._tell(self._state.status)
+            self._write_state(self._state.status)
             for stream in self._streams:
                 stream.start()
             try:
-                verdict = self._see_off_predecessor() or self._restored() or self._until_it_ends()
+                verdict = self._wait_for_predecessor() or self._restored() or self._until_it_ends()
             except TileforgeError as error:
                 verdict = Verdict(status="failed", exit_code=error.exit_code, error=str(error))
             finally:
                 close_all(self._streams)
                 self._folders.close()
         limit = self._job or self._limit
-        if self._stopping.limited and limit:
-            verdict = limited(verdict, limit, spent_s=self._spent_s())
-        self._tell(self._state.status)
+        if self._stopping.by_limit and limit:
+            verdict = limit_verdict(verdict, limit, spent_s=self._spent_s())
+        self._write_state(self._state.status)
         self._note_event(_ENDS[verdict.status], verdict.error or "")
-        # First of all how it ended: a scheduler or a shutdown may not wait for the store.
+        # The end is recorded first: a scheduler or a shutdown may not wait for the store.
         self._record_end(verdict)
         self._uploading.drain(
             pause=lambda seconds: self._pause_for_store(seconds, verdict), most_s=self._job_left_s()
@@ -158,7 +158,7 @@ class Supervisor:
         return verdict.exit_code
 
     def _record_end(self, verdict: Verdict) -> None:
-        """Complete the summary and state.json; once more changes what they say of the store."""
+        """Complete the summary and state.json; a second call updates the state of the store."""
         with contextlib.suppress(OSError):
             complete_summary(
                 self._paths,
@@ -167,16 +167,16 @@ class Supervisor:
                 state=replace(self._state, store=self._uploading.state()),
                 wall_s=self._wall_before_s + time.monotonic() - self._began_s,
             )
-        self._tell(verdict.status, verdict=verdict)
+        self._write_state(verdict.status, verdict=verdict)
 
     def _job_left_s(self) -> float | None:
-        """Return how long the store may take before a scheduler kills the job; None without one."""
+        """Return the time until a scheduler kills the job, less a margin; None without a job."""
         if self._job_ends_unix is None:
             return None
         return max(0.0, self._job_ends_unix - time.time() - _JOB_MARGIN_S)
 
     def _require_room(self) -> None:
-        """Require room for state.json, which must be there from the start."""
+        """Raise PreflightError if the disk has no space for state.json."""
         try:
             write_record(self._paths.state, self._state)
         except OSError as error:
@@ -189,23 +189,23 @@ class Supervisor:
         return self._spent_before_s + time.monotonic() - self._began_s
 
     def _left_s(self, *, grace_s: float) -> float | None:
-        """Return the time until the run is asked to stop. Raises BudgetError when it is over."""
+        """Return the time until the run must stop. Raises BudgetError if it is used up."""
         if self._limit is None:
             return None
         left_s = self._limit.stop_at_s(grace_s=grace_s) - self._spent_s()
         if left_s <= 0:
-            raise BudgetError(f"{self._limit.words(spent_s=self._spent_s())}.")
+            raise BudgetError(f"{self._limit.message(spent_s=self._spent_s())}.")
         return left_s
 
-    def _see_off_predecessor(self) -> Verdict | None:
-        """Begin when nothing of a supervisor that died is left; else how the run ends instead."""
+    def _wait_for_predecessor(self) -> Verdict | None:
+        """Wait until ranks of a killed supervisor have ended; return a verdict if they do not."""
         if processes_of(self._paths.root):
-            note = "an earlier supervisor of this run died; waiting until its ranks have saved"
+            note = "an earlier supervisor of this run was killed; waiting until its ranks save"
             self._state = replace(self._state, note=note)
-            self._tell("starting")
-            see_off(self._paths, self._grace_period(), pause=self._pause_unless_forced)
+            self._write_state("starting")
+            wait_for_orphans(self._paths, self._grace_period(), pause=self._pause_unless_forced)
             self._state = replace(self._state, note=None)
-        if self._dead is not None:
+        if self._crashed is not None:
             away = wait_for_nodes(self._streams, pause=self._pause)
             if away and self._stopping.kind == "none":
                 error = f"not started: {away}"
@@ -215,7 +215,7 @@ class Supervisor:
         return None
 
     def _restored(self) -> Verdict | None:
-        """Bring back what the run's store has alone, then begin to upload; else how it ends."""
+        """Fetch what only the run's store has, then begin to upload; return a verdict on a stop."""
         before = self._uploading.restore(pause=self._pause, note=self._note)
         if self._stopping.kind != "none":
             return self._stopped("stopped before it was started")
@@ -225,7 +225,7 @@ class Supervisor:
         return None
 
     def _take_over(self, before: RunState) -> None:
-        """Go on from the store's word, as the disk knew nothing: attempts, time, money, limits."""
+        """Continue from the store's state, for a disk without one: attempts, time, cost, limits."""
         self._spent_before_s = self._wall_before_s = before.spent_s
         self._state = replace(
             self._state,
@@ -241,12 +241,12 @@ class Supervisor:
     def _grace_period(self) -> GracePeriod:
         return GracePeriod(
             self._paths,
-            grace_s=self._dead.grace_s if self._dead else DEFAULT_GRACE_S,
+            grace_s=self._crashed.grace_s if self._crashed else DEFAULT_GRACE_S,
             stall_timeout_s=self._config.limits.hang_timeout_s,
         )
 
     def _until_it_ends(self) -> Verdict:
-        """Attempt after attempt, as long as the policy wants another one."""
+        """Run attempts until the restart policy allows no more."""
         beats = RankHeartbeats(self._paths, self._ranks, self._streams, is_shared=self._is_shared)
         limit = self._config.limits.max_restarts
         restarts = 0
@@ -254,11 +254,11 @@ class Supervisor:
             attempt = self._new_attempt(beats)
             verdict = attempt.run(lambda: self._tick(beats))
             if verdict.exit_code is ExitCode.HANG and self._silent_folders():
-                verdict = _adding(verdict, self._silent_folders())
+                verdict = _with_reason(verdict, self._silent_folders())
             decision = decide(
                 AttemptEnd(
                     verdict=verdict,
-                    asked_to_stop=self._stopping.kind != "none",
+                    stop_requested=self._stopping.kind != "none",
                     restarts=restarts,
                     began_at_step=attempt.began_at_step(),
                     reached_step=attempt.reached_step(),
@@ -266,10 +266,10 @@ class Supervisor:
                 max_restarts=limit,
             )
             if decision.pause_s is None:
-                return _adding(verdict, decision.why)
-            instead = self._wait_for_restart(verdict, pause_s=decision.pause_s)
-            if instead is not None:
-                return instead
+                return _with_reason(verdict, decision.why)
+            failure = self._wait_for_restart(verdict, pause_s=decision.pause_s)
+            if failure is not None:
+                return failure
             restarts += 1
             note = restart_note(
                 verdict,
@@ -279,75 +279,75 @@ class Supervisor:
             )
             self._state = replace(self._state, attempt=self._state.attempt + 1, note=note)
             self._note_event("restart", note)
-            self._tell("starting")
+            self._write_state("starting")
 
     def _wait_for_restart(self, verdict: Verdict, *, pause_s: float) -> Verdict | None:
-        """Wait until all is ready for another attempt; else how the run ends instead."""
+        """Wait until another attempt can start; return a verdict if it cannot."""
         note_before = self._state.note
         self._note_event("failure", verdict.error or "")
         self._state = replace(self._state, note=waiting_note(verdict))
-        self._tell("starting")
-        # Ranks that wait for a folder's server may not be killable before it is back.
+        self._write_state("starting")
+        # Ranks that wait for a folder's server may be unkillable until it is back.
         away = self._wait_for_folders() if verdict.exit_code is ExitCode.HANG else None
         away = away or self._leftovers() or wait_for_nodes(self._streams, pause=self._pause)
         if not away and self._pause(pause_s):
             return None
         self._state = replace(self._state, note=note_before)
         if self._stopping.kind != "none":
-            before = f"stopped before it was started again; it had failed: {verdict.error}"
+            before = f"stopped before it was restarted; it had failed: {verdict.error}"
             return self._stopped(before)
-        return _adding(verdict, f"not started again: {away}")
+        return _with_reason(verdict, f"not restarted: {away}")
 
     def _leftovers(self) -> str | None:
         left = kill_until_none(self._paths.root, timeout_s=_KILL_S)
         return f"processes {sorted(left)} could not be ended" if left else None
 
     def _wait_for_folders(self) -> str | None:
-        """Wait until all shared folders answer; return why the run cannot be started again."""
+        """Wait until all shared folders answer; return why the run cannot be restarted."""
         ends = time.monotonic() + _FOLDERS_RETURN_S
-        while words := self._silent_folders():
+        while message := self._silent_folders():
             if time.monotonic() > ends or not self._pause(_PAUSE_TICK_S):
-                return words
+                return message
         return None
 
     def _folder_names(self) -> list[str]:
         return folders_of(self._config, work_dir=self._plan.work_dir)
 
     def _silent_folders(self) -> str:
-        """Return which shared folders do not answer on which node, or nothing."""
+        """Return a message about shared folders that do not answer; empty if all do."""
         of_nodes = {stream.node.name: stream.troubles() for stream in self._streams}
         of_nodes[self._node] = self._folders.troubles()
         return ", ".join(describe(node, found) for node, found in of_nodes.items() if found)
 
     def _pause(self, seconds: float) -> bool:
-        """Wait at most so long; return False if the run is asked to stop meanwhile."""
+        """Wait at most `seconds`; return False if a stop is requested during that time."""
         ends = time.monotonic() + seconds
         while self._stopping.kind == "none" and time.monotonic() < ends:
             self._wakeups.sleep(min(_PAUSE_TICK_S, seconds))
-            self._stopping.heed()
-            self._tell_now_and_then()
+            self._stopping.next_action()
+            self._write_state_regularly()
         return self._stopping.kind == "none"
 
     def _pause_unless_forced(self, seconds: float) -> bool:
-        """Pause, but not for a forced stop: ranks of an earlier supervisor save already."""
+        """Wait for ranks of an earlier supervisor to save; return False for a forced stop."""
         self._wakeups.sleep(seconds)
-        self._stopping.heed(saving=True)
-        self._tell_now_and_then()
+        self._stopping.next_action(saving=True)
+        self._write_state_regularly()
         return self._stopping.kind in ("none", "graceful")
 
     def _pause_for_store(self, seconds: float, verdict: Verdict) -> bool:
-        """Wait for the store; return False when somebody wants the end at once."""
+        """Wait for the store; return False if an immediate end is requested."""
         self._wakeups.sleep(seconds)
-        self._stopping.heed(saving=True)
-        if time.monotonic() - self._told_s > _STATE_EVERY_S:
-            self._tell(verdict.status, verdict=verdict)
+        self._stopping.next_action(saving=True)
+        if time.monotonic() - self._written_s > _STATE_EVERY_S:
+            self._write_state(verdict.status, verdict=verdict)
         return self._stopping.kind != "forced"
 
-    def _stopped(self, words: str) -> Verdict:
-        """Return how a run ends that was stopped between two attempts."""
+    def _stopped(self, effect: str) -> Verdict:
+        """Return the verdict on a run that was stopped between two attempts."""
         if self._stopping.by_system:
-            return told_by_system(words)
-        return Verdict(status="stopped", exit_code=ExitCode.OK, error=words)
+            return stopped_by_system(effect)
+        return Verdict(status="stopped", exit_code=ExitCode.OK, error=effect)
 
     def _new_attempt(self, beats: RankHeartbeats) -> Attempt:
         return Attempt(
@@ -365,37 +365,37 @@ class Supervisor:
         )
 
     def _tick(self, beats: RankHeartbeats) -> None:
-        if self._state.status == "starting" and beats.first_word() is not None:
-            self._tell("running")
+        if self._state.status == "starting" and beats.rank_0_progress() is not None:
+            self._write_state("running")
         if not self._is_latest and (beats.steps() or 0) > 0:
             self._is_latest = True
             with contextlib.suppress(OSError):
                 point_latest_at(self._paths)
-        self._look_at_store()
-        self._look_at_folders()
-        self._tell_now_and_then()
+        self._check_store()
+        self._check_folders()
+        self._write_state_regularly()
 
-    def _look_at_store(self) -> None:
-        """Say once that the store fails, and once that it no longer does."""
-        if time.monotonic() - self._told_s <= _STATE_EVERY_S:
+    def _check_store(self) -> None:
+        """Restart the uploader, and note once that the store fails or works again."""
+        if time.monotonic() - self._written_s <= _STATE_EVERY_S:
             return
         self._uploading.begin()
         news = self._uploading.news()
         if news is not None:
             self._state = replace(self._state, note=news)
 
-    def _look_at_folders(self) -> None:
-        """Say once that a shared folder does not answer, and once that all do again."""
-        words = self._silent_folders()
-        before, self._folder_words = self._folder_words, words
-        if words and not before:
-            self._state = replace(self._state, note=f"{words}; what reads it waits")
-            self._tell(self._state.status)
-        elif before and not words:
+    def _check_folders(self) -> None:
+        """Note once that a shared folder does not answer, and once that all do again."""
+        message = self._silent_folders()
+        before, self._folder_message = self._folder_message, message
+        if message and not before:
+            self._state = replace(self._state, note=f"{message}; reading it blocks")
+            self._write_state(self._state.status)
+        elif before and not message:
             self._state = replace(self._state, note="the shared folder answers again")
 
     def _node_streams(self) -> list[NodeStream]:
-        """Return one to every node that is not this machine."""
+        """Return a stream for every node except this machine."""
         launcher, reaches = find(self._plan.launcher), self._plan.ssh or self._plan.node_command
         if not reaches or not launcher.needs_heartbeats:
             return []
@@ -416,7 +416,7 @@ class Supervisor:
         ]
 
     def _note_event(self, kind: EventKind, text: str = "") -> None:
-        """Keep what happened for the report; the next `_tell` writes it down."""
+        """Add an event for the report; the next state.json contains it."""
         event = RunEvent(
             kind=kind, time_unix=time.time(), attempt=self._state.attempt, text=text[:_EVENT_CHARS]
         )
@@ -426,13 +426,13 @@ class Supervisor:
     def _note(self, text: str) -> None:
         self._state = replace(self._state, note=text)
 
-    def _tell_now_and_then(self) -> None:
-        if time.monotonic() - self._told_s > _STATE_EVERY_S:
-            self._tell(self._state.status)
+    def _write_state_regularly(self) -> None:
+        if time.monotonic() - self._written_s > _STATE_EVERY_S:
+            self._write_state(self._state.status)
 
-    def _tell(self, status: RunStatus, *, verdict: Verdict | None = None) -> None:
-        """Replace state.json; a disk that is full meanwhile is no reason to end a run."""
-        self._told_s = time.monotonic()
+    def _write_state(self, status: RunStatus, *, verdict: Verdict | None = None) -> None:
+        """Replace state.json; a full disk must not end the run."""
+        self._written_s = time.monotonic()
         self._state = replace(
             self._state,
             status=status,
@@ -449,16 +449,16 @@ class Supervisor:
             write_record(self._paths.state, self._state)
 
 
-def _adding(verdict: Verdict, words: str | None) -> Verdict:
-    return replace(verdict, error=f"{verdict.error}; {words}") if words else verdict
+def _with_reason(verdict: Verdict, reason: str | None) -> Verdict:
+    return replace(verdict, error=f"{verdict.error}; {reason}") if reason else verdict
 
 
 def hold_port(port: int) -> socket.socket:
-    """Return a socket that keeps others off `port`, while rank 0 can still listen there.
+    """Return a socket that keeps other programs off `port`, while rank 0 can still listen on it.
 
-    Both set SO_REUSEADDR, and this one never listens: Linux then allows a second bind, but neither
-    hands the port out for outgoing connections nor to a program that binds without the option.
-    Elsewhere the port is looked at and let go. Raises PreflightError when it is taken.
+    Both set SO_REUSEADDR, and this socket never listens: Linux then allows a second bind, but
+    neither assigns the port to outgoing connections nor to a program that binds without the option.
+    Other systems: the port is checked and released. Raises PreflightError if it is in use.
     """
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -467,7 +467,7 @@ def hold_port(port: int) -> socket.socket:
     except OSError as error:
         holder.close()
         raise PreflightError(
-            f"port {port}, where the ranks would meet, is taken ({error.strerror}). Start the run "
+            f"port {port}, where the ranks would meet, is in use ({error.strerror}). Start the run "
             "again; it chooses another."
         ) from None
     if sys.platform != "linux":

@@ -145,7 +145,7 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))
 # A run folder with a checkpoint in it is resumed.
 srun --kill-on-bad-exit=1 --cpu-bind=cores --cpus-per-task=1 python3 -m payload.train --config "$run_dir/run.toml" --run-dir "$run_dir"
-# Stopped with a checkpoint by the time limit: the next job goes on.
+# Stopped with a checkpoint by the time limit: the next job continues.
 if grep -q '"status": "stopped"' "$run_dir/summary.json"; then
   scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -1,4 +1,4 @@
-"""Accelerate itself takes the config as it is and forms the group that the plan says."""
+"""Accelerate itself accepts the config unchanged and forms the process group of the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a run may live."""
+"""Time limits of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from payload.config.launch_sections import LimitsSection
 from payload.core.errors import ConfigError, ExitCode
-from payload.launch.budget import TimeLimit, cost_usd, limited, time_limit
+from payload.launch.budget import TimeLimit, cost_usd, limit_verdict, time_limit
 from payload.launch.outcome import Verdict
 from payload.machines.inventory import ClusterInventory
 from tests.launch.inventories import make_inventory
@@ -52,18 +52,18 @@ def test_a_run_is_asked_to_stop_before_its_limit() -> None:
     assert replace(TWO_HOURS, seconds=30.0).stop_at_s(grace_s=60.0) == 27.0
 
 
-def test_a_stop_by_the_limit_is_50_and_says_how_to_go_on() -> None:
-    verdict = limited(STOPPED, TWO_HOURS, spent_s=7141.0)
+def test_a_stop_by_the_limit_is_50_and_shows_how_to_resume() -> None:
+    verdict = limit_verdict(STOPPED, TWO_HOURS, spent_s=7141.0)
     assert (verdict.status, verdict.exit_code) == ("stopped", ExitCode.BUDGET)
     assert verdict.error == (
-        "limits.max_hours = 2 is reached: 1.98 h of 2.00 h are used. To go on, resume with a "
-        "higher one: --set limits.max_hours=4"
+        "limits.max_hours = 2 is reached: 1.98 h of 2.00 h are used. To continue, resume with a "
+        "higher limit: --set limits.max_hours=4"
     )
 
 
 def test_a_run_that_finished_all_the_same_is_finished() -> None:
     finished = Verdict(status="finished", exit_code=ExitCode.OK)
-    assert limited(finished, TWO_HOURS, spent_s=7141.0) is finished
+    assert limit_verdict(finished, TWO_HOURS, spent_s=7141.0) is finished
 
 
 def test_cost_is_that_of_all_nodes_for_the_time() -> None:

@@ -1,4 +1,4 @@
-"""Which strategies a plan compares, and in which order."""
+"""The strategies that a plan compares, and their order."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_what_does_not_fit_comes_last() -> None:
 def test_where_no_peak_was_measured_the_order_is_that_of_an_ordinary_core(
     ranks_per_node: int, bytes_per_s: float, names: list[str]
 ) -> None:
-    """It is the order that was measured there, but for zero3 at 1 Gbit/s, which was not."""
+    # The measured order, except for zero3 at 1 Gbit/s, which was not measured.
     words = ["batch.micro_batch_size=2", "batch.global_batch_size=8", "data.sequence_length=128"]
     found = compare_strategies(
         parse_run_config("", overrides=[*words, "precision.dtype=fp32"], where="test"),

@@ -35,7 +35,7 @@ def test_tuned_malloc_keeps_large_blocks_and_asks_for_huge_pages() -> None:
     assert "glibc.malloc.hugetlb=1" in tunables
 
 
-def test_lean_malloc_gives_large_blocks_back_at_once() -> None:
+def test_lean_malloc_returns_large_blocks_immediately() -> None:
     tunables = _common("lean")["GLIBC_TUNABLES"].split(":")
     assert tunables == ["glibc.malloc.mmap_threshold=1048576", "glibc.malloc.hugetlb=1"]
 
@@ -81,7 +81,7 @@ def test_each_rank_gets_its_threads_and_its_nodes_interface() -> None:
     }
 
 
-def test_schedulers_and_other_launchers_around_us_are_not_seen_by_ours() -> None:
+def test_variables_of_schedulers_and_outer_launchers_are_removed() -> None:
     base = {
         "HOME": "/home/a",
         "SLURM_JOBID": "5",

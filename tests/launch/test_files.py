@@ -1,4 +1,4 @@
-"""Hosts file, Accelerate config, command lines: word for word."""
+"""Hosts file, Accelerate config and command lines, compared verbatim."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from payload.launch.launcher import Job, Reach
 from payload.launch.launcher_files import render_accelerate, render_hosts
 from payload.launch.launchers.registry import find
 from payload.launch.launchers.srun import each_node_command
-from payload.launch.plan import LaunchPlan, rank_program, rank_words
+from payload.launch.plan import LaunchPlan, rank_arguments, rank_program
 from payload.launch.ranks import place_ranks
 from payload.models.spec import ModelSpec
 from payload.optimizers.adamw import UPDATE_S_PER_WEIGHT
@@ -47,7 +47,7 @@ ENVIRONMENT = common_environment(
 JOB = Job(
     executable="/venv/bin/mpirun",
     python="/venv/bin/python",
-    words=rank_words(RUN),
+    rank_arguments=rank_arguments(RUN),
     environment=ENVIRONMENT,
     world_size=4,
     ranks_per_node=2,
@@ -112,8 +112,10 @@ def test_torchrun_gets_the_same_program() -> None:
     assert_golden("torchrun.1x2.argv", shlex.join(argv) + "\n")
 
 
-def test_torchrun_over_nodes_is_told_to_every_agent() -> None:
-    job = replace(JOB, executable="/venv/bin/python", words=(*JOB.words, "{scratch}"))
+def test_torchrun_over_nodes_reaches_every_agent() -> None:
+    job = replace(
+        JOB, executable="/venv/bin/python", rank_arguments=(*JOB.rank_arguments, "{scratch}")
+    )
     python, *start, text = find("torchrun").argv(job)
     assert [python, *start] == ["/venv/bin/python", "-m", "payload.supervise.agents"]
     agents = AgentJob.from_json(text)
@@ -122,7 +124,7 @@ def test_torchrun_over_nodes_is_told_to_every_agent() -> None:
         shlex.join(agents.on_node(rank, f"10.0.0.{2 + rank}", scratch="/tmp/a b"))
         for rank in range(2)
     ]
-    # The ranks' own words stay as they are.
+    # The ranks' own arguments are unchanged.
     assert all(line.endswith(" '{scratch}'") for line in lines)
     assert_golden("torchrun.2x2.argv", "\n".join(lines) + "\n")
 
@@ -134,7 +136,7 @@ def test_torchrun_in_a_slurm_job_is_one_task_on_every_node() -> None:
     agents = AgentJob.from_json(text)
     assert agents.ssh == ()
     over_ssh = find("torchrun").argv(replace(JOB, executable="/venv/bin/python"))[-1]
-    # Slurm's SIGTERM is for the ranks, which the agent would give 30 s.
+    # The ranks handle Slurm's SIGTERM; the agent would kill them 30 s later.
     assert agents.command == (
         *AgentJob.from_json(over_ssh).command,
         "--signals-to-handle",
@@ -168,7 +170,7 @@ def test_plan_reads_back_as_it_was_written() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 1}'])
-def test_a_damaged_plan_is_said_to_be_one(text: str) -> None:
+def test_a_damaged_plan_is_reported(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^plan\.json: .*Start the run again\.$"):
         LaunchPlan.from_json(text, where="plan.json")
 

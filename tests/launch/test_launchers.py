@@ -32,13 +32,13 @@ def test_a_launcher_has_the_name_of_its_file_and_is_found_by_it() -> None:
     assert [find(name).name for name in names()] == names()
 
 
-def test_auto_prefers_mpirun_and_a_name_is_taken_at_its_word() -> None:
+def test_auto_prefers_mpirun_and_a_name_selects_its_launcher() -> None:
     assert [launcher.name for launcher in candidates("auto")] == ["mpirun", "torchrun"]
     assert [launcher.name for launcher in candidates("torchrun")] == ["torchrun"]
 
 
 @pytest.mark.parametrize("name", ["mpi", "base", "registry", "../mpirun", ""])
-def test_an_unknown_launcher_names_those_that_there_are(name: str) -> None:
+def test_an_unknown_launcher_names_the_known_ones(name: str) -> None:
     with pytest.raises(ConfigError, match="Use one of auto, mpirun, srun, torchrun"):
         candidates(name)
 
@@ -72,7 +72,7 @@ def test_in_a_slurm_job_torchrun_s_tasks_are_agents_and_no_ranks() -> None:
     torchrun = find("torchrun")
     assert torchrun.report("srun: error: node-2: task 1: Killed\n") == Report()
     lost = torchrun.report("srun: error: Node failure on node-2\n").lost
-    assert lost == LostNode(address="node-2", how="failed, says Slurm")
+    assert lost == LostNode(address="node-2", how="failed, according to Slurm")
     refused = torchrun.report("srun: error: Unable to create step for job 7: Job violates policy\n")
     assert refused.not_started is not None and "Job violates policy" in refused.not_started
 
@@ -96,7 +96,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def toy_run(root: Path) -> tuple[RunPaths, str]:
-    """A run through the new launcher, and what it printed."""
+    """Return a run through the new launcher, and its output."""
     return run(root, "toy", "launch.launcher=toy")
 
 

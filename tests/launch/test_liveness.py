@@ -1,4 +1,4 @@
-"""When a run that is silent is a hang, when its node is lost, and when nothing is wrong."""
+"""The verdict on a silent run: hung, node lost, or healthy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_rank_that_waits_for_one_that_works_is_no_hang() -> None:
     assert look(beat(0, quiet_s=1.0, phase="eval"), beat(1, quiet_s=5000.0)) is None
 
 
-def test_nobodys_progress_for_the_limit_is_a_hang_that_names_who_is_behind() -> None:
+def test_no_progress_for_the_limit_is_a_hang_that_names_the_rank_behind() -> None:
     assert look(beat(0, quiet_s=119.0), beat(1, quiet_s=130.0, step=6)) is None
     verdict = look(beat(0, quiet_s=121.0), beat(1, quiet_s=130.0, step=6))
     assert verdict is not None and verdict.exit_code is ExitCode.HANG
@@ -36,7 +36,7 @@ def test_nobodys_progress_for_the_limit_is_a_hang_that_names_who_is_behind() -> 
     )
 
 
-def test_of_two_at_one_step_the_one_in_the_earlier_phase_is_behind() -> None:
+def test_of_two_ranks_at_one_step_the_one_in_the_earlier_phase_is_behind() -> None:
     verdict = look(beat(0, quiet_s=121.0), beat(1, quiet_s=130.0, phase="sync check"))
     assert verdict is not None and "behind: rank 1 on node-1 at step 7 (sync check)" in str(
         verdict.error
@@ -49,7 +49,7 @@ def test_a_stopped_process_is_named_wherever_it_is() -> None:
     assert verdict is not None and "stopped by a signal: rank 1 on node-1" in str(verdict.error)
 
 
-def test_all_at_one_place_is_said() -> None:
+def test_ranks_that_all_stop_at_one_step_are_reported() -> None:
     verdict = look(beat(0, quiet_s=130.0), beat(1, quiet_s=130.0))
     assert verdict is not None and verdict.rank is None
     assert "all ranks are at step 7 (step), see their logs" in str(verdict.error)
@@ -68,7 +68,7 @@ def test_slow_steps_raise_the_limit_tenfold_but_not_past_gloos(
 
 
 @pytest.mark.parametrize("phase", ["load", "calibration", "start", "checkpoint", "end"])
-def test_what_cannot_be_looked_into_may_take_longer(phase: str) -> None:
+def test_phases_without_intermediate_progress_get_a_longer_limit(phase: str) -> None:
     def after(quiet_s: float) -> Verdict | None:
         return look(beat(0, quiet_s=quiet_s, phase=phase), beat(1, quiet_s=quiet_s))
 
@@ -76,7 +76,7 @@ def test_what_cannot_be_looked_into_may_take_longer(phase: str) -> None:
     assert after(545.0) is not None
 
 
-def test_before_the_first_step_and_before_all_have_spoken_the_limit_is_the_long_one() -> None:
+def test_before_the_first_step_and_the_first_heartbeats_the_limit_is_the_long_one() -> None:
     first = replace(PACE, median_step_s=None)
     assert look(beat(0, quiet_s=500.0), beat(1, quiet_s=500.0), pace=first) is None
     assert look(beat(0, quiet_s=500.0)) is None
@@ -89,15 +89,15 @@ def test_a_silent_node_that_takes_connections_is_frozen_in_any_phase() -> None:
     ranks = beat(0, quiet_s=121.0, phase="checkpoint"), beat(1, quiet_s=125.0)
     verdict = look(*ranks, node=silent)
     assert verdict is not None and verdict.exit_code is ExitCode.HANG
-    assert "node frozen, it takes connections but does not answer: node-1" in str(verdict.error)
+    assert "node frozen, it accepts connections but does not answer: node-1" in str(verdict.error)
 
 
-def test_a_silent_node_in_a_run_that_goes_on_is_nothing() -> None:
+def test_a_silent_node_in_a_run_that_makes_progress_is_ignored() -> None:
     silent = replace(ALIVE, quiet_s=1000.0, unreachable_s=1000.0)
     assert look(beat(0, quiet_s=1.0), beat(1, quiet_s=1000.0), node=silent) is None
 
 
-def test_a_node_that_takes_no_connection_is_lost_soon() -> None:
+def test_a_node_that_accepts_no_connection_is_lost_soon() -> None:
     gone = replace(ALIVE, quiet_s=20.0, unreachable_s=LOST_S)
     verdict = look(beat(0, quiet_s=19.0), beat(1, quiet_s=20.0), node=gone)
     assert verdict is not None and verdict.exit_code is ExitCode.RANK_LOST

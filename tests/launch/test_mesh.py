@@ -1,4 +1,4 @@
-"""The mesh of ranks, and what a plan says of ranks that compute each layer together."""
+"""The mesh of ranks, and the plan of ranks that compute each layer together."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_tensor_ranks_are_neighbours_and_stages_are_far_apart() -> None:
         (Mesh(pipeline=2, replicate=2), False, "with its replicas"),
     ],
 )
-def test_what_two_ranks_of_a_mesh_both_hold_is_said(mesh: Mesh, tied: bool, said: str) -> None:
+def test_state_that_two_ranks_of_a_mesh_share_is_noted(mesh: Mesh, tied: bool, said: str) -> None:
     assert said in mesh.compared(tied=tied)
 
 

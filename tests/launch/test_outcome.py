@@ -1,4 +1,4 @@
-"""How a run's end is judged from what is left of it."""
+"""The verdict on a run's end, from its records and its launcher's output."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def evidence(*exits: RankExit, **changes: Any) -> Evidence:
     return dataclasses.replace(CLEAN, exits=by_rank, **changes)
 
 
-def test_all_well_is_what_the_trainer_says() -> None:
+def test_a_run_without_errors_has_the_trainer_s_status() -> None:
     exits = [ended(rank, 0) for rank in range(3)]
     verdict = judge(evidence(*exits, trainer_status="finished"))
     assert (verdict.status, verdict.exit_code) == ("finished", ExitCode.OK)
@@ -91,7 +91,7 @@ def test_the_earliest_of_error_and_signal_is_the_cause() -> None:
     assert judge(evidence(ended(1, 139, signal=11), ended(0, 10, error="x"))).rank == 0
 
 
-def test_what_we_killed_ourselves_is_no_cause() -> None:
+def test_a_rank_that_the_supervisor_killed_is_not_the_cause() -> None:
     verdict = judge(
         evidence(
             ended(0, 137, at=6.0, signal=9), ended(1, 40, at=1.0, error="x"), ended_by_us_s=5.0
@@ -100,10 +100,10 @@ def test_what_we_killed_ourselves_is_no_cause() -> None:
     assert (verdict.rank, verdict.exit_code) == (1, ExitCode.TRAINING)
 
 
-def test_a_status_that_is_none_of_ours_is_a_training_error() -> None:
+def test_an_unknown_exit_status_is_a_training_error() -> None:
     verdict = judge(evidence(ended(2, 1)))
     assert verdict.exit_code is ExitCode.TRAINING
-    assert verdict.error == "rank 2 on node-0: ended with status 1 and no word; see its log"
+    assert verdict.error == "rank 2 on node-0: ended with status 1 and no message; see its log"
 
 
 def test_a_rank_without_a_record_is_named_by_mpirun() -> None:
@@ -114,20 +114,20 @@ def test_a_rank_without_a_record_is_named_by_mpirun() -> None:
 
 def test_a_rank_without_a_record_is_named_without_mpirun_too() -> None:
     verdict = judge(evidence(ended(0, 41), ended(2, 41)))
-    assert verdict.error == "rank 1 on node-0 ended without a word"
+    assert verdict.error == "rank 1 on node-0 was killed before it could report an error"
     assert verdict.exit_code is ExitCode.RANK_LOST
 
 
-def test_only_echoes_left() -> None:
+def test_errors_of_lost_contact_alone_are_a_lost_rank() -> None:
     verdict = judge(
         evidence(ended(0, 41, error="gone"), ended(2, 137, at=9.0, signal=9), ended_by_us_s=5.0)
     )
     assert verdict.exit_code is ExitCode.RANK_LOST
-    assert verdict.error == "rank 1 on node-0 was lost; rank 0 on node-0 says: gone"
+    assert verdict.error == "rank 1 on node-0 was lost; rank 0 on node-0 reports: gone"
 
 
 @pytest.mark.parametrize("status", [-9, 137])
-def test_a_killed_launcher_is_said_to_be_killed(status: int) -> None:
+def test_a_killed_launcher_is_reported_as_killed(status: int) -> None:
     verdict = judge(
         evidence(ended(0, 137, at=9.0, signal=9), ended_by_us_s=5.0, launcher_status=status)
     )
@@ -136,7 +136,7 @@ def test_a_killed_launcher_is_said_to_be_killed(status: int) -> None:
 
 
 @pytest.mark.parametrize("exits", [(0,), (0, 1, 2)])
-def test_ranks_that_a_dying_launcher_took_along_are_not_the_cause(exits: tuple[int, ...]) -> None:
+def test_ranks_that_a_killed_launcher_ended_are_not_the_cause(exits: tuple[int, ...]) -> None:
     records = [ended(rank, 137, at=5.1, signal=9) for rank in exits]
     verdict = judge(evidence(*records, launcher_killed_s=5.0, launcher_status=-9))
     assert str(verdict.error).startswith("the launcher was killed by signal 9")
@@ -172,7 +172,7 @@ def test_a_stop_by_the_system_is_a_lost_run_and_no_result() -> None:
     stopped = evidence(stop="graceful", stop_by_system=True, trainer_status="stopped")
     verdict = judge(stopped)
     assert (verdict.status, verdict.exit_code) == ("failed", ExitCode.RANK_LOST)
-    assert "told to stop by the system, not by a command" in str(verdict.error)
+    assert "stopped by the system, not by a command" in str(verdict.error)
     assert judge(dataclasses.replace(stopped, trainer_status="finished")).status == "finished"
 
 
@@ -192,7 +192,7 @@ def test_a_forced_stop_says_what_is_lost() -> None:
 def test_a_stop_before_training_began_lost_nothing() -> None:
     verdict = judge(evidence(stop="graceful", ended_by_us_s=5.0, trained=False, begun=True))
     assert (verdict.status, verdict.exit_code) == ("stopped", ExitCode.OK)
-    assert verdict.error == "stopped while the ranks loaded; the last checkpoint is as it was"
+    assert verdict.error == "stopped while the ranks loaded; the last checkpoint is unchanged"
 
 
 def test_ranks_that_do_not_stop_are_hanging() -> None:
@@ -204,7 +204,7 @@ def test_an_own_error_during_a_stop_is_still_an_error() -> None:
     assert verdict.error == "rank 0 on node-0: disk full"
 
 
-def test_what_the_signs_of_life_showed_wins_over_what_followed_from_it() -> None:
+def test_the_verdict_of_the_heartbeats_wins_over_its_consequences() -> None:
     frozen = Verdict(status="failed", exit_code=ExitCode.HANG, error="node frozen: node-1")
     assert judge(evidence(ended(0, 41, error="rank 0 lost contact"), trouble=frozen)) is frozen
     assert judge(evidence(ended(2, 143, signal=15), trouble=frozen)) is frozen
@@ -218,7 +218,7 @@ def test_a_ranks_own_error_wins_over_the_silence_after_it() -> None:
 
 
 def test_ranks_that_saved_and_ended_unasked_are_a_lost_rank_and_no_result() -> None:
-    """As after SIGTERM to one rank, or to all of a machine that is taken away."""
+    # As after SIGTERM to one rank, or to all ranks of a machine that is preempted.
     told = ended(1, 0, error="was sent SIGTERM")
     verdict = judge(evidence(ended(0, 0), told, ended(2, 0), trainer_status="stopped"))
     assert (verdict.status, verdict.exit_code, verdict.rank) == ("failed", ExitCode.RANK_LOST, 1)
@@ -227,7 +227,7 @@ def test_ranks_that_saved_and_ended_unasked_are_a_lost_rank_and_no_result() -> N
     assert (unknown.exit_code, unknown.rank) == (ExitCode.RANK_LOST, None)
 
 
-def test_what_all_ranks_say_alike_is_no_ones_fault() -> None:
+def test_an_error_that_all_ranks_report_names_no_rank() -> None:
     words = "after step 20 the ranks do not hold one model: it cannot be known which"
     records = [ended(rank, 40, at=3.0 - rank, error=words) for rank in range(3)]
     verdict = judge(evidence(*records))
@@ -255,4 +255,4 @@ def test_a_node_whose_launcher_process_ended_is_named(how: str) -> None:
 def test_a_launcher_that_gives_up_with_ranks_at_work_lost_them() -> None:
     verdict = judge(evidence(launcher_status=255, launcher_text="downstream ended\n", begun=True))
     assert verdict.exit_code is ExitCode.RANK_LOST
-    assert verdict.error == "the launcher gave up (status 255): downstream ended"
+    assert verdict.error == "the launcher failed (status 255): downstream ended"

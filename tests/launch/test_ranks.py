@@ -1,4 +1,4 @@
-"""Where ranks are placed."""
+"""The placement of ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_one_rank_per_numa_domain_takes_all_its_cores() -> None:
     assert placement.notes == ()
 
 
-def test_four_ranks_on_two_cores_share_them_and_it_is_said() -> None:
+def test_four_ranks_on_two_cores_share_them_with_a_note() -> None:
     inventory = make_inventory(physical_cores=2)
     placement = place_ranks(inventory.nodes, LaunchSection(ranks_per_node=4))
     assert [r.cores for r in placement.ranks] == [(0,), (1,), (0,), (1,)]
@@ -118,7 +118,7 @@ def test_rank_file_is_the_golden_one_and_reads_back() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 1, "ranks": [{"rank": 0}]}'])
-def test_a_damaged_rank_file_is_said_to_be_one(text: str) -> None:
+def test_a_damaged_rank_file_is_reported(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^ranks\.json: .*Start the run again\.$"):
         parse_ranks(text, where="ranks.json")
 

@@ -1,4 +1,4 @@
-"""The plan of a run whose ranks hold a part of the model each."""
+"""The plan of a run whose ranks each hold a part of the model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def numbers(*settings: str, ranks: int = 4) -> Arithmetic:
 SHARD = "distributed.strategy=shard"
 
 
-def test_a_quarter_of_the_state_and_what_is_whole_for_a_moment() -> None:
+def test_a_rank_holds_a_quarter_of_the_state_and_one_whole_layer_at_a_time() -> None:
     whole, quarter = numbers(), numbers(SHARD)
     state = 16 * MEDIUM.num_params()
     assert quarter.memory_bytes_per_rank < 0.45 * whole.memory_bytes_per_rank
@@ -87,7 +87,7 @@ def test_a_group_that_does_not_divide_the_ranks_makes_no_plan() -> None:
         numbers(SHARD, "distributed.shard_size=3")
 
 
-def test_a_sharded_rank_gives_memory_back_at_once_unless_told_otherwise() -> None:
+def test_a_sharded_rank_returns_memory_immediately_by_default() -> None:
     assert config().malloc() == "tuned"
     assert config(SHARD).malloc() == "sharded"
     assert config("distributed.strategy=zero3").malloc() == "lean"

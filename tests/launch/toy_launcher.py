@@ -1,4 +1,4 @@
-"""A launcher that starts the ranks of one machine by itself: all that a new one needs to be."""
+"""A launcher that starts the ranks of one machine itself: the minimum for a new launcher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ class Toy(Launcher):
 
     def argv(self, job: Job) -> tuple[str, ...]:
         """Return this module's command line."""
-        return (job.executable, "-m", type(self).__module__, str(job.world_size), *job.words)
+        return (
+            job.executable,
+            "-m",
+            type(self).__module__,
+            str(job.world_size),
+            *job.rank_arguments,
+        )
 
 
 LAUNCHER = Toy()

@@ -72,7 +72,7 @@ WAYS: dict[str, Damage] = {
 def damage_file(path: Path, *, way: str, source: Path, outside: Path) -> None:
     """Damage a file of a run; `source` is what it was or another run's, `outside` a link's target.
 
-    Nobody may write to `outside`.
+    No command may write to `outside`.
     """
     outside.write_text("not the run's")
     path.parent.mkdir(exist_ok=True)

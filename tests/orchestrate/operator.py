@@ -77,7 +77,7 @@ class Operator:
         )
 
     def do(self, *arguments: str, env: Mapping[str, str] | None = None) -> tuple[int, str]:
-        """An orchestrate command to its end: exit code, and all it said."""
+        """Run an orchestrate command; return its exit code and its output."""
         return finish(self.start(*arguments, env=env))
 
     def on_cluster(self, command: str) -> list[str]:
@@ -109,7 +109,7 @@ class Operator:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Wait for a command's end: exit code, and all it said."""
+    """Wait until a command has ended; return its exit code and its output."""
     with process:
         try:
             out, err = process.communicate(timeout=TIMEOUT_S)

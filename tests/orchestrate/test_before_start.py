@@ -46,7 +46,7 @@ def workplace(tmp_path: Path) -> Workplace:
 
 
 def make_checkpoint(folder: Path) -> Path:
-    """A sound checkpoint as far as its files go; no weights are in it."""
+    """A checkpoint that is valid by its files, without weights."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(GPT2_CONFIG))
     for name in ("model.safetensors", "optimizer.safetensors", "trainer.json"):
@@ -60,7 +60,7 @@ def make_checkpoint(folder: Path) -> Path:
 
 
 def latest_run(workplace: Workplace, run_id: str) -> RunPaths:
-    """Make the latest run, with two sound checkpoints."""
+    """Create the latest run, with two valid checkpoints."""
     paths = make_run(workplace.runs / run_id)
     for step in (5, 10):
         make_checkpoint(paths.checkpoint(step))
@@ -145,7 +145,7 @@ def test_a_damaged_checkpoint_of_the_initial_run_is_passed_over_and_named(
     config = settings(f"model.init={run.root}")
     settled = settle_initial(config, vocab_size=50257, say=said.append, download=False)
     assert settled.model.init == str(run.checkpoint(5))
-    assert len(said) == 1 and "step_00000010 is passed over: model.safetensors: its" in said[0]
+    assert len(said) == 1 and "step_00000010 is skipped: model.safetensors: its" in said[0]
     with pytest.raises(ConfigError, match="the checkpoint is damaged: model"):
         settle_initial(
             settings(f"model.init={run.checkpoint(10)}"),
@@ -189,10 +189,10 @@ def test_a_run_that_fails_before_its_first_step_does_not_become_the_latest(
         ("train.keep_checkpoints=1000000000", "GB free, but"),
     ],
 )
-def test_what_can_be_known_before_the_start_starts_nothing(
+def test_errors_that_are_detectable_before_the_start_start_nothing(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch, setting: str, message: str
 ) -> None:
-    # Nothing answers there: the hub is out of reach at once. Its client may be imported already.
+    # No server answers: requests to the hub fail immediately. Its client may be imported already.
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     before = latest_run(workplace, "before")
     if "positions" in message:
@@ -209,7 +209,7 @@ def test_what_can_be_known_before_the_start_starts_nothing(
     assert not workplace.run_paths("one").root.exists()
     assert (workplace.runs / "latest").readlink() == Path("before")
     status, _, err = workplace.call("plan", *words)
-    # What is here and has no sizes has no figures to plan with; what a machine lacks does not come.
+    # A local model without sizes has no numbers to plan with; a missing package is not installed.
     refused = any(each in message for each in ("that is a file", " needs ", "has no CUDA device"))
     assert status == (ExitCode.CONFIG if refused else 0)
     mark = "error: " if refused else "note: a run would stop here: "
@@ -259,18 +259,18 @@ def test_the_error_of_a_failed_run_is_printed_once(workplace: Workplace, rank: i
 
 
 @pytest.mark.ranks
-def test_a_run_whose_folder_is_deleted_ends_with_one_line_and_brings_nothing_back(
+def test_a_run_whose_folder_is_deleted_ends_with_one_line_and_recreates_nothing(
     workplace: Workplace,
 ) -> None:
     run = workplace.start(ENDLESS, "run", "--run-id", "one")
     paths = workplace.run_paths("one")
     wait_for_steps(paths)
     moved = workplace.runs.parent / "deleted"
-    paths.root.rename(moved)  # at once, as no file manager leaves it half removed
+    paths.root.rename(moved)  # at the same time, as no file manager leaves it half removed
     _, err = run.communicate(timeout=DEADLINE_S)
     assert run.returncode == ExitCode.TRAINING, err
     assert "Traceback" not in err
-    assert f"error: {paths.root} was removed while the run went on" in err
+    assert f"error: {paths.root} was removed while the run was active" in err
     assert not paths.root.exists()
     wait_until_gone(RunPaths(moved))
 

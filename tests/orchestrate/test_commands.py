@@ -35,7 +35,7 @@ from tests.support.recorded_output import record_output
 
 ENDLESS = ("--steps", "100000")
 ONE_RANK = ("--set", "launch.ranks_per_node=1")
-"""For a run whose number of ranks says nothing: its start takes two thirds of the time."""
+"""For runs whose number of ranks does not matter: the start takes two thirds of the time."""
 
 
 class Workplace:
@@ -60,7 +60,7 @@ class Workplace:
     def start(
         self, stand_in: tuple[str, ...], command: str, *arguments: str, under: Sequence[str] = ()
     ) -> subprocess.Popen[str]:
-        """Start a command in a process of its own, with the stand-in program as the trainer."""
+        """Start a command in a separate process, with the stand-in program as the trainer."""
         return subprocess.Popen(
             [
                 *under,
@@ -76,7 +76,7 @@ class Workplace:
         )
 
     def call(self, command: str, *arguments: str) -> tuple[int, str, str]:
-        """Run a command to its end in this process; return its exit code, stdout and stderr."""
+        """Run a command in this process; return its exit code, stdout and stderr."""
         words = self._words(command, *arguments)
         with chdir(REPO), record_output() as said:
             try:
@@ -121,7 +121,7 @@ def test_plan_shows_everything_and_starts_nothing(workplace: Workplace) -> None:
 
 
 @pytest.mark.processes
-def test_a_rate_from_scratch_for_weights_that_are_trained_is_said(workplace: Workplace) -> None:
+def test_a_rate_from_scratch_for_trained_weights_is_a_warning(workplace: Workplace) -> None:
     settings = ("model.init=gpt2", "optimizer.lr=2e-3")
     words = [word for setting in settings for word in ("--set", setting)]
     status, _, err = workplace.call("plan", *words)
@@ -144,7 +144,7 @@ def test_plan_as_json_is_what_run_would_write(workplace: Workplace) -> None:
 
 
 @pytest.mark.processes
-def test_plan_settles_a_micro_batch_of_auto_and_says_why(workplace: Workplace) -> None:
+def test_plan_resolves_a_micro_batch_of_auto_with_a_reason(workplace: Workplace) -> None:
     status, out, err = workplace.call("plan", "--json", "--set", "batch.micro_batch_size=auto")
     assert status == 0
     numbers = json.loads(out)["plan"]["arithmetic"]
@@ -208,7 +208,7 @@ def test_json_puts_the_summary_alone_on_stdout(workplace: Workplace) -> None:
 
 
 @pytest.mark.ranks
-def test_a_failure_shows_the_ranks_own_words(workplace: Workplace) -> None:
+def test_a_failure_shows_the_rank_s_own_error(workplace: Workplace) -> None:
     process = workplace.start((*ENDLESS, "--fail", "1:40"), "run", "--run-id", "bad")
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == ExitCode.TRAINING
@@ -228,7 +228,7 @@ def test_ctrl_c_saves_and_stops_and_the_run_can_go_on(workplace: Workplace) -> N
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == INTERRUPTED
-    assert "stopping: saving a checkpoint first" in err and "stopping at once" not in err
+    assert "stopping: saving a checkpoint first" in err and "stopping immediately" not in err
     assert "status           stopped" in out
     assert not processes_of(workplace.run_paths("one").root)
     (workplace.run_paths("one").root / "stand_in_stop").unlink()
@@ -258,7 +258,7 @@ def test_a_closed_terminal_is_a_stop_as_ctrl_c_is(
     os.killpg(process.pid, number)  # as `timeout` does, or a shell that ends
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == INTERRUPTED
-    assert "stopping at once" not in err
+    assert "stopping immediately" not in err
     assert (state_of(paths).status, state_of(paths).error) == ("stopped", None)
     assert not processes_of(paths.root)
 
@@ -316,7 +316,7 @@ def test_a_run_whose_supervisor_the_system_ends_is_lost(workplace: Workplace) ->
     os.kill(supervisor, signal.SIGTERM)
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == ExitCode.RANK_LOST
-    assert "error: the supervisor was told to stop by the system, not by a command" in err
+    assert "error: the supervisor was stopped by the system, not by a command" in err
     assert "status           failed" in out
     assert not processes_of(paths.root)
 
@@ -363,7 +363,7 @@ def test_a_second_ctrl_c_stops_at_once(workplace: Workplace) -> None:
     os.killpg(process.pid, signal.SIGTERM)
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == INTERRUPTED
-    assert "stopping at once" in err
+    assert "stopping immediately" in err
     assert not processes_of(workplace.run_paths("one").root)
 
 

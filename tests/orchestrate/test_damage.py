@@ -1,4 +1,4 @@
-"""Every file of a run, damaged in ten ways: each command ends cleanly, and the run goes on."""
+"""Every file of a run, damaged in ten ways: each command ends cleanly, and the run continues."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SETTINGS = (
     "train.eval_tokens=32",
     "engine.kernels=off",
 )
-# What a run leaves besides its checkpoints; those of one rank on one node.
+# The files of a run except its checkpoints; those of one rank on one node.
 FILES = (
     *("run.toml", "inventory.json", "plan.json", "hosts", "ranks.json", "accelerate_node_0.yaml"),
     *("state.json", "metrics.jsonl", "summary.json", "supervisor.lock"),
@@ -105,7 +105,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def damage(runs: Runs, paths: RunPaths, name: str, *, way: str) -> Path:
-    """Damage one file; returns a file outside of the run folder, which nobody may write."""
+    """Damage one file; return a file outside of the run folder, which no command may write."""
     source = runs.folder / "older" if way == "an older copy" else runs.runs_dir / "other"
     outside = paths.root.parent.parent / "outside"
     damage_file(paths.root / name, way=way, source=source / name, outside=outside)
@@ -191,7 +191,7 @@ def test_commands_on_a_damaged_copy_of_a_clusters_run_end_cleanly(
         for way in WAYS
     ],
 )
-def test_a_sound_checkpoint_is_resumed_when_all_other_files_are_damaged(
+def test_a_valid_checkpoint_is_resumed_when_all_other_files_are_damaged(
     runs: Runs, tmp_path: Path, way: str
 ) -> None:
     paths = runs.copy(tmp_path)
@@ -216,7 +216,7 @@ def test_a_sound_checkpoint_is_resumed_when_all_other_files_are_damaged(
 def test_the_checkpoint_before_a_damaged_one_is_resumed(
     runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], way: str
 ) -> None:
-    """Each of its files in turn; which one the trainer would take is asked without training."""
+    """Each of its files in turn; the test finds the trainer's checkpoint without training."""
     from payload.train.checkpoints.checkpoint import newest_checkpoint
 
     newest = f"checkpoints/step_{STEPS:08d}"

@@ -63,7 +63,7 @@ def of_node(node: Node, facts: NodeFacts) -> list[Finding]:
 def shared(
     *, mounted: bool = True, took_s: float | None = None, error: str | None = None
 ) -> SharedFolder:
-    """Return what a node says of its shared folder; silent unless told otherwise."""
+    """Return a node's report on its shared folder; without arguments, it does not answer."""
     return SharedFolder(folder="/srv/shared", mounted=mounted, took_s=took_s, error=error)
 
 
@@ -75,9 +75,14 @@ def test_a_good_node_has_no_finding() -> None:
 @pytest.mark.parametrize(
     ("changes", "check", "severity", "cause"),
     [
-        ({"physical_cores": 2}, "cpu", "error", "it has 2 physical core(s), the inventory says 4"),
-        ({"physical_cores": 8}, "cpu", "warning", "it has 8 physical core(s), the inventory say"),
-        ({"numa_domains": 2}, "cpu", "warning", "it has 2 NUMA domain(s), the inventory says 1"),
+        ({"physical_cores": 2}, "cpu", "error", "it has 2 physical core(s), the inventory lists 4"),
+        (
+            {"physical_cores": 8},
+            "cpu",
+            "warning",
+            "it has 8 physical core(s), the inventory lists 4",
+        ),
+        ({"numa_domains": 2}, "cpu", "warning", "it has 2 NUMA domain(s), the inventory lists 1"),
         ({"cpu_flags": ()}, "cpu", "warning", "its CPU shows no AMX (amx_bf16) and no avx512_bf16"),
         ({"cpu_flags": ("avx512_bf16",)}, "cpu", "warning", "its CPU shows no AMX (amx_bf16): bf"),
         ({"architecture": "aarch64"}, "cpu", "warning", "its processor is aarch64"),
@@ -85,7 +90,7 @@ def test_a_good_node_has_no_finding() -> None:
         ({"disk_free_bytes": 0}, "disk", "error", "0.0 GiB are free in /home/trainer"),
         ({"disk_free_bytes": 5 * GIB}, "disk", "warning", "5.0 GiB are free"),
         ({"clock_offset_s": 3600.0}, "clock", "error", "its clock is 60 min ahead of this machine"),
-        ({"shared": shared(mounted=False)}, "shared", "error", "is in /etc/fstab and not mounted"),
+        ({"shared": shared(mounted=False)}, "shared", "error", "is in /etc/fstab but not mounted"),
         ({"shared": shared(error="ESTALE")}, "shared", "error", "its handle is stale"),
         ({"shared": shared(error="EACCES")}, "shared", "error", "(root squash)"),
         ({"shared": shared(error="EPERM")}, "shared", "error", "(root squash)"),
@@ -99,17 +104,17 @@ def test_a_good_node_has_no_finding() -> None:
             {"hostname_addresses": ("127.0.1.1",)},
             "name",
             "warning",
-            "its own name 'node-0' resolves to 127.0.1.1 there",
+            "its own name 'node-0' resolves to 127.0.1.1 on it",
         ),
         ({"hostname_addresses": ("::1",)}, "name", "warning", "resolves to ::1"),
         ({"hostname_addresses": ()}, "name", "warning", "its own name 'node-0' does not resolve"),
-        ({"interface": None}, "route", "error", "the interface on the way to the other nodes is"),
-        ({"interface": "lo"}, "route", "error", "its way to the other nodes is the loopback"),
+        ({"interface": None}, "route", "error", "its interface towards the other nodes is"),
+        ({"interface": "lo"}, "route", "error", "its route to the other nodes is the loopback"),
         (
             {"source_address": "172.17.0.1", "interface": "docker0"},
             "route",
             "warning",
-            "leave from 172.17.0.1 (docker0), the inventory says 10.0.0.2",
+            "leave from 172.17.0.1 (docker0), the inventory lists 10.0.0.2",
         ),
         (
             {"bootstrap": READY | {"version": "0.9", "sha": "abc"}},
@@ -131,7 +136,7 @@ def test_a_fault_is_found_and_named(
 
 
 @pytest.mark.parametrize("unknown", ["physical_cores", "numa_domains", "memory_bytes", "cpu_flags"])
-def test_what_a_machine_does_not_tell_is_no_fault(unknown: str) -> None:
+def test_an_unknown_fact_is_not_a_fault(unknown: str) -> None:
     silent: dict[str, Any] = {unknown: None}
     assert of_node(make_node(), make_facts(**silent)) == []
 
@@ -139,7 +144,7 @@ def test_what_a_machine_does_not_tell_is_no_fault(unknown: str) -> None:
 @pytest.mark.parametrize(
     ("state", "cause"),
     [
-        (None, "there is no /var/lib/tileforge/bootstrap.json"),
+        (None, "bootstrap has not reported yet: /var/lib/tileforge/bootstrap.json is missing"),
         ("half a fi", "is damaged: 'half a fi'"),
         ({"ok": True}, "is damaged"),
         (READY | {"ok": None, "step": "payload", "reason": None}, "is at step 'payload'"),
@@ -150,7 +155,7 @@ def test_what_a_machine_does_not_tell_is_no_fault(unknown: str) -> None:
         ),
     ],
 )
-def test_a_bootstrap_that_is_not_done_says_where_it_is(state: Any, cause: str) -> None:
+def test_an_unfinished_bootstrap_is_reported_with_its_step(state: Any, cause: str) -> None:
     (finding,) = of_node(make_node(), make_facts(bootstrap=state))
     assert finding.exit_code == ExitCode.BOOTSTRAP
     assert cause in finding.cause
@@ -222,7 +227,7 @@ def test_a_closed_port_names_the_pair() -> None:
     closed = answer(peer="node-1", failed={"20001": "no answer"})
     (finding,) = of_mesh(closed, answer(peer="node-0"))
     assert (finding.severity, finding.exit_code) == ("error", ExitCode.PREFLIGHT)
-    assert "node-0: it cannot reach node-1 (10.0.0.3) on port(s) 20001: no answer" in finding.line()
+    assert "node-0: cannot reach node-1 (10.0.0.3) on port(s) 20001: no answer" in finding.line()
 
 
 def test_lost_large_packets_are_named_with_the_size_that_works() -> None:
@@ -241,10 +246,10 @@ def test_a_node_that_cannot_listen_is_the_cause_and_not_those_who_call_it() -> N
     said = "10.0.0.3 port 20001: Cannot assign requested address"
     deaf = MeshAnswer(bind_error=said, port_taken=False, pairs={})
     (finding,) = of_mesh(answer(peer="node-1", failed={"20001": "refused"}), deaf)
-    assert finding.line().startswith("node-1: it cannot listen on 10.0.0.3 port 20001")
+    assert finding.line().startswith("node-1: cannot listen on 10.0.0.3 port 20001")
 
 
-def test_a_node_that_could_not_be_asked_keeps_its_exit_code_and_its_fix() -> None:
+def test_a_node_that_could_not_be_queried_keeps_its_exit_code_and_its_fix() -> None:
     error = HostKeyError("node-0: it shows another host key. Hm", fix="Write a new one.")
     finding = find.from_error(make_node(), error)
     assert (finding.check, finding.exit_code) == ("ssh", ExitCode.HOST_KEY)

@@ -96,7 +96,7 @@ def test_a_replaced_file_of_the_same_beginning_is_read_from_its_start(tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "dangling link"])
-def test_what_is_no_file_has_no_lines_and_blocks_nobody(tmp_path: Path, kind: str) -> None:
+def test_other_file_types_have_no_lines_and_do_not_block(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "log"
     if kind == "folder":
         path.mkdir()
@@ -134,7 +134,7 @@ os.replace(target, metrics)
 
 @pytest.mark.processes
 @pytest.mark.parametrize("how", ["cut in place", "replaced"])
-def test_a_run_that_restarted_while_nobody_read_is_followed_on(tmp_path: Path, how: str) -> None:
+def test_a_run_that_restarted_between_reads_is_still_followed(tmp_path: Path, how: str) -> None:
     paths = RunPaths(tmp_path)
     first = "".join(to_json_line(replace(STEP, step=step)) for step in range(1, 20))
     paths.metrics.write_text(first)

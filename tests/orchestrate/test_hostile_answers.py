@@ -15,7 +15,7 @@ from payload.core.printable_text import printable
 from payload.core.validation.names import RUN_ID
 from payload.orchestrate.findings.nodes import NodeFacts
 from payload.orchestrate.findings.trial import MARK, Outcome, Result
-from payload.orchestrate.runs.mirror import merge, wanted_of
+from payload.orchestrate.runs.mirror import file_request, merge
 from payload.orchestrate.runs.remote_run import planned_run_dir
 from payload.orchestrate.ssh.node_code import RunsThere
 from payload.orchestrate.ssh.remote_calls import (
@@ -179,7 +179,7 @@ def test_no_field_of_a_node_s_part_writes_anything_but_that_node_s_files(
     paths = RunPaths(tmp_path / "runs" / "one")
     write_ranks(paths, "node-0", "node-1")
     (tmp_path / "secret").write_text("mine")
-    wanted = wanted_of(paths, "node-0", is_head=is_head)
+    wanted = file_request(paths, "node-0", is_head=is_head)
     honest: dict[str, Any] = {
         "alive": True,
         "begun": True,

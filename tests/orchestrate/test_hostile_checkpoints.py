@@ -1,4 +1,4 @@
-"""A hostile node's checkpoints: which are brought home, and what that leaves in place."""
+"""A hostile node's checkpoints: which are fetched, and what they leave in the copy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from payload.core.errors import ConfigError, PreflightError
 from payload.core.printable_text import printable
-from payload.orchestrate.runs.mirror import note_seen
+from payload.orchestrate.runs.mirror import record_contact
 from payload.orchestrate.runs.remote_run import RemoteRun
 from payload.run_record.run_files import RunPaths
 from tests.orchestrate.hostile import STRINGS, files_below
@@ -34,7 +34,7 @@ def write_checkpoint(folder: Path, **files: bytes) -> dict[str, Any]:
 
 @pytest.mark.sshd
 @pytest.mark.parametrize("how", ["another's", "damaged", "linked", "manifest alone"])
-def test_a_checkpoint_that_lies_here_counts_only_if_it_is_the_head_s(
+def test_a_local_checkpoint_counts_only_if_it_matches_the_head_s(
     run: RemoteRun, head: Sshd, tmp_path: Path, how: str
 ) -> None:
     there = head.home / "tileforge" / "runs" / "one" / "checkpoints" / "step_00000010"
@@ -107,7 +107,7 @@ def test_a_folder_left_where_a_checkpoint_is_collected_stops_no_collect(
 def test_a_folder_in_the_place_of_a_copy_s_lock_is_set_aside(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "one")
     (paths.root / ".mirror.lock" / "x").mkdir(parents=True)
-    note_seen(paths, alive=False, ssh_key=Path("/k"))
+    record_contact(paths, alive=False, ssh_key=Path("/k"))
     assert (paths.root / ".mirror.lock.damaged-1" / "x").is_dir()
 
 
@@ -154,7 +154,7 @@ def test_a_hostile_manifest_writes_nothing_and_the_checkpoint_before_it_is_colle
         (newest / "manifest.json").write_text(json.dumps(manifest))
         said: list[str] = []
         assert run.collect_checkpoint(say=said.append) == run.paths.checkpoint(10), manifest
-        assert len(said) == 1 and "step_00000020 is passed over" in said[0]
+        assert len(said) == 1 and "step_00000020 is skipped" in said[0]
         assert printable(said[0]) == said[0] and "\n" not in said[0]
         left = {path for path in files_below(operator) if "step_00000010/" not in path}
         staged = "runs/one/checkpoints/.step_00000020.collecting/manifest.json"
@@ -190,7 +190,7 @@ def test_a_checkpoint_that_does_not_fit_here_is_not_begun(run: RemoteRun, head: 
     manifest = write_checkpoint(there / "step_00000020")
     manifest["files"]["config.json"]["bytes"] = 2**62
     (there / "step_00000020" / "manifest.json").write_text(json.dumps(manifest))
-    # The one before it is no result: what is collected may be destroyed there.
+    # The one before it is no result: the original of a collected run may be destroyed.
     with pytest.raises(PreflightError, match=r"^node-0: a checkpoint of .* bytes does not fit"):
         run.collect_checkpoint()
 
@@ -210,11 +210,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_collected(
         weights.write_bytes(b"wEights" if how == "flipped" else b"w")
     said: list[str] = []
     assert run.collect_checkpoint(say=said.append) == run.paths.checkpoint(10)
-    assert len(said) == 1 and "checkpoint step_100000000 is passed over: node-0: " in said[0]
+    assert len(said) == 1 and "checkpoint step_100000000 is skipped: node-0: " in said[0]
 
 
 @pytest.mark.sshd
-def test_a_file_of_a_checkpoint_that_grows_beyond_its_size_is_not_taken(
+def test_a_file_of_a_checkpoint_that_grows_beyond_its_size_is_refused(
     run: RemoteRun, head: Sshd
 ) -> None:
     there = head.home / "tileforge" / "runs" / "one" / "checkpoints" / "step_00000010"

@@ -1,4 +1,4 @@
-"""A hostile node: its lies, and what the operator's machine does with them."""
+"""A hostile node's false answers, and the reaction of the operator's machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from payload.core.printable_text import printable
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.commands.attach import AttachOptions, attach
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
-from payload.orchestrate.runs.mirror import note_seen
+from payload.orchestrate.runs.mirror import record_contact
 from payload.orchestrate.runs.remote_run import RemoteRun
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.node_code import RunThere, look, runs_on, this_code
@@ -70,7 +70,7 @@ def test_the_run_that_a_head_names_is_no_other_run_of_the_operator_s(
     if kind == "another cluster's":
         other = json.loads(cluster.to_json()) | {"cluster": "another"}
         paths.inventory.write_text(json.dumps(other))
-        note_seen(paths, alive=True, ssh_key=login.key)
+        record_contact(paths, alive=True, ssh_key=login.key)
     if kind == "link":
         paths.root.rename(folder / "elsewhere")
         paths.root.symlink_to(folder / "elsewhere")
@@ -84,7 +84,7 @@ def test_the_run_that_a_head_names_is_no_other_run_of_the_operator_s(
         runs_dir=Path("runs"),
         json=False,
     )
-    with pytest.raises(ConfigError, match=r"is no copy of a run on test, and stays as it is"):
+    with pytest.raises(ConfigError, match=r"is not a copy of a run on test, and is left unchanged"):
         attach(options, LocalAccess(dict(os.environ)))
     assert files_below(folder) == before
 
@@ -102,14 +102,16 @@ def test_a_node_gets_no_file_but_the_payload_s_own(head: Sshd, cluster: Cluster,
 
 
 @pytest.mark.sshd
-def test_a_login_s_greeting_and_a_short_answer_are_told_apart(head: Sshd, cluster: Cluster) -> None:
+def test_a_login_s_greeting_and_a_short_answer_are_distinguished(
+    head: Sshd, cluster: Cluster
+) -> None:
     lie(head, look={})
     with pytest.raises(AnswerError, match=r"^node-0: its answer: missing: running, runs"):
         runs_on(cluster.connect(head.node))
 
 
 @pytest.mark.sshd
-def test_what_people_put_beside_a_head_s_runs_keeps_nothing_from_its_answer(
+def test_foreign_files_beside_a_head_s_runs_do_not_affect_its_answer(
     head: Sshd, cluster: Cluster
 ) -> None:
     runs = Path(head.home, "tileforge", "runs")
@@ -158,13 +160,13 @@ def test_a_head_that_sends_another_s_file_changes_nothing(run: RemoteRun, head: 
         for part in ({"whole": {name: "x"}}, {"more": {name: {"offset": 0, "content": "aGk="}}}):
             lie(head, control=honest | part)
             with pytest.raises(AnswerError, match=r"^node-0: its answer: the file "):
-                run.look()
+                run.update()
     after = files_below(run.paths.root.parent.parent)
     assert {name: after[name] for name in after if not name.endswith(".lock")} == before
 
 
 @pytest.mark.sshd
-def test_a_worker_s_lie_takes_nothing_from_the_head_s_part(
+def test_a_worker_s_false_answer_does_not_affect_the_head_s_files(
     start_sshd: StartSshd, login: Login, tmp_path: Path
 ) -> None:
     head = start_sshd("node-0", "127.0.0.3")
@@ -181,7 +183,7 @@ def test_a_worker_s_lie_takes_nothing_from_the_head_s_part(
         "exits/rank_0000.json": exit_text(0, node="node-0"),
     }
     lie(worker, control={"alive": True, "begun": True, "left": 0, "whole": forged, "more": {}})
-    seen = run.look_at_all()
+    seen = run.update_all()
     run.close()
     assert isinstance(seen.missed["node-1"], AnswerError) and not seen.alive
     assert paths.state.read_text() == state_text("one")
@@ -198,7 +200,7 @@ def test_a_worker_s_lie_takes_nothing_from_the_head_s_part(
         ("run.toml", "\0"),
     ],
 )
-def test_a_run_whose_files_are_damaged_there_is_not_adopted(
+def test_a_run_whose_files_are_damaged_on_the_head_is_not_adopted(
     run: RemoteRun, head: Sshd, file: str, text: str
 ) -> None:
     there = head.home / "tileforge" / "runs" / "one"

@@ -39,7 +39,7 @@ def test_names_that_are_known_have_their_sizes(init: str, expected: str) -> None
     assert shape(init) == (preset(expected), None)
 
 
-def test_a_folder_says_its_sizes_itself(tmp_path: Path) -> None:
+def test_a_folder_s_own_sizes_count(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(CONFIG)
     assert shape(str(tmp_path)) == (SMALL, None)
 
@@ -52,7 +52,7 @@ def test_a_run_has_the_sizes_of_its_newest_checkpoint(tmp_path: Path) -> None:
     assert shape(str(tmp_path)) == (SMALL, None)
 
 
-def test_the_weights_keep_the_context_that_their_folder_says(tmp_path: Path) -> None:
+def test_the_weights_keep_the_context_of_their_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(CONFIG)
     overrides = [f"model.init={tmp_path}", "data.sequence_length=32"]
     config = parse_run_config("", overrides=overrides, where="test")
@@ -60,7 +60,7 @@ def test_the_weights_keep_the_context_that_their_folder_says(tmp_path: Path) -> 
     assert (found.sequence_length, found.context()) == (32, 256)
 
 
-def test_an_unknown_name_is_said_to_be_a_guess() -> None:
+def test_an_unknown_name_gets_a_note_about_the_guess() -> None:
     sizes, note = shape("someone/some-gpt2")
     assert sizes == preset("gpt2")
     assert note is not None

@@ -182,10 +182,10 @@ def test_a_look_at_512_ranks_on_a_cluster_is_one_command(
         with bounded("first look", files=2 * RANKS + 100):
             look()
         assert here.rank_log(RANKS_PER_NODE - 1).stat().st_size == LOG_BYTES
-        # What nobody is shown while he follows comes with `status`, and at the end.
+        # Files that are not shown while a run is followed come with `status`, and at the end.
         assert here.rank_progress(0).exists() and not here.rank_progress(1).exists()
         with bounded("a look at everything", files=5 * RANKS + 100):
-            run.look(head.node)
+            run.update(head.node)
         assert here.rank_progress(RANKS - 1).exists()
         with there.rank_log(0).open("a", encoding="ascii") as log:
             log.write("more\n")

@@ -1,4 +1,4 @@
-"""A trial's figures: predictions, slow nodes, slow links, and their record."""
+"""A trial's measurements: predictions, slow nodes, slow links, and their record."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_a_trial_is_known_for_the_same_nodes_alone_and_fresh_for_a_day(tmp_path:
     )
     record.write(path)
     assert known_trial(inventory.cluster, inventory.nodes, tmp_path) == record
-    # What cores have measured says nothing of GPUs.
+    # Measurements of cores do not apply to GPUs.
     assert known_trial(inventory.cluster, inventory.nodes, tmp_path, on_gpus=True) is None
     head, *others = inventory.nodes
     renewed = replace(inventory, nodes=(replace(head, host_keys=("ssh-ed25519 B",)), *others))
@@ -232,7 +232,7 @@ def test_a_trial_is_known_for_the_same_nodes_alone_and_fresh_for_a_day(tmp_path:
         assert known_trial(inventory.cluster, inventory.nodes, tmp_path) is None
 
 
-def test_run_takes_a_fresh_trial_s_figures_and_asks_no_node(
+def test_run_uses_a_fresh_trial_s_measurements_without_a_new_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The local copy of a cluster's run: what comes is merged, what is here is not sent again."""
+"""The local copy of a cluster's run: new data is merged, existing data is not sent again."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from payload.machines.inventory import Access
 from payload.orchestrate.node.control import read, send
 from payload.orchestrate.runs.mirror import (
     Mirrored,
+    file_request,
     merge,
-    note_seen,
     read_mirrored,
-    wanted_of,
+    record_contact,
     write_mirrored,
 )
 from payload.orchestrate.sites.ssh_run import is_copy_of
@@ -69,8 +69,8 @@ def exchange(
     alive: bool | None = None,
     most_bytes: int = 2**20,
 ) -> tuple[Part, list[str]]:
-    """One exchange with a node: what it answered, and what of it is damaged."""
-    wanted = wanted_of(here, node, is_head=node == "node-0")
+    """Exchange with a node once; return its answer and the messages about damage."""
+    wanted = file_request(here, node, is_head=node == "node-0")
     arguments = json.loads(json.dumps(wanted.arguments()))
     raw = read(there.root, arguments["whole"], arguments["known"], most_bytes=most_bytes)
     if alive is not None:
@@ -109,8 +109,10 @@ def test_a_file_that_was_cut_and_grew_again_comes_whole(there: RunPaths, here: R
     assert here.metrics.read_text() == there.metrics.read_text()
 
 
-def test_a_copy_takes_nothing_of_another_run_of_its_name(there: RunPaths, here: RunPaths) -> None:
-    """The attack: the head's folder was removed, and somebody started another `one` there."""
+def test_a_copy_accepts_no_files_of_another_run_with_its_id(
+    there: RunPaths, here: RunPaths
+) -> None:
+    """The attack: the head's folder was removed, and another user started another run in it."""
     write_identity(here, MINE)
     for paths, loss in ((there, 2), (here, 1)):
         paths.metrics.write_text(f'{{"step": 1, "loss": {loss}}}\n')
@@ -123,13 +125,13 @@ def test_a_copy_takes_nothing_of_another_run_of_its_name(there: RunPaths, here: 
     exchange(there, here)
     assert here.metrics.read_bytes() == there.metrics.read_bytes()
     assert known_identity(here) == MINE
-    # The copy of an older version's run learns what its run got when somebody resumed it.
+    # The copy of an older version's run gets the identity that a resume gave to the run.
     here.identity.unlink()
     exchange(there, here)
     assert known_identity(here).identity == MINE.identity
 
 
-def test_an_answer_says_how_much_it_has_no_room_for(there: RunPaths, here: RunPaths) -> None:
+def test_an_answer_reports_the_bytes_that_did_not_fit(there: RunPaths, here: RunPaths) -> None:
     there.metrics.write_text('{"step": 1}\n' * 10)
     there.rank_log(0).write_text("hello\n" * 10)
     left: list[int] = []
@@ -150,7 +152,7 @@ def test_an_answer_says_how_much_it_has_no_room_for(there: RunPaths, here: RunPa
         ("node-0", True, set()),
     ],
 )
-def test_the_end_of_a_rank_that_was_started_again_is_taken_back(
+def test_the_exit_record_of_a_restarted_rank_is_removed(
     there: RunPaths, here: RunPaths, node: str, alive: bool, kept: set[int]
 ) -> None:
     # A worker knows how its own ranks are, a living supervisor how all are.
@@ -161,7 +163,7 @@ def test_the_end_of_a_rank_that_was_started_again_is_taken_back(
     assert {rank for rank in range(3) if here.rank_exit(rank).exists()} == kept
 
 
-def test_a_node_that_was_replaced_takes_nothing_back(there: RunPaths, here: RunPaths) -> None:
+def test_a_replaced_node_removes_no_exit_records(there: RunPaths, here: RunPaths) -> None:
     write_json(here.rank_exit(0), end_of(0, node="node-0"))
     exchange(there, here)
     assert here.rank_exit(0).exists()
@@ -181,7 +183,7 @@ HOSTILE: dict[str, list[object]] = {
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", "\0"])
-def test_a_copy_without_a_sound_mirror_json_is_a_copy_still_and_attach_writes_a_new_one(
+def test_a_copy_without_a_valid_mirror_json_is_still_a_copy_and_attach_writes_a_new_one(
     here: RunPaths, text: str | None
 ) -> None:
     inventory = replace(make_inventory(), ssh_user="trainer", access=Access(kind="direct"))
@@ -191,7 +193,7 @@ def test_a_copy_without_a_sound_mirror_json_is_a_copy_still_and_attach_writes_a_
         (here.root / "mirror.json").write_text(text)
     assert is_copy_of(here, inventory)
     assert not is_copy_of(here, replace(inventory, cluster="another"))
-    note_seen(here, alive=False, ssh_key=Path("key"))
+    record_contact(here, alive=False, ssh_key=Path("key"))
     mirrored = read_mirrored(here)
     assert mirrored is not None and mirrored.collected is None
 
@@ -230,9 +232,7 @@ def test_a_mirror_json_that_is_no_record_is_one_short_line(here: RunPaths, text:
 
 
 @pytest.mark.parametrize("collected", [None, "", "step_00000010"])
-def test_a_sound_mirror_json_is_read_as_it_was_written(
-    here: RunPaths, collected: str | None
-) -> None:
+def test_a_valid_mirror_json_reads_back(here: RunPaths, collected: str | None) -> None:
     write_mirrored(here, replace(SEEN, collected=collected))
     assert read_mirrored(here) == replace(SEEN, collected=collected)
 
@@ -300,7 +300,7 @@ def test_logs_that_come_over_ssh_leave_half_of_the_disk(
     _, problems = exchange(there, here)
     assert here.rank_log(0).stat().st_size == 500 and "half of the free disk" in problems[0]
     assert here.metrics.read_bytes() == there.metrics.read_bytes()
-    # What is not taken is not sent again and again.
+    # Data that was not accepted is not sent again and again.
     answer, problems = exchange(there, here)
     assert list(answer.more) == ["metrics.jsonl"] and "half of the free disk" in problems[0]
     free = 100_000
@@ -311,9 +311,9 @@ def test_logs_that_come_over_ssh_leave_half_of_the_disk(
 
 
 @pytest.mark.parametrize("name", [*FOREIGN, *HEADS_OWN, *OTHERS])
-def test_a_worker_tells_its_own_ranks_exits_and_nothing_else(here: RunPaths, name: str) -> None:
+def test_a_worker_can_only_report_its_own_ranks_exits(here: RunPaths, name: str) -> None:
     before = content_of(here.root.parent.parent)
-    wanted = wanted_of(here, "node-1", is_head=False)
+    wanted = file_request(here, "node-1", is_head=False)
     answer = Part(alive=True, begun=True, whole={name: state_text("one")}, more={}, left=0)
     with pytest.raises(AnswerError, match=r"^node-1: its answer: the file .* was not asked for"):
         merge(here, answer, wanted)
@@ -323,7 +323,7 @@ def test_a_worker_tells_its_own_ranks_exits_and_nothing_else(here: RunPaths, nam
 @pytest.mark.parametrize("name", [*FOREIGN, "metrics.jsonl", "logs/rank_0000.log"])
 def test_a_worker_sends_its_own_ranks_logs_and_nothing_else(here: RunPaths, name: str) -> None:
     before = content_of(here.root.parent.parent)
-    wanted = wanted_of(here, "node-1", is_head=False)
+    wanted = file_request(here, "node-1", is_head=False)
     piece = Piece(offset=0, content="aGk=")
     answer = Part(alive=True, begun=True, whole={}, more={name: piece}, left=0)
     with pytest.raises(AnswerError, match=r"^node-1: its answer: the file .* was not asked for"):
@@ -334,7 +334,7 @@ def test_a_worker_sends_its_own_ranks_logs_and_nothing_else(here: RunPaths, name
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_head_sends_the_run_s_known_files_and_nothing_else(here: RunPaths, name: str) -> None:
     before = content_of(here.root.parent.parent)
-    wanted = wanted_of(here, "node-0", is_head=True)
+    wanted = file_request(here, "node-0", is_head=True)
     for answer in (
         Part(alive=True, begun=True, whole={name: "{}"}, more={}, left=0),
         Part(alive=True, begun=True, whole={}, more={name: Piece(offset=0, content="")}, left=0),
@@ -348,7 +348,7 @@ def test_a_head_sends_the_run_s_known_files_and_nothing_else(here: RunPaths, nam
     ("offset", "content"), [(1, "aGk="), (2**62, "aGk="), (0, "not base64!"), (0, "\u00e4")]
 )
 def test_a_piece_fits_the_copy_or_is_refused(here: RunPaths, offset: int, content: str) -> None:
-    wanted = wanted_of(here, "node-0", is_head=True)
+    wanted = file_request(here, "node-0", is_head=True)
     piece = Piece(offset=offset, content=content)
     with pytest.raises(AnswerError, match=r"^node-0: its answer: metrics\.jsonl "):
         merge(
@@ -359,7 +359,7 @@ def test_a_piece_fits_the_copy_or_is_refused(here: RunPaths, offset: int, conten
     assert not here.metrics.exists()
 
 
-def test_what_is_damaged_there_is_named_and_the_copy_stays(here: RunPaths) -> None:
+def test_damage_on_the_node_is_reported_and_the_copy_stays(here: RunPaths) -> None:
     good = {
         "state.json": state_text("one"),
         "summary.json": summary_text("one"),
@@ -367,7 +367,7 @@ def test_what_is_damaged_there_is_named_and_the_copy_stays(here: RunPaths) -> No
         "exits/rank_0002.json": exit_text(2, node="node-2"),
         "manifest_hashes.json": hashes("step_00000001", "0" * 64).to_json(),
     }
-    wanted = wanted_of(here, "node-0", is_head=True)
+    wanted = file_request(here, "node-0", is_head=True)
     assert merge(here, Part(alive=True, begun=True, whole=good, more={}, left=0), wanted) == []
     before = content_of(here.root)
     swapped = {
@@ -385,8 +385,8 @@ def test_what_is_damaged_there_is_named_and_the_copy_stays(here: RunPaths) -> No
         assert content_of(here.root) == before
 
 
-def test_a_worker_tells_of_itself_alone_in_an_exit_record(here: RunPaths) -> None:
-    wanted = wanted_of(here, "node-1", is_head=False)
+def test_a_worker_s_exit_record_names_only_that_worker(here: RunPaths) -> None:
+    wanted = file_request(here, "node-1", is_head=False)
     whole = {"exits/rank_0001.json": exit_text(1, node="node-0")}
     answer = Part(alive=False, begun=True, whole=whole, more={}, left=0)
     assert merge(here, answer, wanted) != []
@@ -424,7 +424,7 @@ def test_a_symlink_in_the_copy_is_neither_read_nor_written_through(
         assert outside.read_text() == "a secret"
 
 
-def test_a_small_file_takes_the_place_of_a_symlink_and_not_of_what_it_leads_to(
+def test_a_small_file_replaces_a_symlink_and_not_its_target(
     there: RunPaths, here: RunPaths, tmp_path: Path
 ) -> None:
     there.state.write_text(state_text("one"))
@@ -438,7 +438,7 @@ def test_a_small_file_takes_the_place_of_a_symlink_and_not_of_what_it_leads_to(
 
 
 @pytest.mark.parametrize("kind", ["symlink", "pipe", "folder"])
-def test_what_is_no_file_on_the_node_is_not_sent(
+def test_only_regular_files_of_the_node_are_sent(
     there: RunPaths, here: RunPaths, tmp_path: Path, kind: str
 ) -> None:
     secret = tmp_path / "secret"
@@ -466,19 +466,19 @@ def test_a_run_of_this_machine_has_no_mirror(here: RunPaths) -> None:
     # A link in the lock's place is refused by name.
     [*(("mirror.json", way) for way in WAYS), (".mirror.lock", "a folder in its place")],
 )
-def test_what_lies_in_the_mirrors_place_keeps_no_run_from_being_noted(
+def test_a_damaged_mirror_file_does_not_prevent_its_update(
     here: RunPaths, tmp_path: Path, name: str, way: str
 ) -> None:
     (tmp_path / "source").write_text("{}")
     path, outside = here.root / name, tmp_path / "outside"
     damage_file(path, way=way, source=tmp_path / "source", outside=outside)
-    note_seen(here, alive=True, ssh_key=Path("/k"))
+    record_contact(here, alive=True, ssh_key=Path("/k"))
     mirrored = read_mirrored(here)
     assert mirrored is not None and (mirrored.alive, mirrored.ssh_key) == (True, "/k")
     assert outside.read_text() == "not the run's"
 
 
-def test_a_run_that_nobody_holds_gets_no_signal(there: RunPaths) -> None:
+def test_a_run_without_a_supervisor_gets_no_signal(there: RunPaths) -> None:
     there.state.write_text('{"supervisor_pid": 1}')
     there.lock.touch()
     assert send(there.root, [15]) == {"alive": False}

@@ -1,4 +1,4 @@
-"""A resumed run's own records name no data, model, store or sbatch option that a person has not."""
+"""A resumed run's own records name no data, model, store or sbatch option of another user."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def plant(tmp_path: Path, workplace: Workplace) -> Plant:
 
 @pytest.fixture(autouse=True)
 def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop a start where the site is asked for it."""
+    """Stop a start when the site is selected."""
 
     def start(*_: object) -> None:
         raise StartedError
@@ -129,7 +129,7 @@ def test_a_store_names_nothing_of_this_machine(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The attacks: private weights and data were sent, another store written, sbatch told."""
+    """The attacks: private weights and data were sent, another store written, sbatch misused."""
     (tmp_path / "private").mkdir()
     value = {"PRIVATE": str(tmp_path / "private"), "ELSEWHERE": str(tmp_path / "other")}.get(
         value, value
@@ -164,7 +164,7 @@ def test_what_was_found_in_a_store_stays_there(
 
 
 def planted(workplace: Workplace, tmp_path: Path, *settings: str) -> RunPaths:
-    """Put a run folder where a clone of a project would have it."""
+    """Create a run folder at its path in the clone of a project."""
     usual = [f"data.dir={workplace.data}", "data.sequence_length=16", "model.preset=tiny"]
     paths = make_run(tmp_path / "runs" / "demo", settings=[*usual, *settings])
     write_identity(paths)
@@ -182,7 +182,7 @@ def reach_of(paths: RunPaths) -> dict[str, str]:
 @pytest.mark.parametrize(
     "setting", ["model.init=~/private", "model.init=org/private", "storage.results=/tmp/evil"]
 )
-def test_a_folder_that_nobody_made_here_names_nothing(
+def test_settings_of_a_foreign_folder_are_not_trusted(
     setting: str,
     ships_record: bool,
     resume: Callable[..., int],
@@ -209,7 +209,7 @@ def test_a_folder_that_nobody_made_here_names_nothing(
 
 
 @pytest.mark.processes
-def test_what_was_named_here_stays_named_for_this_run_alone(
+def test_a_setting_named_on_this_machine_is_approved_for_this_run_alone(
     workplace: Workplace, tmp_path: Path
 ) -> None:
     """The attack: a record and an identity were copied into a folder with other settings."""
@@ -220,7 +220,7 @@ def test_what_was_named_here_stays_named_for_this_run_alone(
     require_named(paths, reach)
     (tmp_path / "link").symlink_to(paths.root)
     require_named(RunPaths(tmp_path / "link"), reach)
-    # Limits that nobody has named here are those of the run's settings.
+    # Limits that were not given here are those of the run's settings.
     loose = {key: value for key, value in reach.items() if key not in NO_LIMITS}
     copy = RunPaths(tmp_path / "copy" / "demo")
     copy.root.mkdir(parents=True)
@@ -228,7 +228,7 @@ def test_what_was_named_here_stays_named_for_this_run_alone(
         shutil.copyfile(path, copy.root / path.name)
     assert unnamed(copy, reach) == loose
     moved = RunPaths(paths.root.rename(tmp_path / "moved"))
-    assert unnamed(moved, reach) == loose  # it asks once
+    assert unnamed(moved, reach) == loose  # one request
     note_named(moved, reach)
     require_named(moved, reach)
     write_identity(moved, THEIRS)
@@ -309,7 +309,7 @@ def test_a_hub_s_model_needs_no_name_where_the_checkpoint_here_is_read(
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
-    """Ranks elsewhere may not have it, and an adapter's run reads its base."""
+    """Remote ranks may lack it, and an adapter's run reads its base."""
     paths = planted(workplace, tmp_path, "model.init=org/model", f"adapter.kind={adapter}")
     note_named(paths, {"data.dir": str(workplace.data)})
     assert resume("demo") == ExitCode.CONFIG
@@ -337,7 +337,7 @@ class Unreachable:
 
 
 @pytest.mark.processes
-def test_collect_takes_a_store_that_only_the_settings_name_from_nobody(
+def test_collect_uses_no_store_that_only_the_settings_name(
     plant: Plant,
     workplace: Workplace,
     tmp_path: Path,
@@ -365,7 +365,7 @@ def test_collect_takes_a_store_that_only_the_settings_name_from_nobody(
 
 @pytest.mark.processes
 def test_a_checkpoint_says_how_a_run_was_trained_and_not_where_it_goes(tmp_path: Path) -> None:
-    """The attack: one planted checkpoint with another seed brought all of its settings."""
+    """The attack: one planted checkpoint with another seed imported all of its settings."""
     paths = make_run(tmp_path / "one", settings=["storage.results=/mine", "data.dir=/my/data"])
     theirs = parse_run_config(
         "",
@@ -450,7 +450,7 @@ def test_a_wait_of_over_an_hour_is_a_person_s_to_name(tmp_path: Path, key: str) 
     assert bounded_wait_s(paths, config, key) == 9e5
 
 
-def test_a_limit_that_a_person_has_named_is_raised_by_nobody_else(tmp_path: Path) -> None:
+def test_a_limit_that_the_user_has_named_is_not_raised_by_a_store(tmp_path: Path) -> None:
     """The attack: a store's run.toml had no limit of cost any more."""
     paths = RunPaths(tmp_path)
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
+from typing import cast
 
 import pytest
 
@@ -75,7 +76,9 @@ def test_the_trial_starts_by_the_command_of_a_run_with_another_program(launcher:
     assert (trial["ssh"], trial["hosts"]) == (run.plan.ssh, run.hosts())
 
 
-def test_a_plan_s_files_name_the_nodes_copies_there_and_the_operator_s_paths_here() -> None:
+def test_a_plan_s_files_have_the_copies_paths_on_the_nodes_and_the_operator_s_paths_locally() -> (
+    None
+):
     copies = NodeCopies(data_dir="/srv/tileforge/data/1f", init="/srv/tileforge/weights/2e")
     plan = planned(configured("data.dir=mine", "distributed.strategy=zero3"), copies)
     here, there = plan.files(), plan.files_on_nodes()
@@ -146,8 +149,8 @@ class StubAccess(LocalAccess):
 
     def start_supervisor(
         self, paths: RunPaths, *, detached: bool, grace_s: float
-    ) -> subprocess.Popen[bytes] | None:
-        return None
+    ) -> subprocess.Popen[bytes]:
+        return cast("subprocess.Popen[bytes]", None)
 
 
 def test_the_path_of_a_plan_visits_no_file_twice(tmp_path: Path) -> None:

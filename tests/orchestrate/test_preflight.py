@@ -90,12 +90,12 @@ def test_three_good_nodes_pass_every_check(nodes: list[Sshd], login: Login) -> N
 
 
 @pytest.mark.sshd
-def test_each_node_s_gpus_are_compared_with_what_the_run_wants(
+def test_each_node_s_gpus_are_compared_with_the_run_s_need(
     start_sshd: StartSshd, login: Login, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def start(i: int, *gpus: dict[str, str], setting: str = "") -> Sshd:
         folder = make_nvidia_smi(tmp_path / f"bin-{i}", *gpus)
-        # Each session of the node gets this PATH, as the node's own settings would have it.
+        # Each session of the node gets this PATH, as from the node's own settings.
         shell = folder / "session"
         shell.write_text(
             f'#!/bin/sh\nexport PATH={folder}:$PATH {setting}\nexec sh -c "$SSH_ORIGINAL_COMMAND"\n'
@@ -117,9 +117,9 @@ def test_each_node_s_gpus_are_compared_with_what_the_run_wants(
     assert report.status("node-0", "gpu") == "ok" and report.exit_code == ExitCode.PREFLIGHT
     assert errors(report) == {
         "node-1": "node-1: CUDA_VISIBLE_DEVICES = '1' leaves 1 of its 2 GPU(s), the inventory "
-        "requires 2. Unset it there, or set launch.ranks_per_node = 1.",
-        "node-2": "node-2: it shows 1 GPU(s), the inventory requires 2. Correct the inventory or "
-        "launch.ranks_per_node: each rank takes one GPU.",
+        "requires 2. Unset it on the node, or set launch.ranks_per_node = 1.",
+        "node-2": "node-2: nvidia-smi shows 1 GPU(s), the inventory requires 2. Correct the "
+        "inventory or launch.ranks_per_node: each rank uses one GPU.",
     }
     notes = "\n".join(report.notes)
     assert "node-0: 2 x NVIDIA L4 (22.5 GiB), driver 580.95.05, ECC on" in notes
@@ -127,7 +127,7 @@ def test_each_node_s_gpus_are_compared_with_what_the_run_wants(
     uncounted = make_cluster(replace(sshds[2].node, physical_cores=2, numa_domains=2))
     preflight(uncounted, login, tmp_path, "--quick", "--json", "--set", "device.kind=cuda")
     found = [each["cause"] for each in json.loads(capsys.readouterr().out)["findings"]]
-    assert "it shows 1 GPU(s), device.kind = 'cuda' requires 2" in found
+    assert "nvidia-smi shows 1 GPU(s), device.kind = 'cuda' requires 2" in found
 
 
 @pytest.mark.sshd
@@ -193,7 +193,7 @@ def test_differences_between_nodes_are_31_and_named(nodes: list[Sshd], login: Lo
     inventory = make_cluster(replace(nodes[0].node, memory_gib=1e6), nodes[1].node, nodes[2].node)
     report = check(inventory, login)
     found = errors(report)
-    assert "GiB of memory, the inventory says 1e+06" in found["node-0"]
+    assert "GiB of memory, the inventory lists 1e+06" in found["node-0"]
     assert "it has payload 0.0.1" in found["node-1"]
     assert "from another lock than node-0's" in found["node-2"]
     assert report.exit_code == ExitCode.PREFLIGHT
@@ -221,7 +221,7 @@ def test_the_command_prints_json_for_programs(
 ) -> None:
     inventory = make_cluster(nodes[0].node, nodes[1].node)
     code = preflight(inventory, login, tmp_path, "--json")
-    # These nodes were never bootstrapped: the state file is not where a real node has it.
+    # These nodes were never bootstrapped: the state file is not at its path on a real node.
     assert code == ExitCode.BOOTSTRAP
     printed = json.loads(capsys.readouterr().out)
     assert printed["exit_code"] == code and printed["exit_class"] == "bootstrap"
@@ -231,7 +231,7 @@ def test_the_command_prints_json_for_programs(
 
 
 class Clock:
-    """Stands for `time`: pauses take none, and something may happen in each."""
+    """Replaces `time`: pauses take no time, and each can trigger an action."""
 
     def __init__(self, *events: Callable[[], object]) -> None:
         self.now, self.events = 0.0, list(events)
@@ -249,7 +249,7 @@ class Clock:
 
 
 @pytest.mark.sshd
-def test_nodes_that_boot_are_asked_again_until_they_are_ready(
+def test_nodes_that_boot_are_probed_again_until_they_are_ready(
     nodes: list[Sshd], login: Login, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = nodes[1].authorized_keys.read_text(encoding="ascii")
@@ -270,7 +270,7 @@ def test_nodes_that_boot_are_asked_again_until_they_are_ready(
 
 
 @pytest.mark.sshd
-def test_nobody_waits_for_a_bootstrap_that_has_failed(
+def test_a_failed_bootstrap_is_not_waited_for(
     nodes: list[Sshd], login: Login, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_state(nodes[0], step="payload", ok=None)
@@ -283,7 +283,7 @@ def test_nobody_waits_for_a_bootstrap_that_has_failed(
 
 
 @pytest.mark.sshd
-def test_the_command_waits_no_longer_than_it_was_told(
+def test_the_command_waits_no_longer_than_its_limit(
     nodes: list[Sshd],
     login: Login,
     tmp_path: Path,
@@ -293,12 +293,12 @@ def test_the_command_waits_no_longer_than_it_was_told(
     clock = Clock()
     monkeypatch.setattr(report_module, "time", clock)
     inventory = make_cluster(nodes[0].node)
-    # These nodes have no bootstrap.json where a real node has it, and will never.
+    # These nodes never get a bootstrap.json at its path on a real node.
     more = ("--json", "--wait", "0.5")
     assert preflight(inventory, login, tmp_path, *more) == ExitCode.BOOTSTRAP
     said = capsys.readouterr()
     assert json.loads(said.out)["exit_class"] == "bootstrap"
-    assert said.err.count("waiting: node-0: bootstrap has not begun") == 1 and clock.now == 30.0
+    assert said.err.count("waiting: node-0: bootstrap has not reported") == 1 and clock.now == 30.0
 
 
 def test_a_cluster_without_host_keys_is_waited_for_and_a_machine_that_is_gone_is_not(
@@ -349,7 +349,7 @@ def test_the_operator_s_own_ssh_reaches_every_node_afterwards(
 
 
 @pytest.mark.parametrize("project", [None, "project"])
-def test_without_a_key_one_is_made_and_the_operator_told(
+def test_without_a_key_one_is_created_and_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], project: str | None
 ) -> None:
     node = {
@@ -368,14 +368,14 @@ def test_without_a_key_one_is_made_and_the_operator_told(
     key = tmp_path / ".cluster" / "mine" / "id_ed25519"
     public, said = make_operator_key(key), capsys.readouterr().err
     assert public in said
-    # Where OS Login decides, nobody can add anything to a node's authorized_keys.
+    # Where OS Login decides, users cannot add keys to a node's authorized_keys.
     command = f"gcloud compute os-login ssh-keys add --key-file={key}.pub"
     assert (command in said) is (project is not None)
     assert key.with_name(f"{key.name}.pub").read_text(encoding="ascii") == f"{public}\n"
 
 
 def make_public_host_key() -> str:
-    """A key that is one, and nobody's."""
+    """A valid key that belongs to no user."""
     return "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAABAgMEBQYHCAkKCwwNDg8QERITFBUWFxgZGhscHR4f"
 
 
@@ -404,7 +404,7 @@ def test_quick_starts_and_measures_nothing(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.processes
-def test_a_config_that_run_would_refuse_is_refused_before_any_node_is_asked(
+def test_a_config_that_run_would_refuse_is_refused_before_any_node_is_contacted(
     login: Login, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nodes = [
@@ -430,7 +430,7 @@ def test_this_machine_is_checked_against_the_inventory(
     path.write_text(json.dumps(inventory), encoding="utf-8")
     assert main(["preflight", "--inventory", str(path)], os.environ) == ExitCode.PREFLIGHT
     said = capsys.readouterr()
-    assert "physical core(s), the inventory says 4096" in said.out
+    assert "physical core(s), the inventory lists 4096" in said.out
     assert "error: 1 of 1 node(s) not fit: me" in said.err
 
 

@@ -17,7 +17,7 @@ from payload.orchestrate.follow.follow import ask_to_stop
 from payload.orchestrate.runs.mirror import read_mirrored
 from payload.orchestrate.runs.remote_run import RemoteRun
 from payload.orchestrate.sites import ssh_run as cluster_run
-from payload.orchestrate.sites.ssh_run import ClusterRun, Watch, patiently
+from payload.orchestrate.sites.ssh_run import ClusterRun, Watch, update_with_retries
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.remote_calls import Login
 from payload.orchestrate.terminal.console import LiveLine, text_console
@@ -38,7 +38,7 @@ def head(start_sshd: StartSshd, monkeypatch: pytest.MonkeyPatch) -> Sshd:
 
 @pytest.fixture
 def run(head: Sshd, login: Login, tmp_path: Path) -> RemoteRun:
-    """A run of which nothing is there but one step."""
+    """A run with only one step on its node."""
     there, here = head.home / "runs" / "one", RunPaths(tmp_path / "here" / "one")
     there.mkdir(parents=True)
     (there / "metrics.jsonl").write_text('{"step": 1}\n', encoding="ascii")
@@ -58,21 +58,23 @@ def test_a_broken_connection_is_opened_again(
     for process in head.processes()[1:]:
         os.kill(process, signal.SIGKILL)
     with LiveLine(text_console(stderr=True), train=TrainSection(steps=1), nodes=1) as live:
-        assert patiently(run, say=live.say).alive is False
+        assert update_with_retries(run, say=live.say).alive is False
     run.close()
-    assert "connection lost, trying for" in capsys.readouterr().err
+    assert "connection lost, retrying for" in capsys.readouterr().err
     assert run.paths.metrics.read_text(encoding="ascii") == '{"step": 1}\n'
     mirrored = read_mirrored(run.paths)
     assert mirrored is not None and not mirrored.alive
 
 
-def test_a_head_that_stays_away_leaves_word_how_to_attach(run: RemoteRun, head: Sshd) -> None:
+def test_a_head_that_stays_unreachable_ends_with_the_attach_command(
+    run: RemoteRun, head: Sshd
+) -> None:
     head.stop()
     with (
         LiveLine(text_console(stderr=True), train=TrainSection(steps=1), nodes=1) as live,
         pytest.raises(SshUnreachableError, match=r"node-0: .*orchestrate attach one"),
     ):
-        patiently(run, say=live.say)
+        update_with_retries(run, say=live.say)
     run.close()
 
 
@@ -92,7 +94,7 @@ def test_the_operator_need_not_wait_for_a_connection(
         LiveLine(text_console(stderr=True), train=TrainSection(steps=1), nodes=1) as live,
         pytest.raises(SshUnreachableError, match="attach one"),
     ):
-        patiently(run, say=live.say, interrupted=lambda: True)
+        update_with_retries(run, say=live.say, interrupted=lambda: True)
     run.close()
 
 
@@ -101,11 +103,11 @@ def test_a_head_that_is_gone_is_watched_for_a_while_only(
 ) -> None:
     watch = Watch(run, [], seen_unix=time.time() - 60)
     head.stop()
-    assert watch() is True  # what is here can be shown
+    assert watch() is True  # the local copy can be shown
     with pytest.raises(SshUnreachableError, match=r"node-0: .*orchestrate attach one"):
         watch()
     said = capsys.readouterr().err
-    assert "warning: as it was 1:00 ago: node-0: " in said and "connection lost" in said
+    assert "warning: state of 1:00 ago: node-0: " in said and "connection lost" in said
     run.close()
 
 
@@ -138,7 +140,7 @@ def test_a_stop_reaches_the_supervisor_over_a_new_connection_where_the_old_one_b
             assert run.refresh() is True
             for process in head.processes()[1:]:
                 os.kill(process, signal.SIGKILL)
-            assert ask_to_stop(there(run), live, heeded=0) == 2
+            assert ask_to_stop(there(run), live, handled=0) == 2
             assert supervisor.stdout.readline() == "SIGTERM\n"
             request = read_json(StopRequest, RunPaths(folder).stop_request)
             assert request == StopRequest(pids=(supervisor.pid,))
@@ -147,16 +149,16 @@ def test_a_stop_reaches_the_supervisor_over_a_new_connection_where_the_old_one_b
     run.close()
 
 
-def test_a_stop_that_cannot_be_delivered_is_said_not_to_be(run: RemoteRun, head: Sshd) -> None:
+def test_a_stop_that_cannot_be_delivered_is_reported(run: RemoteRun, head: Sshd) -> None:
     head.stop()
     with (
         LiveLine(text_console(stderr=True), train=TrainSection(steps=1), nodes=1) as live,
         pytest.raises(
             SshUnreachableError,
-            match=r"the stop was not delivered: node-0: .*run one goes on.*orchestrate attach one",
+            match=r"the stop was not delivered: node-0: .*one continues.*orchestrate attach one",
         ),
     ):
-        ask_to_stop(there(run), live, heeded=2)
+        ask_to_stop(there(run), live, handled=2)
     run.close()
 
 

@@ -1,4 +1,4 @@
-"""Two commands of one operator that bring the same run home at the same time."""
+"""Two commands of one operator that collect the same run at the same time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from payload.core.errors import RankLostError
 from payload.machines.inventory import Node
 from payload.orchestrate.runs import remote_run as there
-from payload.orchestrate.runs.mirror import note_collected, read_mirrored
-from payload.orchestrate.runs.remote_run import RemoteRun, hashes_there
+from payload.orchestrate.runs.mirror import read_mirrored, record_collected
+from payload.orchestrate.runs.remote_run import RemoteRun, remote_hashes
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.remote_calls import Left, Login
 from payload.run_record.checkpoint_manifest_hashes import ManifestHashes, known_hashes, note_hash
@@ -68,19 +68,19 @@ def test_a_checkpoint_and_metrics_come_once_however_many_ask(
     assert (paths.checkpoint(10) / "model.safetensors").read_bytes() == content
     assert paths.metrics.read_text() == ROWS
     assert [path.name for path in paths.checkpoints.iterdir()] == [NAME]
-    # It has ended, so nothing more is to come; unless it is started again.
-    note_collected(paths, found[0])
+    # It has ended, so nothing more will come unless it is started again.
+    record_collected(paths, found[0])
     mirrored = read_mirrored(paths)
     assert mirrored is not None and mirrored.collected == NAME
     with (run_dir / "supervisor.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         bring_home(0)
-        note_collected(paths, found[0])
+        record_collected(paths, found[0])
     mirrored = read_mirrored(paths)
     assert mirrored is not None and mirrored.alive and mirrored.collected is None
 
 
-def test_a_killed_rank_is_waited_for_and_what_it_forked_meanwhile_is_killed(
+def test_a_killed_rank_is_waited_for_and_its_forks_are_killed(
     run: RemoteRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = iter([(7,), (7,), (7, 8), (8,), ()])
@@ -122,12 +122,12 @@ def test_the_head_s_hashes_come_here_by_every_look(
     for content in (None, "half", "x" * 2_000_000):
         if content is not None:
             there.manifest_hashes.write_text(content)
-        assert hashes_there(head, run.run_dir) == ManifestHashes()
+        assert remote_hashes(head, run.run_dir) == ManifestHashes()
         run.refresh()
     assert not paths.manifest_hashes.exists()
     there.manifest_hashes.unlink()
     note_hash(there, "step_00000010", "a" * 64)
     run.refresh()
-    assert known_hashes(paths) == hashes_there(head, run.run_dir) == known_hashes(there)
+    assert known_hashes(paths) == remote_hashes(head, run.run_dir) == known_hashes(there)
     assert known_hashes(paths).by_name() == {"step_00000010": "a" * 64}
     run.close()

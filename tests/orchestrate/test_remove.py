@@ -162,7 +162,7 @@ def test_a_folder_that_is_no_run_is_never_removed(
     assert {name: (runs / "mine" / name).read_text() for name in mine} == mine
     if words[0] == "mine":
         said = capsys.readouterr().err
-        assert "is no run, or nothing in it says so any more. If you mean it, remove it" in said
+        assert "is not a run, or its records are gone. To delete it anyway, remove it" in said
         assert f"rm -r {runs / 'mine'}" in said
 
 
@@ -218,7 +218,7 @@ def test_a_link_to_a_run_is_not_removed_and_not_renamed(
 
 
 @pytest.mark.parametrize("text", [None, "damaged", "{}"])
-def test_a_clusters_copy_that_does_not_say_it_was_collected_is_removed_by_force_only(
+def test_a_cluster_s_copy_without_a_record_of_collection_is_removed_by_force_only(
     runs: Path, text: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (runs / "a" / "inventory.json").write_text(make_cluster(make_node()).to_json())
@@ -233,7 +233,7 @@ def test_a_clusters_copy_that_does_not_say_it_was_collected_is_removed_by_force_
 @pytest.mark.parametrize(
     "arguments", [[], ["a", "--keep", "1"], ["--keep", "-1"], ["../x"], ["nothing"]]
 )
-def test_remove_says_what_it_wants(runs: Path, arguments: list[str]) -> None:
+def test_remove_shows_the_required_argument(runs: Path, arguments: list[str]) -> None:
     assert remove(runs, *arguments) == ExitCode.USAGE
     assert len(names(runs)) == 4
 
@@ -256,7 +256,7 @@ def test_a_config_is_named_with_and_without_its_option(workplace: Workplace) -> 
         (["a.toml", "--config", "b.toml"], "not allowed with argument"),
     ],
 )
-def test_a_config_that_is_not_there_says_what_to_type(
+def test_a_missing_config_shows_what_to_type(
     workplace: Workplace, words: list[str], message: str
 ) -> None:
     status, _, err = workplace.call("run", *words)
@@ -278,7 +278,7 @@ def ran_before(workplace: Workplace) -> RunPaths:
     return before
 
 
-def test_plan_says_how_much_disk_and_time_and_from_what(workplace: Workplace) -> None:
+def test_plan_prints_disk_space_and_time_with_their_source(workplace: Workplace) -> None:
     status, out, _ = workplace.call("plan")
     assert status == 0
     lines = {line.split()[0]: line for line in out.splitlines() if line.startswith("  ")}

@@ -1,4 +1,4 @@
-"""A run that has a store is resumed in another place, but not while it goes on anywhere."""
+"""A run that has a store is resumed in another place, but not while it is active anywhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from payload.machines.machine import discover
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.inventories.chosen import ResolvedInventory
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
-from payload.orchestrate.runs.mirror import mirror_file, note_seen
+from payload.orchestrate.runs.mirror import mirror_file, record_contact
 from payload.orchestrate.runs.planning import PlanTarget, resolve
 from payload.orchestrate.runs.run_request import RunRequest
 from payload.orchestrate.sites.local import Local
@@ -41,9 +41,9 @@ def stored_run(tmp_path: Path, *, store: bool = True) -> RunPaths:
 
 
 def make_copy(paths: RunPaths, *, alive: bool) -> None:
-    """Let a run be one of cluster `first`, as when it was last reached."""
+    """Make a run one of cluster `first`, as when it was last reached."""
     paths.inventory.write_text(cluster("first").to_json(), encoding="utf-8")
-    note_seen(paths, alive=alive, ssh_key=Path("/key"))
+    record_contact(paths, alive=alive, ssh_key=Path("/key"))
 
 
 def write_trainer_state(checkpoint: Path, *, dtype: str) -> None:
@@ -53,7 +53,7 @@ def write_trainer_state(checkpoint: Path, *, dtype: str) -> None:
 
 
 def hold(paths: RunPaths, *, name: str | None) -> None:
-    """Ask for the run at cluster `name`, or at this machine."""
+    """Request the run at cluster `name`, or at this machine."""
     talk = text_console(stderr=True)
     with ExitStack() as held:
         if name is None:
@@ -66,7 +66,7 @@ def hold(paths: RunPaths, *, name: str | None) -> None:
             site.hold_to_resume(paths, lambda: None, held, talk)
 
 
-def test_a_run_that_goes_on_here_is_not_resumed_on_a_cluster(tmp_path: Path) -> None:
+def test_a_run_that_is_active_on_this_machine_is_not_resumed_on_a_cluster(tmp_path: Path) -> None:
     paths = stored_run(tmp_path)
     with RunLock(paths), pytest.raises(ConfigError, match="run one is running"):
         hold(paths, name="first")
@@ -75,11 +75,11 @@ def test_a_run_that_goes_on_here_is_not_resumed_on_a_cluster(tmp_path: Path) -> 
     hold(paths, name="first")
 
 
-def test_a_run_that_goes_on_on_a_cluster_is_resumed_nowhere_else(tmp_path: Path) -> None:
+def test_a_run_that_is_active_on_a_cluster_is_not_resumed_elsewhere(tmp_path: Path) -> None:
     paths = stored_run(tmp_path)
     make_copy(paths, alive=True)
     for name in ("second", None):
-        with pytest.raises(ConfigError, match=r"went on on its cluster when .* remove .*mirror"):
+        with pytest.raises(ConfigError, match=r"was running when its cluster .* remove .*mirror"):
             hold(paths, name=name)
     hold(paths, name="first")  # whose head knows
     mirror_file(paths).unlink()
@@ -87,7 +87,7 @@ def test_a_run_that_goes_on_on_a_cluster_is_resumed_nowhere_else(tmp_path: Path)
         hold(paths, name=name)
 
 
-def test_a_run_of_a_cluster_that_has_ended_goes_on_anywhere_if_it_has_a_store(
+def test_an_ended_run_of_a_cluster_is_resumed_anywhere_if_it_has_a_store(
     tmp_path: Path,
 ) -> None:
     paths = stored_run(tmp_path)
@@ -107,7 +107,7 @@ def test_without_a_store_a_run_stays_where_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("resumes", [True, False])
-def test_a_site_that_plans_an_order_tells_the_run_if_it_is_resumed(
+def test_a_plan_of_a_request_records_whether_the_run_is_resumed(
     tmp_path: Path, resumes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("payload.orchestrate.machine_profiles.local_profile.has_bf16", lambda: True)

@@ -1,4 +1,4 @@
-"""The runs folder, and what is told of runs that nobody supervises any more."""
+"""The runs folder, and the state of runs without a supervisor."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ def test_the_newest_run_is_the_default(tmp_path: Path) -> None:
     assert [paths.run_id for paths in all_runs(tmp_path)] == ["new", "old"]
     assert find_run(tmp_path, None).run_id == "new"
     assert find_run(tmp_path, "old").run_id == "old"
-    with pytest.raises(UsageError, match=r"no run 'x' .* newest there: new, old"):
+    with pytest.raises(UsageError, match=r"no run 'x' .* newest runs: new, old"):
         find_run(tmp_path, "x")
 
 
-def test_no_runs_says_how_to_start_one(tmp_path: Path) -> None:
+def test_without_runs_the_error_shows_how_to_start_one(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="Start one with"):
         find_run(tmp_path, None)
 
@@ -109,7 +109,7 @@ def test_a_running_state_without_a_supervisor_is_a_failure(tmp_path: Path) -> No
     paths = make_run(tmp_path / "run", status="running")
     view = view_run(paths, now_unix=time.time())
     assert (view.status, view.exit_class) == ("failed", "rank_lost")
-    assert "the supervisor is gone" in str(view.error)
+    assert "the supervisor was killed" in str(view.error)
     with RunLock(paths):
         assert view_run(paths, now_unix=time.time()).status == "running"
 
@@ -122,12 +122,12 @@ def test_a_run_that_never_began_is_starting_and_then_a_failure(tmp_path: Path) -
 
 
 @pytest.mark.processes
-def test_an_ended_run_says_what_it_said(tmp_path: Path) -> None:
+def test_an_ended_run_shows_its_recorded_result(tmp_path: Path) -> None:
     paths = make_run(tmp_path / "run", status="stopped")
     assert view_run(paths, now_unix=time.time()).status == "stopped"
 
 
-def test_machines_elsewhere_are_not_taken_for_this_one(tmp_path: Path) -> None:
+def test_remote_machines_are_not_treated_as_this_one(tmp_path: Path) -> None:
     path = tmp_path / "inventory.json"
     path.write_text(make_inventory(num_nodes=2).to_json())
     with pytest.raises(ConfigError, match="2 node"):
@@ -169,7 +169,7 @@ def test_a_whole_data_folder_passes(tmp_path: Path) -> None:
         (lambda folder: (folder / "val.bin").write_bytes(b"1"), r"val\.bin: 1 bytes, .* says 20"),
     ],
 )
-def test_a_damaged_data_folder_says_how_to_make_it(
+def test_a_damaged_data_folder_shows_how_to_make_it(
     tmp_path: Path, damage: Callable[[Path], object], message: str
 ) -> None:
     folder = make_data(tmp_path / "stdlib", source="stdlib: Python 3.13")
@@ -293,7 +293,7 @@ def test_a_plan_that_needs_more_memory_than_is_free_is_warned_of() -> None:
 
 
 @pytest.mark.processes
-def test_who_asked_for_a_stop_waits_as_long_as_a_checkpoint_gets_on(
+def test_a_stop_waits_while_a_checkpoint_makes_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follow, "_MARGIN_S", 0.0)
@@ -308,7 +308,7 @@ def test_who_asked_for_a_stop_waits_as_long_as_a_checkpoint_gets_on(
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("results", "is_over"), [("none", True), ("/store", False)])
-def test_who_asked_for_a_stop_waits_for_the_store_of_a_run_that_has_ended(
+def test_a_stop_waits_for_the_store_of_a_run_that_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, results: str, is_over: bool
 ) -> None:
     monkeypatch.setattr(follow, "_MARGIN_S", 0.0)

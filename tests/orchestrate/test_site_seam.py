@@ -22,7 +22,7 @@ from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.planning import PlanTarget, require_launcher, resolve
 from payload.orchestrate.runs.run_request import PlanRequest
 from payload.orchestrate.sites.allocation import (
-    NodeSight,
+    NodeReport,
     SlurmAccess,
     allocation,
     time_left_s,
@@ -44,7 +44,7 @@ def config_of(*overrides: str) -> object:
 def test_sites_are_the_files_that_there_are() -> None:
     assert site_names() == ["slurm"]
     assert find_site("slurm").name == "slurm"
-    with pytest.raises(ConfigError, match=r"there is no such site\. Use slurm"):
+    with pytest.raises(ConfigError, match=r"unknown site\. Use slurm"):
         find_site("choose")
 
 
@@ -89,7 +89,7 @@ def test_a_new_site_is_one_file_and_trains_what_this_machine_trains(tmp_path: Pa
     assert losses(toy) == pytest.approx(losses(tmp_path / "runs/here"), rel=1e-6)
 
 
-def test_a_batch_script_asks_for_what_the_settings_say(tmp_path: Path) -> None:
+def test_a_batch_script_requests_the_configured_resources(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "at 100%")
     config = parse_run_config(
         "[slurm]\nnodes = 3\ntime = '1-00'\npartition = 'cpu'\nextra = '--constraint=\"a b\"'",
@@ -171,7 +171,7 @@ def test_a_slurm_inventory_is_for_the_job_that_it_was_read_in(tmp_path: Path) ->
 
 def test_srun_is_refused_where_there_is_no_job() -> None:
     config = parse_run_config("", overrides=["launch.launcher=srun"], where="test")
-    with pytest.raises(ConfigError, match=r"'srun' starts ranks in a Slurm job, and .* is none"):
+    with pytest.raises(ConfigError, match=r"'srun' starts ranks in a Slurm job, and .* is not one"):
         require_launcher(config, make_inventory(num_nodes=2))
 
 
@@ -222,7 +222,7 @@ def test_in_a_job_srun_reaches_the_nodes_and_a_failing_nvidia_smi_is_a_note(
     [note], [other] = found.chosen.gpu_notes, found.chosen.cuda_notes
     said = "nvidia-smi fails with status 6: No devices were found."
     assert note.startswith(f"no GPU is counted on n-1: {said} See the kernel's log")
-    assert other.startswith(f"no GPU is counted on n-2: {said} Slurm gave the job none there: ask")
+    assert other.startswith(f"no GPU is counted on n-2: {said} Slurm gave the job no GPU: request")
     reach = found.access.reach()
     assert reach.ssh == () and reach.node_command[0] == "srun"
     assert reach.off_head
@@ -249,11 +249,11 @@ def test_in_a_job_srun_reaches_the_nodes_and_a_failing_nvidia_smi_is_a_note(
 
 @pytest.mark.processes
 def test_a_job_s_node_that_is_not_this_machine_is_reached_by_srun_too(tmp_path: Path) -> None:
-    """salloc's shell stays on the login node: no rank may start there."""
+    """salloc's shell stays on the login node: no rank may start on it."""
     (tmp_path / "srun").write_text("#!/bin/sh\necho slurm 22.05\n", encoding="ascii")
     (tmp_path / "srun").chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    sight = NodeSight(node="n-1", domains=(), memory_bytes=2**30, interface=None)
+    sight = NodeReport(node="n-1", domains=(), memory_bytes=2**30, interface=None)
     login = SlurmAccess(env, {"n-1": sight})
     assert login.reach().off_head and login.reach().each_node_command[1] == "--nodes=1"
     assert login.executable(find("srun")) == str(tmp_path / "srun")
@@ -271,7 +271,7 @@ def test_a_job_s_node_that_is_not_this_machine_is_reached_by_srun_too(tmp_path: 
         assert reach.node_command and reach.off_head is off_head
 
 
-def test_srun_s_words_name_killed_ranks_and_lost_nodes() -> None:
+def test_srun_s_messages_name_killed_ranks_and_lost_nodes() -> None:
     srun = find("srun")
     said = "srun: error: node-2: task 3: Killed\n"
     assert srun.report(said).killed == KilledRank(rank=3, address="node-2", signal=9)
@@ -287,9 +287,9 @@ def test_a_job_s_end_leaves_time_to_save() -> None:
     assert job.stop_after_s(grace_s=60.0) == 36_000.0 - 120.0
     assert job.stop_after_s(grace_s=600.0) == 36_000.0 - 600.0
     assert JobTime(left_s=60.0, run_id="one").stop_after_s(grace_s=60.0) == 54.0
-    assert "--resume one" in job.words(spent_s=1.0)
+    assert "--resume one" in job.message(spent_s=1.0)
 
 
-def test_without_sbatch_the_message_says_where_it_is() -> None:
+def test_without_sbatch_the_message_shows_where_to_find_it() -> None:
     with pytest.raises(PreflightError, match=r"no sbatch on PATH\. Slurm's commands are on"):
         find_site("slurm").check(parse_run_config("", where="t"), {"PATH": "/nowhere"})

@@ -1,4 +1,4 @@
-"""A rank with half its core is named while the run goes on, and at its end."""
+"""A rank with half its core is reported while the run trains, and in its result."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SETTINGS = (
 )
 _STEPS = 20
 _NAMED = re.compile(
-    r"warning: rank 1 on (\S+) has been slow since step (\d+).*: .* Look at its log: (.*)"
+    r"warning: rank 1 on (\S+) has been slow since step (\d+).*: .* See its log: (.*)"
 )
 _PERIOD_S, _LOOK_S = 0.2, 0.005
 
@@ -51,7 +51,7 @@ def process_of(paths: RunPaths, *, rank: int) -> int:
             words = (folder / "cmdline").read_bytes().split(b"\0")
             settings = (folder / "environ").read_bytes().split(b"\0")
         except OSError:
-            continue  # It has ended meanwhile.
+            continue  # It may have ended in between.
         if b"payload.train" in words and os.fsencode(paths.root) in words and wanted & {*settings}:
             return int(folder.name)
     raise AssertionError(f"no process of rank {rank}")
@@ -61,13 +61,13 @@ def cpu_s(process: int) -> float:
     """Return the processor time that all threads of a process have had."""
     spent_ns = 0
     for thread in Path(f"/proc/{process}/task").glob("*/schedstat"):
-        with suppress(OSError):  # A thread may end meanwhile.
+        with suppress(OSError):  # A thread may end in between.
             spent_ns += int(thread.read_text(encoding="ascii").split()[0])
     return spent_ns / 1e9
 
 
 def share_of(paths: RunPaths, process: int, *, steps: int) -> float:
-    """Return the part of a core that a process has over so many steps."""
+    """Return the part of a core that a process uses over `steps` steps."""
     began, began_s, before_s = step_of(paths), time.monotonic(), cpu_s(process)
     wait_for(lambda: step_of(paths) >= began + steps, "more steps", timeout_s=TIMEOUT_S)
     return (cpu_s(process) - before_s) / (time.monotonic() - began_s)
@@ -158,7 +158,7 @@ def test_a_rank_with_half_its_core_is_named_within_20_slow_steps(tmp_path: Path)
     reader.start()
 
     def named() -> re.Match[str] | None:
-        """Return the last line on rank 1 if it says that it is slow.
+        """Return the last line on rank 1 if it reports a slow rank.
 
         Other programs may have made it slow before, too; then that line still stands.
         """

@@ -15,7 +15,7 @@ from payload.config.run_config import parse_run_config
 from payload.core.errors import ConfigError, ExitCode, PreflightError, UsageError
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.sites import allocation
-from payload.orchestrate.sites.allocation import SlurmAccess, ask
+from payload.orchestrate.sites.allocation import SlurmAccess, run_slurm
 from payload.orchestrate.sites.registry import find_site
 from payload.orchestrate.sites.slurm import SlurmRun
 from payload.run_record.approved_settings import note_named, reaching
@@ -37,7 +37,7 @@ NO_PARTITION = (
 
 
 def slurm(folder: Path, **programs: str) -> Mapping[str, str]:
-    """Return an environment with these shell programs in the place of Slurm's."""
+    """Return an environment with these shell programs instead of Slurm's."""
     folder.mkdir(exist_ok=True)
     for name, text in programs.items():
         program = folder / name
@@ -77,7 +77,7 @@ def test_a_job_that_slurm_has_forgotten_has_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("exit_class", "alive"), [("ok", False), ("training", False), ("rank_lost", True), (None, True)]
 )
-def test_where_there_is_no_slurm_an_ended_run_is_seen_to_have_ended(
+def test_without_slurm_an_ended_run_is_shown_as_ended(
     tmp_path: Path, exit_class: str | None, alive: bool
 ) -> None:
     paths = run_in_job(tmp_path, pid=7, exit_class=exit_class, status="finished")
@@ -120,12 +120,12 @@ def test_a_job_that_only_has_the_recorded_number_is_not_ended(
         return
     with pytest.raises(ConfigError, match=rf"Slurm's job 12 is {name} of .* not this run's"):
         run.signal(signal.SIGTERM, StopRequest())
-    with pytest.raises(ConfigError, match="It is left alone"):
+    with pytest.raises(ConfigError, match="so it is not cancelled"):
         run.abandon()
     assert not cancelled.exists()
 
 
-def test_status_says_that_slurm_does_not_answer(
+def test_status_reports_that_slurm_does_not_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_in_job(tmp_path / "runs", pid=7, status="running")
@@ -139,7 +139,7 @@ def test_status_says_that_slurm_does_not_answer(
 
 def test_ctrl_c_does_not_reach_slurm_s_commands(tmp_path: Path) -> None:
     env = slurm(tmp_path / "bin", scontrol="cut -d' ' -f6 /proc/$$/stat")
-    assert int(ask(["scontrol"], env)) != os.getsid(0)
+    assert int(run_slurm(["scontrol"], env)) != os.getsid(0)
 
 
 def test_ranks_that_hold_one_model_together_share_no_batch(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_job_that_begins_before_its_record_waits_for_it(
     assert allocation._own_record(paths, "12") == record
     late.join()
     monkeypatch.setattr(allocation, "_RECORD_S", 0.1)
-    with pytest.raises(UsageError, match=r"is not of Slurm job 13\. Submit the run again"):
+    with pytest.raises(UsageError, match=r"not the record of Slurm job 13\. Submit the run again"):
         allocation._own_record(paths, "13")
 
 
@@ -179,7 +179,7 @@ def test_a_run_within_a_job_knows_when_the_job_ends(tmp_path: Path) -> None:
 
 @pytest.fixture
 def resume(tmp_path: Path) -> list[str]:
-    """Return the words that resume a run of this folder, whose job has ended, in another job."""
+    """Return the arguments that resume an ended job's run of this folder in another job."""
     data = make_data_folder(
         tmp_path / "data", num_train_tokens=4000, num_val_tokens=200, vocab_size=512
     )

@@ -184,9 +184,9 @@ def test_every_command_that_takes_a_run_refuses_what_is_no_name(
             assert status == 10 and "/tmp/evil: there is no run" in err
             continue
         assert status == 2, err
-        assert err.startswith("error: run ") and "no run has such a name" in err
+        assert err.startswith("error: run ") and "not a valid run id" in err
     status, _, err = workplace.call("run", "--resume", "../x")
-    assert status == 2 and "no run has such a name" in err
+    assert status == 2 and "not a valid run id" in err
 
 
 @pytest.mark.processes

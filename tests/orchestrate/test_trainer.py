@@ -73,7 +73,7 @@ def test_a_backend_that_is_not_here_is_refused_before_the_start(tmp_path: Path) 
     assert "distributed.backend = 'nccl'" in err
 
 
-def test_a_run_goes_on_while_its_disk_is_full_and_says_so_when_it_must_save(
+def test_a_run_continues_on_a_full_disk_and_fails_when_it_must_save(
     tmp_path: Path, small_disk: SmallDisk
 ) -> None:
     sizes = (*SMALLEST, "launch.ranks_per_node=1")
@@ -110,7 +110,7 @@ def losses_so_far(paths: RunPaths) -> int:
 
 @pytest.mark.slow
 def test_a_step_of_many_passes_is_left_when_the_run_is_stopped(tmp_path: Path) -> None:
-    """One step here takes hours; a stop must not wait for its end."""
+    """One step takes hours here; a stop must not wait for its completion."""
     process = start(tmp_path, "batch.global_batch_size=2000000", "train.checkpoint_every=1")
     paths = RunPaths(tmp_path / "runs" / "one")
     deadline = time.monotonic() + TIMEOUT_S
@@ -187,7 +187,7 @@ def signalling_itself(folder: Path, number: signal.Signals, *, after: str) -> Ma
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_sent_sigterm_is_lost_and_the_run_goes_on_from_what_it_saved(
+def test_a_rank_that_gets_sigterm_is_lost_and_the_run_continues_from_its_checkpoint(
     tmp_path: Path,
 ) -> None:
     settings = ("train.steps=150", "train.checkpoint_every=0", "limits.max_restarts=1")
@@ -197,7 +197,7 @@ def test_a_rank_that_is_sent_sigterm_is_lost_and_the_run_goes_on_from_what_it_sa
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err
     assert "was sent SIGTERM, and not by this run's supervisor" in err
-    assert "Going on from checkpoint step_" in err and "(restart 1 of 1)" in err
+    assert "Continuing from checkpoint step_" in err and "(restart 1 of 1)" in err
     summary = read_json(Summary, paths.summary)
     assert summary is not None
     assert (summary.status, summary.steps, summary.restarts) == ("finished", 150, 1)
@@ -226,14 +226,14 @@ def test_a_resume_on_a_full_disk_is_refused_in_one_line(
     paths.config.write_text(text)
     small_disk.fill()
     words = ["run", "--resume", "one", "--inventory", "local", "--runs-dir", str(small_disk.path)]
-    words += ["--set", f"data.dir={data}"]  # nobody has started the run
+    words += ["--set", f"data.dir={data}"]  # the run was not started by a command
     assert main(words, os.environ) == (ExitCode.CONFIG if found_before else ExitCode.PREFLIGHT)
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: ") and "Free " in last, last
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_a_hang_and_the_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_a_stopped_rank_is_a_hang_and_the_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
     settings = ("train.steps=150", "train.checkpoint_every=10", "limits.hang_timeout_s=3")
     first = "checkpoints/step_00000010/manifest.json"
     env = signalling_itself(tmp_path / "hook", signal.SIGSTOP, after=first)
@@ -243,7 +243,7 @@ def test_a_stopped_rank_is_a_hang_and_the_run_goes_on_from_its_checkpoint(tmp_pa
     assert process.returncode == 0, err
     assert f"checkpoint       {paths.checkpoint(150)}" in out
     assert "no rank made progress for" in err and "stopped by a signal: rank 1 on" in err
-    assert ". Going on from checkpoint step_000" in err and "(restart 1 of 3)" in err
+    assert ". Continuing from checkpoint step_000" in err and "(restart 1 of 3)" in err
     summary, state = read_json(Summary, paths.summary), read_json(RunState, paths.state)
     assert summary is not None and state is not None
     assert (summary.status, summary.steps, summary.restarts) == ("finished", 150, 1)

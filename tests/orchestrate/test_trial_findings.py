@@ -1,4 +1,4 @@
-"""Findings from the output of a trial, in the words that mpirun and gloo really use."""
+"""Findings from a trial's output, with real messages of mpirun and gloo."""
 
 from __future__ import annotations
 
@@ -100,24 +100,24 @@ def test_a_trial_that_ends_with_figures_has_no_failure() -> None:
         ),
         (
             outcome(status=None, node_2="ssh: connect to host x port 22: Connection timed out"),
-            *("node-2", "mpirun", "Connection timed out", "Open TCP port 22 there"),
+            *("node-2", "mpirun", "Connection timed out", "Open TCP port 22 of this node"),
         ),
         (
             outcome(stderr=UNRESOLVED),
             *("node-1", "mpirun", "cannot resolve the name 'first': getaddrinfo: Temporary failu"),
-            "/etc/hosts there: 10.0.0.2",
+            "/etc/hosts on this node: 10.0.0.2",
         ),
         (
             outcome(stderr=NO_INTERFACE + GUESSES),
-            *("node-0", "mpirun", "mpirun finds no interface eth9 there", "ip addr"),
+            *("node-0", "mpirun", "mpirun finds no interface eth9 on it", "ip addr"),
         ),
         (
             outcome(stderr=unable(127 << 8)),
-            *("node-2", "mpirun", "helper hydra_bstrap_proxy is missing there", "bootstrap"),
+            *("node-2", "mpirun", "helper hydra_bstrap_proxy is missing on it", "bootstrap"),
         ),
         (
             outcome(stderr=unable(255 << 8)),
-            *("node-2", "mpirun", "ssh from the head broke off", "sshd's log"),
+            *("node-2", "mpirun", "ssh from the head was closed", "sshd's log"),
         ),
         (
             outcome(
@@ -137,7 +137,7 @@ def test_a_trial_that_ends_with_figures_has_no_failure() -> None:
         ),
         (
             outcome(*STARTED, stdout=KILLED.format("9 (Killed)")),
-            *("node-2", "mpirun", "the trial's rank there was killed by signal 9", "memory"),
+            *("node-2", "mpirun", "the trial's rank on it was killed by signal 9", "memory"),
         ),
         (
             outcome(
@@ -158,7 +158,7 @@ def test_a_trial_that_ends_with_figures_has_no_failure() -> None:
                 {"rank": 1, "node": "node-1", "error": "ModuleNotFoundError: No module 'torch'"},
                 status=1,
             ),
-            *("node-1", "payload", "torch cannot be loaded there: ModuleNotFoundError", "bootst"),
+            *("node-1", "payload", "torch cannot be loaded on it: ModuleNotFoundError", "bootst"),
         ),
         (
             outcome(
@@ -166,7 +166,7 @@ def test_a_trial_that_ends_with_figures_has_no_failure() -> None:
                 {"rank": 1, "node": "node-1", "error": "RuntimeError: Connect\n timeout"},
                 status=1,
             ),
-            *("node-1", "gloo", "gloo failed while the ranks look for each other: RuntimeError"),
+            *("node-1", "gloo", "gloo failed while the ranks connect to each other: RuntimeError"),
             "TCP ports are open",
         ),
         (
@@ -179,7 +179,7 @@ def test_a_trial_that_ends_with_figures_has_no_failure() -> None:
         ),
         (
             outcome(*STARTED, *JOINED, status=None),
-            *("node-0", "gloo", "the measurement did not end within 24 s", "alive"),
+            *("node-0", "gloo", "the measurement did not end within 24 s", "Check the network"),
         ),
     ],
 )
@@ -224,7 +224,7 @@ NO_DEVICE = (
 @pytest.mark.parametrize(
     ("given", "check", "nodes", "cause"),
     [
-        # What the others say has lost them is left out.
+        # Errors of other ranks that lost contact are left out.
         (
             outcome(
                 *STARTED,
@@ -259,7 +259,7 @@ NO_DEVICE = (
             outcome(*STARTED, {"node": "node-0", "error": "RuntimeError: no route"}),
             "gloo",
             ["node-0"],
-            "gloo failed while the ranks look for each other",
+            "gloo failed while the ranks connect to each other",
         ),
     ],
 )

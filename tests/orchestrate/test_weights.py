@@ -38,7 +38,7 @@ def write_manifest(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("init", ["scratch", "gpt2", "openai-community/gpt2"])
-def test_what_is_no_folder_here_is_left_to_the_nodes(init: str) -> None:
+def test_a_name_without_a_local_folder_is_left_to_the_nodes(init: str) -> None:
     assert local_weights(init) is None
 
 
@@ -158,7 +158,7 @@ class LacksAll:
         return SimpleNamespace(stdout=b"")
 
 
-def test_a_link_that_has_taken_a_file_s_place_is_not_sent(tmp_path: Path) -> None:
+def test_a_link_that_replaces_a_file_is_not_sent(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
     found = local_weights(str(folder))
     assert found is not None

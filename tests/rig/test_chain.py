@@ -115,7 +115,7 @@ def test_no_secret_is_anywhere_but_in_its_own_file_and_stop_leaves_no_process(
     assert typed and not [name for name, value in needles.items() if value in typed]
     assert_modes(operator, machines, operator_key)
     code, said = operator.do("stop", "one")
-    assert code == ExitCode.OK and "no process of it is left on any node" in said, said
+    assert code == ExitCode.OK and "no process of the run is left on any node" in said, said
     code, said = finish(follower)
     assert code == INTERRUPTED, said
     assert_nothing_is_left(machines, operator_key)

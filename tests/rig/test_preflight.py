@@ -125,7 +125,7 @@ def test_two_workers_that_are_cut_from_each_other_are_a_pair(rig: Rig, login: Lo
     finally:
         rig.machines[1].restore_to(rig.machines[2])
     pairs = [f.line() for f in report.findings if (f.check, f.severity) == ("ports", "error")]
-    assert any(line.startswith("node-1: it cannot reach node-2 (10.77.0.13)") for line in pairs)
+    assert any(line.startswith("node-1: cannot reach node-2 (10.77.0.13)") for line in pairs)
     assert not [line for line in pairs if "node-0" in line]
 
 
@@ -139,7 +139,7 @@ def test_a_link_that_swallows_large_packets_is_found_with_the_size_that_works(
     finally:
         subprocess.run([*cable, "1500"], check=True)
     found = [finding.cause for finding in report.findings if finding.check == "ports"]
-    assert "packets over 1400 bytes to node-1 get lost, its interface sends 1500 (MTU)" in found
+    assert "packets over 1400 bytes to node-1 get lost; its interface sends 1500 (MTU)" in found
 
 
 def test_a_hostname_on_127_0_1_1_and_a_full_disk_are_named(rig: Rig, login: Login) -> None:
@@ -157,7 +157,7 @@ def test_a_hostname_on_127_0_1_1_and_a_full_disk_are_named(rig: Rig, login: Logi
         machine.exec(["umount", "/mnt"])
         machine.exec(["mv", "/etc/hosts.kept", "/etc/hosts"])
     lines = [finding.line() for finding in report.findings if finding.node == "node-1"]
-    assert any("its own name 'node-1' resolves to 127.0.1.1 there" in line for line in lines)
+    assert any("its own name 'node-1' resolves to 127.0.1.1 on it" in line for line in lines)
     assert "GiB are free in /home/trainer" in errors(report)["node-1"]
 
 

@@ -314,7 +314,7 @@ def test_a_job_that_is_cancelled_or_queued_again_saves_and_goes_on(
     wait_for_steps(paths)
     cluster.slurm(f"scancel {job_of(paths).job_id}")
     ended = wait_for_end(paths)
-    assert ended.exit_class == "rank_lost" and "told to stop by the system" in str(ended.error)
+    assert ended.exit_class == "rank_lost" and "stopped by the system" in str(ended.error)
     first = newest_step(paths)
     assert first > 3
     code, said = cluster.do("attach", run)
@@ -390,7 +390,7 @@ def test_what_slurm_refuses_is_one_line_and_leaves_no_run(cluster: SlurmCluster)
     code, said = submit(cluster, "--run-id", "refused", "--set", "launch.launcher=mpirun")
     assert code == ExitCode.CONFIG and "Use 'auto', 'srun' or 'torchrun'" in said, said
     code, said = cluster.do("run", "--inventory", "slurm", *words())
-    assert code == ExitCode.CONFIG and "this is no Slurm job" in said, said
+    assert code == ExitCode.CONFIG and "this is not a Slurm job" in said, said
 
 
 def test_a_job_that_waits_says_why_and_can_be_cancelled(cluster: SlurmCluster) -> None:
@@ -401,7 +401,7 @@ def test_a_job_that_waits_says_why_and_can_be_cancelled(cluster: SlurmCluster) -
     code, said = cluster.do(
         "attach", "waits", before=("timeout", "--foreground", "--signal=INT", "10")
     )
-    assert code in (INTERRUPTED, 124) and "detached; run waits goes on" in said, said
-    assert "is pending (Partition" in said and "the partition never allows so m" in said, said
+    assert code in (INTERRUPTED, 124) and "detached; run waits continues" in said, said
+    assert "is pending (Partition" in said and "the partition never allows this " in said, said
     code, said = cluster.do("stop", "waits")
     assert code == ExitCode.OK and "cancelled before the run began" in said, said

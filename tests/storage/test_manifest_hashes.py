@@ -83,7 +83,7 @@ def test_a_planted_checkpoint_is_refused_with_both_hashes_and_an_older_one_taken
     assert not here.checkpoint(5).exists()
     wrote = manifest_of(head.checkpoint(5))
     planted = manifest_of(tmp_path / "planted" / "step_00000005")
-    (refusal,) = [line for line in said if "step_00000005 in the store is passed over" in line]
+    (refusal,) = [line for line in said if "step_00000005 in the store is skipped" in line]
     assert wrote in refusal and planted in refusal
     assert sum(CHECKED in line for line in said) == 1 and CHECKED in said[-1]
     assert not any(UNKNOWN in line for line in said)
@@ -158,7 +158,7 @@ def test_a_planted_checkpoint_that_came_before_its_hash_is_named_later(
     shutil.copy(head.manifest_hashes, here.manifest_hashes)
     collect_from_store(store, here, say=said.append)
     wrote = manifest_of(head.checkpoint(5))
-    assert f"{here.checkpoint(5)} was here already" in said[-1] and wrote in said[-1]
+    assert f"{here.checkpoint(5)} existed before" in said[-1] and wrote in said[-1]
 
 
 def test_an_upload_brings_no_part_of_a_removed_run_back(

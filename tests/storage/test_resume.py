@@ -20,7 +20,7 @@ from payload.core.errors import ExitCode
 from payload.formats.checkpoint_listing import manifest_problems
 from payload.machines.inventory import Access
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.runs.mirror import note_seen, read_mirrored
+from payload.orchestrate.runs.mirror import read_mirrored, record_contact
 from payload.run_record.run_files import RunPaths, RunState, Summary, last_record, read_json
 from payload.run_record.store_state import StoreState
 from payload.supervise.processes import processes_of
@@ -232,7 +232,7 @@ def test_the_machine_that_started_a_run_on_a_cluster_that_is_gone_takes_it_from_
     paths = RunPaths(place.runs / "one")
     gone = replace(make_inventory(num_nodes=2), access=Access(kind="direct"))
     paths.inventory.write_text(gone.to_json(), encoding="utf-8")
-    note_seen(paths, alive=False, ssh_key=Path("/key"))
+    record_contact(paths, alive=False, ssh_key=Path("/key"))
     shutil.rmtree(paths.checkpoints)
 
     # The run's own settings with more steps: the place's words end with 240.

@@ -44,7 +44,7 @@ sys.exit(main(sys.argv[1:], os.environ))
 
 
 class StandInAccess(LocalAccess):
-    """This machine, with the stand-in program in the trainer's place."""
+    """This machine, with the stand-in program instead of the trainer."""
 
     options: Sequence[str] = ()
 
@@ -93,9 +93,9 @@ def supervise(
     echo_s: float | None = None,
     silent_s: float | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start the real supervisor; `echo_s` is the time it leaves ranks after another one's end.
+    """Start the real supervisor; after one rank's end it leaves the others `echo_s` seconds.
 
-    A shared folder that is silent for `silent_s` is named.
+    A shared folder that is silent for `silent_s` is reported.
     """
     program = ["-m", "payload.supervise"]
     if echo_s or silent_s:
@@ -112,7 +112,7 @@ def supervise(
 def ask_to_stop(
     paths: RunPaths, supervisor: subprocess.Popen[bytes], *, grace_s: float | None = None
 ) -> None:
-    """As a command does it."""
+    # As a command sends it.
     write_json(paths.stop_request, StopRequest(pids=(supervisor.pid,), grace_s=grace_s))
     supervisor.terminate()
 
@@ -133,9 +133,9 @@ def wait_for_steps(
     timeout_s: float = DEADLINE_S,
     after: Collection[int] = (),
 ) -> list[int]:
-    """The process ids of all ranks, once each has reached that step.
+    """Return the process ids of all ranks once each has reached that step.
 
-    `after` are those of an earlier attempt, whose last words are still there when this one begins.
+    `after` has those of an earlier attempt, whose last records still exist when this one begins.
     """
 
     def progress() -> list[RankProgress]:
@@ -153,7 +153,7 @@ def wait_until_gone(paths: RunPaths) -> None:
 
 
 def state_of(paths: RunPaths) -> RunState:
-    """state.json, which must be there."""
+    """Return state.json, which must exist."""
     state = read_json(RunState, paths.state)
     assert state is not None
     return state

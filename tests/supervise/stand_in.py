@@ -32,7 +32,7 @@ STEP_S = 0.05
 
 
 class StandIn:
-    """One rank: steps, stops when any rank was told to, notices when another is gone."""
+    """One rank: trains steps, stops when any rank gets a signal, notices when another is gone."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -107,7 +107,7 @@ class StandIn:
             raise RuntimeError("unforeseen")
 
     def _someone_is_behind(self, step: int) -> bool:
-        """As the exchange of gradients: nobody goes on alone."""
+        """Wait like the exchange of gradients, in which no rank continues alone."""
         if self._peer_is_gone() or self.stop_file.exists():
             return False
         found = [
@@ -120,7 +120,7 @@ class StandIn:
         for path in map(self.paths.rank_progress, others):
             progress = last_record(RankProgress, path)
             if progress is not None and not _is_alive(progress.pid):
-                # Read again: its last word may have come in between.
+                # Read again: its last record may have been written since.
                 last = last_record(RankProgress, path)
                 return last is not None and last.phase != "end"
         return False

@@ -121,7 +121,7 @@ def test_a_task_of_a_slurm_step_is_its_node_s_agent(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("number", ["", "2", "-1", "x"])
-def test_a_task_outside_of_the_run_s_nodes_says_so(run_dir: Path, number: str) -> None:
+def test_a_task_outside_of_the_run_s_nodes_is_refused(run_dir: Path, number: str) -> None:
     job = job_of(run_dir, "raise SystemExit(7)").to_json()
     task = begin(run_dir, "--task", job, SLURM_NODEID=number)
     _, err = task.communicate(timeout=60)
@@ -168,7 +168,7 @@ class SlurmNode:
         wait_until(lambda: self.begun.exists() and self.begun.read_text() != "", what="rank 0")
 
     def record_rank_0(self) -> None:
-        """Leave the rank's word of itself, as the trainer does."""
+        """Write the rank's record, as the trainer does."""
         record = self.paths.rank_progress(0)
         record.parent.mkdir(parents=True, exist_ok=True)
         progress = RankProgress(
@@ -191,7 +191,7 @@ class SlurmNode:
 def test_a_sigterm_to_the_first_node_s_task_alone_reaches_rank_0(
     run_dir: Path, has_begun: bool
 ) -> None:
-    """As proctrack/cgroup sends it; also when it comes before rank 0 has said who it is."""
+    """As proctrack/cgroup sends it; also before rank 0 has written its record."""
     node = SlurmNode(run_dir, 0)
     if has_begun:
         node.record_rank_0()

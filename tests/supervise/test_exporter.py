@@ -147,7 +147,7 @@ def test_the_scrape_has_every_metric_with_its_labels(tmp_path: Path) -> None:
     assert value("rank_slowdown_ratio", rank="1") == 1.0
 
 
-def test_a_slow_rank_s_ratio_is_that_of_the_run_s_own_words(tmp_path: Path) -> None:
+def test_a_slow_rank_s_ratio_is_that_of_the_run_s_records(tmp_path: Path) -> None:
     rows: list[StepMetrics | EvalMetrics] = [
         row(step, work_s=(0.2, 0.4 if step > 10 else 0.2)) for step in range(1, 31)
     ]
@@ -176,7 +176,7 @@ def test_a_damaged_record_leaves_its_own_metrics_out(tmp_path: Path, damaged: st
     assert ("tileforge_ranks", (("node", HERE), ("run", "run"))) in found
 
 
-def test_a_rank_that_tells_a_step_beyond_all_numbers_leaves_the_others_alone(
+def test_a_rank_with_an_impossible_step_leaves_the_others_alone(
     tmp_path: Path,
 ) -> None:
     paths = monitored_run(tmp_path / "run", [row(1)])
@@ -208,7 +208,7 @@ def test_new_rows_count_and_a_resumed_run_s_file_is_read_again(tmp_path: Path) -
     assert step() == 1
 
 
-def test_history_tells_each_row_with_its_time(tmp_path: Path) -> None:
+def test_history_has_each_row_with_its_time(tmp_path: Path) -> None:
     paths = monitored_run(tmp_path / "run", [row(step) for step in range(1, 6)])
     losses = [each for each in RunMetrics(paths).history() if each.name == "tileforge_loss"]
     assert [each.time_unix for each in losses] == [1_000_000.0 + step for step in range(1, 6)]
@@ -257,7 +257,7 @@ def supervised(paths: RunPaths) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.ranks
-def test_a_run_serves_its_metrics_while_it_goes_on(tmp_path: Path) -> None:
+def test_a_run_serves_its_metrics_while_it_trains(tmp_path: Path) -> None:
     port = free_port()
     settings = ("monitor.enabled=on", f"monitor.port={port}")
     paths = plan_stand_in(tmp_path / "run", "--steps", "100000", settings=settings)
@@ -318,8 +318,8 @@ def test_an_interrupt_ends_the_program_without_a_traceback(tmp_path: Path) -> No
     assert program.returncode == 0 and said == b""
 
 
-def test_what_is_served_is_no_more_than_the_records_say(tmp_path: Path) -> None:
-    """A row's MFU may be none: then there is no number in its place."""
+def test_only_values_of_the_records_are_served(tmp_path: Path) -> None:
+    """A row without an MFU has no sample for it."""
     unknown = json.loads(to_json_line(row(1))) | {"mfu": None}
     paths = monitored_run(tmp_path / "run", [row(1)])
     paths.metrics.write_text(json.dumps(unknown) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The end of a run that has a store: how it ended is on the disk before the store is waited for."""
+"""The end of a run with a store: its outcome is on the disk before the wait for the store."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from payload.config.run_config import load_run_config
 from payload.core.errors import ExitCode
 from payload.launch.plan import LaunchPlan
 from payload.run_record.run_files import Summary, read_json
-from payload.supervise.store_processes import Uploading
+from payload.supervise.store_processes import Uploader
 from tests.supervise.planned import DEADLINE_S, REPO, plan_stand_in, state_of
 
 _KEEPS_WHAT_IS_THERE = """
 import os, shutil, sys
 from pathlib import Path
 from payload.supervise.__main__ import main
-from payload.supervise.store_processes import Uploading
-root, drain = Path(sys.argv[2]), Uploading.drain
+from payload.supervise.store_processes import Uploader
+root, drain = Path(sys.argv[2]), Uploader.drain
 def look_first(self, **options):
     shutil.copy(root / "state.json", root / "state_at_drain.json")
     shutil.copy(root / "summary.json", root / "summary_at_drain.json")
     drain(self, **options)
-Uploading.drain = look_first
+Uploader.drain = look_first
 sys.exit(main(sys.argv[1:], os.environ))
 """
 
 
 @pytest.mark.ranks
-def test_how_a_run_ended_is_written_before_the_store_is_waited_for(tmp_path: Path) -> None:
+def test_the_outcome_is_written_before_the_wait_for_the_store(tmp_path: Path) -> None:
     settings = [f"storage.results={tmp_path / 'results'}"]
     paths = plan_stand_in(tmp_path / "run", settings=settings)
     command = [sys.executable, "-c", _KEEPS_WHAT_IS_THERE, "--run-dir", str(paths.root)]
@@ -42,7 +42,7 @@ def test_how_a_run_ended_is_written_before_the_store_is_waited_for(tmp_path: Pat
     for name in ("state", "summary"):
         seen = json.loads((paths.root / f"{name}_at_drain.json").read_text())
         assert (seen["status"], seen["exit_class"]) == ("finished", "ok")
-    # Later writes say what the store has by then.
+    # Later records have the store's state at that time.
     state, summary = state_of(paths), read_json(Summary, paths.summary)
     assert (state.status, state.exit_class) == ("finished", "ok")
     assert state.store is not None and state.store.is_drained
@@ -57,7 +57,7 @@ def test_a_job_that_ends_soon_does_not_wait_for_the_store(
 ) -> None:
     settings = [f"storage.results={tmp_path / 'results'}"]
     paths = plan_stand_in(tmp_path / "run", settings=settings)
-    uploading = Uploading(
+    uploading = Uploader(
         paths,
         plan=LaunchPlan.load(paths.plan),
         config=load_run_config(paths.config),

@@ -45,7 +45,7 @@ def start(paths: RunPaths, *, lifeline_s: float = 600.0) -> subprocess.Popen[byt
     )
 
 
-def test_it_tells_what_ranks_show_ends_them_when_told_and_goes_with_its_reader(
+def test_it_reports_ranks_ends_them_on_request_and_exits_with_its_reader(
     paths: RunPaths, sleeper: subprocess.Popen[bytes]
 ) -> None:
     progress = RankProgress(
@@ -91,7 +91,7 @@ def test_it_sends_sigterm_to_the_named_process_of_the_run_and_to_no_other(
         assert process.wait(DEADLINE_S) == 0
 
 
-def test_without_a_word_from_the_head_the_node_ends_the_run_itself(
+def test_without_messages_from_the_head_the_node_ends_the_run_itself(
     paths: RunPaths, sleeper: subprocess.Popen[bytes]
 ) -> None:
     with start(paths, lifeline_s=0.5) as process:
@@ -99,7 +99,7 @@ def test_without_a_word_from_the_head_the_node_ends_the_run_itself(
         assert sleeper.wait(DEADLINE_S) == -9
 
 
-def test_a_word_from_the_head_calls_forth_no_sign_of_its_own(paths: RunPaths) -> None:
+def test_a_message_from_the_head_causes_no_extra_heartbeat(paths: RunPaths) -> None:
     """Or the two would answer each other without end, on a core of each node."""
     began_s = time.monotonic()
     with start(paths) as process:

@@ -1,6 +1,6 @@
-"""A supervisor that is on no node of its run, as on a login node: every rank is on another machine.
+"""A supervisor on no node of its run, as on a login node: every rank is on another machine.
 
-The head's heartbeat program is a process here, and what the supervisor tells it is kept.
+The head's heartbeat program is a local process, and the supervisor's messages to it are recorded.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def port() -> Iterator[int]:
 
 
 def plan_off_head(root: Path, *options: str, port: int) -> RunPaths:
-    """Return a planned run whose supervisor takes this machine for another than the head."""
+    """Return a planned run whose supervisor considers another machine the head."""
     paths = plan_stand_in(root, *ENDLESS, *options)
     through = f'tee -a {shlex.quote(str(root / "told"))} | "$@"'
     plan = LaunchPlan.load(paths.plan)
@@ -56,7 +56,7 @@ def plan_off_head(root: Path, *options: str, port: int) -> RunPaths:
 
 
 def told(paths: RunPaths) -> set[str]:
-    """Return what the supervisor has told the head."""
+    """Return the messages of the supervisor to the head."""
     file = paths.root / "told"
     return set(file.read_text(encoding="ascii").split()) if file.exists() else set()
 
@@ -77,7 +77,7 @@ def test_a_stop_reaches_rank_0_through_its_node_it_saves_and_a_later_run_is_not_
     assert paths.rank_log(0).read_text().splitlines() == ["rank 0 begins", "rank 0 stopped"]
     assert f"stop:{pid}" in told(paths)
     assert not processes_of(paths.root)
-    # What this run was told stops no later one.
+    # A request to this run must not stop a later one.
     (paths.root / "stand_in_stop").unlink()
     (paths.root / "told").unlink()
     second = supervise(paths)
@@ -92,7 +92,7 @@ def test_a_stop_reaches_rank_0_through_its_node_it_saves_and_a_later_run_is_not_
 def test_a_system_s_signal_saves_and_the_node_is_still_left_clean(
     tmp_path: Path, port: int
 ) -> None:
-    """The scheduler did not send it: it knows nothing of a supervisor outside of the job."""
+    # The scheduler did not send it, as it has no knowledge of a supervisor outside the job.
     paths = plan_off_head(tmp_path / "run", port=port)
     supervisor = supervise(paths)
     wait_for_steps(paths)
@@ -113,7 +113,7 @@ def test_ranks_that_do_not_stop_in_time_are_killed_on_their_node(tmp_path: Path,
     assert not processes_of(paths.root)
 
 
-def test_a_killed_rank_0_is_named_by_what_its_node_tells(tmp_path: Path, port: int) -> None:
+def test_a_killed_rank_0_is_named_from_its_node_s_heartbeats(tmp_path: Path, port: int) -> None:
     paths = plan_off_head(tmp_path / "run", port=port)
     supervisor = supervise(paths)
     pid, _ = wait_for_steps(paths)

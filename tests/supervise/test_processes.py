@@ -26,7 +26,7 @@ from tests.supervise.planned import wait_for
 pytestmark = pytest.mark.processes
 
 SLEEP = "import time; time.sleep(600)"
-# A child that has dropped the mark from its environment; its end does not end its parent.
+# A child without the variable in its environment; its exit does not end its parent.
 PARENT = f"""
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", {SLEEP!r}], env={{}})
@@ -48,7 +48,7 @@ def test_children_without_the_mark_belong_to_the_run_too(tmp_path: Path) -> None
 def test_a_process_in_the_middle_of_an_exec_belongs_to_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Popen returns before the new program's variables are there, for long on a busy machine."""
+    """Popen returns before the new program's variables are readable, which can take long."""
     entry = tmp_path / "proc" / "77"
     entry.mkdir(parents=True)
     fields = ["S", "1", *["7"] * 50]
@@ -64,7 +64,7 @@ def test_a_process_in_the_middle_of_an_exec_belongs_to_the_run(
         processes, "time", SimpleNamespace(monotonic=time.monotonic, sleep=end_exec)
     )
     assert processes_of(tmp_path) == {77}
-    # A kernel thread never has any, and no memory either.
+    # A kernel thread has neither variables nor memory.
     fields[23 - 3] = "0"
     (entry / "stat").write_text(f"77 (kworker) {' '.join(fields)}")
     (entry / "environ").write_bytes(b"")

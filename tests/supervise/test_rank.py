@@ -34,7 +34,7 @@ def test_intel_mpis_number_wins_over_a_leftover() -> None:
     assert find_rank(ranks, {"RANK": "0"}).rank == 0
 
 
-def test_no_launcher_around_says_how_to_start() -> None:
+def test_without_a_launcher_the_error_shows_how_to_start() -> None:
     with pytest.raises(ConfigError, match="none of PMI_RANK"):
         find_rank([make_rank()], {})
 

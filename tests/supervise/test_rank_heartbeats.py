@@ -59,9 +59,9 @@ def message(*records: RankProgress, state: str = "S") -> dict[str, object]:
     }
 
 
-def test_a_workers_record_is_kept_by_our_clock_and_lies_with_the_others(tmp_path: Path) -> None:
+def test_a_workers_record_is_stored_by_our_clock_with_the_others(tmp_path: Path) -> None:
     beats, paths = make_heartbeats(tmp_path)
-    beats.take("node-1", message(progress(1), state="T"))
+    beats.receive("node-1", message(progress(1), state="T"))
     (beat,) = beats.ranks()
     assert (beat.rank, beat.step, beat.phase, beat.stopped) == (1, 3, "step", True)
     kept = read_json(RankProgress, paths.rank_progress(1))
@@ -72,25 +72,25 @@ def test_a_workers_record_is_kept_by_our_clock_and_lies_with_the_others(tmp_path
 def test_the_same_record_again_is_no_progress(tmp_path: Path) -> None:
     beats, _ = make_heartbeats(tmp_path)
     record = progress(1)
-    beats.take("node-1", message(record))
+    beats.receive("node-1", message(record))
     first = beats.ranks()[0].quiet_s
-    beats.take("node-1", {**message(record), "skew_s": HOUR_S + 0.7, "lag_s": 0.7 - HOUR_S})
+    beats.receive("node-1", {**message(record), "skew_s": HOUR_S + 0.7, "lag_s": 0.7 - HOUR_S})
     assert beats.ranks()[0].quiet_s >= first
     taken_s = time.monotonic()
-    beats.take("node-1", message(progress(1, step=4)))
+    beats.receive("node-1", message(progress(1, step=4)))
     assert beats.ranks()[0].quiet_s <= time.monotonic() - taken_s and beats.steps() == 4
 
 
-def test_an_older_record_is_no_news(tmp_path: Path) -> None:
-    """The newer of the records that the stream and a shared folder bring counts."""
+def test_an_older_record_is_ignored(tmp_path: Path) -> None:
+    """The newer record counts, from the stream or from a shared folder."""
     beats, paths = make_heartbeats(tmp_path)
     older, newer = replace(progress(0), node="node-0"), replace(progress(0, step=4), node="node-0")
-    beats.take("node-0", message(newer))
+    beats.receive("node-0", message(newer))
     write_json(paths.rank_progress(0), older)
-    beats.look()
+    beats.poll()
     assert beats.steps() == 4
     write_json(paths.rank_progress(0), replace(progress(0, step=5), node="node-0"))
-    beats.look()
+    beats.poll()
     assert beats.steps() == 5
 
 
@@ -98,16 +98,16 @@ def test_records_from_before_this_attempt_and_of_other_nodes_ranks_count_for_not
     tmp_path: Path,
 ) -> None:
     beats, paths = make_heartbeats(tmp_path)
-    beats.take("node-1", message(progress(1, age_s=30.0), progress(0)))
+    beats.receive("node-1", message(progress(1, age_s=30.0), progress(0)))
     then_s = time.monotonic() + HOUR_S - 30
     ended = RankExit(rank=1, node="node-1", exit_code=40, time_unix=1.0, monotonic_s=then_s)
-    beats.take("node-1", {**message(), "exits": [asdict(ended), {"rank": "?"}, 5]})
+    beats.receive("node-1", {**message(), "exits": [asdict(ended), {"rank": "?"}, 5]})
     assert beats.ranks() == [] and not beats.exits()
     assert not paths.rank_exit(1).exists() and not paths.rank_progress(0).exists()
 
 
 def test_rank_0_writes_as_long_as_the_checkpoint_has_not_its_name(tmp_path: Path) -> None:
-    """The thread that writes it says nothing while the rank trains on."""
+    """The thread that writes it sends nothing while the rank trains."""
     beats, paths = make_heartbeats(tmp_path)
     assert not beats.writing(within_s=1.0)
     partial = paths.checkpoints / "step_00000003.partial"
@@ -117,18 +117,18 @@ def test_rank_0_writes_as_long_as_the_checkpoint_has_not_its_name(tmp_path: Path
     assert not beats.writing(within_s=1.0)
 
 
-def test_a_new_attempt_forgets_what_was_shown(tmp_path: Path) -> None:
+def test_a_new_attempt_discards_earlier_records(tmp_path: Path) -> None:
     beats, paths = make_heartbeats(tmp_path)
     write_json(paths.rank_exit(0), RankExit(rank=0, node="node-0", exit_code=40, time_unix=1.0))
-    beats.look()
+    beats.poll()
     assert beats.exits()[0].exit_code == 40
     beats.begin()
-    beats.look()
+    beats.poll()
     assert not beats.exits() and not paths.rank_exit(0).exists()
 
 
 def test_a_wall_clock_that_goes_back_makes_no_new_record_old(tmp_path: Path) -> None:
-    """Neither this node's nor the worker's: both may be set while the run goes on."""
+    """Neither this node's nor the worker's: both clocks may be set while the run is active."""
     beats, _ = make_heartbeats(tmp_path)
     ended = RankExit(
         rank=1,
@@ -138,7 +138,7 @@ def test_a_wall_clock_that_goes_back_makes_no_new_record_old(tmp_path: Path) -> 
         monotonic_s=time.monotonic() + HOUR_S,
     )
     back = replace(progress(1), time_unix=time.time() - 2 * HOUR_S)
-    beats.take("node-1", {**message(back), "exits": [asdict(ended)]})
+    beats.receive("node-1", {**message(back), "exits": [asdict(ended)]})
     assert beats.steps() == 3
     assert beats.exits()[1].exit_code == 40
     assert abs(beats.exits()[1].monotonic_s - time.monotonic()) < 60
@@ -159,11 +159,11 @@ def test_a_wall_clock_that_goes_back_makes_no_new_record_old(tmp_path: Path) -> 
         b'{"now": 1.0, "monotonic_s": 1.0, "x": ' + b"[" * 20_000,
     ],
 )
-def test_what_is_no_message_is_passed_over(line: bytes) -> None:
+def test_a_line_that_is_not_a_message_is_skipped(line: bytes) -> None:
     assert parse_message(line, now_unix=1.0, now_s=1.0) is None
 
 
-def test_a_message_says_how_far_its_clocks_are_off() -> None:
+def test_a_message_has_the_difference_of_the_clocks() -> None:
     line = json.dumps({"now": 12.5, "monotonic_s": 3.0}).encode()
     parsed = parse_message(line, now_unix=10.0, now_s=7.0)
     assert parsed is not None and (parsed["skew_s"], parsed["lag_s"]) == (2.5, 4.0)
@@ -182,9 +182,9 @@ def test_step_times_are_this_attempts_also_when_the_file_is_replaced(tmp_path: P
     assert (times.median_s(began_at=2), times.reached_step(began_at=2)) == (4, 5)
 
 
-def test_ranks_say_from_which_step_an_attempt_begins(tmp_path: Path) -> None:
+def test_ranks_report_the_step_that_an_attempt_begins_from(tmp_path: Path) -> None:
     beats, _ = make_heartbeats(tmp_path)
     assert beats.began_at_step() is None
-    beats.take("node-1", message(replace(progress(1, step=20), phase="start")))
-    beats.take("node-1", message(progress(1, step=21)))
+    beats.receive("node-1", message(replace(progress(1, step=20), phase="start")))
+    beats.receive("node-1", message(progress(1, step=21)))
     assert (beats.began_at_step(), beats.steps()) == (20, 21)

@@ -49,7 +49,7 @@ you@there: /mnt/far fuse.sshfs rw 0 0
         ("/mnt", []),
     ],
 )
-def test_the_mount_of_a_server_that_holds_a_folder_is_found_without_a_look_at_it(
+def test_the_network_mount_of_a_folder_is_found_without_access_to_it(
     tmp_path: Path, path: str, found: list[str]
 ) -> None:
     (tmp_path / "mounts").write_text(MOUNTS, encoding="ascii")
@@ -71,7 +71,7 @@ def test_data_first_weights_and_the_cluster_s_folder_are_watched() -> None:
 
 
 @pytest.mark.processes
-def test_a_watch_without_a_process_knows_nothing_and_tries_again(
+def test_a_watch_without_a_process_reports_nothing_and_retries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with sshfs_mount(tmp_path) as (folder, _):
@@ -85,14 +85,14 @@ def test_a_watch_without_a_process_knows_nothing_and_tries_again(
         assert watch.processes() == []
 
 
-def test_what_another_node_says_of_its_folders_is_one_short_line() -> None:
+def test_another_node_s_report_on_its_folders_is_one_short_line() -> None:
     words = describe("node-1", {short("/mnt/a\nb"): short("x\x1b[31m" * 999)})
     assert "\n" not in words and "\x1b" not in words and len(words) < 300
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_a_silent_shared_folder_is_named_and_the_run_goes_on_once_it_answers(
+def test_a_silent_shared_folder_is_named_and_the_run_continues_once_it_answers(
     tmp_path: Path,
 ) -> None:
     with sshfs_mount(tmp_path) as (folder, server):
@@ -116,7 +116,7 @@ def test_a_silent_shared_folder_is_named_and_the_run_goes_on_once_it_answers(
         with stopped(server):
             named = f"the shared folder {folder} on {node} has not answered for "
             wait_for(lambda: named in str(state().note), "the folder's name")
-            assert "what reads it waits" in str(state().note)
+            assert "reading it blocks" in str(state().note)
             # It is not started again before the folder answers.
             wait_for(lambda: state().events[-1].kind == "failure", "the end of the attempt")
             error = state().events[-1].text

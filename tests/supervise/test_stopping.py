@@ -28,13 +28,13 @@ def test_a_request_waits_for_a_checkpoint_and_the_limit_does_not(
 ) -> None:
     paths = RunPaths(tmp_path)
     limited = Stopping(paths, wakeups, owner_pid=None, grace_s=0.0, limit_s=-1.0)
-    assert (limited.heed(), limited.limited) == ("ask", True)
-    assert (limited.heed(saving=True), limited.kind) == ("end", "expired")
+    assert (limited.next_action(), limited.by_limit) == ("stop", True)
+    assert (limited.next_action(saving=True), limited.kind) == ("kill", "expired")
     signal.raise_signal(signal.SIGTERM)
     stopping = Stopping(paths, wakeups, owner_pid=None, grace_s=0.0)
-    assert stopping.heed() == "ask"
-    assert (stopping.heed(saving=True), stopping.kind) == (None, "graceful")
-    assert (stopping.heed(), stopping.kind) == ("end", "expired")
+    assert stopping.next_action() == "stop"
+    assert (stopping.next_action(saving=True), stopping.kind) == (None, "graceful")
+    assert (stopping.next_action(), stopping.kind) == ("kill", "expired")
 
 
 def test_a_request_that_comes_while_the_one_before_is_read_is_not_lost(
@@ -54,18 +54,16 @@ def test_a_request_that_comes_while_the_one_before_is_read_is_not_lost(
     asked = Stopping(paths, wakeups, owner_pid=None, grace_s=1000.0)
     write_json(paths.stop_request, first)
     signal.raise_signal(signal.SIGTERM)
-    assert (asked.heed(), asked.grace_s) == ("ask", 60.0)
+    assert (asked.next_action(), asked.grace_s) == ("stop", 60.0)
     signal.raise_signal(signal.SIGTERM)
-    assert (asked.heed(), asked.grace_s) == (None, 0.5)
+    assert (asked.next_action(), asked.grace_s) == (None, 0.5)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_request_that_is_there_before_the_supervisor_looks_is_kept(
-    tmp_path: Path, wakeups: Wakeups
-) -> None:
+def test_a_request_that_precedes_the_supervisor_is_kept(tmp_path: Path, wakeups: Wakeups) -> None:
     paths = RunPaths(tmp_path)
     asked = Stopping(paths, wakeups, owner_pid=None, grace_s=1000.0)
     write_json(paths.stop_request, StopRequest(pids=(os.getpid(),), grace_s=60.0))
-    asked.forget_old_wish()
+    asked.discard_old_request()
     signal.raise_signal(signal.SIGTERM)
-    assert (asked.heed(), asked.by_system, asked.grace_s) == ("ask", False, 60.0)
+    assert (asked.next_action(), asked.by_system, asked.grace_s) == ("stop", False, 60.0)

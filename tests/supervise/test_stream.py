@@ -1,4 +1,4 @@
-"""The connections to the workers, with a program in ssh's place."""
+"""The connections to the workers, with a program instead of ssh."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 
 from payload.core.regular_files import MAX_FILE_BYTES
 from payload.launch.plan import LaunchPlan
-from payload.supervise.heartbeat_stream import LineCutter, NodeStream, close_all, parse_message
+from payload.supervise.heartbeat_stream import LineSplitter, NodeStream, close_all, parse_message
 from tests.launch.inventories import make_inventory
 from tests.supervise.planned import plan_stand_in, wait_for
 
-# It goes when all of them are told to: a frozen node takes its time, which the others need not.
+# It ends when all of them are closed: a frozen node takes long, and the others need not wait.
 SSH = """#!/bin/sh
 cd {folder} && touch begun.$$ && cat > told.$$.partial && mv told.$$.partial told.$$
 while [ $(ls told.* | grep -vc partial) -lt {count} ]; do sleep 0.02; done
@@ -73,22 +73,22 @@ def test_all_connections_are_closed_at_the_same_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_connection_whose_line_never_ends_is_given_up_and_retried(tmp_path: Path) -> None:
+def test_a_connection_whose_line_never_ends_is_closed_and_retried(tmp_path: Path) -> None:
     with connected(tmp_path, ENDLESS_SSH, nodes=1, count=MAX_FILE_BYTES + 1) as (stream,):
         wait_for(lambda: len(list(tmp_path.glob("begun.*"))) == 2, "a second connection")
         assert stream.messages() == []
 
 
 def test_lines_that_come_in_pieces_are_put_together() -> None:
-    cutter = LineCutter()
-    cut = [cutter.cut(piece) for piece in (b"a", b"b\nc", b"\n\nd\ne", b"", b"f\n")]
-    assert cut == [[], [b"ab"], [b"c", b"", b"d"], [], [b"ef"]]
-    assert not cutter.is_over_limit()
+    splitter = LineSplitter()
+    lines = [splitter.split(piece) for piece in (b"a", b"b\nc", b"\n\nd\ne", b"", b"f\n")]
+    assert lines == [[], [b"ab"], [b"c", b"", b"d"], [], [b"ef"]]
+    assert not splitter.is_over_limit()
 
 
 @pytest.mark.parametrize("name", ["now", "monotonic_s"])
 def test_a_heartbeat_with_a_time_that_no_clock_has_is_no_message(name: str) -> None:
-    sound = {"now": 1.8e9, "monotonic_s": 5.0}
-    for line, is_sound in ((sound, True), (sound | {name: 1.7e308}, False)):
+    valid = {"now": 1.8e9, "monotonic_s": 5.0}
+    for line, is_valid in ((valid, True), (valid | {name: 1.7e308}, False)):
         message = parse_message(json.dumps(line).encode(), now_unix=1.8e9, now_s=7.0)
-        assert (message is not None) == is_sound
+        assert (message is not None) == is_valid

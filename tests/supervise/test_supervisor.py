@@ -1,4 +1,4 @@
-"""Real mpirun, real ranks: how a run is started, watched, stopped and cleaned up after."""
+"""Real mpirun, real ranks: a run is started, monitored, stopped and cleaned up."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_run_ends_well_with_every_rank_in_its_place_and_leaves_no_temporary_fi
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", TORCHRUN_TOO])
-def test_a_run_s_folder_may_lie_deeper_than_a_socket_s_address_is_long(
+def test_a_run_s_folder_may_have_a_longer_path_than_a_socket_s_address(
     tmp_path: Path, launcher: str
 ) -> None:
     """A Unix socket's path has at most 107 bytes (unix(7)); no part of a run has one there."""
@@ -151,7 +151,7 @@ def test_rank_0_ends_its_checkpoint_when_another_rank_has_failed(tmp_path: Path)
     assert record is not None and record.error == "rank 0 lost contact with another rank"
 
 
-def test_a_crash_without_a_word_is_recorded_by_the_wrapper(tmp_path: Path) -> None:
+def test_a_crash_without_a_record_is_recorded_by_the_wrapper(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--crash", "1")
     assert supervise(paths).wait(DEADLINE_S) == ExitCode.TRAINING
     assert "rank 1" in str(state_of(paths).error)
@@ -175,7 +175,7 @@ def test_a_stop_saves_and_has_a_result(tmp_path: Path) -> None:
 def test_a_supervisor_that_the_system_ends_saves_and_its_run_is_lost_and_no_result(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    """As when the head is preempted; what a command left for an earlier supervisor is no excuse."""
+    """As when the head is preempted; a request for an earlier supervisor does not count."""
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, settings=("limits.max_restarts=1",), ranks=1)
     old = StopRequest(pids=(os.getpid(),), grace_s=0.0)
     write_json(paths.stop_request, old)
@@ -187,7 +187,7 @@ def test_a_supervisor_that_the_system_ends_saves_and_its_run_is_lost_and_no_resu
     assert supervisor.wait(DEADLINE_S) == ExitCode.RANK_LOST
     state, summary = state_of(paths), _summary(paths)
     assert (state.status, state.exit_class, state.attempt) == ("failed", "rank_lost", 1)
-    assert str(state.error).startswith("the supervisor was told to stop by the system, not by")
+    assert str(state.error).startswith("the supervisor was stopped by the system, not by")
     assert "the ranks saved and ended" in str(state.error)
     assert (summary.status, summary.exit_class) == ("failed", "rank_lost")
     assert paths.rank_log(0).read_text().splitlines()[-1] == "rank 0 stopped"
@@ -196,7 +196,7 @@ def test_a_supervisor_that_the_system_ends_saves_and_its_run_is_lost_and_no_resu
 
 @pytest.mark.parametrize("victim", ["program", pytest.param("wrapper", marks=pytest.mark.slow)])
 def test_sigterm_to_one_rank_is_a_lost_rank(tmp_path: Path, victim: str) -> None:
-    """As when its machine is preempted: the ranks save and end, and nobody had asked for it."""
+    """As when its machine is preempted: the ranks save and end without a request."""
     paths = plan_stand_in(tmp_path / "run", *ENDLESS)
     supervisor = supervise(paths)
     pid = wait_for_steps(paths)[1]
@@ -221,7 +221,7 @@ def test_a_signal_that_comes_before_the_supervisor_is_ready_is_not_lost(tmp_path
 
 
 def test_a_signal_after_the_end_does_not_change_it(tmp_path: Path) -> None:
-    """Python gives signals their default effect back while it takes itself down."""
+    """Python restores the default handlers of signals when the interpreter shuts down."""
     program = (
         "import os, signal, sys\n"
         "from payload.supervise import __main__ as supervise\n"
@@ -271,8 +271,8 @@ def test_a_state_that_is_gone_is_rebuilt_from_the_summary(tmp_path: Path) -> Non
     assert (_summary(paths).restarts, _summary(paths).resumes) == (4, 3)
 
 
-def test_a_run_started_through_a_link_is_known_by_its_own_path(tmp_path: Path) -> None:
-    """Its ranks, and those of a supervisor that died, are found by the folder's one name."""
+def test_a_run_started_through_a_link_is_identified_by_its_resolved_path(tmp_path: Path) -> None:
+    """Its ranks, and those of a killed supervisor, are found by the folder's one name."""
     paths = plan_stand_in(tmp_path / "real" / "run", *ENDLESS, ranks=1)
     (tmp_path / "link").symlink_to("real")
     linked = RunPaths(tmp_path / "link" / "run")
@@ -326,7 +326,7 @@ def test_a_stop_while_the_ranks_load_ends_at_once_and_loses_nothing(tmp_path: Pa
     state = state_of(paths)
     assert (state.status, state.error) == (
         "stopped",
-        "stopped while the ranks loaded; the last checkpoint is as it was",
+        "stopped while the ranks loaded; the last checkpoint is unchanged",
     )
     assert not processes_of(paths.root)
 
@@ -358,7 +358,7 @@ def test_ranks_that_do_not_stop_in_the_time_that_the_stop_came_with_are_killed(
     assert not processes_of(paths.root)
 
 
-def test_a_stop_waits_for_a_checkpoint_that_gets_on(tmp_path: Path) -> None:
+def test_a_stop_waits_for_a_checkpoint_that_makes_progress(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--save-s", "1.5", ranks=1)
     supervisor = supervise(paths)
     wait_for_steps(paths, ranks=1)
@@ -385,7 +385,7 @@ def test_ranks_save_when_their_supervisor_is_killed_and_the_next_one_waits(tmp_p
     wait_for_steps(paths, ranks=1)
     first.kill()
     first.wait(DEADLINE_S)
-    # The stand-in's request to stop outlives its attempt, and nobody asks the second one to stop.
+    # The stand-in's request to stop outlives its attempt, and the second attempt gets no request.
     assert supervise(paths).wait(DEADLINE_S) == ExitCode.RANK_LOST
     begins, stops = "rank 0 begins", "rank 0 stopped"
     assert paths.rank_log(0).read_text().splitlines() == [begins, stops, begins, stops]
@@ -400,7 +400,7 @@ def test_a_stop_lets_the_ranks_of_an_earlier_supervisor_save(tmp_path: Path) -> 
     wait_for_steps(paths, ranks=1)
     first.kill()
     first.wait(DEADLINE_S)
-    # Its own grace is none of theirs.
+    # Its own grace period does not apply to them.
     second = supervise(paths, "--grace", "0.1")
     wait_for(lambda: state_of(paths).note is not None, "it to say what it waits for")
     ask_to_stop(paths, second)
@@ -420,7 +420,7 @@ def test_a_stopped_rank_is_a_hang_that_names_it(tmp_path: Path, launcher: str) -
     assert supervisor.wait(DEADLINE_S) == ExitCode.HANG
     state = state_of(paths)
     assert (state.exit_class, state.failed_rank) == ("hang", 1)
-    # Both grow on a busy machine: the limit with the steps, the first with when it is looked at.
+    # Both grow on a busy machine: the limit with the steps, the first with the time of the check.
     told = re.search(r"no rank made progress for (\d+) s \(limit (\d+) s\)", str(state.error))
     assert told is not None and int(told[1]) >= int(told[2]) >= 2, state.error
     assert f"stopped by a signal: rank 1 on {state.node} at step" in str(state.error)
@@ -504,14 +504,14 @@ def test_a_second_attempt_forgets_the_first(tmp_path: Path) -> None:
     assert (state_of(paths).attempt, state_of(paths).status) == (2, "finished")
 
 
-def test_a_restart_is_told_from_the_checkpoint_that_is_sound(tmp_path: Path) -> None:
+def test_the_note_of_a_restart_names_the_newest_valid_checkpoint(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, settings=("limits.max_restarts=1",))
     make_checkpoint(paths.checkpoint(1))
     (make_checkpoint(paths.checkpoint(2)) / "model.safetensors").write_bytes(b"damaged")
     supervisor = supervise(paths)
     os.kill(wait_for_steps(paths, step=3)[1], signal.SIGKILL)
-    wait_for(lambda: "Going on from" in str(state_of(paths).note), "the restart to be told")
-    assert "Going on from checkpoint step_00000001 (restart 1 of 1)" in str(state_of(paths).note)
+    wait_for(lambda: "Continuing from" in str(state_of(paths).note), "the restart to be told")
+    assert "Continuing from checkpoint step_00000001 (restart 1 of 1)" in str(state_of(paths).note)
     ask_to_stop(paths, supervisor)
     assert supervisor.wait(DEADLINE_S) == ExitCode.OK
 
@@ -536,16 +536,16 @@ def test_a_restart_that_never_comes_is_not_counted(tmp_path: Path) -> None:
     os.kill(wait_for_steps(paths)[1], signal.SIGKILL)
     wait_for(lambda: bool(state_of(paths).note), "the failure to be told")
     note = str(state_of(paths).note)
-    assert "was killed by signal 9" in note and "Seeing whether it can be started again" in note
+    assert "was killed by signal 9" in note and "Checking whether it can be restarted" in note
     ask_to_stop(paths, supervisor)
     assert supervisor.wait(DEADLINE_S) == ExitCode.OK
     state = state_of(paths)
     assert (state.status, state.attempt, state.note) == ("stopped", 1, None)
-    assert "stopped before it was started again; it had failed: rank 1 on" in str(state.error)
+    assert "stopped before it was restarted; it had failed: rank 1 on" in str(state.error)
     assert _summary(paths).restarts == 0
 
 
-def test_a_taken_port_is_named_before_anything_starts(
+def test_a_port_in_use_is_named_before_anything_starts(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with socket.socket() as listener:
@@ -565,7 +565,7 @@ def test_a_launcher_that_cannot_start_a_rank_is_preflight(tmp_path: Path) -> Non
     assert "the launcher started no rank" in str(state_of(paths).error)
 
 
-def test_a_launcher_that_is_not_there_is_preflight_and_the_last_result_stays(
+def test_a_missing_launcher_is_preflight_and_the_last_result_stays(
     tmp_path: Path,
 ) -> None:
     paths = plan_stand_in(tmp_path / "run", "--steps", "3", ranks=1)
@@ -584,4 +584,4 @@ def test_a_folder_without_a_plan_is_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert supervise(RunPaths(tmp_path)).wait(DEADLINE_S) == ExitCode.CONFIG
-    assert "is no planned run" in capfd.readouterr().err
+    assert "is not a planned run" in capfd.readouterr().err

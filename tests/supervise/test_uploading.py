@@ -1,4 +1,4 @@
-"""A resume with a store: it goes on from the newest checkpoint of disk and store, or fails."""
+"""A resume with a store: it continues from the newest checkpoint of disk and store, or fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from payload.storage.objects import ObjectStore
 from payload.storage.opening import open_store
 from payload.storage.records import Records
 from payload.supervise import store_processes as module
-from payload.supervise.store_processes import Uploading
+from payload.supervise.store_processes import Uploader
 from tests.storage.folders import write_checkpoint
 from tests.storage.server import BUCKET, Faults, FaultyProxy
 from tests.supervise.planned import DEADLINE_S, plan_stand_in, state_of, supervise
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture
 def resumed(tmp_path: Path) -> RunPaths:
-    """The folder of a run that is resumed, and of which the disk has no checkpoint."""
+    """The folder of a resumed run without a checkpoint on the disk."""
     return plan_resumed(tmp_path)
 
 
@@ -75,7 +75,7 @@ def wait_a_little(seconds: float) -> bool:
 def restore(
     paths: RunPaths, notes: list[str] | None = None, *, pause: Callable[[float], bool] | None = None
 ) -> RunState | None:
-    uploading = Uploading(
+    uploading = Uploader(
         paths,
         plan=LaunchPlan.load(paths.plan),
         config=load_run_config(paths.config),
@@ -85,7 +85,7 @@ def restore(
     return uploading.restore(pause=pause or wait_a_little, note=said.append)
 
 
-def test_the_newest_checkpoint_comes_from_the_store_and_the_run_says_so(resumed: RunPaths) -> None:
+def test_the_newest_checkpoint_comes_from_the_store_with_a_note(resumed: RunPaths) -> None:
     store_steps(resumed, 990, 1000)
     write_checkpoint(resumed.checkpoints, 500, seed=3)
     notes: list[str] = []
@@ -96,28 +96,26 @@ def test_the_newest_checkpoint_comes_from_the_store_and_the_run_says_so(resumed:
     assert said[0].startswith("bringing step_00001000 (0.00 GB) from /")
 
 
-def test_a_restore_that_lasts_is_noted_meanwhile(
-    resumed: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_restore_is_noted(resumed: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     log, notes = resumed.logs / "storage.log", list[str]()
 
     def start(verb: str, *, stderr: int) -> subprocess.Popen[str]:
         shell = ["sh", "-c", "echo bringing it >&2; read line"]
         return subprocess.Popen(shell, stdin=subprocess.PIPE, stderr=stderr, text=True)
 
-    monkeypatch.setattr(Uploading, "_start", lambda self, *words, **to: start(*words, **to))
+    monkeypatch.setattr(Uploader, "_start", lambda self, *words, **to: start(*words, **to))
     deadline_s = time.monotonic() + DEADLINE_S
 
     def until_noted(seconds: float) -> bool:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
-        return not notes  # then somebody stops the run
+        return not notes  # then another command stops the run
 
     assert restore(resumed, notes, pause=until_noted) is None
     assert notes == ["bringing it"] == log.read_text().splitlines()
 
 
-def test_without_a_sound_checkpoint_in_the_store_nothing_starts_from_scratch(
+def test_without_a_valid_checkpoint_in_the_store_nothing_starts_from_scratch(
     resumed: RunPaths,
 ) -> None:
     store_steps(resumed, 990, 1000)
@@ -131,14 +129,14 @@ def test_a_restore_that_is_killed_is_no_reason_to_start_from_scratch(
     resumed: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store_steps(resumed, 1000)
-    start = Uploading._start
+    start = Uploader._start
 
-    def kill(self: Uploading, *words: str, stderr: int) -> subprocess.Popen[str]:
+    def kill(self: Uploader, *words: str, stderr: int) -> subprocess.Popen[str]:
         process = start(self, *words, stderr=stderr)
         os.kill(process.pid, signal.SIGKILL)
         return process
 
-    monkeypatch.setattr(Uploading, "_start", kill)
+    monkeypatch.setattr(Uploader, "_start", kill)
     with pytest.raises(PreflightError, match="killed by signal 9"):
         restore(resumed)
 
@@ -152,11 +150,11 @@ def test_a_store_that_cannot_be_read_may_have_a_newer_checkpoint(
     with FaultyProxy(Faults(seed=0)) as proxy:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
         proxy.refuse = True
-        with pytest.raises(PreflightError, match=r"Google refuses it.*go on from the disk alone"):
+        with pytest.raises(PreflightError, match=r"Google refuses it.*resume from the disk alone"):
             restore(paths)
 
 
-def test_an_older_checkpoint_of_the_disk_is_taken_with_a_word(resumed: RunPaths) -> None:
+def test_an_older_checkpoint_on_the_disk_is_used_with_a_note(resumed: RunPaths) -> None:
     store_steps(resumed, 1000)
     damage(resumed, 1000)
     write_checkpoint(resumed.checkpoints, 500, seed=3)
@@ -177,7 +175,7 @@ def test_a_folder_that_is_not_mounted_is_not_an_empty_store(
         restore(resumed)
 
 
-def test_a_run_that_had_no_checkpoint_yet_begins_anew(resumed: RunPaths) -> None:
+def test_a_run_without_a_checkpoint_starts_from_scratch(resumed: RunPaths) -> None:
     write_json(resumed.state, a_state(resumed, spent_s=12.0))
     store_steps(resumed)
     notes: list[str] = []
@@ -186,7 +184,7 @@ def test_a_run_that_had_no_checkpoint_yet_begins_anew(resumed: RunPaths) -> None
     assert "has no checkpoint yet" in notes[-1]
 
 
-def test_an_earlier_word_is_forgotten_and_a_lost_run_is_not_taken_back(
+def test_an_earlier_problem_is_discarded_and_a_lost_run_is_not_reclaimed(
     resumed: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[subprocess.Popen[str]] = []
@@ -195,9 +193,9 @@ def test_an_earlier_word_is_forgotten_and_a_lost_run_is_not_taken_back(
         started.append(subprocess.Popen(["true"], stdin=subprocess.PIPE, text=True))
         return started[-1]
 
-    monkeypatch.setattr(Uploading, "_start", start)
+    monkeypatch.setattr(Uploader, "_start", start)
     monkeypatch.setattr(module, "_RESTART_S", 0.0)
-    uploading = Uploading(
+    uploading = Uploader(
         resumed,
         plan=LaunchPlan.load(resumed.plan),
         config=load_run_config(resumed.config),
@@ -210,7 +208,7 @@ def test_an_earlier_word_is_forgotten_and_a_lost_run_is_not_taken_back(
     uploading.begin()
     assert uploading.state() == kept
     started[0].wait()
-    # Of a process that died in the run the counts stay, and its problem does not.
+    # After a crash during the run, the counts are kept, and the problem is discarded.
     counted = replace(kept, sent_bytes=700, sent_unix=5.0, failures=3)
     write_json(resumed.store_state, replace(counted, problem="503", failing_since_unix=9.0))
     uploading.begin()

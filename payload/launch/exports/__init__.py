@@ -1,1 +1,1 @@
-"""Files by which other engines carry out a run: one file an engine."""
+"""Job files for other engines: one module per engine."""

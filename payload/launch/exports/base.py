@@ -1,4 +1,4 @@
-"""The interface of an engine: what a run needs there, and the text of its one file."""
+"""The interface of an engine: a run's requirements, and the text of the engine's job file."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from payload.core.errors import UsageError
 from payload.core.members import file_name
 
 MOUNT = "/mnt/tileforge"
-"""Where the storage is mounted: the folder that has data/ and runs/."""
+"""Mount point of the storage: the folder with data/ and runs/."""
 MASTER_PORT = 29500
-"""The port at which ranks meet on nodes of their own; torch's and Kubeflow's choice."""
+"""The port at which ranks on dedicated nodes meet; the default of torch and Kubeflow."""
 VCPUS_PER_CORE = 2
 """Clouds and Kubernetes count hardware threads; a plan counts cores."""
 
@@ -26,10 +26,10 @@ _IMAGE = re.compile(r"[\w.:/@+-]+", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportJob:
-    """A run as every engine needs it."""
+    """A run in the form that every engine needs."""
 
     run_id: str
-    """Also the name of its folder, so that a restarted job resumes."""
+    """Also the name of the run's folder, so that a restarted job resumes."""
     config: str
     """The text of run.toml."""
     nodes: int
@@ -46,13 +46,14 @@ class ExportJob:
 
     @property
     def name(self) -> str:
-        """Return the run's name in the form that Kubernetes, SkyPilot and dstack all take."""
+        """Return the run's name in a form that Kubernetes, SkyPilot and dstack all accept."""
         plain = re.sub(r"[^a-z0-9]+", "-", self.run_id.lower()).strip("-")
         if not plain[:1].isalpha():
             plain = f"run-{plain}".rstrip("-")
         if plain == self.run_id and len(plain) <= _NAME_LENGTH:
             return plain
-        # Ids that only differ in what was replaced or cut off keep different names.
+        # Ids that differ only in characters that were replaced or cut off still get different
+        # names.
         mark = hashlib.sha256(self.run_id.encode()).hexdigest()[:4]
         return f"{plain[: _NAME_LENGTH - 5].rstrip('-')}-{mark}"
 
@@ -63,12 +64,12 @@ class ExportJob:
 
     @property
     def cores_per_node(self) -> int:
-        """Return the physical cores that a node's ranks use."""
+        """Return the number of physical cores that a node's ranks use."""
         return self.ranks_per_node * self.threads_per_rank
 
     @property
     def memory_gib_per_node(self) -> int:
-        """Return what to ask for: the estimate and a quarter more, for the page cache."""
+        """Return the memory to request: the estimate and a quarter more, for the page cache."""
         return max(2, -(-self.memory_bytes_per_node * 5 // (4 * 2**30)))
 
     @property
@@ -77,24 +78,24 @@ class ExportJob:
         return f"runs/{self.run_id}"
 
     def config_lines(self, target: str) -> str:
-        """Return shell text that writes run.toml; `target` is put in double quotes there."""
-        assert _CONFIG_END not in self.config.splitlines(), "TOML has no bare word on a line"
+        """Return shell text that writes run.toml to `target`, which is put in double quotes."""
+        assert _CONFIG_END not in self.config.splitlines(), "no line of TOML is a bare word"
         return f"cat >\"{target}\" <<'{_CONFIG_END}'\n{self.config.rstrip()}\n{_CONFIG_END}\n"
 
 
 class Engine(ABC):
-    """Carries out a run from one file."""
+    """A system that carries out a run from one job file."""
 
     start: ClassVar[str]
-    """The command that starts the run from FILE there."""
+    """The command that starts the run from FILE."""
     needs_image: ClassVar[bool] = False
     takes_image: ClassVar[bool] = True
     storage: ClassVar[str]
-    """The meaning of `--storage` there, for people."""
+    """The meaning of `--storage` for this engine, for messages."""
     storage_pattern: ClassVar[re.Pattern[str]]
-    """Pattern of a whole such name."""
+    """Pattern of a valid storage name."""
     storage_characters: ClassVar[str]
-    """The pattern's characters, for people."""
+    """The characters that the pattern allows, for messages."""
     needs_storage: ClassVar[bool] = False
 
     @property
@@ -106,21 +107,21 @@ class Engine(ABC):
         """Raise UsageError for a job that this engine cannot carry out."""
         if self.needs_image and job.image is None:
             raise UsageError(
-                f"--export {self.name} needs an image with the payload in it. Build one "
+                f"--export {self.name} needs an image that contains the payload. Build one "
                 "(docs/exports.md) and name it with --image."
             )
         if not self.takes_image and job.image is not None:
             raise UsageError(
-                f"--image {job.image}: {self.name} runs on the nodes' own file system. Leave it "
-                "out."
+                f"--image {job.image}: {self.name} runs on the nodes' own file system. Leave "
+                "--image out."
             )
         if job.image is not None and not _IMAGE.fullmatch(job.image):
             raise UsageError(
-                f"--image {job.image!r} is no image's name. Write it as in REGISTRY/NAME:TAG."
+                f"--image {job.image!r}: not a valid image name. Write it as REGISTRY/NAME:TAG."
             )
         if self.needs_storage and job.storage is None:
             raise UsageError(
-                f"--export {self.name} needs a place for data and checkpoints that outlives the "
+                f"--export {self.name} needs storage for data and checkpoints that outlives the "
                 f"machines. Name {self.storage} with --storage."
             )
         if job.storage is not None and not self.storage_pattern.fullmatch(job.storage):
@@ -131,14 +132,14 @@ class Engine(ABC):
 
     @abstractmethod
     def render(self, job: ExportJob) -> str:
-        """Return the file's text. Raises UsageError."""
+        """Return the text of the job file. Raises UsageError."""
 
 
 def torchrun_script(job: ExportJob, *, folder: str, node_rank: str, head: str) -> str:
-    """Return what each node runs where torchrun starts the ranks.
+    """Return the script that starts the ranks with torchrun on each node.
 
-    `folder`, `node_rank` and `head` are words of the shell: where the storage is, and what the
-    engine says of the node's place.
+    `folder`, `node_rank` and `head` are shell expressions for the storage's path, the node's index
+    and the address of the first node.
     """
     return (
         f"set -euo pipefail\ncd {folder}\n"
@@ -155,11 +156,11 @@ def torchrun_script(job: ExportJob, *, folder: str, node_rank: str, head: str) -
 def source_lines(checkout: str, *, venv: str) -> str:
     """Return shell text that sets a node up from a checkout, for an engine without an image.
 
-    Both are words of the shell. A second time it changes nothing.
+    Both arguments are shell expressions. The script is idempotent.
     """
     return f"bash {checkout}/bootstrap/install-payload.sh --venv {venv} --extras train\n"
 
 
 def source_environment_lines(checkout: str, *, venv: str) -> str:
-    """Return shell text after which `python3` is the set-up's and finds the payload."""
+    """Return shell text that selects the environment's `python3` and finds the payload."""
     return f"export PATH={venv}/bin:$PATH PYTHONPATH={checkout}\n"

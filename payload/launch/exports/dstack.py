@@ -1,4 +1,4 @@
-"""dstack: a task on machines of clouds or of one's own, with torchrun on every node."""
+"""dstack: a task on cloud or own machines, with torchrun on every node."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from payload.launch.exports.base import (
 from payload.launch.exports.yaml_text import Value, render
 
 _CHECKOUT, _VENV = "/opt/tileforge", "/opt/tileforge-venv"
-# How long dstack looks for machines again after an interruption.
+# How long dstack looks for new machines after an interruption.
 _RETRY = "1d"
 
 
@@ -25,7 +25,7 @@ class Dstack(Engine):
 
     start = "dstack apply -f FILE"
     storage = "a volume's name, or a folder (/PATH) that the machines have in common"
-    # A name as dstack's validate_dstack_resource_name has it.
+    # The pattern of dstack's validate_dstack_resource_name.
     storage_pattern = re.compile(r"[a-z][a-z0-9-]{1,40}|/[\w./-]*", re.ASCII)
     storage_characters = "lower-case letters, digits and -, and in a folder also A-Z . / _"
     needs_storage = True
@@ -58,16 +58,16 @@ class Dstack(Engine):
 
 
 def _storage(job: ExportJob) -> str:
-    """Return the volume; a network volume is one machine's, so each node has one of its own.
+    """Return the volume. A network volume belongs to one machine, so each node gets its own.
 
-    The run's files are on the first node's. The data has to be on each.
+    The run's files are on the first node's volume. Every volume needs the data.
     """
     name = str(job.storage)
     return name if name.startswith("/") or job.nodes == 1 else f"{name}-${{{{ dstack.node_rank }}}}"
 
 
 def node_script(job: ExportJob) -> str:
-    """Return what each node runs."""
+    """Return the script of each node."""
     script = torchrun_script(
         job, folder=MOUNT, node_rank='"$DSTACK_NODE_RANK"', head='"$DSTACK_MASTER_NODE_IP"'
     )

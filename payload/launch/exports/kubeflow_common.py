@@ -1,4 +1,4 @@
-"""Parts that both of Kubeflow's engines have in common."""
+"""Parts that both Kubeflow engines share."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from payload.launch.exports.base import MOUNT, VCPUS_PER_CORE, ExportJob
 from payload.launch.exports.yaml_text import Value
 
 CLAIM = "tileforge"
-"""The claim that stands for `--storage` where it is not given."""
+"""The default claim of `--storage`."""
 STORAGE = f"a persistent volume claim that all nodes can mount (default: {CLAIM})"
 STORAGE_PATTERN = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
-"""A DNS subdomain of RFC 1123, as Kubernetes has it for the names of claims."""
+"""A DNS subdomain of RFC 1123, which Kubernetes requires for the names of claims."""
 STORAGE_CHARACTERS = "lower-case letters, digits, . and -"
 
 
 def bash(script: str) -> list[Value]:
-    """Return a container's command. Kubernetes would expand $(NAME) itself: $$ is one dollar."""
+    """Return a container's command. Kubernetes expands $(NAME) itself; $$ escapes a dollar."""
     return ["bash", "-c", re.sub(r"\$(?=[$(])", "$$", script)]
 
 
@@ -27,7 +27,7 @@ def environment(variables: Mapping[str, str]) -> list[Value]:
 
 
 def resources(job: ExportJob) -> dict[str, Value]:
-    """Return what a node's container asks for."""
+    """Return the resources that a node's container requests."""
     return {
         "requests": {
             "cpu": str(job.cores_per_node * VCPUS_PER_CORE),
@@ -37,7 +37,7 @@ def resources(job: ExportJob) -> dict[str, Value]:
 
 
 def storage_mounts() -> list[Value]:
-    """Return where a container has the storage."""
+    """Return the volume mount of the storage in a container."""
     return [{"name": "storage", "mountPath": MOUNT}]
 
 
@@ -48,5 +48,5 @@ def storage_volumes(job: ExportJob) -> list[Value]:
 
 
 def deadline(job: ExportJob) -> dict[str, Value]:
-    """Return the job's own limit, where the run has one."""
+    """Return the job's own time limit, if the run has one."""
     return {} if job.max_hours is None else {"activeDeadlineSeconds": int(job.max_hours * 3600)}

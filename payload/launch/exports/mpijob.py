@@ -1,10 +1,10 @@
 """Kubeflow's MPI Operator: Intel MPI starts the ranks on workers that run sshd.
 
-What the operator gives a pod (its pkg/controller/mpi_job_controller.go, v0.8.2): the hosts file
-/etc/mpi/hostfile with HOST:SLOTS a line in the launcher, and one key pair of this job everywhere,
-from the secret NAME-ssh, in files that all may read. Host keys are not in it. So the workers' sshd
-shows that key, and the launcher takes no other one: only a pod with the secret is a node of the
-job.
+The operator (its pkg/controller/mpi_job_controller.go, v0.8.2) gives the launcher's pod the hosts
+file /etc/mpi/hostfile, with HOST:SLOTS on each line. Every pod gets one key pair of the job, from
+the secret NAME-ssh, in files that all users can read, but no host keys. So the workers' sshd
+presents that key as its host key, and the launcher accepts no other key. Only a pod with the secret
+is a node of the job.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from payload.launch.exports.yaml_text import Value, render
 
 _SSH = "/etc/mpijob-ssh"
 _KEY = "/tmp/id_rsa"
-# ssh and sshd refuse a private key that others may read.
+# ssh and sshd refuse a private key that other users can read.
 _OWN_KEY = f"install -m 600 {_SSH}/id_rsa {_KEY}\n"
 _HOSTS = "/etc/mpi/hostfile"
 _KNOWN_HOSTS = "/tmp/known_hosts"
-# The names of pods reach every resolver some seconds after the pods are ready.
+# DNS resolves the names of pods only some seconds after the pods are ready.
 _RESOLVE_S = 120
 
 
@@ -99,7 +99,7 @@ def _worker(job: ExportJob) -> dict[str, Value]:
 
 
 def launcher_script(job: ExportJob) -> str:
-    """Return what the launcher's pod runs."""
+    """Return the script of the launcher's pod."""
     ssh = (
         "-o ConnectionAttempts=10 -o BatchMode=yes -o StrictHostKeyChecking=yes "
         f"-o UserKnownHostsFile={_KNOWN_HOSTS} -i {_KEY}"

@@ -1,4 +1,4 @@
-"""The engines that there are, and a run in the form that they take."""
+"""The registry of export engines, and a run in the form that they need."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def export_job(
     image: str | None,
     storage: str | None,
 ) -> ExportJob:
-    """Return the run on `nodes` machines like the first of `machines`; None is all of them.
+    """Return the run on `nodes` machines like the first of `machines`; with None, on all of them.
 
-    Raises ConfigError for ranks that cannot be placed or would share the batch unevenly.
+    Raises ConfigError if ranks cannot be placed or would share the batch unevenly.
     """
     if config.launch.malloc == "tcmalloc":
         raise ConfigError(
-            "launch.malloc = 'tcmalloc': the library's path on another engine's machines is not "
-            "known. Use 'tuned' or 'default'."
+            "launch.malloc = 'tcmalloc': the library's path on another engine's machines is "
+            "unknown. Use 'tuned' or 'default'."
         )
     alike = machines if nodes is None else machines[:1]
     placement = place_ranks(alike, config.launch, device=config.device, domains=domains)

@@ -1,4 +1,4 @@
-"""Slurm: a batch script whose ranks srun starts, on nodes that share the folder."""
+"""Slurm: a batch script that starts the ranks with srun, on nodes that share the folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shlex
 from payload.launch.exports.base import Engine, ExportJob, source_environment_lines, source_lines
 from payload.machines.inventory import RANK_PORTS
 
-# Seconds before the job's end at which ranks are told to save; a checkpoint of GPT-2 takes 5.
+# Seconds before the job's end at which ranks get a signal to save; a checkpoint of GPT-2 takes 5.
 _NOTICE_S = 120
 
 
@@ -18,7 +18,7 @@ class Sbatch(Engine):
 
     start = "sbatch FILE"
     takes_image = False
-    storage = "a folder that all nodes share (default: where sbatch was called)"
+    storage = "a folder that all nodes share (default: the folder in which sbatch was called)"
     storage_pattern = re.compile(r"[\w./][\w./-]*", re.ASCII)
     storage_characters = "letters, digits and . / - _"
 
@@ -37,7 +37,7 @@ class Sbatch(Engine):
             "checkout=$SLURM_SUBMIT_DIR\n"
             f'cd "{folder}"\n'
             f'run_dir="$PWD/{job.run_dir}"\n'
-            # Before the set-up: it runs Python in a folder that others may write.
+            # Before the set-up, which runs Python in a folder that other users can write.
             f"{exports}[ -x {venv}/bin/python ] || {source_lines(checkout, venv=venv)}"
             f"{source_environment_lines(checkout, venv=venv)}"
             'mkdir -p "$run_dir"\n'
@@ -47,7 +47,7 @@ class Sbatch(Engine):
             "# A run folder with a checkpoint in it is resumed.\n"
             f"srun --kill-on-bad-exit=1 --cpu-bind=cores --cpus-per-task={job.threads_per_rank} "
             'python3 -m payload.train --config "$run_dir/run.toml" --run-dir "$run_dir"\n'
-            + _go_on(job)
+            + _requeue(job)
         )
 
 
@@ -69,15 +69,15 @@ def _options(job: ExportJob) -> list[str]:
     return options
 
 
-def _go_on(job: ExportJob) -> str:
-    """Return shell text that queues a job again which its time limit stopped.
+def _requeue(job: ExportJob) -> str:
+    """Return shell text that queues the job again after its time limit stopped it.
 
-    A limit of the run's own stays one: then `sbatch FILE` by hand resumes.
+    If the run itself has a time limit, the text is empty: then `sbatch FILE` by hand resumes.
     """
     if job.max_hours is not None:
         return ""
     return (
-        "# Stopped with a checkpoint by the time limit: the next job goes on.\n"
+        "# Stopped with a checkpoint by the time limit: the next job continues.\n"
         'if grep -q \'"status": "stopped"\' "$run_dir/summary.json"; then\n'
         '  scontrol requeue "$SLURM_JOB_ID"\n'
         "fi\n"

@@ -15,7 +15,7 @@ from payload.launch.exports.base import (
 )
 from payload.launch.exports.yaml_text import Value, render
 
-# Where SkyPilot puts `workdir`, and an environment that stays between jobs.
+# SkyPilot's folder for `workdir`, and an environment that persists between jobs.
 _CHECKOUT, _VENV = '"$HOME"/sky_workdir', '"$HOME"/tileforge-venv'
 
 
@@ -58,7 +58,7 @@ def _storage(name: str) -> dict[str, Value]:
 
 
 def node_script(job: ExportJob) -> str:
-    """Return what each node runs."""
+    """Return the script of each node."""
     script = torchrun_script(
         job,
         folder=MOUNT,

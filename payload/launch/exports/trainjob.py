@@ -7,7 +7,7 @@ from payload.launch.exports.base import MOUNT, Engine, ExportJob, torchrun_scrip
 from payload.launch.exports.yaml_text import Value, render
 
 _API = "trainer.kubeflow.org/v1alpha1"
-# The operator looks for these: pkg/constants/constants.go of kubeflow/trainer.
+# The operator requires these names: pkg/constants/constants.go of kubeflow/trainer.
 _NODE = "node"
 _TRAINER_LABEL: dict[str, Value] = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
 
@@ -22,7 +22,7 @@ class TrainJob(Engine):
     storage_characters = kubernetes.STORAGE_CHARACTERS
 
     def render(self, job: ExportJob) -> str:
-        """Return both documents: only a runtime has volumes and restarts."""
+        """Return both documents; only a runtime has volumes and restarts."""
         runtime: dict[str, Value] = {
             "apiVersion": _API,
             "kind": "TrainingRuntime",
@@ -50,17 +50,17 @@ class TrainJob(Engine):
             "kind": "TrainingRuntime",
             "name": job.name,
         }
-        wanted: dict[str, Value] = {
+        train_job: dict[str, Value] = {
             "apiVersion": _API,
             "kind": "TrainJob",
             "metadata": {"name": job.name},
             "spec": {"runtimeRef": reference, "trainer": trainer, **kubernetes.deadline(job)},
         }
-        return f"{render(runtime)}---\n{render(wanted)}"
+        return f"{render(runtime)}---\n{render(train_job)}"
 
 
 def _replicated_job(job: ExportJob) -> Value:
-    """Return the nodes. One pod that fails takes all along: ranks cannot go on without it."""
+    """Return the nodes. If one pod fails, all end: ranks cannot continue without it."""
     container: dict[str, Value] = {
         "name": _NODE,
         "image": str(job.image),
@@ -82,7 +82,7 @@ def _replicated_job(job: ExportJob) -> Value:
 
 
 def node_script(job: ExportJob) -> str:
-    """Return what each node's container runs."""
+    """Return the script of each node's container."""
     return torchrun_script(
         job, folder=MOUNT, node_rank='"$PET_NODE_RANK"', head='"$PET_MASTER_ADDR"'
     )

@@ -1,4 +1,4 @@
-"""YAML for files that people read: mappings, lists, scalars, and scripts as they are."""
+"""YAML for files that people read: mappings, lists, scalars, and scripts as block text."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TypeAlias
 Value: TypeAlias = "str | int | bool | Mapping[str, Value] | Sequence[Value]"
 
 _PLAIN = re.compile(r"[A-Za-z/][\w./-]*", re.ASCII)
-# YAML 1.1 reads these as something else, and so do its parsers still.
+# YAML 1.1 parses these as booleans or null, and so do many current parsers.
 _NOT_TEXT = re.compile(r"y|n|yes|no|on|off|true|false|null", re.IGNORECASE)
-# Anything else than printable ASCII, and text whose indentation could be misread, is quoted.
+# Text with other characters than printable ASCII, or with ambiguous indentation, is quoted.
 _BLOCK = re.compile(r"[!-~](?:[ -~\n]*[!-~])?\n", re.ASCII)
 
 
@@ -40,7 +40,7 @@ def _in_list(value: Value) -> Iterator[str]:
 
 
 def _item(before: str, value: Value) -> Iterator[str]:
-    """Yield `before` with the value beside it, or below it and further to the right."""
+    """Yield `before` with the value beside it, or below it and indented."""
     if isinstance(value, str) and "\n" in value and _BLOCK.fullmatch(value):
         yield f"{before} |"
         inner: Iterator[str] = iter(value.splitlines())
@@ -54,7 +54,7 @@ def _item(before: str, value: Value) -> Iterator[str]:
 
 
 def _scalar(value: Value) -> str:
-    """Return a scalar or an empty collection; JSON's are YAML's."""
+    """Return a scalar or an empty collection. JSON's syntax is valid YAML."""
     if isinstance(value, str) and _PLAIN.fullmatch(value) and not _NOT_TEXT.fullmatch(value):
         return value
     return json.dumps(value)

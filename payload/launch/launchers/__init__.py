@@ -1,1 +1,1 @@
-"""One file a launcher; the file's name is what `launch.launcher` says."""
+"""One file per launcher; the file's name is the value of `launch.launcher`."""

@@ -19,7 +19,7 @@ from payload.launch.launcher import (
 from payload.machines.inventory import Node
 from payload.machines.rank_variables import INTEL_MPI
 
-# It comes when all ranks have ended.
+# mpirun prints it after all ranks have ended.
 _KILLED = re.compile(
     r"RANK (?P<rank>\d+) PID \d+ RUNNING AT (?P<address>\S+)\s*\n"
     r"=\s+KILLED BY SIGNAL: (?P<signal>\d+)"
@@ -30,7 +30,7 @@ _DOWNSTREAM = re.compile(
 )
 _UNRESOLVED = re.compile(r"getaddrinfo.*(?:name resolution|not known)", re.IGNORECASE)
 _UNABLE = re.compile(r"[Uu]nable to run bstrap_proxy on (\S+) \(pid \d+, exit code (\d+)\)")
-_SPEAKER = re.compile(r"^\[[^@\]\n]*@([^\]\n]+)\] (.*)$", re.MULTILINE)
+_SIGNED_LINE = re.compile(r"^\[[^@\]\n]*@([^\]\n]+)\] (.*)$", re.MULTILINE)
 _SERVER = re.compile(r"unable to connect to server (\S+) at port")
 _INTERFACE = re.compile(r"unable to find interface (\S+)")
 
@@ -43,7 +43,7 @@ class Mpirun(Launcher):
     install = "pip install impi-rt==2021.18.1"
     version = "Intel(R) MPI"
     preference = 0
-    # What every failed mpirun guesses, and what torch says where names of addresses are not known.
+    # Guesses that every failed mpirun prints, and torch's warning about unresolved addresses.
     noise = re.compile(
         r"^\[mpiexec@[^\]]*\] (?:Possible reasons|\d\. |   )"
         r"|hostname of the client socket cannot be"
@@ -58,27 +58,28 @@ class Mpirun(Launcher):
     def argv(self, job: Job) -> tuple[str, ...]:
         """Return Intel MPI's command line, in the spelling of Intel's own guides.
 
-        Without `-noconf`, it takes options from `mpiexec.conf` in the current folder, and one of
-        them names a program to start.
+        Without `-noconf`, mpirun reads options from `mpiexec.conf` in the current folder, one of
+        which
+        names a program to start.
         """
-        variables = [word for item in sorted(job.environment.items()) for word in ("-genv", *item)]
+        variables = [text for item in sorted(job.environment.items()) for text in ("-genv", *item)]
         return (
             *(job.executable, "-noconf"),
             *("-f", str(job.hosts), "-n", str(job.world_size), "-ppn", str(job.ranks_per_node)),
             *variables,
             job.python,
-            *job.words,
+            *job.rank_arguments,
         )
 
     def settings(self, reach: Reach) -> dict[str, str]:
-        """Return how hydra reaches the nodes.
+        """Return the variables that configure hydra, mpirun's process manager.
 
-        On one node it forks: no ssh to ourselves, and no scheduler that mpirun believes to see. On
-        several it uses ssh with the run's key; the config's path may have no space, since hydra
-        splits the words. With the interface, hydra need not resolve the head's own name, which
-        fails on many machines ("getaddrinfo ... Temporary failure in name resolution"). No
-        pinning: each rank sets its own affinity from the rank file. I_MPI_FABRICS does not matter,
-        since the ranks exchange nothing through MPI.
+        On one node hydra forks: no ssh to the same machine, and no scheduler that mpirun claims to
+        detect. On several nodes it uses ssh with the run's key; the path of ssh's config may have
+        no space, since hydra splits the arguments at spaces. With the interface set, hydra need not
+        resolve the head's own name, which fails on many machines ("getaddrinfo ... Temporary
+        failure in name resolution"). Pinning is off, since each rank sets its own affinity from the
+        rank file. I_MPI_FABRICS does not matter, since the ranks exchange nothing through MPI.
         """
         settings = {"I_MPI_HYDRA_BOOTSTRAP": "ssh" if reach.ssh else "fork"}
         if reach.ssh:
@@ -86,7 +87,7 @@ class Mpirun(Launcher):
         return settings | {"I_MPI_HYDRA_IFACE": reach.interface, "I_MPI_PIN": "off"}
 
     def report(self, text: str) -> Report:
-        """Return what hydra says of killed ranks, lost nodes and names."""
+        """Parse hydra's output for killed ranks, lost nodes and unresolved names."""
         killed, lost = _KILLED.search(text), _DOWNSTREAM.search(text)
         return Report(
             killed=KilledRank(
@@ -104,51 +105,53 @@ class Mpirun(Launcher):
     def trial_failures(
         self, text: str, *, nodes: Sequence[Node], hostnames: Mapping[str, str]
     ) -> Iterator[TrialFailure]:
-        """Yield what hydra and its helpers, which sign with their hostnames, complain of."""
+        """Yield the errors of hydra and of its helpers, whose lines begin with their hostnames."""
         by_address, head = {node.address: node for node in nodes}, nodes[0]
         unresolved = dict.fromkeys(
-            hostnames.get(who, who) for who, said in _SPEAKER.findall(text) if "getaddrinfo" in said
+            hostnames.get(who, who)
+            for who, message in _SIGNED_LINE.findall(text)
+            if "getaddrinfo" in message
         )
         server = _SERVER.search(text)
         for name in unresolved:
-            asked = f" {server[1]!r}" if server else ""
+            target = f" {server[1]!r}" if server else ""
             cause = (
-                f"mpirun's helper there cannot resolve the name{asked}: getaddrinfo: Temporary "
+                f"mpirun's helper on it cannot resolve the name{target}: getaddrinfo: Temporary "
                 "failure in name resolution"
             )
-            fix = f"Put it in /etc/hosts there: {head.address}."
+            fix = f"Put it in /etc/hosts on this node: {head.address}."
             yield TrialFailure(node=name, cause=cause, fix=fix)
         if unresolved:
             return
         interface = _INTERFACE.search(text)
         if interface:
-            cause = f"mpirun finds no interface {interface[1]} there"
-            yield TrialFailure(node=head.name, cause=cause, fix="See `ip addr` there.")
+            cause = f"mpirun finds no interface {interface[1]} on it"
+            yield TrialFailure(node=head.name, cause=cause, fix="See `ip addr` on it.")
             return
         library, unable = MISSING_LIBRARY.search(text), _UNABLE.search(text)
         node = by_address.get(unable[1], head) if unable else head
         if unable:
             yield _unable(node.name, int(unable[2]), text, library=library)
         elif library:
-            cause = f"mpirun lacks the library {library[1]} there"
+            cause = f"mpirun lacks the library {library[1]} on it"
             yield TrialFailure(node=node.name, cause=cause, fix=BOOTSTRAP_AGAIN)
 
 
 def _unable(node: str, status: int, text: str, *, library: re.Match[str] | None) -> TrialFailure:
-    """Explain a helper that did not start on a worker; `status` is as wait() gives it."""
+    """Return the failure of a helper on a worker; `status` is the value from wait()."""
     code, fix = status >> 8, BOOTSTRAP_AGAIN
     if library:
-        cause = f"mpirun's helper lacks the library {library[1]} there"
+        cause = f"mpirun's helper lacks the library {library[1]} on it"
     elif code in (126, 127):
         why = "cannot be run" if code == 126 else "is missing"
-        cause = f"mpirun's helper hydra_bstrap_proxy {why} there"
+        cause = f"mpirun's helper hydra_bstrap_proxy {why} on it"
     elif code == 255:
-        cause, fix = "ssh from the head broke off", "See sshd's log there (journalctl -u ssh)."
+        cause, fix = "ssh from the head was closed", "See sshd's log on it (journalctl -u ssh)."
     elif _SERVER.search(text):
-        cause = "mpirun's helper there cannot connect back to the head"
+        cause = "mpirun's helper on it cannot connect back to the head"
         fix = "Open all TCP ports between the nodes."
     else:
-        cause = f"mpirun's helper there ended with status {code}"
+        cause = f"mpirun's helper on it ended with status {code}"
     return TrialFailure(node=node, cause=cause, fix=fix)
 
 

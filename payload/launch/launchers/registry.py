@@ -1,4 +1,4 @@
-"""The launchers that there are: one for each file of this package that defines `LAUNCHER`."""
+"""The registry of launchers: one for each file of this package that defines `LAUNCHER`."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Launcher:
-    """Return the launcher of that name. Raises ConfigError that lists those that there are."""
+    """Return the launcher with this name. Raises ConfigError, which lists the known names."""
     known = names()
     if name not in known:
         raise ConfigError(
-            f"launch.launcher = {name!r}: there is no such launcher. Use one of "
-            f"{', '.join([AUTO, *known])}."
+            f"launch.launcher = {name!r}: unknown launcher. Use one of {', '.join([AUTO, *known])}."
         )
     module = importlib.import_module(f"{launchers.__name__}.{name}")
     launcher: Launcher = module.LAUNCHER
     return launcher
 
 
-def candidates(wanted: str) -> list[Launcher]:
-    """Return the launchers that `launch.launcher` may mean, the preferred one first."""
-    if wanted != AUTO:
-        return [find(wanted)]
+def candidates(setting: str) -> list[Launcher]:
+    """Return the launchers that `launch.launcher` allows, the preferred one first."""
+    if setting != AUTO:
+        return [find(setting)]
     known = [find(name) for name in names()]
     ranked = [(each.preference, each) for each in known if each.preference is not None]
     return [launcher for _, launcher in sorted(ranked, key=lambda pair: pair[0])]

@@ -12,11 +12,11 @@ STEP = (
     *("--overlap", "--overcommit", "--mem=0", "--cpu-bind=none", "--mpi=none"),
     *("--export=ALL", "--kill-on-bad-exit=0", "--wait=0"),
 )
-"""Options of every job step: a share of all that the job has, beside the other steps. A rank
-binds itself to its cores, and the supervisor decides what a rank's end means."""
+"""Options of every job step. A step shares all resources of the job with the other steps. A rank
+binds itself to its cores, and the supervisor decides how to handle a rank's end."""
 
 NODE_COMMAND = ("srun", *STEP, "--nodes=1", "--ntasks=1", "--nodelist={node}", "--quiet")
-"""Words before a command that run it on another node of the job."""
+"""Prefix that runs a command on another node of the job."""
 
 _KILLED = re.compile(
     r"^srun: error: (?P<node>\S+): task (?P<rank>\d+): (?P<how>[A-Z][\w ]+)$", re.M
@@ -27,7 +27,7 @@ _REFUSED = re.compile(r"^srun: error: (Unable to create step for job \d+: .*|Una
 
 
 def each_node_command(srun: str, nodes: int) -> tuple[str, ...]:
-    """Return the words before a command that run it as one task on each of the job's nodes.
+    """Return the prefix that runs a command as one task on each of the job's nodes.
 
     Tasks are numbered in the order in which Slurm names the job's nodes.
     """
@@ -42,11 +42,11 @@ class Srun(Launcher):
 
     variables = SLURM
     program = "srun"
-    install = "it comes with Slurm; ask whoever runs the cluster"
+    install = "it is a program of Slurm; contact the administrators of the cluster"
     version = "slurm"
     needs_ssh = False
     scheduler = "slurm"
-    # Nothing that sbatch was told, as memory or tasks: a step of ours says itself what it wants.
+    # No limits of sbatch, such as memory or tasks: each of our steps requests its own.
     keeps = (
         *("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_CLUSTER_NAME", "SLURM_JWT"),
         *("SLURM_WORKING_CLUSTER", "SLURM_TOPOLOGY"),
@@ -65,14 +65,14 @@ class Srun(Launcher):
             *(job.executable, f"--nodes={job.nodes}", f"--ntasks={job.world_size}"),
             *(f"--ntasks-per-node={job.ranks_per_node}", "--distribution=block", "--input=none"),
             *STEP,
-            *(job.python, *job.words),
+            *(job.python, *job.rank_arguments),
         )
 
     def report(self, text: str) -> Report:
-        """Return what srun says of killed tasks, lost nodes and steps that Slurm refused."""
+        """Parse srun's output for killed tasks, lost nodes and steps that Slurm refused."""
         lost, why, refused = _LOST.search(text), _CANCELLED.search(text), _REFUSED.search(text)
         killed = next(filter(None, map(_killed, _KILLED.finditer(text))), None)
-        gone = LostNode(address=lost["node"], how="failed, says Slurm") if lost else None
+        gone = LostNode(address=lost["node"], how="failed, according to Slurm") if lost else None
         if gone is None and why is not None:
             gone = LostNode(address="the job", how=f"was ended by Slurm ({why[1].lower()})")
         return Report(
@@ -83,7 +83,7 @@ class Srun(Launcher):
 
 
 def _killed(found: re.Match[str]) -> KilledRank | None:
-    """Return the rank of a line whose words are a signal's, such as `Killed`."""
+    """Return the killed rank of a line whose text names a signal, such as `Killed`."""
     for number in signal.valid_signals():
         if signal.strsignal(number) == found["how"].removesuffix(" (core dumped)"):
             return KilledRank(rank=int(found["rank"]), address=found["node"], signal=int(number))

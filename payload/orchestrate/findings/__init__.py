@@ -1,1 +1,1 @@
-"""Faults of nodes, and of a trial of them, in words: pure functions over what they answered."""
+"""Faults of nodes, and of a trial on them: pure functions over the nodes' answers."""

@@ -1,4 +1,4 @@
-"""Faults of a cluster: from facts to findings with cause, fix and exit code. Pure."""
+"""Faults of a cluster: turns facts into findings with cause, fix and exit code. Pure."""
 
 from __future__ import annotations
 
@@ -25,14 +25,12 @@ from payload.orchestrate.ssh.remote_calls import MeshAnswer, Pair
 from payload.stack.node_paths import BOOTSTRAP_STATE
 
 STRANGER = "operator"
-"""The name of this machine in trials of ports that are open to others."""
+"""The name of this machine in the check for ports that are open to other machines."""
 _PAUSE_S = 0.1
-
-"""The only sign that a node's bootstrap is done, written last by it."""
 LOGS = ("/var/log/tileforge-bootstrap.log", "/var/log/cloud-init-output.log")
 
 
-# It becomes part of mpirun's and gloo's settings.
+# It becomes part of the settings of mpirun and gloo.
 _INTERFACE = re.compile(r"[A-Za-z0-9_.:@-]{1,15}")
 
 
@@ -41,19 +39,19 @@ _ERROR_NAME = re.compile(r"E[A-Z0-9]{1,15}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedFolder:
-    """A node's shared folder, and its answer to the write of a small file."""
+    """A node's shared folder, and the result of writing a small file to it."""
 
     folder: str = checked(max_chars=1024)
     mounted: bool
-    """False where the machine's table of file systems has it, and it is not there."""
+    """False if /etc/fstab lists it, but it is not mounted."""
     took_s: float | None = checked(low=0, high=3600)
-    """None where it did not answer, or was not asked."""
+    """None if it did not answer, or was not tried."""
     error: str | None = checked(pattern=_ERROR_NAME, wanted="an error's name, as in errno")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """The probe's answer from one node; None is what the machine did not tell."""
+    """The probe's answer from one node; None is an unknown value."""
 
     time_unix: float = checked(low=0, high=1e11)
     """The node's clock when the probe began."""
@@ -63,7 +61,7 @@ class NodeFacts:
     architecture: str = checked(max_chars=64)
     python: str = checked(max_chars=64)
     bootstrap: Any
-    """bootstrap.json: an object, or text when it is no JSON, or None when there is none."""
+    """bootstrap.json: an object, or text if it is not JSON, or None if it does not exist."""
     bootstrap_log: tuple[str, ...] = checked(max_items=100)
     cpu_flags: tuple[str, ...] | None = checked(max_items=1000)
     physical_cores: int | None = checked(low=1, high=2**16)
@@ -72,15 +70,15 @@ class NodeFacts:
     disk_path: str = checked(max_chars=1024)
     disk_free_bytes: int = checked(low=0)
     interface: str | None = checked(pattern=_INTERFACE, wanted="an interface's name")
-    """On the way to the head; on the head, to the first worker."""
+    """Interface towards the head; on the head, towards the first worker."""
     source_address: str | None = checked(max_chars=64)
     mtu: int | None = checked(low=1, high=2**31)
     resolver_answers: bool = True
-    """True if asking for the name of another node's address comes to an end."""
+    """True if a lookup of another node's address returns."""
     shared: SharedFolder | None = None
-    """None where the node has no shared folder and should have none."""
+    """None if the node neither has nor should have a shared folder."""
     nvidia: NvidiaFacts | None = None
-    """Its GPUs; None where it was not asked."""
+    """Its GPUs; None if they were not queried."""
     clock_offset_s: float | None = None
     """The node's clock minus the operator's."""
 
@@ -88,7 +86,7 @@ class NodeFacts:
 def clock_offset_s(
     *, sent_unix: float, received_unix: float, node_unix: float, took_s: float
 ) -> float:
-    """Return the node's clock minus ours: its answer came between sending and receiving."""
+    """Return the node's clock minus ours, from an answer between sending and receiving."""
     travel_s = max(0.0, received_unix - sent_unix - took_s)
     return node_unix - (sent_unix + travel_s / 2)
 
@@ -96,9 +94,9 @@ def clock_offset_s(
 def reaches(
     node: Node, others: Collection[Node], *, port: int, trial: str, within_s: float
 ) -> bool:
-    """Return whether this machine, if it is no node, reaches mesh.py on that port of `node`.
+    """Return whether this machine reaches mesh.py on a port of `node`, although it is not a node.
 
-    The answer has to be that program's: whatever else takes a connection there does not count.
+    Only an answer of that program counts; other programs may accept the connection, too.
     """
     ends = time.monotonic() + within_s
     target = (node.external_address or node.address, port)
@@ -122,28 +120,28 @@ Severity = Literal["error", "warning"]
 
 PROBED = ("ssh", "bootstrap", "payload", "cpu", "memory", "disk", "clock", "name", "route", "ports")
 TRIED = ("gloo", "speed")
-"""Checks of the trial, once its launcher has started the ranks."""
+"""Checks of the trial after its launcher has started the ranks."""
 SHARED = "shared"
 """Check of nodes that have a shared folder, or should have one."""
 GPU = "gpu"
-"""Check of nodes on whose GPUs ranks compute."""
+"""Check of nodes whose GPUs the ranks use."""
 NCCL = "nccl"
-"""Check of the trial where ranks compute on GPUs."""
+"""Check of the trial if ranks compute on GPUs."""
 STORE = "store"
-"""Check of the head, last of all, where a run's results go to a store."""
+"""Last check of the head, for a run whose results go to a store."""
 
 _GIB = 2**30
 _LINE_CHARS = 2000
 _LOG_LINES = 12
-# Firmware and the kernel keep some: a 32 GiB machine reports 31.3.
+# Firmware and the kernel reserve some memory: a 32 GiB machine reports 31.3.
 _MEMORY_SHARE = 0.9
 _DISK_ERROR_GIB, _DISK_WARNING_GIB = 2, 10
-# Rounding and a slow answer stay far below; certificates and make's file times break far above.
+# Rounding and a slow answer cause far less; certificates and make's file times fail far above.
 _CLOCK_WARNING_S, _CLOCK_ERROR_S = 2.0, 60.0
 _AMX = "amx_bf16"
 _AVX512_BF16 = "avx512_bf16"
 _FOLDER_WARNING_S = 1.0
-"""A write that is synced takes milliseconds within a zone."""
+"""A synced write takes milliseconds within a zone."""
 _LARGEST_PROBE_BYTES = 65_507 + 28  # UDP's largest payload and the headers
 _SSH_CODES = (ExitCode.SSH_UNREACHABLE, ExitCode.SSH_AUTH, ExitCode.HOST_KEY)
 
@@ -155,7 +153,7 @@ def checks() -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is wrong on one node."""
+    """One fault of one node."""
 
     node: str
     check: str
@@ -165,14 +163,14 @@ class Finding:
     fix: str
     exit_code: ExitCode = ExitCode.PREFLIGHT
     log: tuple[str, ...] = ()
-    """Lines from the node that tell more."""
+    """Lines from the node with details."""
 
     def line(self) -> str:
-        """Return node, cause and fix on one line, whatever a node said."""
+        """Return node, cause and fix as one line, even for text from a node."""
         return _line(f"{self.node}: {self.cause}. {self.fix}")
 
     def log_lines(self) -> list[str]:
-        """Return the log's lines, as a terminal shows them."""
+        """Return the log's lines with printable characters only."""
         return [_line(each) for each in self.log]
 
 
@@ -181,7 +179,7 @@ def _line(text: str) -> str:
 
 
 def from_error(node: Node, error: TileforgeError) -> Finding:
-    """Return the finding for a node that could not be asked."""
+    """Return the finding for a node that could not be queried."""
     cause = error.cause.removeprefix(f"{node.name}: ")
     return Finding(
         node=node.name,
@@ -194,19 +192,19 @@ def from_error(node: Node, error: TileforgeError) -> Finding:
 
 
 def bootstrap_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
-    """Return whether the node's bootstrap is done, and if not, where it is or broke off."""
+    """Yield a finding unless the node's bootstrap is done."""
     state = facts.bootstrap
     log = facts.bootstrap_log
     if state is None:
-        cause = f"bootstrap has not begun to report: there is no {BOOTSTRAP_STATE}"
-        fix = "Wait if the machine has just booted; else see `cloud-init status --long` there."
+        cause = f"bootstrap has not reported yet: {BOOTSTRAP_STATE} is missing"
+        fix = "Wait if the machine has just booted; otherwise run `cloud-init status --long`."
     elif not _is_whole(state):
         cause = f"{BOOTSTRAP_STATE} is damaged: {shown(state)}"
         fix = "Replace the machine, or run its bootstrap again."
     elif state["ok"] is True:
         return
     elif state["ok"] is False:
-        # The reason is the end of the bootstrap's log, which only root may read.
+        # The reason is the end of the bootstrap's log, which only root can read.
         lines = str(state["reason"] or "").strip().splitlines()[-_LOG_LINES:]
         log = tuple(lines) or log
         cause = f"bootstrap failed in step {shown(state['step'])}: {_main_line(log)}"
@@ -222,7 +220,7 @@ def payload_findings(
 ) -> Iterator[Finding]:
     """Yield nodes with another release or lock than this machine's.
 
-    Without a lock here (`lock_sha`), the nodes are compared with the first of them.
+    Without a local lock (`lock_sha`), the nodes are compared with the first node.
     """
     states = {
         node.name: facts[node.name].bootstrap
@@ -238,28 +236,28 @@ def payload_findings(
             continue
         state = states[node.name]
         if state.get("version") != version:
-            cause = f"it has payload {_word(state.get('version'))}, this machine has {version}"
+            cause = f"it has payload {_short(state.get('version'))}, this machine has {version}"
             yield _error(node, "payload", cause, "Run the bootstrap again with this release.")
         elif state.get("sha") != expected:
             cause = (
                 f"its packages are from another lock than {whose}'s "
-                f"({_word(state.get('sha'))}, {_word(expected)})"
+                f"({_short(state.get('sha'))}, {_short(expected)})"
             )
             fix = "Run the bootstrap again with this release's requirements.lock."
             yield _error(node, "payload", cause, fix)
 
 
 def cpu_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
-    """Compare cores, NUMA domains and matrix tiles with the inventory."""
+    """Compare cores, NUMA domains and AMX support with the inventory."""
     for name, planned, found in (
         ("physical core(s)", node.physical_cores, facts.physical_cores),
         ("NUMA domain(s)", node.numa_domains, facts.numa_domains),
     ):
         if found is not None and found < planned:
-            cause = f"it has {found} {name}, the inventory says {planned}"
+            cause = f"it has {found} {name}, the inventory lists {planned}"
             yield _error(node, "cpu", cause, "Correct the inventory, or the machine type.")
         elif found is not None and found > planned:
-            cause = f"it has {found} {name}, the inventory says {planned}: some stay unused"
+            cause = f"it has {found} {name}, the inventory lists {planned}: some stay unused"
             yield _warning(node, "cpu", cause, "Correct the inventory.")
     if facts.architecture in ("x86_64", "AMD64") and facts.cpu_flags is not None:
         if _AMX not in facts.cpu_flags:
@@ -277,11 +275,11 @@ def cpu_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
 
 
 def capacity_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
-    """Compare memory with the inventory, and look at the free disk."""
+    """Compare memory with the inventory, and check the free disk space."""
     if facts.memory_bytes is not None:
         found_gib = facts.memory_bytes / _GIB
         if found_gib < node.memory_gib * _MEMORY_SHARE:
-            cause = f"it has {found_gib:.1f} GiB of memory, the inventory says {node.memory_gib:g}"
+            cause = f"it has {found_gib:.1f} GiB of memory, the inventory lists {node.memory_gib:g}"
             yield _error(node, "memory", cause, "Correct the inventory, or the machine type.")
     free_gib = facts.disk_free_bytes / _GIB
     cause = f"{free_gib:.1f} GiB are free in {facts.disk_path}"
@@ -295,9 +293,9 @@ def capacity_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
 def gpu_findings(
     node: Node, facts: NodeFacts, need: GpuNeed | None, *, has_device: bool | None = None
 ) -> Iterator[Finding]:
-    """Yield GPUs that are missing or unfit, and a driver too old for torch; none without a need.
+    """Yield missing or unfit GPUs, and a driver too old for torch; nothing without a `need`.
 
-    `has_device` says whether the node has the device file of a GPU, where that is known.
+    `has_device` is True if the node has the device file of a GPU; None if that is unknown.
     """
     if need is None or facts.nvidia is None:
         return
@@ -307,27 +305,27 @@ def gpu_findings(
 
 
 def gpu_notes(nodes: Sequence[Node], facts: Mapping[str, NodeFacts]) -> list[str]:
-    """Return the GPUs in words, a line for all nodes that have the same."""
+    """Return a description of the GPUs, one line for all nodes that have the same."""
     alike: dict[str, list[str]] = {}
     for node in nodes:
         found = facts[node.name].nvidia if node.name in facts else None
         if found is not None and found.devices():
             alike.setdefault(found.describe(), []).append(node.name)
-    return [f"{', '.join(names)}: {words}" for words, names in alike.items()]
+    return [f"{', '.join(names)}: {text}" for text, names in alike.items()]
 
 
 _FOLDER_FAULTS = {
     "ESTALE": (
         "its handle is stale: the server exports another folder or disk than when it was mounted",
-        "Mount it again there: `sudo umount -f -l {folder}; sudo mount {folder}`.",
+        "Mount it again on the node: `sudo umount -f -l {folder}; sudo mount {folder}`.",
     ),
     "EACCES": (
-        "the login may not write there; the server takes it, or root, for a stranger (root squash)",
+        "the login cannot write to it; the server maps it, or root, to another user (root squash)",
         "Make it writable on the server: `sudo chmod 1777 {folder}`.",
     ),
     "EROFS": ("it is mounted or exported read-only", "Export it with `rw` and mount it again."),
-    "ENOSPC": ("it is full", "Free some room there."),
-    "EDQUOT": ("the login's quota there is used up", "Free some room there, or raise the quota."),
+    "ENOSPC": ("it is full", "Free some space on it."),
+    "EDQUOT": ("the login's quota on it is used up", "Free some space on it, or raise the quota."),
 }
 _FOLDER_FAULTS["EPERM"] = _FOLDER_FAULTS["EACCES"]
 
@@ -339,15 +337,15 @@ def shared_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
         return
     name = f"the shared folder {found.folder}"
     if not found.mounted:
-        cause = f"{name} is in /etc/fstab and not mounted"
-        fix = f"Start its server, then `sudo mount {found.folder}` there."
+        cause = f"{name} is in /etc/fstab but not mounted"
+        fix = f"Start its server, then `sudo mount {found.folder}` on the node."
     elif found.error is not None:
-        other = (f"a write ends with {found.error}", "See the kernel's log there (`dmesg`).")
+        other = (f"a write ends with {found.error}", "See the kernel's log on the node (`dmesg`).")
         why, remedy = _FOLDER_FAULTS.get(found.error, other)
         cause, fix = f"{name}: {why}", remedy.format(folder=found.folder)
     elif found.took_s is None:
-        cause = f"{name} does not answer, so a run that uses it would wait without end"
-        fix = "Start its server, or open the way to it (TCP port 2049)."
+        cause = f"{name} does not answer, so a run that uses it would hang"
+        fix = "Start its server, or open the network to it (TCP port 2049)."
     elif found.took_s > _FOLDER_WARNING_S:
         cause = f"{name} is slow: a small file took {found.took_s:.1f} s"
         yield _warning(node, SHARED, cause, "See the load of its server.")
@@ -358,7 +356,7 @@ def shared_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
 
 
 def clock_findings(nodes: Sequence[Node], facts: Mapping[str, NodeFacts]) -> Iterator[Finding]:
-    """Yield nodes whose clock is off; when all agree with each other, the operator's is."""
+    """Yield nodes whose clock is off; if all agree with each other, the operator's is off."""
     known = [node for node in nodes if node.name in facts]
     offsets = {
         node.name: offset
@@ -378,51 +376,51 @@ def clock_findings(nodes: Sequence[Node], facts: Mapping[str, NodeFacts]) -> Ite
         if offset is None or abs(offset) <= _CLOCK_WARNING_S:
             continue
         cause = f"its clock is {_apart(offset)} of this machine's"
-        fix = "Set it: timedatectl set-ntp true (or chronyc makestep) there."
+        fix = "Set it on the node: timedatectl set-ntp true (or chronyc makestep)."
         kind = _error if abs(offset) > _CLOCK_ERROR_S else _warning
         yield kind(node, "clock", cause, fix)
 
 
 def name_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
-    """Yield a hostname that leads programs to the loopback, or nowhere."""
+    """Yield a hostname that resolves to the loopback, or not at all."""
     addresses = facts.hostname_addresses
-    fix = "mpirun and gloo are told their interface, so a run works; other programs may not."
+    fix = "A run works, as mpirun and gloo get their interface; other programs may fail."
     if not addresses:
-        cause = f"its own name {facts.hostname!r} does not resolve there"
+        cause = f"its own name {facts.hostname!r} does not resolve on it"
         yield _warning(node, "name", cause, fix)
     elif all(_is_loopback(address) for address in addresses):
-        cause = f"its own name {facts.hostname!r} resolves to {addresses[0]} there"
+        cause = f"its own name {facts.hostname!r} resolves to {addresses[0]} on it"
         yield _warning(node, "name", cause, fix)
     if not facts.resolver_answers:
-        cause = "its resolver does not answer when asked for another node's name"
-        fix = "mpirun and gloo ask and wait: add all nodes to /etc/hosts, or fix /etc/resolv.conf."
+        cause = "its resolver does not answer a lookup of another node's name"
+        fix = "mpirun and gloo wait for it: add all nodes to /etc/hosts, or fix /etc/resolv.conf."
         yield _warning(node, "name", cause, fix)
 
 
 def route_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
-    """Return whether the way between the nodes is known and leaves from the inventory's address."""
+    """Yield an unknown or unexpected route from the node to the other nodes."""
     if facts.interface is None:
-        cause = "the interface on the way to the other nodes is not known (`ip route get` failed)"
-        fix = "Install iproute2 there and see that it has a route to the head's address."
+        cause = "its interface towards the other nodes is unknown (`ip route get` failed)"
+        fix = "Install iproute2 on it and check its route to the head's address."
         yield _error(node, "route", cause, fix)
     elif facts.interface == "lo" and not _is_loopback(node.address):
-        cause = "its way to the other nodes is the loopback interface"
+        cause = "its route to the other nodes is the loopback interface"
         fix = "Two nodes of the inventory have addresses of one machine. Correct the inventory."
         yield _error(node, "route", cause, fix)
     elif facts.source_address not in (None, node.address) and not _is_loopback(node.address):
         cause = (
             f"packets to the other nodes leave from {facts.source_address} ({facts.interface}), "
-            f"the inventory says {node.address}"
+            f"the inventory lists {node.address}"
         )
-        yield _warning(node, "route", cause, "See that both are open between the nodes.")
+        yield _warning(node, "route", cause, "Check that both are open between the nodes.")
 
 
 def exposure_finding(head: Node, *, port: int) -> Finding:
-    """Return a warning that the operator's machine, which is no node, reaches the ranks' ports."""
+    """Return a warning that this machine, which is not a node, reaches the ranks' ports."""
     address = head.external_address or head.address
     cause = (
-        f"this machine is no node and reaches port {port} of {address}, so others may, too: the "
-        "port where the ranks meet has no password"
+        f"this machine is not a node, but reaches port {port} of {address}, so others may, "
+        "too: the port where the ranks meet has no password"
     )
     meeting = f"{RANK_PORTS[0]}-{RANK_PORTS[-1]}"
     fix = f"Open TCP {meeting} and 32768-60999 to the nodes' addresses alone (docs/security.md)."
@@ -436,8 +434,8 @@ def mesh_findings(
     by_name = {node.name: node for node in nodes}
     deaf = {name for name, answer in answers.items() if answer.bind_error}
     for name in sorted(deaf):
-        cause = f"it cannot listen on {answers[name].bind_error}"
-        fix = "Is the inventory's address its own, and the port free? Correct it, or try again."
+        cause = f"cannot listen on {answers[name].bind_error}"
+        fix = "Check that the inventory's address is its own and the port is free, or try again."
         yield _error(by_name[name], "ports", cause, fix)
     for name, answer in answers.items():
         for peer, pair in answer.pairs.items():
@@ -451,29 +449,29 @@ def _pair_findings(node: Node, peer: Node, pair: Pair, *, mtu: int | None) -> It
     loses = largest is not None and mtu is not None and largest < min(mtu, _LARGEST_PROBE_BYTES)
     if loses:
         cause = (
-            f"packets over {largest} bytes to {peer.name} get lost, its interface sends {mtu} (MTU)"
+            f"packets over {largest} bytes to {peer.name} get lost; its interface sends {mtu} (MTU)"
         )
-        # Where TCP finds the way's own limit, data arrive all the same.
+        # If TCP discovers the path's MTU, data arrive nevertheless.
         kind = _error if failed else _warning
         yield kind(node, "ports", cause, f"Set the MTU to {largest} on all nodes.")
     elif failed:
-        said = ", ".join(f"{port}: {reason}" for port, reason in failed.items())
-        cause = f"it cannot reach {peer.name} ({peer.address}) on port(s) {said}"
+        reasons = ", ".join(f"{port}: {reason}" for port, reason in failed.items())
+        cause = f"cannot reach {peer.name} ({peer.address}) on port(s) {reasons}"
         fix = (
-            "Ranks use any TCP port between nodes. Open them in the firewall: between these two, "
-            "both ways."
+            "Ranks use any TCP port between nodes. Open all ports between these two nodes, in both "
+            "directions."
         )
         yield _error(node, "ports", cause, fix)
 
 
 def _main_line(log: Sequence[str]) -> str:
-    """Return the last line that names an error, or the last one."""
+    """Return the last line that names an error, or the last line."""
     named = [line for line in log if "error" in line.lower() or line.startswith("E: ")]
     return (named or list(log) or ["it gave no reason"])[-1].strip().rstrip(".")
 
 
-def _word(value: Any) -> str:
-    """Return the beginning of what should be a version or a hash."""
+def _short(value: Any) -> str:
+    """Return the beginning of a version or a hash."""
     return shown(value).strip("'")[:12]
 
 
@@ -482,12 +480,12 @@ def _is_whole(state: Any) -> bool:
 
 
 def is_ready(state: Any) -> bool:
-    """Return whether a node's bootstrap.json says that it is done."""
+    """Return whether a node's bootstrap.json reports success."""
     return _is_whole(state) and state["ok"] is True
 
 
 def has_failed(state: Any) -> bool:
-    """Return whether it says that the bootstrap failed, which only a person can fix."""
+    """Return whether it reports a failure, which only a user can fix."""
     return _is_whole(state) and state["ok"] is False
 
 
@@ -500,8 +498,8 @@ def _is_loopback(address: str) -> bool:
 
 def _apart(offset_s: float) -> str:
     size = abs(offset_s)
-    words = f"{size:.1f} s" if size < 120 else f"{size / 60:.0f} min"
-    return f"{words} {'ahead' if offset_s > 0 else 'behind'}"
+    text = f"{size:.1f} s" if size < 120 else f"{size / 60:.0f} min"
+    return f"{text} {'ahead' if offset_s > 0 else 'behind'}"
 
 
 def _error(

@@ -1,4 +1,4 @@
-"""Findings from a trial of the launcher and gloo, and the measurements kept for `run`."""
+"""Findings from a trial of the launcher and gloo, and the measurements stored for `run`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from payload.orchestrate.findings.nodes import GPU, NCCL, Finding
 from payload.stack.cluster_files import cluster_path
 
 MARK = "tileforge-trial "
-"""Begins a line of payload/train/fabric.py that is meant for us."""
+"""Prefix of the lines of payload/train/fabric.py that this module parses."""
 
 MAX_RANKS = 100_000
 _OUTPUT_CHARS = 2**19
@@ -35,7 +35,7 @@ _ALARM = 14
 _REFUSED = f"{ConfigError.__name__}: "
 _NCCL_FIX = (
     "Open all TCP ports between the nodes; NCCL_DEBUG=INFO in the nodes' environment shows the "
-    "interface that NCCL takes, and NCCL_SOCKET_IFNAME sets it."
+    "interface that NCCL uses, and NCCL_SOCKET_IFNAME sets it."
 )
 
 
@@ -60,7 +60,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Rank 0's figures."""
+    """Rank 0's measurements."""
 
     ranks: tuple[RankSpeed, ...] = checked(max_items=MAX_RANKS)
     exchange: Exchange | None
@@ -68,7 +68,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class RankRecord:
     """A line of payload/train/fabric.py."""
 
     node: str | None = checked(None, pattern=NODE_NAME, wanted="a node name")
@@ -84,27 +84,27 @@ class Outcome:
     unreached: Mapping[str, str]
     """Output of ssh, by worker that the head could not reach."""
     status: int | None
-    """The launcher's; None when it was not started or did not end in time."""
+    """The launcher's; None if it was not started or did not end in time."""
     late: bool
     stdout: str = checked(max_chars=_OUTPUT_CHARS)
     stderr: str = checked(max_chars=_OUTPUT_CHARS)
 
-    def records(self) -> list[Said]:
-        """Return what the ranks said, in the order in which it came; what is damaged is left out.
+    def records(self) -> list[RankRecord]:
+        """Return the ranks' records, in order of arrival; damaged ones are left out.
 
-        A launcher mixes the ranks' lines, so that one may follow another without a line's end.
+        A launcher mixes the ranks' lines, so a record may follow another without a line break.
         """
         found = []
         for part in self.stdout.split(MARK)[1:]:
             with suppress(ConfigError, ValueError, RecursionError):
                 _, end = json.JSONDecoder().raw_decode(part)
                 raw = parse_json(part[:end], where="the trial")
-                found.append(build(Said, raw, where="the trial"))
+                found.append(build(RankRecord, raw, where="the trial"))
         return found
 
     def result(self) -> Result | None:
-        """Return rank 0's figures, if it came so far."""
-        return next((said.result for said in self.records() if said.result is not None), None)
+        """Return rank 0's measurements, or None."""
+        return next((record.result for record in self.records() if record.result is not None), None)
 
 
 def failures(
@@ -116,19 +116,19 @@ def failures(
     launcher: Launcher,
     on_gpus: bool = False,
 ) -> list[Finding]:
-    """Return the first of these that there is: ssh's words, the ranks', the launcher's, silence.
+    """Return the findings of the first source that has any: ssh, ranks, launcher, silence.
 
-    `hostnames` are the nodes' names by their own hostnames, which mpirun's helpers sign with. With
-    `on_gpus` the ranks exchanged over NCCL.
+    `hostnames` maps the nodes' own hostnames, which begin the lines of mpirun's helpers, to their
+    names. With `on_gpus` the ranks exchanged over NCCL.
     """
     if outcome.status == 0 and outcome.result() is not None:
         return []
     found = [*_unreached(nodes, outcome, launcher)] or [
-        *_said_by_ranks(nodes, outcome, on_gpus=on_gpus)
+        *_rank_findings(nodes, outcome, on_gpus=on_gpus)
     ]
     return (
         found
-        or [*_said_by_launcher(nodes, outcome, hostnames, launcher)]
+        or [*_launcher_findings(nodes, outcome, hostnames, launcher)]
         or [*_silent(nodes, outcome, deadline_s=deadline_s, launcher=launcher, on_gpus=on_gpus)]
     )
 
@@ -136,49 +136,51 @@ def failures(
 def _unreached(nodes: Sequence[Node], outcome: Outcome, launcher: Launcher) -> Iterator[Finding]:
     head = nodes[0].name
     for node in nodes:
-        said = outcome.unreached.get(node.name)
-        if said is None:
+        output = outcome.unreached.get(node.name)
+        if output is None:
             continue
-        last = (said.splitlines() or ["no word"])[-1].rstrip(".")
-        if "verification failed" in said:
+        last = (output.splitlines() or ["no output"])[-1].rstrip(".")
+        if "verification failed" in output:
             fix = f"Its sshd shows {head} another host key than the inventory's. Correct either."
-        elif "Permission denied" in said:
-            fix = "See that its sshd reads ~/.ssh/authorized_keys and lets the head in."
+        elif "Permission denied" in output:
+            fix = "Check that its sshd reads ~/.ssh/authorized_keys and accepts the head."
         else:
-            fix = f"Open TCP port {node.ssh_port} there for the other nodes."
+            fix = f"Open TCP port {node.ssh_port} of this node for the other nodes."
         cause = f"{head} cannot start a program on it over ssh: {last}"
-        yield _error(node.name, launcher.name, cause, fix, log=tuple(said.splitlines()))
+        yield _error(node.name, launcher.name, cause, fix, log=tuple(output.splitlines()))
 
 
-def _said_by_ranks(nodes: Sequence[Node], outcome: Outcome, *, on_gpus: bool) -> Iterator[Finding]:
+def _rank_findings(nodes: Sequence[Node], outcome: Outcome, *, on_gpus: bool) -> Iterator[Finding]:
     records = outcome.records()
     known = {node.name for node in nodes}
-    errors = {said.node: said.error for said in records if said.node in known and said.error}
+    errors = {
+        record.node: record.error for record in records if record.node in known and record.error
+    }
     broken = {name: text for name, text in errors.items() if _is_environment(text)}
     for name, text in broken.items():
         library = MISSING_LIBRARY.search(text)
-        cause = f"torch cannot be loaded there: {_one_line(text)}"
+        cause = f"torch cannot be loaded on it: {_one_line(text)}"
         if library:
             cause = f"its environment lacks the library {library[1].rpartition('/')[2]}"
         yield _error(name, "payload", cause, BOOTSTRAP_AGAIN, log=(text,) if library else ())
-    without = {name: text for name, text in errors.items() if text.startswith(_REFUSED)}
+    no_gpu = {name: text for name, text in errors.items() if text.startswith(_REFUSED)}
     if on_gpus and not broken:
-        for name, text in without.items():
+        for name, text in no_gpu.items():
             cause = f"its rank has no GPU: {_one_line(text.removeprefix(_REFUSED))}"
             yield _error(name, GPU, cause, "Run `nvidia-smi` on this node.")
-    if broken or (on_gpus and without):
-        return  # the others only lost them
-    joined = {said.node for said in records if said.stage == "joined"}
+    if broken or (on_gpus and no_gpu):
+        return  # the other ranks only lost contact
+    joined = {record.node for record in records if record.stage == "joined"}
     for name, text in errors.items():
         if on_gpus and name in joined:
             yield _error(name, NCCL, f"NCCL failed while measuring: {_one_line(text)}", _NCCL_FIX)
             continue
-        doing = "while measuring" if name in joined else "while the ranks look for each other"
+        doing = "while measuring" if name in joined else "while the ranks connect to each other"
         cause = f"gloo failed {doing}: {_one_line(text)}"
-        yield _error(name, "gloo", cause, "See that all TCP ports are open between the nodes.")
+        yield _error(name, "gloo", cause, "Check that all TCP ports are open between the nodes.")
 
 
-def _said_by_launcher(
+def _launcher_findings(
     nodes: Sequence[Node],
     outcome: Outcome,
     hostnames: Mapping[str, str],
@@ -192,8 +194,8 @@ def _said_by_launcher(
     killed = launcher.report(text).killed
     if not failures and killed and killed.signal != _ALARM:
         where = next((node for node in nodes if node.address == killed.address), nodes[0])
-        cause = f"the trial's rank there was killed by signal {killed.signal}"
-        yield _error(where.name, launcher.name, cause, "Is its memory used up? See dmesg there.")
+        cause = f"the trial's rank on it was killed by signal {killed.signal}"
+        yield _error(where.name, launcher.name, cause, "Check its memory: see dmesg on the node.")
 
 
 def _silent(
@@ -204,9 +206,9 @@ def _silent(
     launcher: Launcher,
     on_gpus: bool,
 ) -> Iterator[Finding]:
-    """Name the nodes that came least far, where nothing said why."""
+    """Name the nodes that made the least progress, if no source has a cause."""
     records = outcome.records()
-    ports = "Are all TCP ports open between the nodes, and does its Python start?"
+    ports = "Check that all TCP ports are open between the nodes, and that its Python starts."
     stages = [
         ("started", launcher.name, f"{launcher.name} started no rank on it", ports),
         ("joined", "gloo", "its rank did not find the others", ports),
@@ -214,7 +216,7 @@ def _silent(
     if on_gpus:
         stages.append(("summed", NCCL, "NCCL's first all-reduce did not finish on it", _NCCL_FIX))
     reached = {
-        stage: {said.node for said in records if said.stage == stage} for stage, *_ in stages
+        stage: {record.node for record in records if record.stage == stage} for stage, *_ in stages
     }
     log = _log(outcome, launcher)
     killed = launcher.report(outcome.stdout).killed
@@ -228,7 +230,7 @@ def _silent(
             return
     cause = "the measurement did not end" + within
     check = NCCL if on_gpus else "gloo"
-    yield _error(nodes[0].name, check, cause, "Is the network between the nodes alive?", log=log)
+    yield _error(nodes[0].name, check, cause, "Check the network between the nodes.", log=log)
 
 
 def _log(outcome: Outcome, launcher: Launcher) -> tuple[str, ...]:
@@ -239,7 +241,7 @@ def _log(outcome: Outcome, launcher: Launcher) -> tuple[str, ...]:
 
 
 def _is_environment(text: str) -> bool:
-    """Return whether a rank's error is about what is installed there."""
+    """Return whether a rank's error is about the packages that are installed on its node."""
     kinds = ("ImportError", "ModuleNotFoundError", "OSError: ")
     return text.startswith(kinds) or MISSING_LIBRARY.search(text) is not None
 
@@ -257,15 +259,15 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpeed:
-    """One node's figures, over all of its ranks."""
+    """One node's measurements, over all of its ranks."""
 
     bf16_flops_per_s: float = checked(low=1)
     fp32_flops_per_s: float = checked(low=1)
     received_bytes_per_s: float | None = checked(low=1)
-    """From the node before it, while all send to the next; None where it is alone."""
+    """Rate from the previous node, while all send to the next; None for a single node."""
 
     def gain(self) -> float:
-        """Return how much faster bf16 is than fp32."""
+        """Return the ratio of the bf16 speed to the fp32 speed."""
         return self.bf16_flops_per_s / self.fp32_flops_per_s
 
     def best_flops_per_s(self) -> float:
@@ -275,13 +277,13 @@ class NodeSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One trial's figures."""
+    """One trial's measurements."""
 
     world_size: int = checked(low=1)
     nodes: Mapping[str, NodeSpeed]
     """In the inventory's order."""
     all_reduce_bytes_per_s: float | None = checked(low=1)
-    """Gradient bytes that all ranks have summed in a second; None with one rank."""
+    """Gradient bytes that all ranks sum per second; None with one rank."""
     latency_s: float | None = checked(low=0)
     """Time of an all-reduce of 4 KiB."""
     on_gpus: bool = False
@@ -289,19 +291,19 @@ class Measured:
 
     @classmethod
     def from_result(cls, result: Result, *, on_gpus: bool = False) -> Measured:
-        """Sum up what rank 0 of the trial printed, see payload/train/fabric.py."""
+        """Sum up rank 0's result, see payload/train/fabric.py."""
         exchange = result.exchange
         names = [rank.node for rank in result.ranks]
         received = exchange.received_bytes_per_s if exchange else None
         nodes = {}
         for name in dict.fromkeys(names):
             first = names.index(name)
-            mine = [rank for rank in result.ranks if rank.node == name]
-            others = len(mine) < len(names)
+            own_ranks = [rank for rank in result.ranks if rank.node == name]
+            others = len(own_ranks) < len(names)
             nodes[name] = NodeSpeed(
-                bf16_flops_per_s=sum(rank.bf16 for rank in mine),
-                fp32_flops_per_s=sum(rank.fp32 for rank in mine),
-                # Its first rank's neighbour is on another node.
+                bf16_flops_per_s=sum(rank.bf16 for rank in own_ranks),
+                fp32_flops_per_s=sum(rank.fp32 for rank in own_ranks),
+                # The neighbour of its first rank is on another node.
                 received_bytes_per_s=received[first] if received and others else None,
             )
         return cls(
@@ -336,17 +338,17 @@ class Record:
     """A trial that a cluster has passed."""
 
     nodes_sha: str
-    """Digest of the nodes as the inventory had them."""
+    """Digest of the nodes in the inventory."""
     code: str
     """Digest of the payload that was tried."""
     time_unix: float
     interfaces: Mapping[str, str]
-    """By node: towards the others."""
+    """Network interface towards the other nodes, by node."""
     measured: Measured
     schema_version: int = SCHEMA_VERSION
 
     def write(self, path: Path) -> None:
-        """Keep it."""
+        """Write the record to `path`."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_whole(path, json.dumps(asdict(self), indent=2) + "\n")
 
@@ -356,12 +358,12 @@ class Record:
 
 
 def record_path(root: Path, *, cluster: str) -> Path:
-    """Return where the newest trial that `cluster` passed is, under the project folder `root`."""
+    """Return the path of the newest trial that `cluster` passed, in the project folder `root`."""
     return cluster_path(root, cluster, "trial.json")
 
 
 def read_record(path: Path) -> Record | None:
-    """Return the record at `path`, or None when there is none that this release can read."""
+    """Return the record at `path`; None if this release cannot read it."""
     try:
         raw = parse_json(read_bytes(path), where=str(path))
         check_schema(raw, SCHEMA_VERSION, where=str(path))
@@ -373,7 +375,7 @@ def read_record(path: Path) -> Record | None:
 def known_trial(
     cluster: str, nodes: Sequence[Node], root: Path, *, on_gpus: bool = False
 ) -> Record | None:
-    """Return the newest trial that these nodes have passed; None where it was on other devices."""
+    """Return the newest trial that these nodes passed on these devices, or None."""
     record = read_record(record_path(root, cluster=cluster))
     if record is None or not record.is_of(nodes) or record.measured.on_gpus != on_gpus:
         return None
@@ -381,7 +383,7 @@ def known_trial(
 
 
 def nodes_sha(nodes: Sequence[Node]) -> str:
-    """Return a digest of these machines; a rebuilt one has other host keys."""
+    """Return a digest of these machines; a rebuilt machine has other host keys."""
     known = [
         [node.name, node.address, node.host_keys, node.machine_type, node.physical_cores]
         for node in nodes

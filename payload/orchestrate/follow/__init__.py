@@ -1,1 +1,1 @@
-"""A run that goes on: its live lines, how it is stopped, and how it ended."""
+"""An active run: its live output, its stop, and its result."""

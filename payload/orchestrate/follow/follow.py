@@ -1,4 +1,4 @@
-"""Watching one run until it ends, stopping it, and the words at its end."""
+"""Following one run until it ends, stopping it, and printing its result."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ class EndOptions:
     """Options for the end of a run that a command has followed."""
 
     json: bool = False
-    """Print summary.json in place of the table."""
+    """Print summary.json instead of the table."""
     open: bool = False
     """Show the report in the browser."""
     inventory: str | None = None
-    """`--inventory` as it was given, for the command that resumes the run."""
+    """The value of `--inventory`, for the command that resumes the run."""
 
 
-def say_end(
+def print_result(
     paths: RunPaths, *, summary: Summary, state: RunState, options: EndOptions, talk: Console
 ) -> None:
-    """Print the result of a run, how to go on where it is not finished, and where its report is."""
+    """Print a run's result, the command that resumes an unfinished run, and its report's path."""
     checkpoint = paths.newest_checkpoint()
     out = text_console(stderr=False)
     if options.json:
@@ -75,7 +75,7 @@ def say_end(
     for slow in by_rank(summary.stragglers)[-_SHOWN_STRAGGLERS:]:
         talk.print(straggler_line(slow, paths))
     if summary.status == "failed":
-        log = _telling_log(paths, state)
+        log = _log_with_cause(paths, state)
         talk.print("\n".join(failure_lines(summary.error or "failed", log=log)))
     elif summary.error:
         talk.print(f"note: {summary.error}")
@@ -93,23 +93,23 @@ def say_end(
 _SHOWN_STRAGGLERS = 5
 
 
-def _telling_log(paths: RunPaths, state: RunState) -> Path:
-    """Return the log to read on in: what all ranks say is in each one's own."""
+def _log_with_cause(paths: RunPaths, state: RunState) -> Path:
+    """Return the log with the cause; an error of all ranks is in each rank's log."""
     if state.failed_rank is not None:
         return paths.rank_log(state.failed_rank)
-    said_by_all = state.exit_class in (ExitCode.TRAINING.label, ExitCode.CONFIG.label)
-    return paths.rank_log(0) if said_by_all else paths.launcher_log
+    is_of_all = state.exit_class in (ExitCode.TRAINING.label, ExitCode.CONFIG.label)
+    return paths.rank_log(0) if is_of_all else paths.launcher_log
 
 
-# Beyond the supervisor's own timeout for the ranks: time to kill them and to record that.
+# In addition to the supervisor's timeout for the ranks: time to kill them and to record that.
 _MARGIN_S = 20.0
 
 
 class StopWait:
-    """Timeout for a run that was asked to stop: its supervisor's, and a margin."""
+    """Timeout for a run after a stop request: its supervisor's timeout, and a margin."""
 
     def __init__(self, paths: RunPaths, request: StopRequest) -> None:
-        """The stop was asked for now."""
+        """Start the timer at the time of the stop request."""
         grace_s = _grace_s(paths) if request.grace_s is None else request.grace_s
         config = known_config(paths)
         self._paths = paths
@@ -122,22 +122,22 @@ class StopWait:
         self._ends_s = self._began_s + grace_s + _MARGIN_S
 
     def is_over(self) -> bool:
-        """Return whether it has taken longer than it may. Ask often."""
+        """Return whether the timeout is over. Call it often, to detect progress."""
         now = time.monotonic()
         if self._watch.is_progressing():
             self._ends_s = max(self._ends_s, now + _MARGIN_S)
         if now > self._ends_s and self._final_wait_s and _has_ended(self._paths):
-            # Its supervisor waits for the store alone.
+            # Its supervisor only waits for the store.
             self._ends_s, self._final_wait_s = now + self._final_wait_s, 0.0
         return now > self._ends_s
 
     def waited_s(self) -> float:
-        """Return the time since the stop was asked for."""
+        """Return the time since the stop was requested."""
         return time.monotonic() - self._began_s
 
 
 def _has_ended(paths: RunPaths) -> bool:
-    """Return whether the supervisor has written down how the run ended."""
+    """Return whether the supervisor has recorded the run's end."""
     state = known_state(paths)
     return state is not None and state.exit_class is not None
 
@@ -150,16 +150,16 @@ def _grace_s(paths: RunPaths) -> float:
 _TICK_S = 0.2
 _END_BYTES = 256
 _LINE_BYTES = 2**20
-"""Longer than any line that is meant for a person; a file without line ends must not pile up."""
+"""Longer than any line for a person; limits the memory for a file without line breaks."""
 _SHOWN_STEPS = 100
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Tail:
-    """New complete lines of a file that another process appends to, replaces or cuts short.
+    """New complete lines of a file that another process appends to, replaces or truncates.
 
-    The file is known by its inode and by the last bytes that were read: an offset alone says
-    nothing once a resumed run has cut the file and written past it. Lines are printable.
+    The file is identified by its inode and by the last bytes that were read: an offset alone is
+    ambiguous once a resumed run has truncated the file and written past it. Lines are printable.
     """
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
@@ -172,7 +172,7 @@ class Tail:
             self._skip()
 
     def lines(self) -> list[str]:
-        """Return what came since the last call; another file is read from its start."""
+        """Return the lines since the last call; a replaced file is read from its start."""
         with _opened(self._path) as file:
             if file is None:
                 return []
@@ -189,7 +189,7 @@ class Tail:
         return [_text(line) for line in whole]
 
     def rest(self) -> str:
-        """Return a last line without its end."""
+        """Return a last line without a line break."""
         return _text(self._rest)
 
     def _skip(self) -> None:
@@ -202,30 +202,30 @@ class Tail:
                 self._offset = file.tell()
 
     def _continues(self, file: BinaryIO) -> bool:
-        """Return whether `file` still begins with what was read."""
+        """Return whether `file` still begins with the bytes that were read."""
         if self._inode not in (None, _inode(file)):
             return False
-        # A freed inode's number may be given to the next file at once.
+        # A freed inode's number may be reused for the next file immediately.
         file.seek(self._offset - len(self._end))
         return file.read(len(self._end)) == self._end
 
 
 class Interrupts:
-    """Counts what asks for an end while it is entered: each Ctrl-C, but one SIGTERM or SIGHUP.
+    """Counts requests to end while it is entered: each Ctrl-C, but one SIGTERM or SIGHUP.
 
-    Only a person asks twice. `timeout` sends its signal to the process and to its group, and a
-    terminal that closes sends several.
+    Only a person repeats a request. `timeout` signals the process and its group, and a terminal
+    that closes sends several signals.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self._presses = Presses()
-        self._asked_by_system = False
+        self._stopped_by_system = False
         self._before: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __enter__(self) -> Interrupts:
         for number in _SIGNALS:
-            # What was ignored stays so: nohup means that a hangup is no request to stop.
+            # Ignored signals stay ignored: nohup means that a hangup is not a request to stop.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
         return self
@@ -234,24 +234,24 @@ class Interrupts:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def exceed(self, heeded: int) -> bool:
-        """Return whether there are more of them than were handled."""
-        return self.count > heeded
+    def exceed(self, handled: int) -> bool:
+        """Return whether there are more requests than were handled."""
+        return self.count > handled
 
     def _note(self, number: int, _frame: object) -> None:
         if number == signal.SIGINT:
             self.count += self._presses.is_new()
-        elif not self._asked_by_system:
-            self._asked_by_system = True
+        elif not self._stopped_by_system:
+            self._stopped_by_system = True
             self.count += 1
 
 
 _PAUSE_TICK_S = 0.1
-_SECOND_ASK_S = 3.0
+_CONFIRM_S = 3.0
 
 
 class Tails:
-    """Rank 0's log and metrics, from the moment that this is made."""
+    """Rank 0's log and metrics, from the time of creation on."""
 
     def __init__(self, paths: RunPaths) -> None:
         self.log = Tail(paths.rank_log(0), from_end=True)
@@ -259,48 +259,49 @@ class Tails:
 
 
 def follow(run: SiteRun, *, options: EndOptions, talk: Console, tails: Tails | None = None) -> int:
-    """Show a run until it has ended, bring its results home, and return its exit code.
+    """Follow a run until it has ended, collect its results, and return its exit code.
 
-    Of one that outlives us the first Ctrl-C detaches: the run goes on. A second one soon after
-    stops it with a checkpoint, a third one at once. Of others the first one asks for a checkpoint
-    and an end, the second for an end at once. `tails` were made before the run was started.
+    If the run outlives this command, the first Ctrl-C detaches, and the run continues. A second one
+    soon after stops it with a checkpoint, a third one immediately. Otherwise the first Ctrl-C
+    requests a stop with a checkpoint, the second an immediate stop. `tails` were created before the
+    run was started.
     """
     paths = run.paths
     train = known_config(paths).train
     if not show(run, talk=talk, train=train, tails=tails or Tails(paths)):
         return INTERRUPTED
     try:
-        goes_on = run.bring_home().alive
+        is_alive = run.bring_home().alive
     except TileforgeError as error:
-        # A head that is gone must not hide how the run ended.
+        # A head that is gone must not hide the run's result.
         talk.print(f"warning: {error}")
-        goes_on = False
-    if goes_on:
+        is_alive = False
+    if is_alive:
         talk.print(f"it has ended and was started again; {how_to_attach(run.paths)}")
         return ExitCode.OK
     status = say_run_end(run, options=options, talk=talk)
     summary = last_record(Summary, paths.summary)
     unfinished = summary is None or summary.status != "finished"
-    # Whoever stopped it: what a script would do with a finished run must not be done.
+    # In any case of a stop, a script must not treat the run as finished.
     return INTERRUPTED if status == ExitCode.OK and unfinished else status
 
 
 def show(run: SiteRun, *, talk: Console, train: TrainSection, tails: Tails) -> bool:
-    """Show a run until it has ended; return False where the operator has detached before."""
+    """Show a run until it has ended; return False if the operator has detached."""
     paths = run.paths
-    heeded, is_latest, alive = 0, not run.outlives_us, True
+    handled, is_latest, alive = 0, not run.outlives_us, True
     stale, news = read_progress(paths), StragglerNews()
     with (
         Interrupts() as interrupts,
-        # Within `Interrupts`: Ctrl-C while the trackers end is no end of this command.
+        # Within `Interrupts`: Ctrl-C while the trackers end must not end this command.
         tracked(paths, known_config(paths)),
         LiveLine(talk, train=train, nodes=run.nodes) as live,
         run.followed(live.say),
     ):
         while alive:
-            seen = run.look(say=live.say, interrupted=partial(interrupts.exceed, heeded))
-            alive = seen.alive
-            for sentence in seen.news:
+            result = run.look(say=live.say, interrupted=partial(interrupts.exceed, handled))
+            alive = result.alive
+            for sentence in result.news:
                 live.news(sentence)
             for line in tails.log.lines():
                 live.log(line)
@@ -310,13 +311,13 @@ def show(run: SiteRun, *, talk: Console, train: TrainSection, tails: Tails) -> b
                 is_latest = True
                 with suppress(OSError):  # the link is a convenience
                     point_latest_at(paths)
-            show_state(paths, live, stopping=heeded > 0)
-            _pause(interrupts, heeded=heeded, seconds=run.every_s if alive else 0.0)
-            if interrupts.count > heeded and alive:
-                if heeded == 0 and run.outlives_us and not _asks_again(interrupts, live):
+            show_state(paths, live, stopping=handled > 0)
+            _pause(interrupts, handled=handled, seconds=run.every_s if alive else 0.0)
+            if interrupts.count > handled and alive:
+                if handled == 0 and run.outlives_us and not _confirms_stop(interrupts, live):
                     live.say(f"detached; {how_to_attach(paths)}")
                     return False
-                heeded = ask_to_stop(run, live, heeded=heeded)
+                handled = ask_to_stop(run, live, handled=handled)
         if tails.log.rest():
             live.log(tails.log.rest())
         live.say_kept(unless=final_error(paths))
@@ -324,66 +325,66 @@ def show(run: SiteRun, *, talk: Console, train: TrainSection, tails: Tails) -> b
 
 
 def say_run_end(run: SiteRun, *, options: EndOptions, talk: Console) -> int:
-    """Print the end as the run folder here has it; return the run's exit code."""
-    without = run.end_without_record()
-    if without is not None:
-        code, words = without
-        talk.print(words)
+    """Print the run's end by its local folder; return the run's exit code."""
+    unrecorded = run.end_without_record()
+    if unrecorded is not None:
+        code, message = unrecorded
+        talk.print(message)
         return code
     summary = read_json(Summary, run.paths.summary)
     state = read_json(RunState, run.paths.state)
     if summary is None or state is None or state.exit_class is None:
         talk.print(
-            "error: the supervisor is gone without a word (killed, or the head restarted); see "
+            "error: the supervisor was killed, or the head restarted; see "
             f"{run.paths.supervisor_log}"
         )
         return ExitCode.RANK_LOST
-    say_end(run.paths, summary=summary, state=state, options=options, talk=talk)
+    print_result(run.paths, summary=summary, state=state, options=options, talk=talk)
     if options.json and run.outlives_us:
         text_console(stderr=True).print(f"everything in {run.paths.root}")
     known = {code.label: code for code in ExitCode}
     return known.get(state.exit_class, ExitCode.TRAINING)
 
 
-def _pause(interrupts: Interrupts, *, heeded: int, seconds: float) -> None:
-    """Wait, but not when the operator asks something."""
+def _pause(interrupts: Interrupts, *, handled: int, seconds: float) -> None:
+    """Wait, unless the operator requests an end."""
     ends = time.monotonic() + seconds
-    while interrupts.count == heeded and time.monotonic() < ends:
+    while interrupts.count == handled and time.monotonic() < ends:
         time.sleep(_PAUSE_TICK_S)
 
 
-def _asks_again(interrupts: Interrupts, live: LiveLine) -> bool:
-    live.say(f"detaching; Ctrl-C again within {_SECOND_ASK_S:g} s stops the run with a checkpoint")
-    _pause(interrupts, heeded=1, seconds=_SECOND_ASK_S)
+def _confirms_stop(interrupts: Interrupts, live: LiveLine) -> bool:
+    live.say(f"detaching; Ctrl-C again within {_CONFIRM_S:g} s stops the run with a checkpoint")
+    _pause(interrupts, handled=1, seconds=_CONFIRM_S)
     return interrupts.count > 1
 
 
-def ask_to_stop(run: SiteRun, live: LiveLine, *, heeded: int) -> int:
-    """Ask the run to stop; returns how many of the operator's asks that answers."""
-    if heeded == 0:
-        live.say("stopping: saving a checkpoint first (Ctrl-C again to stop at once)")
+def ask_to_stop(run: SiteRun, live: LiveLine, *, handled: int) -> int:
+    """Request a stop of the run; return the number of requests that are then handled."""
+    if handled == 0:
+        live.say("stopping: saving a checkpoint first (Ctrl-C again to stop immediately)")
         run.signal(signal.SIGTERM, StopRequest())
         return 2 if run.outlives_us else 1
-    live.say("stopping at once")
+    live.say("stopping immediately")
     run.signal(FORCE_SIGNAL, StopRequest())
-    return heeded + 1
+    return handled + 1
 
 
 def follow_log(tail: Tail, *, show: Callable[[str], None], alive: Callable[[], bool]) -> None:
     """Show a log's lines until the run has ended."""
-    going = True
-    while going:
-        going = alive()
+    active = True
+    while active:
+        active = alive()
         for line in tail.lines():
             show(line)
-        if going:
+        if active:
             time.sleep(_TICK_S)
     if tail.rest():
         show(tail.rest())
 
 
 def show_steps(tail: Tail, live: LiveLine) -> list[Mapping[str, Any]]:
-    """Show the newest steps of a metrics.jsonl and return them; what is no step is passed over."""
+    """Show the newest steps of a metrics.jsonl and return them; other lines are skipped."""
     rows: list[Mapping[str, Any]] = []
     for line in tail.lines()[-_SHOWN_STEPS:]:
         with suppress(ConfigError):
@@ -396,14 +397,14 @@ def show_steps(tail: Tail, live: LiveLine) -> list[Mapping[str, Any]]:
 def show_stragglers(
     rows: Iterable[Mapping[str, Any]], live: LiveLine, *, paths: RunPaths, news: StragglerNews
 ) -> None:
-    """Name a rank that has become slow by these steps, and one that is well again."""
+    """Report a rank that has become slow by these steps, and one that has recovered."""
     for row in rows:
         for slow in news.add(row):
             live.say(straggler_line(slow, paths))
 
 
 def read_progress(paths: RunPaths) -> RankProgress | None:
-    """Return rank 0's last heartbeat; None where there is none that can be read."""
+    """Return rank 0's last heartbeat; None if it is missing or unreadable."""
     try:
         return read_json(RankProgress, paths.rank_progress(0))
     except ConfigError:
@@ -411,13 +412,13 @@ def read_progress(paths: RunPaths) -> RankProgress | None:
 
 
 def show_progress(paths: RunPaths, live: LiveLine, *, stale: RankProgress | None) -> None:
-    """Show what rank 0 does, unless that is what it did before this command began."""
+    """Show rank 0's activity, unless it dates from before this command."""
     progress = read_progress(paths)
     live.progress(None if progress == stale else progress)
 
 
 def final_error(paths: RunPaths) -> str:
-    """Return what the end of the run will be reported with; empty where nothing is known."""
+    """Return the error with which the run will be reported; empty if unknown."""
     try:
         state = read_json(RunState, paths.state)
     except ConfigError:
@@ -426,13 +427,13 @@ def final_error(paths: RunPaths) -> str:
 
 
 def show_state(paths: RunPaths, live: LiveLine, *, stopping: bool) -> None:
-    """Show the state of the run as a whole, and the latest event."""
+    """Show the state of the whole run, and the latest event."""
     try:
         state = read_json(RunState, paths.state)
     except ConfigError:
         state = None
-    word = state.status if state else "starting"
-    live.status("stopping" if stopping else word)
+    status = state.status if state else "starting"
+    live.status("stopping" if stopping else status)
     live.cost(state.cost_usd if state else None)
     if state and state.note:
         live.news(state.note)
@@ -440,7 +441,7 @@ def show_state(paths: RunPaths, live: LiveLine, *, stopping: bool) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO | None]:
-    """Open a regular file; None where there is none, so that a pipe in its place blocks nobody."""
+    """Open a regular file; None for another file type, so that a pipe does not block."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

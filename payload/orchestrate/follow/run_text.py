@@ -39,7 +39,7 @@ from payload.run_record.run_repair import known_dtype
 from payload.run_record.stragglers import SlowRank
 from payload.run_record.suggested_run_commands import run_command
 
-_LOOKED_AT = 20
+_MAX_EARLIER_RUNS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +47,13 @@ class Estimate:
     """Time, disk space and cost of a run, before it has begun."""
 
     checkpoints: int
-    """The most that are on disk at once."""
+    """Maximum number on disk at the same time."""
     checkpoint_bytes: int
     """Size of one checkpoint."""
     data_bytes: int
-    """Size of the data folder, which is there already."""
+    """Size of the existing data folder."""
     free_bytes: int | None
-    """On the disk of the run's folder; None for nodes that were not asked."""
+    """Free space for the run's folder; None for nodes that were not queried."""
     seconds: float
     """Time of training and evaluation."""
     basis: str
@@ -61,31 +61,31 @@ class Estimate:
     usd: float | None
     """Cost of the nodes in that time; None without prices."""
     store: str | None = None
-    """Address of the run's results besides its folder; None without one."""
+    """Address of the run's store; None without a store."""
     store_checkpoints: int = 0
-    """Kept there."""
+    """Number of checkpoints kept in the store."""
     store_usd_per_month: float | None = None
-    """Price of keeping them; None for a folder, and where the region's price is not known."""
+    """Price of the store; None for a folder, or if the region's price is unknown."""
     quantized: QuantizedCost | None = None
-    """Savings and cost of a base of 4 bits; None for a run that cannot have one."""
+    """Savings and cost of 4-bit base weights; None for a run that cannot use them."""
 
     def lines(self) -> list[str]:
-        """Return disk and duration in words."""
+        """Return the lines about disk space, data, duration and store."""
         disk = self.checkpoints * self.checkpoint_bytes
         free = "" if self.free_bytes is None else f"; {self.free_bytes / 1e9:,.1f} GB are free"
         cost = "" if self.usd is None else f", ${self.usd:,.2f}"
         return [
             f"disk             about {disk / 1e9:,.2f} GB: up to {self.checkpoints} checkpoints of "
             f"{self.checkpoint_bytes / 1e9:,.2f} GB{free}",
-            f"data             {self.data_bytes / 1e9:,.2f} GB, there already"
+            f"data             {self.data_bytes / 1e9:,.2f} GB, exists already"
             if self.data_bytes
-            else "data             not there yet",
+            else "data             does not exist yet",
             f"duration         about {as_clock(self.seconds)}{cost}, {self.basis}",
-            *([f"store            {self._store_words()}"] if self.store else []),
+            *([f"store            {self._store_line()}"] if self.store else []),
             *([f"base of 4 bits   {self.quantized.sentence()}"] if self.quantized else []),
         ]
 
-    def _store_words(self) -> str:
+    def _store_line(self) -> str:
         kept = self.store_checkpoints * self.checkpoint_bytes
         usd = self.store_usd_per_month
         cost = "" if usd is None else f", ${usd:,.2f} a month"
@@ -98,7 +98,7 @@ class Estimate:
 def estimate(
     planned: ResolvedPlan, *, data: Path, earlier: Sequence[RunPaths], is_local: bool
 ) -> Estimate:
-    """Estimate a run from its nodes' measured speed, else that of earlier runs, else a typical one.
+    """Estimate a run by its nodes' measured speed, that of earlier runs, or a typical speed.
 
     `earlier` are the runs of this machine, the newest first.
     """
@@ -112,7 +112,7 @@ def estimate(
     seconds = speed.run_s(steps=train.steps, evaluated_tokens=evaluations * evaluated)
     hourly_usd = planned.inventory.hourly_usd()
     address = planned.config.storage.address()
-    kept = train.keep_checkpoints + 1  # the best one besides
+    kept = train.keep_checkpoints + 1  # and the best one
     return Estimate(
         checkpoints=most_checkpoints(keep=train.keep_checkpoints, uploads=address is not None),
         checkpoint_bytes=numbers.checkpoint_bytes,
@@ -131,15 +131,15 @@ def estimate(
 def _speed(
     planned: ResolvedPlan, quantized: QuantizedCost | None, earlier: Sequence[RunPaths]
 ) -> tuple[Speed, str]:
-    """Return the speed of a run and its source, for people.
+    """Return the speed of a run and a description of its source.
 
-    The trial dequantises nothing.
+    The trial does not dequantise.
     """
     numbers = planned.plan.arithmetic
     dequantize_s = _dequantize_s(planned, quantized)
     if numbers.step_s is not None:
         speed = Speed.of_steps(numbers, step_s=numbers.step_s + dequantize_s)
-        return speed, "from what was measured on these nodes"
+        return speed, "from the measurements on these nodes"
     measured = _measured_tokens_per_s(planned, earlier)
     if measured is not None:
         tokens_per_s, run_id = measured
@@ -149,7 +149,7 @@ def _speed(
 
 
 def _typical_speed(planned: ResolvedPlan, *, dequantize_s: float) -> tuple[Speed, str]:
-    """Return the speed of typical cores, on nodes with GPUs too: no speed of theirs is known."""
+    """Return the speed of typical cores, also for nodes with GPUs, whose speed is unknown."""
     cores = sum(node.physical_cores for node in planned.inventory.nodes)
     device = replace(planned.predicted.device, kind="cpu")
     predicted = replace(planned.predicted, device=device)
@@ -178,9 +178,9 @@ def _dequantize_s(planned: ResolvedPlan, quantized: QuantizedCost | None) -> flo
 
 
 def _store_usd(planned: ResolvedPlan, size: int) -> float | None:
-    """Return what a bucket beside the nodes costs a month for so many bytes, if that is known.
+    """Return the monthly price of `size` bytes in the cluster's bucket, if it is known.
 
-    Another bucket than the cluster's may be in any region.
+    Any other bucket may be in any region.
     """
     address, head = planned.config.storage.address(), planned.inventory.head
     if address is None or address.bucket is None or address.bucket != planned.inventory.bucket:
@@ -190,12 +190,12 @@ def _store_usd(planned: ResolvedPlan, size: int) -> float | None:
 
 
 def _quantized(planned: ResolvedPlan, earlier: Sequence[RunPaths]) -> QuantizedCost | None:
-    """Return what 4 bits save and cost, by the dequantising that the newest run has measured.
+    """Return the savings and cost of 4 bits, by the newest run's measured dequantisation.
 
-    That of a run in the same dtype: fp32 takes longer than bf16.
+    Only runs in the same dtype count: fp32 takes longer than bf16.
     """
     free, dtype = planned.free_memory_bytes, planned.auto_dtype
-    alike = (each for each in earlier[:_LOOKED_AT] if known_dtype(each) == dtype)
+    alike = (each for each in earlier[:_MAX_EARLIER_RUNS] if known_dtype(each) == dtype)
     summaries = (last_record(Summary, paths.summary) for paths in alike)
     rates = (each.dequantized_per_s for each in summaries if each is not None)
     return quantized_cost(
@@ -211,7 +211,7 @@ def _quantized(planned: ResolvedPlan, earlier: Sequence[RunPaths]) -> QuantizedC
 
 
 def _val_tokens(data: Path) -> int:
-    """Return the tokens that an evaluation of the whole set reads; 0 where there is no data yet."""
+    """Return the tokens of an evaluation of the whole set; 0 without data."""
     try:
         return load_meta(data).val_tokens
     except DataError:
@@ -221,8 +221,8 @@ def _val_tokens(data: Path) -> int:
 def _measured_tokens_per_s(
     planned: ResolvedPlan, earlier: Sequence[RunPaths]
 ) -> tuple[float, str] | None:
-    """Return the speed and id of the newest run whose steps cost the same here."""
-    for paths in earlier[:_LOOKED_AT]:
+    """Return the speed and id of the newest run with the same cost per step on this machine."""
+    for paths in earlier[:_MAX_EARLIER_RUNS]:
         try:
             summary = read_json(Summary, paths.summary)
             if summary is None or not summary.tokens_per_s:
@@ -231,16 +231,16 @@ def _measured_tokens_per_s(
         except ConfigError:
             continue
         dtype = planned.predicted.dtype()
-        # Without checkpoints the dtype is not known; with 4 bits it was bf16 in earlier versions.
+        # Without checkpoints the dtype is unknown; with 4 bits it was bf16 in earlier versions.
         unknown = dtype if config.model.quantize == "none" else None
-        wanted = _speed_key(planned.plan, planned.config, dtype=dtype)
-        if _speed_key(plan, config, dtype=known_dtype(paths) or unknown) == wanted:
+        own_key = _speed_key(planned.plan, planned.config, dtype=dtype)
+        if _speed_key(plan, config, dtype=known_dtype(paths) or unknown) == own_key:
             return summary.tokens_per_s, paths.run_id
     return None
 
 
 def _speed_key(plan: LaunchPlan, config: RunConfig, *, dtype: Dtype | None) -> tuple[object, ...]:
-    """Return what decides how fast a run, which computes in `dtype`, goes on one machine."""
+    """Return the settings that determine a run's speed in `dtype` on one machine."""
     return (
         plan.arithmetic.params,
         plan.world_size,
@@ -262,7 +262,7 @@ _TAIL_BYTES = 2**16
 
 
 def print_plan(planned: ResolvedPlan, estimated: Estimate, console: Console) -> None:
-    """Print hosts, ranks, environment, command line, Accelerate config and arithmetic."""
+    """Print hosts, ranks, environment, command line, Accelerate config and estimates."""
     plan = planned.plan
     console.print(f"run folder\n  {planned.paths.root}\n")
     console.print(f"hosts\n{_indent(planned.hosts())}")
@@ -277,7 +277,7 @@ def print_plan(planned: ResolvedPlan, estimated: Estimate, console: Console) -> 
         ranks_per_node=plan.ranks_per_node,
         interfaces=plan.interfaces,
     )
-    console.print("environment of rank 0 besides")
+    console.print("additional environment of rank 0")
     console.print(_indent("\n".join(f"{k}={v}" for k, v in sorted(first.items()))))
     console.print(f"{plan.launcher} and its environment")
     settings = [f"{k}={v}" for k, v in sorted(plan.launcher_environment.items())]
@@ -294,7 +294,7 @@ def print_plan(planned: ResolvedPlan, estimated: Estimate, console: Console) -> 
 
 
 def arithmetic_lines(plan: LaunchPlan) -> list[str]:
-    """Return the plan's numbers in words."""
+    """Return the lines with the plan's numbers."""
     numbers = plan.arithmetic
     sync = (
         f"{_exchanged(numbers)} a step, about {numbers.sync_s:.3f} s to exchange"
@@ -307,13 +307,13 @@ def arithmetic_lines(plan: LaunchPlan) -> list[str]:
         computing.append(f"computing        about {numbers.compute_s:.3g} s a step, at {share}")
     whole = []
     if numbers.step_s is not None:
-        hidden = ", with what the backward pass does not hide" if plan.world_size > 1 else ""
+        hidden = ", with the exchange after the backward pass" if plan.world_size > 1 else ""
         whole.append(f"step             about {numbers.step_s:.3g} s{hidden}")
     return [
         f"parameters       {numbers.params:,}",
         f"tokens per step  {numbers.tokens_per_step:,} ({numbers.tokens_total:,} in the run)",
-        f"accumulation     {numbers.grad_accum_steps} pass(es) of {numbers.micro_batch_size} "
-        f"sequence(s) per step on each of {plan.world_size} rank(s)",
+        f"accumulation     {numbers.grad_accum_steps} micro-batch(es) of "
+        f"{numbers.micro_batch_size} sequence(s) per step on each of {plan.world_size} rank(s)",
         f"arithmetic       {numbers.flops_per_step / 1e12:,.3f} TFLOP per step",
         f"memory           about {numbers.memory_bytes_per_rank / _GIB:.1f} GiB a rank",
         *computing,
@@ -323,7 +323,7 @@ def arithmetic_lines(plan: LaunchPlan) -> list[str]:
 
 
 def strategy_table(planned: ResolvedPlan) -> str:
-    """Return the strategies of the run's ranks as a table, the best first."""
+    """Return the possible strategies for the run's ranks as a table, the best first."""
     names = ("strategy", "GiB a rank", "MiB sent a step", "exchange s", "step s", "fits")
     rows = []
     for each in planned.strategies:
@@ -337,7 +337,7 @@ def strategy_table(planned: ResolvedPlan) -> str:
 
 
 def _exchanged(numbers: Arithmetic) -> str:
-    """Return what is exchanged in a step, and the mesh of ranks where it goes over several."""
+    """Return the amount exchanged per step, and the mesh if it has several dimensions."""
     dimensions = [
         ("tensor", numbers.tensor, numbers.tensor_bytes),
         ("shard", numbers.shards, numbers.shard_bytes),
@@ -356,7 +356,7 @@ def _exchanged(numbers: Arithmetic) -> str:
 
 
 def result_lines(summary: Summary, *, checkpoint: Path | None, width: int) -> list[str]:
-    """Return the short table at the end of a run."""
+    """Return the result table of a run."""
     rows = [
         ("run", summary.run_id),
         ("status", summary.status),
@@ -375,7 +375,7 @@ def result_lines(summary: Summary, *, checkpoint: Path | None, width: int) -> li
         ("checkpoint", str(checkpoint) if checkpoint else "none"),
     ]
     if summary.store:
-        drained = "" if summary.store.is_drained else "; not all that there was"
+        drained = "" if summary.store.is_drained else "; incomplete"
         rows.append(("store", f"{summary.store.words()}{drained}"))
     if summary.missing_metrics:
         rows.insert(4, ("metrics lost", f"steps {describe_missing(summary.missing_metrics)}"))
@@ -390,7 +390,7 @@ def result_lines(summary: Summary, *, checkpoint: Path | None, width: int) -> li
 
 
 def failure_lines(error: str, *, log: Path) -> list[str]:
-    """Return the error itself, where to read on, and the log's end."""
+    """Return the error, the path of the log, and its last lines."""
     lines = [f"error: {error}", f"log: {log}"]
     tail = log_tail(log)
     repeated = [line for line in tail if line.startswith("error: ") and line[7:] in error]
@@ -398,18 +398,18 @@ def failure_lines(error: str, *, log: Path) -> list[str]:
 
 
 def straggler_line(slow: SlowRank, paths: RunPaths) -> str:
-    """Return which rank holds the others up, since when, by how much, and where to look."""
+    """Return a message about a slow rank: since when, how slow, and the command for its log."""
     node = None
     with suppress(ConfigError):
         node = next((r.node for r in load_ranks(paths.ranks) if r.rank == slow.rank), None)
     if not slow.is_slow:
         return f"note: {slow.words(node=node)}"
-    look = run_command("logs", paths, "--rank", str(slow.rank))
-    return f"warning: {slow.words(node=node)}. Look at its log: {look}"
+    command = run_command("logs", paths, "--rank", str(slow.rank))
+    return f"warning: {slow.words(node=node)}. See its log: {command}"
 
 
 def log_tail(log: Path) -> list[str]:
-    """Return a log's last lines; none where it cannot be read."""
+    """Return a log's last lines; empty if it cannot be read."""
     try:
         with open_regular(log) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -419,7 +419,7 @@ def log_tail(log: Path) -> list[str]:
 
 
 def status_lines(view: RunView, *, width: int) -> list[str]:
-    """Return one run as a whole."""
+    """Return the lines about one run."""
     rows = [
         ("run", view.run_id),
         ("status", view.status if not view.exit_class else f"{view.status} ({view.exit_class})"),

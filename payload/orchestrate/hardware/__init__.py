@@ -1,1 +1,1 @@
-"""NVIDIA's GPUs: facts about a machine, and what a run needs of them."""
+"""NVIDIA GPUs: facts about a machine, and the requirements of a run."""

@@ -1,8 +1,8 @@
-"""CONTRACT: a machine's NVIDIA GPUs, as nvidia-smi prints them, and the faults that they show.
+"""CONTRACT: a machine's NVIDIA GPUs, parsed from nvidia-smi, and their faults.
 
 Sources: https://docs.nvidia.com/deploy/nvidia-smi (columns and output),
-https://docs.nvidia.com/cuda/cuda-programming-guide, "CUDA Environment Variables" (which GPUs
-CUDA_VISIBLE_DEVICES leaves), https://docs.nvidia.com/deploy/nvml-api, nvmlReturn_t (exit statuses).
+https://docs.nvidia.com/cuda/cuda-programming-guide, "CUDA Environment Variables" (the effect of
+CUDA_VISIBLE_DEVICES), https://docs.nvidia.com/deploy/nvml-api, nvmlReturn_t (exit statuses).
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ QUERY = (
     *("index", "uuid", "memory.total", "driver_version", "compute_cap", "mig.mode.current"),
     *("ecc.mode.current", "ecc.errors.uncorrected.volatile.total", "name"),
 )
-"""Columns that nvidia-smi is asked for. The name comes last, as it may have commas."""
+"""Columns of the nvidia-smi query. The name comes last, as it may contain commas."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 MOST_VISIBLE_CHARS = 4096
-"""Most of CUDA_VISIBLE_DEVICES that is read; 100 GPUs by their UUIDs are no more."""
+"""Maximum length of CUDA_VISIBLE_DEVICES that is read; the UUIDs of 100 GPUs fit."""
 MOST_CHARS = 2**16
-"""Most text of nvidia-smi's that is read; a GPU's row has about 150 characters."""
+"""Maximum length of nvidia-smi's output that is read; a GPU's row has about 150 characters."""
 
 _MEMORY_SHARE = 0.9
-"""Firmware keeps some: an L4 of 24 GB shows 23,034 MiB."""
+"""Firmware reserves some memory: an L4 of 24 GB shows 23,034 MiB."""
 _NUMBER = re.compile(r"[0-9]{1,15}")
 _DRIVER = re.compile(r"([0-9]{1,4})(?:\.[0-9]{1,6}){1,3}")
 _PRINTABLE = re.compile(r"[ -~]+")
-_LOG = "See the kernel's log there (`dmesg | grep -i nvrm`)"
+_LOG = "See the kernel's log on the node (`dmesg | grep -i nvrm`)"
 
 # Exit statuses are nvmlReturn_t's; 18 is NVML_ERROR_LIB_RM_VERSION_MISMATCH.
 _FIXES = {
@@ -55,7 +55,7 @@ class SmiOutput:
     """Output of nvidia-smi for QUERY."""
 
     status: int | None
-    """None where it did not end in time."""
+    """None if it did not end in time."""
     said: str = checked(max_chars=MOST_CHARS)
 
 
@@ -65,19 +65,19 @@ class TorchBuild:
 
     version: str = checked(pattern=_PRINTABLE, wanted="printable ASCII", max_chars=64)
     cuda: str | None = checked(None, pattern=_PRINTABLE, wanted="such as 13.0", max_chars=64)
-    """None: a build without CUDA."""
+    """None for a build without CUDA."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvidiaFacts:
-    """A machine's answer about its GPUs."""
+    """The facts about a machine's GPUs."""
 
     smi: SmiOutput | None
-    """None: there is no nvidia-smi on PATH."""
+    """None if nvidia-smi is not on PATH."""
     visible: str | None = checked(None, max_chars=MOST_VISIBLE_CHARS)
-    """The beginning of CUDA_VISIBLE_DEVICES; None where it is not set."""
+    """The beginning of CUDA_VISIBLE_DEVICES; None if it is not set."""
     torch: TorchBuild | None = None
-    """None where it is not known."""
+    """None if it is unknown."""
 
     def devices(self) -> tuple[GpuDevice, ...]:
         """Return every GPU, visible or not."""
@@ -89,25 +89,25 @@ class NvidiaFacts:
         return tuple(found.values())
 
     def visible_devices(self) -> tuple[GpuDevice, ...]:
-        """Return the GPUs that a program started there sees, in its order."""
+        """Return the GPUs that are visible to a program on the machine, in its order."""
         return visible_gpus(self.devices(), self.visible)
 
     def usable_devices(self) -> tuple[GpuDevice, ...]:
-        """Return the visible GPUs that the torch there computes on; none with a CPU build."""
-        seen = self.visible_devices()
-        if not seen or self.torch is None or self.torch.cuda is None:
+        """Return the visible GPUs that the machine's torch can use; none with a CPU build."""
+        visible = self.visible_devices()
+        if not visible or self.torch is None or self.torch.cuda is None:
             return ()
         refused = any(fault.severity == "error" for fault in _driver_faults(self))
-        return () if refused else seen
+        return () if refused else visible
 
     def describe(self) -> str:
-        """Return the GPUs in words, with the driver and the rest that a reader asks for."""
-        every, seen = self.devices(), self.visible_devices()
+        """Return a description of the GPUs, with the driver and other properties."""
+        every, visible = self.devices(), self.visible_devices()
         if not every:
             return "no GPU"
         kinds = list(dict.fromkeys((gpu.name, gpu.memory_mib) for gpu in every))
         counts = [sum((gpu.name, gpu.memory_mib) == kind for gpu in every) for kind in kinds]
-        words = [
+        parts = [
             f"{count} x {name}" + (f" ({mib / 1024:.1f} GiB)" if mib else "")
             for count, (name, mib) in zip(counts, kinds, strict=True)
         ]
@@ -118,13 +118,13 @@ class NvidiaFacts:
             cuda = f"CUDA {self.torch.cuda}" if self.torch.cuda else "no CUDA"
             modes.append(f"torch {self.torch.version} with {cuda}")
         if self.visible is not None:
-            modes.append(f"{VISIBLE} = {shown(self.visible)} leaves {len(seen)} of {len(every)}")
-        return ", ".join([*words, *modes])
+            modes.append(f"{VISIBLE} = {shown(self.visible)} leaves {len(visible)} of {len(every)}")
+        return ", ".join([*parts, *modes])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuDevice:
-    """One row of nvidia-smi's."""
+    """One row of nvidia-smi's output."""
 
     index: int
     uuid: str
@@ -133,15 +133,15 @@ class GpuDevice:
     driver: str
     capability: str | None
     mig: bool
-    """True: MIG is on, and a program sees only one instance."""
+    """True if MIG is on, so that a program can use only one instance."""
     ecc: bool
     ecc_errors: int
-    """Errors of its memory that were not corrected, since the driver was loaded."""
+    """Uncorrected errors of its memory since the driver was loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One thing that is wrong with a machine's GPUs."""
+    """One fault of a machine's GPUs."""
 
     severity: Literal["error", "warning"]
     cause: str
@@ -150,22 +150,22 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuNeed:
-    """The GPUs that ranks take on each node."""
+    """The GPUs that ranks need on each node."""
 
     why: str
-    """The setting or the inventory, as a sentence's subject."""
+    """The setting or the inventory, as the subject of a sentence."""
     ranks_per_node: int | None
-    """Ranks that are placed on each node; None: as many as the node has GPUs."""
+    """Number of ranks on each node; None for one per GPU."""
 
     def on(self, node: Node) -> int:
-        """Return how many ranks require a GPU on this node."""
+        """Return the number of ranks that need a GPU on this node."""
         return self.ranks_per_node or node.gpus or 1
 
 
 def gpu_need(config: RunConfig, nodes: Sequence[Node]) -> GpuNeed | None:
-    """Return what a run needs of the nodes' GPUs; None where its ranks compute on CPUs.
+    """Return a run's need for GPUs; None if its ranks compute on CPUs.
 
-    `Chosen.gpu_need` adds how many ranks are placed on each node.
+    `ResolvedInventory.gpu_need` adds the number of ranks on each node.
     """
     device, ranks_per_node = config.device.kind, config.launch.ranks_per_node
     if device == "cuda":
@@ -180,18 +180,18 @@ def gpu_need(config: RunConfig, nodes: Sequence[Node]) -> GpuNeed | None:
 
 
 def for_prediction(config: RunConfig, nodes: Sequence[Node]) -> RunConfig:
-    """Return the config with the device that `device.kind = "auto"` will take on these nodes."""
+    """Return the config with the device that `device.kind = "auto"` resolves to on these nodes."""
     if gpu_need(config, nodes) is None:
         return config
     return replace(config, device=replace(config.device, kind="cuda"))
 
 
 GPU_GUESS = "the predicted step assumes an MFU on GPUs that no run has confirmed"
-"""Note of a plan whose step's time is predicted on GPUs."""
+"""Note of a plan with a predicted step time on GPUs."""
 
 
 def with_gpus(node: Node, facts: NvidiaFacts) -> Node:
-    """Return the node with the GPUs that ranks can take there, by the least of them."""
+    """Return the node with the GPUs that ranks can use on it, by the smallest of them."""
     found = facts.usable_devices()
     sizes = [gpu.memory_mib for gpu in found if gpu.memory_mib]
     capabilities = [gpu.capability for gpu in found if gpu.capability]
@@ -208,14 +208,14 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def torch_here() -> tuple[str, str]:
-    """Return where this Python's torch has its version.py: a folder, and the path below it."""
+    """Return the location of version.py of this Python's torch: a folder, and the path in it."""
     found = importlib.util.find_spec("torch")
     folder = Path(found.origin).parent if found is not None and found.origin else Path(sys.prefix)
     return str(folder), "version.py"
 
 
 def require_gpus(facts: NvidiaFacts, *, need: GpuNeed, node: Node) -> None:
-    """Raise ConfigError, with what to do, where this machine's GPUs are not fit for a run here."""
+    """Raise ConfigError with a fix if this machine's GPUs are not fit for a run."""
     for fault in gpu_faults(facts, need=need, node=node):
         if fault.severity == "error":
             raise ConfigError(f"{need.why}: this machine: {fault.cause}. {fault.fix}")
@@ -224,9 +224,9 @@ def require_gpus(facts: NvidiaFacts, *, need: GpuNeed, node: Node) -> None:
 def gpu_faults(
     facts: NvidiaFacts, *, need: GpuNeed, node: Node, has_device: bool | None = None
 ) -> Iterator[Fault]:
-    """Yield what keeps the GPUs from `need`, or should be known of them.
+    """Yield faults that prevent `need`, and warnings about the GPUs.
 
-    `has_device` says whether the machine has the device file of a GPU, where that is known.
+    `has_device` is True if the machine has the device file of a GPU; None if that is unknown.
     """
     smi, failed = facts.smi, smi_fault(facts)
     if smi is None:
@@ -241,38 +241,38 @@ def gpu_faults(
             yield from _device_faults(gpu, node=node)
         for line in smi.said.splitlines():
             if line.strip() and _parse(line) is None:
-                yield _warning(f"nvidia-smi prints: {_words(line)}", f"{_LOG}.")
+                yield _warning(f"nvidia-smi prints: {_first_line(line)}", f"{_LOG}.")
 
 
 def smi_fault(facts: NvidiaFacts) -> Fault | None:
-    """Return why this nvidia-smi shows no GPU; None where it shows some, or is not there."""
+    """Return why this nvidia-smi shows no GPU; None if it shows any, or is missing."""
     smi = facts.smi
     if smi is None or facts.devices():
         return None
     if smi.status is None:
         return _error("nvidia-smi does not respond", f"{_LOG}, and reboot the node.")
     if smi.status != 0:
-        cause = f"nvidia-smi fails with status {smi.status}: {_words(smi.said)}"
+        cause = f"nvidia-smi fails with status {smi.status}: {_first_line(smi.said)}"
         return _error(cause, _FIXES.get(smi.status, f"{_install()}."))
-    return _error(f"nvidia-smi shows no GPU: {_words(smi.said)}", f"{_LOG}.")
+    return _error(f"nvidia-smi shows no GPU: {_first_line(smi.said)}", f"{_LOG}.")
 
 
 def _absent_smi(facts: NvidiaFacts, *, need: GpuNeed, has_device: bool | None) -> Iterator[Fault]:
-    """Yield the fault of a machine without nvidia-smi, as some containers are."""
+    """Yield the fault of a machine without nvidia-smi, such as some containers."""
     if has_device:
         return
-    cause = f"it has no nvidia-smi, but {need.why} requires GPUs"
+    cause = f"nvidia-smi is missing, but {need.why} requires GPUs"
     if has_device is None and facts.torch is not None and facts.torch.cuda is not None:
-        yield _warning(cause, "The trial tells whether its torch, a CUDA build, has a GPU there.")
+        yield _warning(cause, "The trial shows whether its torch, a CUDA build, finds a GPU.")
     else:
         yield _error(cause, f"{_install()}, or set device.kind = 'cpu'.")
 
 
 def visible_gpus(every: Sequence[GpuDevice], visible: str | None) -> tuple[GpuDevice, ...]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects, in its order.
 
-    Each entry is an index or the beginning of one GPU's UUID; the first that is neither ends the
-    list, and an entry that comes twice leaves none. A MIG instance counts, without its GPU's facts.
+    Each entry is an index or the prefix of one GPU's UUID. The first invalid entry ends the list,
+    and a repeated entry selects no GPU at all. A MIG instance counts, without its GPU's facts.
     """
     if visible is None:
         return tuple(every)
@@ -299,25 +299,27 @@ def _instance(owner: GpuDevice, uuid: str) -> GpuDevice:
 def _visible_faults(facts: NvidiaFacts) -> Iterator[Fault]:
     if facts.visible is not None and len(facts.visible) >= MOST_VISIBLE_CHARS:
         cause = f"only the first {MOST_VISIBLE_CHARS:,} characters of {VISIBLE} were read"
-        yield _warning(cause, "Shorten it there, for example to the GPUs' indexes.")
+        yield _warning(cause, "Shorten it on the node, for example to the GPUs' indexes.")
 
 
 def _count_faults(facts: NvidiaFacts, *, need: GpuNeed, node: Node) -> Iterator[Fault]:
-    every, seen, wanted = facts.devices(), facts.visible_devices(), need.on(node)
-    if len(seen) >= wanted:
+    every, visible, count = facts.devices(), facts.visible_devices(), need.on(node)
+    if len(visible) >= count:
         return
-    asks = f"{need.why} requires {wanted}"
-    if len(every) >= wanted:
-        cause = f"{VISIBLE} = {shown(facts.visible)} leaves {len(seen)} of its {len(every)} GPU(s)"
-        fix = f"Unset it there, or set launch.ranks_per_node = {max(1, len(seen))}."
+    requires = f"{need.why} requires {count}"
+    if len(every) >= count:
+        cause = (
+            f"{VISIBLE} = {shown(facts.visible)} leaves {len(visible)} of its {len(every)} GPU(s)"
+        )
+        fix = f"Unset it on the node, or set launch.ranks_per_node = {max(1, len(visible))}."
     else:
-        cause = f"it shows {len(seen)} GPU(s)"
-        fix = "Correct the inventory or launch.ranks_per_node: each rank takes one GPU."
-    yield _error(f"{cause}, {asks}", fix)
+        cause = f"nvidia-smi shows {len(visible)} GPU(s)"
+        fix = "Correct the inventory or launch.ranks_per_node: each rank uses one GPU."
+    yield _error(f"{cause}, {requires}", fix)
 
 
 def _driver_faults(facts: NvidiaFacts) -> Iterator[Fault]:
-    """Compare the driver with the CUDA that torch was built for."""
+    """Compare the driver with the CUDA version of torch."""
     torch, driver = facts.torch, facts.devices()[0].driver
     if torch is None:
         return
@@ -328,7 +330,7 @@ def _driver_faults(facts: NvidiaFacts) -> Iterator[Fault]:
     found, least = _DRIVER.fullmatch(driver), least_driver_branch(torch.cuda)
     if found is None or least is None:
         what = f"driver {shown(driver)}" if found is None else f"CUDA {torch.cuda}"
-        cause = f"{what} is not known here, so the driver was not compared with torch's CUDA"
+        cause = f"{what} is unknown, so the driver was not compared with torch's CUDA"
         yield _warning(cause, "See https://docs.nvidia.com/deploy/cuda-compatibility.")
     elif int(found[1]) < least:
         cause = (
@@ -342,7 +344,7 @@ def _device_faults(gpu: GpuDevice, *, node: Node) -> Iterator[Fault]:
     gib = node.gpu_memory_gib
     if gib and gpu.memory_mib is not None and gpu.memory_mib / 1024 < gib * _MEMORY_SHARE:
         cause = (
-            f"GPU {gpu.index} has {gpu.memory_mib / 1024:.1f} GiB of memory, the inventory says "
+            f"GPU {gpu.index} has {gpu.memory_mib / 1024:.1f} GiB of memory, the inventory lists "
             f"{gib:g}"
         )
         yield _error(cause, "Correct the inventory, or the machine type.")
@@ -372,7 +374,7 @@ def _parse(row: str) -> GpuDevice | None:
         capability=capability if CAPABILITY.fullmatch(capability) else None,
         mig=mig == "Enabled",
         ecc=ecc == "Enabled",
-        # [N/A] where there is no ECC, or it is off.
+        # [N/A] without ECC, or if it is off.
         ecc_errors=int(errors) if _NUMBER.fullmatch(errors) else 0,
     )
 
@@ -381,9 +383,9 @@ def _all_or_some(values: Sequence[bool]) -> str:
     return "on" if all(values) else f"on for {sum(values)} of {len(values)}"
 
 
-def _words(said: str) -> str:
-    """Return the first line that a program said."""
-    return one_line(said).rstrip(".") if said.strip() else "no output"
+def _first_line(output: str) -> str:
+    """Return the first line of a program's output."""
+    return one_line(output).rstrip(".") if output.strip() else "no output"
 
 
 def _install() -> str:

@@ -1,1 +1,1 @@
-"""Is every node fit for a run? Looks, tries the launcher, and reports findings."""
+"""Checks that every node is fit for a run: probes, a trial of the launcher, findings."""

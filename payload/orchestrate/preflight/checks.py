@@ -1,4 +1,4 @@
-"""`preflight`: is every node fit for a run? All are asked at once; then the launcher is tried."""
+"""`preflight`: checks all nodes at the same time, then tries the launcher."""
 
 from __future__ import annotations
 
@@ -38,7 +38,12 @@ from payload.orchestrate.inventories.chosen import load_cluster
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.machine_profiles.node_uploads import try_store
 from payload.orchestrate.node.look import probe
-from payload.orchestrate.preflight.report import BootWait, Report, try_here, try_there
+from payload.orchestrate.preflight.report import (
+    BootWait,
+    Report,
+    try_on_cluster,
+    try_on_this_machine,
+)
 from payload.orchestrate.runs.launcher_choice import choose_launcher
 from payload.orchestrate.runs.planning import require_placeable
 from payload.orchestrate.ssh.cluster import Cluster, operator_key
@@ -60,25 +65,25 @@ _TABLE_WIDTH = 180
 _PROBE_S = 15.0
 _MESH_S = 6.0
 _EXPOSED_S = 3.0
-# One where the ranks meet, one of those that gloo takes from the kernel.
+# A port of the rendezvous, and one of the range from which the kernel gives gloo its ports.
 _PORT_RANGES = (RANK_PORTS, range(33_000, 60_000))
-_TORCH_THERE = (str(VENV), "lib/python3.*/site-packages/torch/version.py")
+_REMOTE_TORCH = (str(VENV), "lib/python3.*/site-packages/torch/version.py")
 _LOCAL_CHECKS = ("cpu", "memory", "disk", "name")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightOptions:
-    """Which cluster `preflight` checks, how, and for which run."""
+    """Options of `preflight`."""
 
     inventory: str | None
     ssh_key: Path | None
     config: RunConfig
     is_configured: bool
-    """True if the config is the operator's, so that its ranks have to fit."""
+    """True if the config is the operator's, so that its ranks must fit."""
     quick: bool
-    """Start and measure nothing."""
+    """Skip the trial and its measurements."""
     wait: float
-    """Minutes to ask again while machines boot."""
+    """Minutes to retry while machines boot."""
     json: bool
 
 
@@ -97,13 +102,15 @@ def preflight(options: PreflightOptions, access: LocalAccess) -> int:
     if is_here and len(inventory.nodes) > 1:
         raise ConfigError(
             f"inventory {options.inventory}: access kind 'local' with {len(inventory.nodes)} "
-            "nodes; it means this machine alone. Use 'direct' or 'iap'."
+            "nodes; 'local' is for this machine alone. Use 'direct' or 'iap'."
         )
     need = chosen.gpu_need(config)
     if is_here:
         report = check_this_machine(inventory, access, need=need)
         if not options.quick:
-            report = try_here(report, inventory.nodes, access, config, domains=chosen.domains)
+            report = try_on_this_machine(
+                report, inventory.nodes, access, config, domains=chosen.domains
+            )
         try_it = partial(try_store_here, env=access.code_environment())
         report = _with_store(report, inventory, config, try_it)
     else:
@@ -113,10 +120,10 @@ def preflight(options: PreflightOptions, access: LocalAccess) -> int:
             with Cluster(inventory, login=login, env=env) as cluster:
                 report = check_cluster(inventory, cluster, lock_sha=lock_sha(), need=need)
                 if not report.exit_code:
-                    report = _without_dead_keys(report, cluster)
+                    report = _without_stale_keys(report, cluster)
                 if options.quick:
                     return report
-                report = try_there(report, inventory.nodes, cluster, config)
+                report = try_on_cluster(report, inventory.nodes, cluster, config)
                 head = cluster.connect(inventory.head)
                 return _with_store(report, inventory, config, partial(_try_store_from, head))
 
@@ -124,7 +131,8 @@ def preflight(options: PreflightOptions, access: LocalAccess) -> int:
     if options.json:
         out.print(report.to_json())
     else:
-        out.width = max(out.width, _TABLE_WIDTH)  # a narrow terminal wraps; nothing is cut off
+        # A narrow terminal wraps lines; no text is cut off.
+        out.width = max(out.width, _TABLE_WIDTH)
         out.print(report.table())
         for line in report.lines():
             out.print(line)
@@ -146,7 +154,7 @@ def _with_store(
     config: RunConfig,
     attempt: Callable[[StoreAddress], None],
 ) -> Report:
-    """Return the report with what `attempt` finds at the store of runs, where all else is well."""
+    """Return the report with the result of `attempt` at the store, unless it has errors."""
     results = settled_results(config.storage.results, bucket=inventory.bucket)
     address = replace(config.storage, results=results).address()
     if address is None or report.exit_code:
@@ -171,12 +179,11 @@ def _try_store_from(head: Connection, address: StoreAddress) -> None:
     try_store(address, head, look(head, code, venv=VENV), code=code)
 
 
-def _without_dead_keys(report: Report, cluster: Cluster) -> Report:
-    """Remove the keys of runs whose operator was killed before they began; a note for each."""
+def _without_stale_keys(report: Report, cluster: Cluster) -> Report:
+    """Remove the keys of runs that never began, as their command was killed; note each."""
     try:
         notes = [
-            f"the key {name} was left on the nodes; it is gone now"
-            for name in remove_dead_keys(cluster)
+            f"the stale key {name} was removed from the nodes" for name in remove_dead_keys(cluster)
         ]
     except TileforgeError as error:
         notes = [str(error)]
@@ -184,7 +191,7 @@ def _without_dead_keys(report: Report, cluster: Cluster) -> Report:
 
 
 def lock_sha() -> str | None:
-    """Return the lock's SHA-256, `sha` in node-setup.sh; None for an installed package."""
+    """Return the lock file's SHA-256, `sha` in node-setup.sh; None for an installed package."""
     lock = Path(payload.__file__).parents[1] / "bootstrap" / "requirements.lock"
     return hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else None
 
@@ -198,40 +205,40 @@ def check_cluster(
     mesh_s: float = _MESH_S,
     need: GpuNeed | None = None,
 ) -> Report:
-    """Ask every node over SSH, then let them try each other for at most `mesh_s`.
+    """Probe every node over SSH, then their connections to each other for at most `mesh_s`.
 
-    `lock_sha` is the SHA-256 of the lock that the nodes should be installed from, if known. `need`
-    is what the run needs of their GPUs.
+    `lock_sha` is the SHA-256 of the expected lock file, if known. `need` is the run's need for
+    GPUs.
     """
     began = time.monotonic()
     nodes = inventory.nodes
     outcomes = on_every_node(nodes, lambda node: _probe(node, inventory, cluster, state_file))
     for outcome in outcomes.values():
         if isinstance(outcome, ConfigError):
-            raise outcome  # ours, and the same for all
+            raise outcome  # an error of this machine, the same for all nodes
     facts = {name: got for name, got in outcomes.items() if isinstance(got, NodeFacts)}
-    there = [node for node in nodes if node.name in facts]
+    reachable = [node for node in nodes if node.name in facts]
     errors = [
         find.from_error(node, got)
         for node in nodes
         if isinstance(got := outcomes[node.name], TileforgeError)
     ]
     checks = {node.name: ["ssh"] for node in nodes}
-    for node in there:
-        left_out = set() if find.is_ready(facts[node.name].bootstrap) else {"payload"}
+    for node in reachable:
+        skipped = set() if find.is_ready(facts[node.name].bootstrap) else {"payload"}
         if len(nodes) == 1:
-            left_out.add("route")
-        checks[node.name] += [name for name in find.PROBED[1:-1] if name not in left_out]
+            skipped.add("route")
+        checks[node.name] += [name for name in find.PROBED[1:-1] if name not in skipped]
         if need is not None:
             checks[node.name].append(find.GPU)
         if facts[node.name].shared is not None:
             checks[node.name].append(find.SHARED)
     mesh: list[Finding] = []
     with ThreadPoolExecutor(1) as pool:
-        exposed = pool.submit(_exposed, inventory, cluster) if inventory.head in there else None
-        if len(there) > 1:
-            mesh = _mesh(there, facts, cluster, mesh_s)
-            for node in there:
+        exposed = pool.submit(_exposed, inventory, cluster) if inventory.head in reachable else None
+        if len(reachable) > 1:
+            mesh = _mesh(reachable, facts, cluster, mesh_s)
+            for node in reachable:
                 checks[node.name].append("ports")
     mesh += exposed.result() if exposed else []
     return Report(
@@ -251,7 +258,7 @@ def decide(
     lock_sha: str | None,
     need: GpuNeed | None = None,
 ) -> list[Finding]:
-    """Return all findings about nodes that could be asked, but for those between nodes."""
+    """Return all findings about nodes that answered, except those between nodes."""
     found: list[Finding] = []
     for node in nodes:
         if node.name in facts:
@@ -272,11 +279,11 @@ def decide(
 def check_this_machine(
     inventory: ClusterInventory, access: LocalAccess, *, need: GpuNeed | None = None
 ) -> Report:
-    """Make the checks that mean something without SSH and other nodes."""
+    """Make the checks that apply without SSH and other nodes."""
     began = time.monotonic()
     node = inventory.head
     raw = probe(_probe_arguments(state_file=BOOTSTRAP_STATE, route_to=None, torch=torch_here()))
-    # What this machine may use, which in a container is less than what it has.
+    # The resources that this process may use, fewer than the machine's in a container.
     machine = discover()
     facts = replace(
         build(NodeFacts, raw, where="this machine"),
@@ -297,8 +304,8 @@ def check_this_machine(
         found.append(
             Finding(node=node.name, check="payload", severity="warning", cause=cause, fix="")
         )
-    asked = facts.nvidia is not None and facts.nvidia.smi is not None
-    gpu = [find.GPU] if need is not None and asked else []
+    queried = facts.nvidia is not None and facts.nvidia.smi is not None
+    gpu = [find.GPU] if need is not None and queried else []
     made = [*_LOCAL_CHECKS, *gpu, *([find.SHARED] if facts.shared else [])]
     return Report(
         cluster=inventory.cluster,
@@ -312,7 +319,7 @@ def check_this_machine(
 
 def _probe(node: Node, inventory: ClusterInventory, cluster: Cluster, state_file: str) -> NodeFacts:
     others = [other for other in inventory.nodes if other.name != node.name]
-    # The head's way to itself would be its loopback: `others` begins with the head for the workers.
+    # The head's route to itself is the loopback; for workers, `others` begins with the head.
     arguments = _probe_arguments(
         state_file=state_file, route_to=others[0].address if others else None
     )
@@ -370,9 +377,9 @@ def _try_mesh(
 
 
 def _exposed(inventory: ClusterInventory, cluster: Cluster) -> list[Finding]:
-    """Return a warning if this machine reaches a port of the head like the ranks' rendezvous.
+    """Return a warning if this machine reaches a port of the head like the rendezvous' port.
 
-    The rendezvous listens on all interfaces, and so does this.
+    The rendezvous listens on all interfaces, and so does this check.
     """
     head, port, trial = inventory.head, random.choice(_PORT_RANGES[0]), secrets.token_hex(8)
     arguments = {
@@ -387,7 +394,7 @@ def _exposed(inventory: ClusterInventory, cluster: Cluster) -> list[Finding]:
     }
 
     def listen() -> None:
-        with contextlib.suppress(TileforgeError):  # what is wrong there others say
+        with contextlib.suppress(TileforgeError):  # other checks report the error
             ask(cluster.connect(head), "mesh.py", MeshAnswer, arguments, timeout_s=_PROBE_S)
 
     with ThreadPoolExecutor(1) as pool:
@@ -398,7 +405,7 @@ def _exposed(inventory: ClusterInventory, cluster: Cluster) -> list[Finding]:
 
 
 def _probe_arguments(
-    *, state_file: str, route_to: str | None, torch: tuple[str, str] = _TORCH_THERE
+    *, state_file: str, route_to: str | None, torch: tuple[str, str] = _REMOTE_TORCH
 ) -> dict[str, Any]:
     return {
         "action": "probe",

@@ -1,4 +1,4 @@
-"""Preflight's trial: the launcher and gloo over all nodes, as in a run, and measured."""
+"""Preflight's trial: the launcher and gloo over all nodes, as in a run, with measurements."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ from payload.run_record.run_files import RunPaths
 from payload.stack.node_paths import VENV
 
 # mpirun starts in a second, torch loads in three on two cores, the matmuls and the exchange have
-# budgets of some seconds each. The ranks end by themselves before.
+# budgets of some seconds each. The ranks end themselves before this deadline.
 DEADLINE_S = 24.0
 _RANKS_END_S = 22
-# torch with CUDA loads for longer, and NCCL's first all-reduce connects every pair of GPUs.
+# torch with CUDA takes longer to load, and NCCL's first all-reduce connects every pair of GPUs.
 _GPU_DEADLINE_S, _GPU_RANKS_END_S = 90.0, 88
 
 
 def _deadline_s(*, on_gpus: bool) -> float:
-    """Return how long the launcher and its ranks may take."""
+    """Return the time limit of the launcher and its ranks."""
     return _GPU_DEADLINE_S if on_gpus else DEADLINE_S
 
 
@@ -71,16 +71,16 @@ def trial_arguments(
     port: int,
     on_gpus: bool,
 ) -> dict[str, Any]:
-    """Return what node/mesh.py takes: the command of a run with the trial as its program.
+    """Return the arguments of node/mesh.py: a run's command with the trial as its program.
 
-    `paths` is the trial's folder on the head, whose name marks its processes.
+    `paths` is the trial's folder on the head; its path identifies the trial's processes.
     """
-    told = _told_ranks(
+    settings = _rank_settings(
         placement,
         profile.interfaces(nodes),
         settings={
             **choice.launcher.rank_settings(nodes=len(nodes)),
-            # In place of what the launcher sets, as the wrapper of a run's rank does it.
+            # Overrides the launcher's values, as the wrapper of a run's rank does.
             "MASTER_ADDR": nodes[0].address,
             "MASTER_PORT": str(port),
         },
@@ -92,7 +92,7 @@ def trial_arguments(
         nodes,
         placement,
         paths=paths,
-        words=("-m", "payload.train.fabric", json.dumps(told)),
+        rank_arguments=("-m", "payload.train.fabric", json.dumps(settings)),
         port=port,
         malloc="tuned",
     )
@@ -103,7 +103,7 @@ def trial_arguments(
         "hosts": render_hosts(nodes),
         "argv": command.argv,
         "environment": {**command.settings, **command.environment},
-        # mpirun calls mpiexec.hydra, which lies beside it, by its bare name.
+        # mpirun calls mpiexec.hydra, in the same folder, by its bare name.
         "path": str(PurePath(command.argv[0]).parent),
         "without": FOREIGN_PREFIXES,
         "keeps": choice.launcher.keeps,
@@ -111,14 +111,14 @@ def trial_arguments(
     }
 
 
-def _told_ranks(
+def _rank_settings(
     placement: Placement,
     interfaces: Mapping[str, str],
     *,
     settings: Mapping[str, str],
     on_gpus: bool,
 ) -> dict[str, Any]:
-    """Return what payload/train/fabric.py takes."""
+    """Return the arguments of payload/train/fabric.py."""
     ranks = [
         {
             "node": rank.node,
@@ -142,7 +142,7 @@ _MARGIN_S = 20.0
 _ACTION_S = 20.0
 _CPU = DeviceSection(kind="cpu")
 """On this machine the trial measures cores, unless the run computes on its GPUs."""
-# Ten times what a trial takes; it is for an operator who is killed before removing the key.
+# Ten times a trial's duration; for an operator whose command is killed before it removes the key.
 _KEY_LASTS_S = 600
 
 
@@ -151,11 +151,11 @@ class Trial:
     """Result of a trial."""
 
     launcher: str = ""
-    """The name of the one that was tried."""
+    """The name of the launcher that was tried."""
     measured: Measured | None = None
     findings: list[Finding] = field(default_factory=list)
     note: str | None = None
-    """Why there was none."""
+    """The reason why there was no trial."""
     on_gpus: bool = False
     """True if its ranks computed on GPUs and exchanged over NCCL."""
 
@@ -169,10 +169,10 @@ def try_cluster(
     talk: Console,
     placement: Placement | None = None,
 ) -> Trial:
-    """Start the program on nodes that have passed the other checks.
+    """Run the trial on nodes that have passed the other checks.
 
-    The key by which the head reaches the others is made for this, and removed whatever happens.
-    `placement` is where a run's ranks go, if they were placed before.
+    The head's key for the other nodes is created for the trial, and always removed. `placement` is
+    the placement of a run's ranks, if it exists already.
     """
     launcher = candidates(config.launch.launcher)[0]
     trial = _ClusterTrial(
@@ -189,7 +189,7 @@ def try_cluster(
             cluster.connect(node), this_code(), venv=VENV, programs=programs_of(launcher)
         ),
     )
-    refused = [*_not_looked_at(nodes, outcomes, launcher)]
+    refused = [*_missing_programs(nodes, outcomes, launcher)]
     if refused:
         return Trial(findings=refused, launcher=launcher.name)
     answers = {name: got for name, got in outcomes.items() if isinstance(got, NodeLook)}
@@ -207,16 +207,16 @@ def try_cluster(
     if isinstance(outcome, str):
         return _not_measured(outcome)
     hostnames = {facts[node.name].hostname: node.name for node in nodes}
-    return _judged(nodes, outcome, launcher, hostnames=hostnames, on_gpus=trial.on_gpus)
+    return _result(nodes, outcome, launcher, hostnames=hostnames, on_gpus=trial.on_gpus)
 
 
 def _not_measured(running: str) -> Trial:
-    return Trial(note=f"nothing was measured, as run {running} is under way")
+    return Trial(note=f"nothing was measured, as run {running} is active")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ClusterTrial:
-    """A trial on a cluster, whose nodes have what it needs."""
+    """A trial on a cluster whose nodes have all its programs."""
 
     nodes: Sequence[Node]
     cluster: Cluster
@@ -226,9 +226,9 @@ class _ClusterTrial:
     on_gpus: bool
 
     def run(self, answers: Answers, *, talk: Console) -> Outcome | str:
-        """Return the program's outcome; a run's id where that is under way on the head.
+        """Return the program's outcome, or the id of a run that is active on the head.
 
-        Raises HeadBusyError, and what connecting raises.
+        Raises HeadBusyError and errors of the connection.
         """
         cluster, code = self.cluster, this_code()
         head = answers[self.nodes[0].name]
@@ -243,17 +243,17 @@ class _ClusterTrial:
                 if outcome.status != 0:
                     _end_leftovers(self.nodes, cluster, folder)
             except BaseException:
-                with contextlib.suppress(TileforgeError):  # it would hide the first one
+                with contextlib.suppress(TileforgeError):  # it would hide the first error
                     remove_run_key(cluster, claim.name)
                 raise
             remove_run_key(cluster, claim.name)
         return outcome
 
     def _start(self, head: NodeLook, code: Code, *, name: str) -> tuple[Outcome, PurePosixPath]:
-        """Return the program's outcome, and the folder that marks the processes."""
+        """Return the program's outcome, and the folder that identifies its processes."""
         node = self.nodes[0]
         if head.port is None:
-            raise PreflightError(f"{node.name}: it has no free port for the ranks.")
+            raise PreflightError(f"{node.name}: has no free port for the ranks.")
         key = install_run_key(self.cluster, name=name, lasts_s=_KEY_LASTS_S)
         arguments = trial_arguments(
             LauncherChoice(launcher=self.launcher, executable=venv_executable(self.launcher)),
@@ -285,7 +285,7 @@ def try_this_machine(
     config: RunConfig,
     domains: Mapping[str, tuple[Domain, ...]],
 ) -> Trial:
-    """Try the launcher and gloo on this machine, without ssh; `folder` is an empty one.
+    """Try the launcher and gloo on this machine, without ssh; `folder` must be empty.
 
     `domains` has the cores of the node's NUMA domains, by its name.
     """
@@ -307,13 +307,13 @@ def try_this_machine(
         )
         answer = trial(arguments, env=access.environment())
     outcome = build(Outcome, answer, where="this machine")
-    return _judged(nodes, outcome, choice.launcher, hostnames={}, on_gpus=on_gpus)
+    return _result(nodes, outcome, choice.launcher, hostnames={}, on_gpus=on_gpus)
 
 
 def _placement(
     nodes: Sequence[Node], config: RunConfig, *, domains: Mapping[str, tuple[Domain, ...]]
 ) -> Placement:
-    """Return where a run's ranks would go; one a node where they cannot be placed."""
+    """Return the placement of a run's ranks, or one rank per node if they cannot be placed."""
     try:
         return place_ranks(nodes, config.launch, device=config.device, domains=domains)
     except ConfigError:
@@ -321,7 +321,7 @@ def _placement(
         return place_ranks(nodes, one, device=config.device, domains=domains)
 
 
-def _judged(
+def _result(
     nodes: Sequence[Node],
     outcome: Outcome,
     launcher: Launcher,
@@ -343,19 +343,19 @@ def _judged(
     names = {rank.node for rank in result.ranks}
     received = result.exchange.received_bytes_per_s if result.exchange else ()
     if names != {node.name for node in nodes} or (received and len(received) != len(result.ranks)):
-        cause, fix = "the figures it sent are not those of these nodes", "Try again."
+        cause, fix = "its measurements are not from these nodes", "Try again."
         speed = _error(nodes[0], "speed", cause, fix)
         return Trial(findings=[speed], launcher=launcher.name, on_gpus=on_gpus)
     measured = Measured.from_result(result, on_gpus=on_gpus)
     return Trial(measured=measured, launcher=launcher.name, on_gpus=on_gpus)
 
 
-def _not_looked_at(
+def _missing_programs(
     nodes: Sequence[Node],
     outcomes: Mapping[str, NodeLook | TileforgeError],
     launcher: Launcher,
 ) -> list[Finding]:
-    """Return the nodes where the program cannot be."""
+    """Return findings for the nodes that lack the program."""
     found = []
     homes = set()
     for node in nodes:
@@ -365,18 +365,18 @@ def _not_looked_at(
             continue
         homes.add(answer.home)
         if answer.lacking:
-            cause = f"it has no {shown(', '.join(answer.lacking))}"
+            cause = f"lacks {shown(', '.join(answer.lacking))}"
             fix = "Run its bootstrap again (bootstrap/node-setup.sh)."
             found.append(_error(node, "payload", cause, fix))
     if len(homes) > 1:
-        cause = f"the login's home is not the same on every node ({', '.join(sorted(homes))})"
-        fix = "Every rank starts with the same paths. Give the user one home everywhere."
+        cause = f"the login's home differs between nodes ({', '.join(sorted(homes))})"
+        fix = "Every rank starts with the same paths. Give the user the same home on every node."
         found.append(_error(nodes[0], launcher.name, cause, fix))
     return found
 
 
 def _end_leftovers(nodes: Sequence[Node], cluster: Cluster, folder: PurePosixPath) -> None:
-    """Kill what a failed trial has left; a node that does not answer ends it by its own alarm."""
+    """Kill what a failed trial has left; a silent node ends it by its own timer."""
     arguments = {"action": "left", "run_dir": str(folder), "kill": True}
     on_every_node(
         nodes,
@@ -390,7 +390,7 @@ def _of_error(head: Node, error: TileforgeError, launcher: Launcher) -> Finding:
         node=head.name,
         check=launcher.name,
         severity="error",
-        cause=f"the trial could not be made: {first.rstrip('.:')}",
+        cause=f"the trial failed: {first.rstrip('.:')}",
         fix="Fix that and try again.",
         exit_code=error.exit_code,
         log=tuple(line.strip() for line in rest),

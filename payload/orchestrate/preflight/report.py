@@ -1,4 +1,4 @@
-"""The report of `preflight`: a table, findings with their fixes, the trial and its figures."""
+"""The report of `preflight`: a table, findings with fixes, the trial and its measurements."""
 
 from __future__ import annotations
 
@@ -43,27 +43,27 @@ from payload.orchestrate.terminal.tables import table
 
 _SLOW_NODE_SHARE = 0.8
 _SLOW_LINK_SHARE = 0.5
-# Part of the exchange hides behind the backward pass, which is two thirds of the computing.
+# Part of the exchange overlaps with the backward pass, which is two thirds of the computing.
 _MOST_SYNC_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A run's step on the nodes that were measured."""
+    """The predicted step of a run on the measured nodes."""
 
     what: str
-    """The run in words."""
+    """A description of the run."""
     sync_s: float
-    """If nothing of it overlapped; 0 with one rank."""
+    """Time without any overlap; 0 with one rank."""
     compute_s: float
     step_s: float
-    """With what the backward pass does not hide of the synchronisation, and with the update."""
+    """Includes the exchange that the backward pass does not hide, and the update."""
 
 
 def predict(
     config: RunConfig, spec: ModelSpec, measured: Measured, *, threads: int = 1
 ) -> Prediction:
-    """Predict the times of one step by ranks of so many threads."""
+    """Predict the times of one step, for ranks with `threads` threads."""
     link = measured.link_bytes_per_s()
     config = config.computing_in(measured.dtype(config.precision.dtype))
     # One rank has no link.
@@ -80,7 +80,7 @@ def predict(
 
 
 def summary(measured: Measured, prediction: Prediction) -> str:
-    """Return one line about the network and what it means."""
+    """Return one line about the network and its effect on the step time."""
     link = measured.link_bytes_per_s()
     if link is None or measured.latency_s is None:
         return (
@@ -96,7 +96,7 @@ def summary(measured: Measured, prediction: Prediction) -> str:
 
 
 def speed_findings(nodes: Sequence[Node], measured: Measured) -> Iterator[Finding]:
-    """Yield nodes without a gain from bf16, and nodes that are slow among their like."""
+    """Yield nodes without a gain from bf16, and nodes slower than others of their kind."""
     for node in nodes:
         speed = measured.nodes[node.name]
         if speed.gain() < BF16_MIN_GAIN:
@@ -104,25 +104,25 @@ def speed_findings(nodes: Sequence[Node], measured: Measured) -> Iterator[Findin
                 f"bf16 matmuls run at {speed.gain():.2f}x the speed of fp32 on it "
                 f"({_tflops(speed.bf16_flops_per_s)} and {_tflops(speed.fp32_flops_per_s)} TFLOP/s)"
             )
-            fix = "A run with precision.dtype = auto takes fp32 if that holds over all ranks."
+            fix = "A run with precision.dtype = auto uses fp32 if that holds over all ranks."
             yield _warning(node.name, "speed", cause, fix)
-    for like in _alike(nodes):
-        speeds = {node.name: measured.nodes[node.name].best_flops_per_s() for node in like}
+    for group in _alike(nodes):
+        speeds = {node.name: measured.nodes[node.name].best_flops_per_s() for node in group}
         median = statistics.median(speeds.values())
         for name, speed_flops in speeds.items():
             if speed_flops < _SLOW_NODE_SHARE * median:
                 cause = (
-                    f"it is slow among {len(like)} nodes of its kind: {_tflops(speed_flops)} "
+                    f"it is slow among {len(group)} nodes of its kind: {_tflops(speed_flops)} "
                     f"TFLOP/s, their median is {_tflops(median)}"
                 )
-                fix = "The slowest rank sets the pace. Try again, look for other work on it (top)"
+                fix = "The slowest rank sets the pace. Try again, check for other load on it (top)"
                 yield _warning(name, "speed", cause, f"{fix}, or replace it.")
 
 
 def exchange_findings(
     nodes: Sequence[Node], measured: Measured, prediction: Prediction
 ) -> Iterator[Finding]:
-    """Yield a network on which ranks would mostly wait, or the node whose link it is."""
+    """Yield a network that would dominate the step time, or the node with the slow link."""
     if len(nodes) == 1 or prediction.sync_s <= _MOST_SYNC_SHARE * prediction.compute_s:
         return
     names = [node.name for node in nodes]
@@ -137,14 +137,14 @@ def exchange_findings(
             f"synchronisation a step beside {_seconds(prediction.compute_s)} of computing "
             f"({prediction.what})"
         )
-        fix = "Fix that; or raise batch.global_batch_size, or set distributed.grad_dtype = 'bf16'."
+        fix = "Fix it, raise batch.global_batch_size, or set distributed.grad_dtype = 'bf16'."
         yield _warning(name, "gloo", cause, fix)
 
 
 def slow_links(names: Sequence[str], measured: Measured) -> list[str]:
-    """Return nodes that both receive and send slowly, where that is not the case for all.
+    """Return nodes that both receive and send slowly, if others do not.
 
-    Each receives from the one before it: what comes late to a node was sent late, or received late.
+    Each node receives from the previous one, so a slow receive has its cause in either of them.
     """
     received = [measured.nodes[name].received_bytes_per_s for name in names]
     known = [speed for speed in received if speed is not None]
@@ -155,7 +155,7 @@ def slow_links(names: Sequence[str], measured: Measured) -> list[str]:
 
 
 def _alike(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Return nodes of one kind, where there are several."""
+    """Return groups of several nodes of the same kind."""
     kinds: dict[tuple[str | None, int, int], list[Node]] = {}
     for node in nodes:
         kind = (node.machine_type, node.physical_cores, node.numa_domains)
@@ -164,7 +164,7 @@ def _alike(nodes: Sequence[Node]) -> list[list[Node]]:
 
 
 def bits_text(bytes_per_s: float) -> str:
-    """Return a rate as networks are sold: `9.8 Gbit/s`, `0.92 Mbit/s`."""
+    """Return a network rate in decimal bits: `9.8 Gbit/s`, `0.92 Mbit/s`."""
     gbit = bytes_per_s * 8 / 1e9
     return f"{gbit:.3g} Gbit/s" if gbit >= 0.1 else f"{gbit * 1e3:.3g} Mbit/s"
 
@@ -186,22 +186,22 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The outcome of one preflight."""
+    """The result of one preflight."""
 
     cluster: str
     checks: Mapping[str, Sequence[str]]
-    """By node: the checks that were made there."""
+    """By node: the checks that were made on it."""
     facts: Mapping[str, NodeFacts]
-    """By node, where it could be asked."""
+    """By node, for nodes that answered."""
     findings: Sequence[Finding]
     took_s: float
     measured: Measured | None = None
-    """The trial's figures, where there was one that passed."""
+    """The trial's measurements; None without a successful trial."""
     notes: Sequence[str] = ()
 
     @property
     def exit_code(self) -> ExitCode:
-        """0 when nothing keeps a run from working; warnings do not."""
+        """Return 0 if a run can work; warnings do not count."""
         codes = [finding.exit_code for finding in self.findings if finding.severity == "error"]
         return most_telling(codes) if codes else ExitCode.OK
 
@@ -216,7 +216,7 @@ class Report:
         return min((size for size in sizes if size is not None), default=None)
 
     def have_bf16(self) -> bool | None:
-        """Return whether every node's CPU multiplies bf16 itself; None where that is not known."""
+        """Return whether every node's CPU has bf16 matmuls; None if unknown."""
         flags = [facts.cpu_flags for facts in self.facts.values()]
         if any(each is not None and not flags_have_bf16(each) for each in flags):
             return False
@@ -230,7 +230,7 @@ class Report:
         return "ok" if check in self.checks[node] else "-"
 
     def table(self) -> Table:
-        """Return a row for each node, a column for each check that was made somewhere."""
+        """Return a row for each node, and a column for each check that was made on any node."""
         made = [check for check in checks() if any(check in done for done in self.checks.values())]
         names = ["node", *made, "cores", "GiB", "free GiB", "interface", "MTU"]
         names += ["TFLOP/s bf16", "fp32", "Gbit/s"] if self.measured else []
@@ -251,7 +251,7 @@ class Report:
         return [*lines, *(f"note: {note}" for note in self.notes)]
 
     def to_json(self) -> str:
-        """Return the same as JSON."""
+        """Return the report as JSON."""
         nodes = {
             node: {
                 "checks": {check: self.status(node, check) for check in checks()},
@@ -299,8 +299,8 @@ def _speeds(measured: Measured | None, node: str) -> list[str]:
 
 _T = TypeVar("_T")
 
-# How a machine looks that boots: no host keys yet, no sshd, no account, no finished bootstrap.
-_NOT_YET = (ExitCode.SSH_UNREACHABLE, ExitCode.SSH_AUTH, ExitCode.BOOTSTRAP)
+# The state of a machine that boots: no host keys yet, no sshd, no account, no finished bootstrap.
+_BOOTING_CODES = (ExitCode.SSH_UNREACHABLE, ExitCode.SSH_AUTH, ExitCode.BOOTSTRAP)
 _PAUSE_S = 10.0
 
 
@@ -308,61 +308,61 @@ class BootWait:
     """Retries while machines boot, within a time limit; prints each reason once."""
 
     def __init__(self, wait_s: float, say: Callable[[str], None]) -> None:
-        """The time begins now."""
+        """Start the timer."""
         self._ends = time.monotonic() + wait_s
         self._say = say
-        self._said: str | None = None
+        self._last_reason: str | None = None
 
     def until_found(self, look: Callable[[], _T]) -> _T:
-        """Return what `look` returns. Raises its errors, unless a booting machine explains them."""
+        """Return the result of `look`. Raises its errors, except those of a booting machine."""
         while True:
             try:
                 return look()
             except TileforgeError as error:
-                if error.exit_code not in _NOT_YET or not self._has_paused(str(error)):
+                if error.exit_code not in _BOOTING_CODES or not self._has_paused(str(error)):
                     raise
 
     def until_ready(self, check: Callable[[], Report]) -> Report:
-        """Return the first report on nodes that have booted, ready or not; else the last one."""
+        """Return the first report on nodes that have booted, or the last one at the time limit."""
         while True:
             report = check()
             if not _is_booting(report) or not self._has_paused(_reason(report)):
                 return report
 
     def _has_paused(self, reason: str) -> bool:
-        """Pause and say yes, or say no where the time is too short for it."""
+        """Pause and return True, or return False if not enough time is left."""
         if not time.monotonic() + _PAUSE_S <= self._ends:
             return False
-        if reason != self._said:
+        if reason != self._last_reason:
             self._say(f"waiting: {reason}")
-            self._said = reason
+            self._last_reason = reason
         time.sleep(_PAUSE_S)
         return True
 
 
 def _is_booting(report: Report) -> bool:
     failed = any(has_failed(facts.bootstrap) for facts in report.facts.values())
-    return report.exit_code in _NOT_YET and not failed
+    return report.exit_code in _BOOTING_CODES and not failed
 
 
 def _reason(report: Report) -> str:
-    """Return one line, whatever the number of nodes."""
+    """Return the reason as one line, for any number of nodes."""
     errors = [finding for finding in report.findings if finding.severity == "error"]
     return "; ".join(f"{finding.node}: {finding.cause}" for finding in errors)
 
 
 FRESH_S = 24 * 3600.0
-"""How long `run` trusts a trial of the same payload on the same nodes."""
+"""How long `run` accepts a trial of the same payload on the same nodes."""
 
 
-def try_there(
+def try_on_cluster(
     report: Report,
     nodes: Sequence[Node],
     cluster: Cluster,
     config: RunConfig,
     placement: Placement | None = None,
 ) -> Report:
-    """Return the report on a cluster with a trial, which is kept if it went well."""
+    """Return the report on a cluster with a trial, which is stored if it succeeded."""
     talk = text_console(stderr=True)
     report = with_trial(
         report,
@@ -383,15 +383,15 @@ def try_if_new(
     config: RunConfig,
     placement: Placement | None = None,
 ) -> Report:
-    """Try the cluster before a run; a trial of this payload on these nodes holds for a day."""
+    """Try the cluster before a run, unless a trial of this payload and these nodes is recent."""
     record = _known_trial_of(report, nodes, config)
     if record is not None and is_fresh(record, now_unix=time.time()):
         return replace(report, measured=record.measured)
-    return try_there(report, nodes, cluster, config, placement)
+    return try_on_cluster(report, nodes, cluster, config, placement)
 
 
 def with_known_trial(report: Report, nodes: Sequence[Node], config: RunConfig) -> Report:
-    """Return the report with the newest trial of these nodes, however old: `plan` takes it too."""
+    """Return the report with the newest trial of these nodes, of any age, as `plan` uses it."""
     record = _known_trial_of(report, nodes, config)
     return report if record is None else replace(report, measured=record.measured)
 
@@ -401,7 +401,7 @@ def _known_trial_of(report: Report, nodes: Sequence[Node], config: RunConfig) ->
     return known_trial(report.cluster, nodes, Path.cwd(), on_gpus=on_gpus)
 
 
-def try_here(
+def try_on_this_machine(
     report: Report,
     nodes: Sequence[Node],
     access: LocalAccess,
@@ -422,14 +422,14 @@ def try_here(
 def with_trial(
     report: Report, nodes: Sequence[Node], config: RunConfig, make: Callable[[], Trial]
 ) -> Report:
-    """Return the report with what the trial found; none is made on nodes unfit for one."""
+    """Return the report with the trial's findings; nodes that are not fit get no trial."""
     if report.exit_code:
         note = f"nothing was started or measured, as {', '.join(report.failing_nodes())} is not fit"
         return replace(report, notes=[*report.notes, note])
-    mute = [name for name, facts in report.facts.items() if not facts.resolver_answers]
-    if mute:
-        # Each rank and mpirun itself would wait for it many times.
-        note = f"mpirun was not tried, as the resolver of {', '.join(mute)} does not answer"
+    silent = [name for name, facts in report.facts.items() if not facts.resolver_answers]
+    if silent:
+        # Each rank and mpirun itself would wait for the resolver many times.
+        note = f"mpirun was not tried, as the resolver of {', '.join(silent)} does not answer"
         return replace(report, notes=[*report.notes, note])
     began = time.monotonic()
     trial = make()
@@ -440,7 +440,7 @@ def with_trial(
     made = [check for check in tried if check != "gloo" or len(nodes) > 1]
     findings, notes = list(trial.findings), list(report.notes)
     if trial.measured is None:
-        # What comes after the one that failed was not tried.
+        # Later checks were not made after the failed one.
         made = sorted({finding.check for finding in findings} & set(made), key=tried.index)
     else:
         spec, guess = initial_spec(config, vocab_size=None)
@@ -463,7 +463,7 @@ def with_trial(
 
 
 def keep(report: Report, nodes: Sequence[Node], root: Path, *, now_unix: float) -> None:
-    """Write down a trial that went well, for `plan` and the next `run`."""
+    """Store a successful trial for `plan` and the next `run`."""
     if report.measured is None or report.exit_code:
         return
     interfaces = {name: facts.interface for name, facts in report.facts.items()}
@@ -477,6 +477,6 @@ def keep(report: Report, nodes: Sequence[Node], root: Path, *, now_unix: float) 
 
 
 def is_fresh(record: Record, *, now_unix: float) -> bool:
-    """Return whether `run` may go without another trial."""
+    """Return whether `run` can skip another trial."""
     age_s = now_unix - record.time_unix
     return record.code == this_code().digest and 0 <= age_s < FRESH_S

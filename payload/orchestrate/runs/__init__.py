@@ -1,1 +1,1 @@
-"""The runs of this machine, the plan of a new one, and copies of runs that are elsewhere."""
+"""The runs of this machine, the plan of a new run, and copies of remote runs."""

@@ -1,4 +1,4 @@
-"""Checkpoints that nothing keeps but the head's disk, which goes with its machine."""
+"""Checkpoints that exist only on the head's disk and are lost with its machine."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from payload.stack.cloud_requirements import need_of
 from payload.stack.stack_settings import DEFAULTS
 
 COPY_EVERY_S = 1800.0
-"""Least time between two copies of a checkpoint: traffic out of Google Cloud is billed."""
+"""Minimum time between two copies of a checkpoint: traffic out of Google Cloud is billed."""
 _KEEP = "pulumi config set bucket create"
 
 
 def loses_checkpoints(source: Source, config: RunConfig) -> bool:
-    """Return whether a run's checkpoints are lost with its machines, which `source` lists.
+    """Return whether a run's checkpoints are lost with its machines.
 
-    `config` has its `storage.results` resolved. Machines that Pulumi did not build stay.
+    `source` is the inventory's, and `config` has its `storage.results` resolved. Only machines that
+    Pulumi built are deleted.
     """
     return source == "pulumi" and config.storage.address() is None
 
 
 def run_warning(source: Source, config: RunConfig, *, head: str) -> str | None:
-    """Return the warning of `plan` and `run` for a run without a store; None where it has one."""
+    """Return the warning of `plan` and `run` for a run without a store; None with a store."""
     if not loses_checkpoints(source, config):
         return None
     return (
         f"warning: the run has no store. Its checkpoints are on {head}'s disk, and "
-        "are lost with that machine: at the end of its lifetime, or when Google takes a spot "
-        "machine. While `run` or `attach` follows the run, the newest checkpoint is copied here "
-        f"every {COPY_EVERY_S / 60:.0f} min. To keep them all: {_KEEP}, then "
+        "are lost with that machine: at the end of its lifetime, or when Google preempts a "
+        "spot machine. While `run` or `attach` follows the run, the newest checkpoint is copied "
+        f"here every {COPY_EVERY_S / 60:.0f} min. To keep them all: {_KEEP}, then "
         f"{command('orchestrate', 'up')}; or --set storage.results=gs://BUCKET/PREFIX"
     )
 
@@ -41,7 +42,7 @@ def run_warning(source: Source, config: RunConfig, *, head: str) -> str | None:
 def cluster_warning(known: Mapping[str, Any]) -> str | None:
     """Return the warning of `up` for a cluster without a bucket, by its stack's config.
 
-    None where it has one. Raises ConfigError for a config that cannot be read.
+    None with a bucket. Raises ConfigError for a config that cannot be read.
     """
     need = need_of(known)
     if need.has_bucket:
@@ -49,9 +50,9 @@ def cluster_warning(known: Mapping[str, Any]) -> str | None:
     lifetime = known.get("maxLifetime") or DEFAULTS.max_lifetime
     ends = f"at the end of maxLifetime ({lifetime}) at the latest"
     if need.spot != "false":
-        ends = "whenever Google takes the spot machines, and " + ends
+        ends = "whenever Google preempts the spot machines, and " + ends
     return (
-        f"bucket is none: checkpoints are on the head's disk, and are lost with it {ends}. To keep "
+        f"bucket = none: checkpoints are only on the head's disk, and are lost {ends}. To keep "
         f"them: {_KEEP}; or name a store in every run (storage.results)"
     )
 
@@ -62,6 +63,6 @@ def refuse_spot_without_bucket(known: Mapping[str, Any], *, accepted: bool) -> N
     if need.spot == "false" or warning is None or accepted:
         return
     raise ConfigError(
-        f"spot = {need.spot!r}, and {warning}. To build it all the same: "
+        f"spot = {need.spot!r}, and {warning}. To build it anyway: "
         f"{command('orchestrate', 'up', '--results-may-be-lost')}"
     )

@@ -23,14 +23,14 @@ _DTYPES: tuple[Dtype, ...] = ("bf16", "fp32")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedDtypes:
-    """The dtype of a run, and the speed of its nodes in each."""
+    """The dtype of a run, and the speed of its nodes in each dtype."""
 
     on_gpus: bool
     auto: Dtype
     """The resolved dtype without fp8."""
     core_flops_per_s: Mapping[Dtype, float]
     peak_flops_per_s: float | None
-    """The nodes together; None where it was not measured."""
+    """The total of all nodes; None if it was not measured."""
     compute: Dtype
 
 
@@ -40,11 +40,11 @@ class SettledRun:
 
     config: RunConfig
     predicted: RunConfig
-    """With the device and the dtype that it is expected to take."""
+    """The config with the expected device and dtype."""
     base: ModelSpec
     spec: ModelSpec
     is_auto: bool
-    """True if the micro-batch was chosen here."""
+    """True if the planner chose the micro-batch."""
     free_bytes: int | None
     notes: Sequence[str | None]
 
@@ -55,17 +55,17 @@ def resolve_dtypes(
     """Return the dtype that a run is expected to compute in, with the nodes' speeds."""
     config = request.config
     on_gpus = for_prediction(config, nodes).device.kind == "cuda"
-    wanted: DtypeChoice = config.precision.dtype
-    if wanted == "auto":
-        wanted = request.kept_dtype or wanted
-    auto = _dtype_on_gpus(wanted) if on_gpus else profile.dtype(wanted)
+    choice: DtypeChoice = config.precision.dtype
+    if choice == "auto":
+        choice = request.kept_dtype or choice
+    auto = _dtype_on_gpus(choice) if on_gpus else profile.dtype(choice)
     compute: Dtype = "bf16" if config.wants_bf16() else auto
     return ResolvedDtypes(
         on_gpus=on_gpus,
         auto=auto,
         core_flops_per_s={each: _core_flops_per_s(nodes, profile, each) for each in _DTYPES},
-        # Of GPUs, the trial says which dtype is the faster one.
-        peak_flops_per_s=profile.peak_flops_per_s(wanted if on_gpus else compute),
+        # The trial measured which dtype is faster on GPUs.
+        peak_flops_per_s=profile.peak_flops_per_s(choice if on_gpus else compute),
         compute=compute,
     )
 
@@ -75,7 +75,7 @@ def _dtype_on_gpus(choice: DtypeChoice) -> Dtype:
 
 
 def _core_flops_per_s(nodes: Sequence[Node], profile: MachineProfile, dtype: Dtype) -> float:
-    """Return the peak of a core: measured on the nodes, or that of a typical one."""
+    """Return the peak of a core: measured on the nodes, otherwise of a typical core."""
     measured = profile.peak_flops_per_s(dtype)
     cores = sum(node.physical_cores for node in nodes)
     return measured / cores if measured else profile.core_flops_per_s(dtype)
@@ -83,15 +83,15 @@ def _core_flops_per_s(nodes: Sequence[Node], profile: MachineProfile, dtype: Dty
 
 def settle_run(
     request: PlanRequest,
-    left: RunConfig,
+    open_settings: RunConfig,
     nodes: Sequence[Node],
     profile: MachineProfile,
     placement: Placement,
     dtypes: ResolvedDtypes,
 ) -> SettledRun:
-    """Return the settings with the micro-batch that fits. Raises ConfigError.
+    """Return the settings with a micro-batch that fits. Raises ConfigError.
 
-    `left` are the settings with the micro-batch `auto` where an earlier plan chose it.
+    `open_settings` have the micro-batch `auto` if no earlier plan fixed it.
     """
     config = request.config
     free_bytes = (
@@ -101,7 +101,7 @@ def settle_run(
     base, guess = initial_spec(config, vocab_size=request.vocab_size)
     spec = config.adapted(base)
     settled, reason = settle_batch(
-        as_recorded(left, config, world_size=placement.world_size),
+        as_recorded(open_settings, config, world_size=placement.world_size),
         spec,
         dtype=dtypes.compute,
         world_size=placement.world_size,
@@ -113,7 +113,7 @@ def settle_run(
         predicted=for_prediction(settled, nodes).computing_in(dtypes.compute),
         base=base,
         spec=spec,
-        is_auto=left.batch.micro_batch_size == AUTO_SIZE,
+        is_auto=open_settings.batch.micro_batch_size == AUTO_SIZE,
         free_bytes=free_bytes,
         notes=(reason, guess),
     )
@@ -122,9 +122,9 @@ def settle_run(
 def slow_bf16(
     config: RunConfig, core_flops_per_s: Mapping[Dtype, float], *, kept_dtype: Dtype | None = None
 ) -> list[str]:
-    """Return a note where a run computes in bf16 on CPUs that are faster in fp32.
+    """Return a note if a run computes in bf16 on CPUs that are faster in fp32.
 
-    `kept_dtype` is that of the checkpoint which it resumes, if it does.
+    `kept_dtype` is the dtype of the checkpoint that it resumes, if any.
     """
     if core_flops_per_s["bf16"] >= core_flops_per_s["fp32"]:
         return []
@@ -133,6 +133,6 @@ def slow_bf16(
     if setting is not None:
         return [f"{setting} {slow}"]
     if config.precision.dtype == "auto" and kept_dtype == "bf16":
-        fix = "--set precision.dtype=fp32 changes it, in more memory"
+        fix = "--set precision.dtype=fp32 changes that, but needs more memory"
         return [f"the resumed run {slow}, as before; {fix}"]
     return []

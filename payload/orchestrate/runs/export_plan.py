@@ -1,4 +1,4 @@
-"""A run in the form that another engine takes."""
+"""A run in the form of another engine."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def plan_export(
     image: str | None,
     storage: str | None,
 ) -> tuple[ExportJob, list[str]]:
-    """Return the run as other engines take it, and notes for the user; nothing is written.
+    """Return the run in the form of the other engines, and notes for the user; writes nothing.
 
-    What the config names by its path is looked for here and has to be on the engine's storage.
+    Paths in the config are checked on this machine and must also exist in the engine's storage.
     Raises ConfigError and UsageError.
     """
     if nodes is not None and nodes < 1:
@@ -42,7 +42,7 @@ def plan_export(
         )
     except DataError as error:
         vocab_size = None
-        notes.append(f"the data is not here ({error})")
+        notes.append(f"the data is not on this machine ({error})")
     spec, guess = initial_spec(config, vocab_size=vocab_size)
     job = export_job(
         config,
@@ -55,7 +55,7 @@ def plan_export(
         image=image,
         storage=storage,
     )
-    notes.append(f"data.dir = {config.data.dir!r} has to be in the engine's storage")
+    notes.append(f"data.dir = {config.data.dir!r} must be in the engine's storage")
     if config.model.init != SCRATCH and HubName.parse(config.model.init) is None:
-        notes.append(f"model.init = {config.model.init!r} has to be in the engine's storage")
+        notes.append(f"model.init = {config.model.init!r} must be in the engine's storage")
     return job, [*notes, *filter(None, (guess, rate_warning(config)))]

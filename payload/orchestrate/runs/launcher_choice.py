@@ -14,30 +14,30 @@ from payload.orchestrate.runs.machine_profile import MachineProfile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherChoice:
-    """The launcher that a run has."""
+    """The launcher of a run."""
 
     launcher: Launcher
     executable: str
     """Its path on the head."""
     refused: Sequence[tuple[str, PreflightError]] = ()
-    """Those that were preferred, and why they cannot be used."""
+    """Launchers that `auto` prefers, and why they cannot be used."""
 
     def notes(self) -> list[str]:
-        """Return a sentence for each that was preferred."""
+        """Return a note for each preferred launcher that cannot be used."""
         chosen = self.launcher.name
         return [
             f"launcher: {chosen} instead of {name}, because {error}" for name, error in self.refused
         ]
 
 
-def choose_launcher(wanted: str, profile: MachineProfile) -> LauncherChoice:
+def choose_launcher(setting: str, profile: MachineProfile) -> LauncherChoice:
     """Return the launcher that `launch.launcher` resolves to on these machines.
 
-    Raises ConfigError for an unknown one, and PreflightError where none can be used.
+    Raises ConfigError for an unknown launcher, and PreflightError if none can be used.
     """
     refused: list[tuple[str, PreflightError]] = []
-    wanted = profile.launcher if wanted == AUTO else wanted
-    for launcher in candidates(wanted):
+    setting = profile.launcher if setting == AUTO else setting
+    for launcher in candidates(setting):
         try:
             executable = profile.executable(launcher)
         except PreflightError as error:

@@ -16,11 +16,11 @@ from payload.run_record.run_files import RunPaths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchCommand:
-    """A launcher as it is started on the head."""
+    """A launcher's command line and environment on the head."""
 
     argv: tuple[str, ...]
     settings: Mapping[str, str]
-    """Variables of the launcher alone."""
+    """Variables of the launcher itself."""
     environment: Mapping[str, str]
     """Variables of every rank."""
     rendezvous: Rendezvous
@@ -34,14 +34,14 @@ def launch_command(
     placement: Placement,
     *,
     paths: RunPaths,
-    words: tuple[str, ...],
+    rank_arguments: tuple[str, ...],
     port: int,
     malloc: Malloc,
 ) -> LaunchCommand:
     """Return the command that starts a program on every rank.
 
-    `paths` is the run's folder on every node; on the head it has the hosts file. `words` are the
-    arguments of each rank's interpreter. The ranks meet at `port` of the head. Raises
+    `paths` is the run's folder on every node; on the head it has the hosts file. `rank_arguments`
+    are the arguments of each rank's interpreter. The ranks meet at `port` of the head. Raises
     PreflightError.
     """
     rendezvous = Rendezvous(
@@ -60,7 +60,7 @@ def launch_command(
     job = Job(
         executable=choice.executable,
         python=profile.python,
-        words=words,
+        rank_arguments=rank_arguments,
         environment=environment,
         world_size=placement.world_size,
         ranks_per_node=placement.ranks_per_node,

@@ -1,4 +1,4 @@
-"""Programs, speeds and routes of the machines that a run is planned for."""
+"""Programs, speeds and network interfaces of the machines that a run is planned for."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class MachineProfile(Protocol):
 
     @property
     def python(self) -> str:
-        """The interpreter that the ranks run in."""
+        """Return the interpreter that runs the ranks."""
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Return the bandwidth that a gradient exchange is expected to reach."""
+        """Return the expected bandwidth of a gradient exchange."""
 
     def peak_flops_per_s(self, choice: DtypeChoice) -> float | None:
-        """Return the matmul speed of all nodes together, or None when it was not measured."""
+        """Return the matmul speed of all nodes together; None if it was not measured."""
 
     def dtype(self, choice: DtypeChoice) -> Dtype:
         """Return the dtype that the trainer is expected to choose."""
 
     def core_flops_per_s(self, dtype: Dtype) -> float:
-        """Return the peak of one core where `peak_flops_per_s` was not measured."""
+        """Return the peak of one core, for machines that were not measured."""
 
     def interfaces(self, nodes: Sequence[Node]) -> Mapping[str, str]:
         """Return the network interface between the ranks, by node."""
@@ -43,16 +43,16 @@ class MachineProfile(Protocol):
         """Return the command line of each rank."""
 
     def executable(self, launcher: Launcher) -> str:
-        """Return the launcher's path. Raises PreflightError that says why there is none."""
+        """Return the launcher's path. Raises PreflightError if it cannot be used."""
 
     def reach(self) -> Reach:
         """Return how a launcher on the head reaches the other nodes. Raises PreflightError."""
 
     def python_path(self) -> str | None:
-        """Return the payload package's parent folder, or None when it is installed."""
+        """Return the payload package's parent folder; None if the package is installed."""
 
     def tcmalloc(self) -> str:
-        """Return the tcmalloc library. Raises PreflightError with the line that installs it."""
+        """Return the tcmalloc library. Raises PreflightError with the command that installs it."""
 
     def free_memory_bytes(self) -> int | None:
-        """Return the memory of the node with the least, or None when it is not known."""
+        """Return the memory of the node with the least; None if it is unknown."""

@@ -1,7 +1,7 @@
-"""The local copy of a run that is on a cluster: kept up to date, and good without a connection.
+"""The local copy of a run on a cluster: kept up to date, and usable without a connection.
 
-A node's answer changes what is that node's to tell, and nothing else: a worker its own ranks' logs
-and exit records, the head the run's. Nothing is read or written through a symlink.
+A node can only change its own files: a worker its ranks' logs and exit records, the head the run's
+files. Symlinks are neither read nor written through.
 """
 
 from __future__ import annotations
@@ -67,26 +67,26 @@ _RECORDS: Mapping[str, type[_Record]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mirrored:
-    """mirror.json: what was known of the run when it was last reached."""
+    """mirror.json: the state of the run when it was last reached."""
 
     alive: bool
-    """True if a supervisor held it."""
+    """True if a supervisor was running."""
     seen_unix: float = checked(low=0, high=_MOST_UNIX)
     ssh_key: str = checked(pattern=_PATH, wanted="a path", max_chars=4096)
-    """Path of the key that the nodes know."""
+    """Path of the key that the nodes accept."""
     collected: str | None = checked(None, pattern=_COLLECTED, wanted="a checkpoint's name")
-    """Name of the newest checkpoint that the head had when it was brought here after the run's end,
-    empty where it had none; None while that has not been done."""
+    """Name of the newest checkpoint on the head when results were collected after the run's end;
+    empty if the head had no checkpoint, None if results were not collected yet."""
     schema_version: int = SCHEMA_VERSION
 
 
 def mirror_file(paths: RunPaths) -> Path:
-    """Return where a copy keeps what was known of its run."""
+    """Return the path of the file with a copy's state."""
     return paths.root / "mirror.json"
 
 
 def read_mirrored(paths: RunPaths) -> Mirrored | None:
-    """Read mirror.json; None when the run is this machine's own. Raises ConfigError."""
+    """Read mirror.json; None for a run of this machine. Raises ConfigError."""
     path = mirror_file(paths)
     again = run_command("attach", paths, "--inventory", "FILE")
     fix = f"Write a new one with: {again}"
@@ -105,12 +105,12 @@ def write_mirrored(paths: RunPaths, mirrored: Mirrored) -> None:
     write_whole(mirror_file(paths), json.dumps(asdict(mirrored), indent=2) + "\n")
 
 
-def note_seen(paths: RunPaths, *, alive: bool, ssh_key: Path) -> None:
-    """Write down that this is a cluster's run, how to reach it, and whether it is alive now.
+def record_contact(paths: RunPaths, *, alive: bool, ssh_key: Path) -> None:
+    """Record that this is a cluster's run, how to reach it, and whether it is alive now.
 
-    A damaged mirror.json gives way to the new one.
+    A damaged mirror.json is replaced.
     """
-    with alone(paths, "mirror"):
+    with locked(paths, "mirror"):
         before = None
         if require_file(mirror_file(paths)) is None:
             with suppress(ConfigError):
@@ -124,9 +124,9 @@ def note_seen(paths: RunPaths, *, alive: bool, ssh_key: Path) -> None:
         write_mirrored(paths, mirrored)
 
 
-def note_collected(paths: RunPaths, checkpoint: Path | None) -> None:
-    """Write down that all is here with this checkpoint, if the run had ended when last seen."""
-    with alone(paths, "mirror"):
+def record_collected(paths: RunPaths, checkpoint: Path | None) -> None:
+    """Record that all results are local, with this checkpoint, if the run had ended."""
+    with locked(paths, "mirror"):
         mirrored = read_mirrored(paths)
         if mirrored is not None and not mirrored.alive:
             name = "" if checkpoint is None else checkpoint.name
@@ -134,15 +134,15 @@ def note_collected(paths: RunPaths, checkpoint: Path | None) -> None:
 
 
 @contextmanager
-def alone(paths: RunPaths, what: str) -> Iterator[None]:
-    """Keep other commands of this machine from bringing `what` of the run; waits for its turn.
+def locked(paths: RunPaths, what: str) -> Iterator[None]:
+    """Lock the copying of `what` against other commands of this machine; waits for the lock.
 
-    Raises ConfigError when the copy cannot be written, within it too.
+    Raises ConfigError if the copy cannot be written, also for errors within the block.
     """
-    place = inside(paths, f".{what}.lock")
+    lock_path = inside(paths, f".{what}.lock")
     try:
-        require_file(place)
-        with open(place, "w", opener=no_follow) as lock:
+        require_file(lock_path)
+        with open(lock_path, "w", opener=no_follow) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
     except OSError as error:
@@ -150,46 +150,46 @@ def alone(paths: RunPaths, what: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """Files of a run that one node owns and is asked for."""
+class FileRequest:
+    """The files of a run that are requested from one node."""
 
     node: str
     is_head: bool
     ranks: frozenset[int]
-    """Whose exit records it may tell, and take back."""
+    """Ranks whose exit records the node may add and remove."""
     world_size: int
     whole: tuple[str, ...]
     """Small files."""
     known: Mapping[str, tuple[int, str]]
-    """Per growing file, the number of bytes here, and the last of them as base64."""
+    """By growing file: the number of local bytes, and the last of them as base64."""
 
     def arguments(self) -> dict[str, Any]:
-        """Return what `read` of node/control.py takes."""
+        """Return the arguments of `read` in node/control.py."""
         return {"whole": self.whole, "known": self.known}
 
 
 _MOST_FOLLOWED = 64
-"""Ranks whose heartbeats come every second. Of 512, writing them down took 0.6 s of each."""
+"""Maximum number of ranks whose heartbeats come every second. With 512, writing took 0.6 s."""
 
 
-def wanted_of(paths: RunPaths, node: str, *, is_head: bool, brief: bool = False) -> Wanted:
-    """Return what `node` may tell, by its role. Raises ConfigError.
+def file_request(paths: RunPaths, node: str, *, is_head: bool, brief: bool = False) -> FileRequest:
+    """Return the files that `node` may send, by its role. Raises ConfigError.
 
-    `brief` leaves out other ranks' heartbeats than rank 0's where the run has many.
+    `brief` leaves out the heartbeats of all ranks except rank 0 if the run has many ranks.
     """
     every = load_ranks(paths.ranks)
-    mine = frozenset(rank.rank for rank in every if is_head or rank.node == node)
-    whole = [paths.rank_exit(rank) for rank in sorted(mine)]
-    logs = [paths.rank_log(rank) for rank in sorted(mine)]
+    own_ranks = frozenset(rank.rank for rank in every if is_head or rank.node == node)
+    whole = [paths.rank_exit(rank) for rank in sorted(own_ranks)]
+    logs = [paths.rank_log(rank) for rank in sorted(own_ranks)]
     growing = []
     if is_head:
-        shown = [0] if brief and len(mine) > _MOST_FOLLOWED else sorted(mine)
+        ranks = [0] if brief and len(own_ranks) > _MOST_FOLLOWED else sorted(own_ranks)
         whole += [paths.identity, paths.manifest_hashes, paths.state, paths.summary]
-        whole += map(paths.rank_progress, shown)
+        whole += map(paths.rank_progress, ranks)
         growing = [paths.metrics]
         logs = [paths.launcher_log, paths.supervisor_log, *logs]
     growing += logs if _log_room(paths) > 0 else []
-    return Wanted(
+    return FileRequest(
         node=node,
         is_head=is_head,
         ranks=frozenset(rank.rank for rank in every if rank.node == node),
@@ -199,30 +199,30 @@ def wanted_of(paths: RunPaths, node: str, *, is_head: bool, brief: bool = False)
     )
 
 
-def merge(paths: RunPaths, answer: Part, wanted: Wanted) -> list[str]:
-    """Bring what a node answered into the local copy.
+def merge(paths: RunPaths, answer: Part, request: FileRequest) -> list[str]:
+    """Merge a node's answer into the local copy.
 
-    Returns what is damaged there, of which the copy stays as it was. Raises AnswerError when the
-    node names a file that is not its own, and ConfigError when the copy cannot be written.
+    Returns a message for each damaged file, whose local copy is unchanged. Raises AnswerError if
+    the node names a file of another node, and ConfigError if the copy cannot be written.
     """
-    require_known(answer.whole, wanted.whole, node=wanted.node, what="the file")
-    require_known(answer.more, wanted.known, node=wanted.node, what="the file")
-    pieces = {name: _content(wanted, name, piece) for name, piece in answer.more.items()}
+    require_known(answer.whole, request.whole, node=request.node, what="the file")
+    require_known(answer.more, request.known, node=request.node, what="the file")
+    pieces = {name: _content(request, name, piece) for name, piece in answer.more.items()}
     damaged = []
-    _require_own(paths, answer.whole.get(IDENTITY_FILE), node=wanted.node)
+    _require_own(paths, answer.whole.get(IDENTITY_FILE), node=request.node)
     try:
-        for stale in _ends_taken_back(paths, answer, wanted):
+        for stale in _removed_exits(paths, answer, request):
             stale.unlink(missing_ok=True)
         for name, text in answer.whole.items():
             if name == IDENTITY_FILE and known_identity(paths).identity is not None:
-                continue  # made here, where the run was started
-            problem = _problem(paths, name, text, wanted)
+                continue  # created on this machine, where the run was started
+            problem = _problem(paths, name, text, request)
             if problem is not None:
                 damaged.append(problem)
             elif _holds(inside(paths, name), text):
                 continue
             elif name == HASHES_FILE:
-                take_hashes(paths, parse_hashes(text, where=wanted.node))
+                merge_hashes(paths, parse_hashes(text, where=request.node))
             else:
                 write_whole(inside(paths, name), text, durable=False)
         room = _log_room(paths)
@@ -235,16 +235,16 @@ def merge(paths: RunPaths, answer: Part, wanted: Wanted) -> list[str]:
                 file.write(content)
     except OSError as error:
         raise unwritable(error, paths.root) from None
-    if wanted.is_head and room <= 0:
+    if request.is_head and room <= 0:
         damaged.append(
-            f"{paths.logs}: no more of the logs comes here: they have 4 GiB, or half of the free "
-            "disk space. They go on there."
+            f"{paths.logs}: the logs are no longer copied: they have reached 4 GiB, or half of the "
+            "free disk space. They continue on the node."
         )
     return damaged
 
 
 def _log_room(paths: RunPaths) -> int:
-    """Return how many bytes of logs may still come: a node decides how much its ranks print."""
+    """Return how many more bytes of logs fit: a node decides how much its ranks print."""
     taken_bytes = 0
     for path in paths.logs.glob("*.log"):
         with suppress(OSError):
@@ -252,51 +252,51 @@ def _log_room(paths: RunPaths) -> int:
     return log_room(paths.root, taken_bytes=taken_bytes)
 
 
-def take_hashes(paths: RunPaths, told: ManifestHashes) -> ManifestHashes:
-    """Add the hashes that the head has to those that are here; return all. Raises OSError.
+def merge_hashes(paths: RunPaths, of_head: ManifestHashes) -> ManifestHashes:
+    """Merge the head's hashes into the local ones; return all. Raises OSError.
 
-    Another head than the one before may have fewer.
+    A replaced head may have fewer.
     """
     known = known_hashes(paths)
-    merged = known.merged(told.hashes)
+    merged = known.merged(of_head.hashes)
     if merged != known:
         write_whole(inside(paths, HASHES_FILE), merged.to_json())
     return merged
 
 
-def _require_own(paths: RunPaths, told: str | None, *, node: str) -> None:
-    """Raise AnswerError where the head has another run of the copy's name."""
-    there = parse_identity(told or "", where=node)
+def _require_own(paths: RunPaths, text: str | None, *, node: str) -> None:
+    """Raise AnswerError if the head has another run with the same id."""
+    found = parse_identity(text or "", where=node)
     own = known_identity(paths).identity
-    if there is not None and None not in (own, there.identity) and own != there.identity:
+    if found is not None and None not in (own, found.identity) and own != found.identity:
         raise AnswerError(
-            f"{node}: its run {paths.run_id} has identity {there.words()}, and the one in "
-            f"{paths.root} has {own}: these are two runs of one name. Follow that one with "
+            f"{node}: its run {paths.run_id} has identity {found.words()}, and the one in "
+            f"{paths.root} has {own}: these are two runs of one name. Follow that run with "
             "--runs-dir DIR."
         )
 
 
 def _holds(path: Path, text: str) -> bool:
-    """Tell whether the file has this text; reading is much faster than replacing."""
+    """Return whether the file has this text; reading is much faster than replacing."""
     try:
         return read_bytes(path) == text.encode()
     except OSError:
         return False
 
 
-def _content(wanted: Wanted, name: str, piece: Piece) -> tuple[int, bytes]:
-    """Return where a piece goes and what it is: the file goes on, or comes from its start."""
-    if piece.offset not in (0, wanted.known[name][0]):
-        raise AnswerError(f"{wanted.node}: its answer: {name} goes on at byte {piece.offset}.")
+def _content(request: FileRequest, name: str, piece: Piece) -> tuple[int, bytes]:
+    """Return a piece's offset and bytes: it continues the file, or starts it again."""
+    if piece.offset not in (0, request.known[name][0]):
+        raise AnswerError(f"{request.node}: its answer: {name} continues at byte {piece.offset}.")
     try:
         return piece.offset, base64.b64decode(piece.content, validate=True)
     except ValueError:
-        raise AnswerError(f"{wanted.node}: its answer: {name} is not base64.") from None
+        raise AnswerError(f"{request.node}: its answer: {name} is not base64.") from None
 
 
-def _problem(paths: RunPaths, name: str, text: str, wanted: Wanted) -> str | None:
-    """Return what keeps a small file from replacing the one that is here."""
-    where = f"{wanted.node}: {name}"
+def _problem(paths: RunPaths, name: str, text: str, request: FileRequest) -> str | None:
+    """Return the reason why a small file cannot replace the local one, or None."""
+    where = f"{request.node}: {name}"
     folder, _, file = name.rpartition("/")
     cls = _RECORDS[folder or file]
     try:
@@ -304,27 +304,27 @@ def _problem(paths: RunPaths, name: str, text: str, wanted: Wanted) -> str | Non
         check_schema(raw, RESULTS_VERSION, where=where)
         record = build(cls, raw, where=where)
     except ConfigError as error:
-        return f"{error} The copy here stays as it was."
+        return f"{error} The local copy is unchanged."
     if isinstance(record, RankProgress | RankExit):
         rank = int(PurePosixPath(file).stem.partition("_")[2])
-        is_own = record.rank == rank and (wanted.is_head or record.node == wanted.node)
+        is_own = record.rank == rank and (request.is_head or record.node == request.node)
     elif isinstance(record, RunIdentity | ManifestHashes):
-        is_own = True  # it names no run
+        is_own = True  # it contains no run id
     else:
         is_own = record.run_id == paths.run_id
-    return None if is_own else f"{where}: it is of another rank, node or run."
+    return None if is_own else f"{where}: belongs to another rank, node or run."
 
 
-def _ends_taken_back(paths: RunPaths, answer: Part, wanted: Wanted) -> Iterator[Path]:
-    """List records of ranks' ends that the node has no more, as the ranks were started again.
+def _removed_exits(paths: RunPaths, answer: Part, request: FileRequest) -> Iterator[Path]:
+    """Yield records of ranks' ends that the node no longer has, as the ranks were restarted.
 
-    A worker knows of its own ranks alone, a living supervisor of all. A node that was made from
-    scratch knows nothing of the run.
+    A worker has only its own ranks' records, a living supervisor those of all. A node that was
+    recreated has no records of the run.
     """
     if not answer.begun:
         return
-    of_all = wanted.is_head and answer.alive
-    for rank in range(wanted.world_size) if of_all else sorted(wanted.ranks):
+    of_all = request.is_head and answer.alive
+    for rank in range(request.world_size) if of_all else sorted(request.ranks):
         path = paths.rank_exit(rank)
         if _name(paths, path) not in answer.whole:
             yield path

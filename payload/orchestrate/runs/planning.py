@@ -1,4 +1,4 @@
-"""From a request and the machines to a plan in which everything is decided."""
+"""Resolves a request and the machines into a plan with every decision made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from payload.estimates.run_estimate import Arithmetic, work_out
 from payload.estimates.strategy_comparison import Compared, compare_strategies
 from payload.launch.budget import time_limit
 from payload.launch.launchers.registry import candidates
-from payload.launch.plan import LaunchPlan, rank_words
+from payload.launch.plan import LaunchPlan, rank_arguments
 from payload.launch.ranks import Placement
 from payload.machines.inventory import ClusterInventory, Node
 from payload.machines.rank_mesh import require_tensor_ranks_on_a_node
@@ -51,20 +51,20 @@ def require_launcher(config: RunConfig, inventory: ClusterInventory) -> None:
     if launcher.scheduler not in (None, inventory.source):
         raise ConfigError(
             f"launch.launcher = {launcher.name!r} starts ranks in a Slurm job, and "
-            f"{inventory.cluster} is none. Use 'auto', or submit a job with --site slurm."
+            f"{inventory.cluster} is not one. Use 'auto', or submit a job with --site slurm."
         )
     if len(inventory.nodes) > 1 and not launcher.spans_nodes:
         raise ConfigError(
             f"launch.launcher = {launcher.name!r} is for one machine, and {inventory.cluster} has "
-            f"{len(inventory.nodes)}. Use 'mpirun' here."
+            f"{len(inventory.nodes)}. Use 'mpirun'."
         )
 
 
 def require_placeable(config: RunConfig, chosen: ResolvedInventory) -> Placement:
-    """Return where the ranks go.
+    """Return the placement of the ranks.
 
     Raises ConfigError for an unknown launcher, and for ranks that cannot be placed, would share the
-    batch unevenly, or would not record what is wanted.
+    batch unevenly, or could not record the requested metrics.
     """
     require_launcher(config, chosen.inventory)
     placement = chosen.place(config.launch, config.device)
@@ -76,9 +76,9 @@ def require_placeable(config: RunConfig, chosen: ResolvedInventory) -> Placement
 
 
 def resolve_placement(config: RunConfig, chosen: ResolvedInventory) -> ResolvedPlacement:
-    """Return where the ranks go, by which launcher, and for how long.
+    """Return the ranks' placement, their launcher and their time limit.
 
-    Raises ConfigError as `require_placeable`, and where a limit needs a price that is not known.
+    Raises ConfigError like `require_placeable`, and if a limit needs an unknown price.
     """
     return ResolvedPlacement(
         placement=require_placeable(config, chosen),
@@ -89,18 +89,18 @@ def resolve_placement(config: RunConfig, chosen: ResolvedInventory) -> ResolvedP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanTarget:
-    """The machines that a run is planned for, and its place on them."""
+    """The machines that a run is planned for, and its folder and port on them."""
 
     chosen: ResolvedInventory
     profile: MachineProfile
     paths: RunPaths
-    """The run's folder there."""
+    """The run's folder on the machines."""
     port: int
-    """Where the ranks meet, on the head."""
+    """The port on the head at which the ranks meet."""
     work_dir: Path = field(default_factory=Path.cwd)
     """Relative paths of the config start here."""
     copies: NodeCopies | None = None
-    """Paths there of what was copied; None where the run reads the operator's own."""
+    """Paths of the data and weights on the machines; None if the run reads the operator's own."""
 
     @property
     def nodes(self) -> Sequence[Node]:
@@ -111,15 +111,17 @@ class PlanTarget:
 def resolve(
     request: PlanRequest, target: PlanTarget, *, placed: ResolvedPlacement | None = None
 ) -> ResolvedPlan:
-    """Decide everything about a run; nothing is written or started.
+    """Make every decision about a run; write and start nothing.
 
-    `placed` is what `resolve_placement` returned, if it was called before. Raises ConfigError and
+    `placed` is the result of `resolve_placement`, if it was called before. Raises ConfigError and
     PreflightError.
     """
-    left = left_open(request.config, auto_size=request.auto_size)
-    placed = placed or resolve_placement(left, target.chosen)
+    open_settings = left_open(request.config, auto_size=request.auto_size)
+    placed = placed or resolve_placement(open_settings, target.chosen)
     dtypes = resolve_dtypes(request, target.nodes, target.profile)
-    settled = settle_run(request, left, target.nodes, target.profile, placed.placement, dtypes)
+    settled = settle_run(
+        request, open_settings, target.nodes, target.profile, placed.placement, dtypes
+    )
     arithmetic = work_out(
         settled.predicted,
         spec=settled.spec,
@@ -156,7 +158,7 @@ def _notes(
     settled: SettledRun,
     arithmetic: Arithmetic,
 ) -> tuple[str, ...]:
-    """Return what a person should know of the decisions."""
+    """Return the notes for the user about the decisions."""
     config, chosen = settled.config, target.chosen
     warning = memory_warning(arithmetic, placement, free_bytes=settled.free_bytes)
     slow = slow_bf16(config, dtypes.core_flops_per_s, kept_dtype=request.kept_dtype)
@@ -180,14 +182,14 @@ def _launch_plan(
     arithmetic: Arithmetic,
     notes: tuple[str, ...],
 ) -> LaunchPlan:
-    """Return plan.json's content. Raises PreflightError."""
+    """Return the content of plan.json. Raises PreflightError."""
     command = launch_command(
         choice,
         target.profile,
         target.nodes,
         placement,
         paths=target.paths,
-        words=rank_words(target.paths.root),
+        rank_arguments=rank_arguments(target.paths.root),
         port=target.port,
         malloc=settled.config.malloc(),
     )

@@ -1,4 +1,4 @@
-"""One run on a cluster: read, signalled, ended and brought home over SSH."""
+"""One run on a cluster: read, signalled, ended and collected over SSH."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from payload.launch.ranks import load_ranks
 from payload.machines.inventory import ClusterInventory, Node
 from payload.machines.rank_variables import RUN_DIR
 from payload.orchestrate.runs.mirror import (
-    Wanted,
-    alone,
+    FileRequest,
+    file_request,
+    locked,
     merge,
-    note_seen,
-    wanted_of,
+    record_contact,
 )
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.connection import Connection
@@ -76,15 +76,15 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
-    """Result of an update of the local copy; the head's part is here."""
+class UpdateResult:
+    """Result of an update of the local copy; the head's files are up to date."""
 
     alive: bool
-    """True if a supervisor holds the run."""
+    """True if the run has a living supervisor."""
     missed: Mapping[str, TileforgeError]
-    """Why some worker's part is not here, by node."""
+    """Errors of the workers whose files are not up to date, by node."""
     damaged: Sequence[str]
-    """Damaged files there, one sentence each; their copies stayed as they were."""
+    """Damaged files on the nodes, one message each; their copies are unchanged."""
 
 
 class RemoteRun:
@@ -99,30 +99,30 @@ class RemoteRun:
         key: Path,
         connect: Callable[[], Cluster],
     ) -> None:
-        """`connect` makes the connections, again after they broke."""
+        """`connect` opens the connections, and opens them again after a failure."""
         self.paths = paths
         self.inventory = inventory
         self.run_dir = run_dir
-        """On the nodes."""
+        """The run's folder on the nodes."""
         self._key = key.absolute()
         self._connect = connect
         self._cluster: Cluster | None = None
 
     def apart(self) -> RemoteRun:
-        """Return the same run with connections of its own, for another thread."""
+        """Return the same run with separate connections, for another thread."""
         return RemoteRun(
             self.paths, self.inventory, run_dir=self.run_dir, key=self._key, connect=self._connect
         )
 
     @property
     def cluster(self) -> Cluster:
-        """The connections."""
+        """Return the connections, opened on first use."""
         if self._cluster is None:
             self._cluster = self._connect()
         return self._cluster
 
     def close(self) -> None:
-        """Close the connections; the next action makes new ones."""
+        """Close the connections; the next action opens new ones."""
         if self._cluster is not None:
             self._cluster.close()
             self._cluster = None
@@ -130,52 +130,52 @@ class RemoteRun:
     def start(self, *, grace_s: float, name: str) -> Begun:
         """Start the supervisor on the head, which `name` has claimed; see node/control.py."""
         plan = LaunchPlan.load(self.paths.plan)
-        words = ["--run-dir", str(self.run_dir), "--grace", f"{grace_s:g}"]
+        arguments = ["--run-dir", str(self.run_dir), "--grace", f"{grace_s:g}"]
         return self._act(
             self.inventory.head,
             Begun,
             action="start",
             name=name,
             timeout_s=_START_S,
-            argv=module_words("payload.supervise", *words, python=plan.program[0]),
+            argv=module_words("payload.supervise", *arguments, python=plan.program[0]),
             python_path=plan.environment["PYTHONPATH"],
         )
 
     def refresh(self) -> bool:
-        """Bring the local copy up to date from the head; says whether the run is alive."""
-        return self.look().alive
+        """Update the local copy from the head; return whether the run is alive."""
+        return self.update().alive
 
-    def look_at_all(self) -> Look:
-        """Look with every worker's logs and records."""
-        return self.look(*self.inventory.nodes[1:])
+    def update_all(self) -> UpdateResult:
+        """Update the local copy with every worker's logs and records."""
+        return self.update(*self.inventory.nodes[1:])
 
-    def look(self, *others: Node, enough: Callable[[], bool] = lambda: False) -> Look:
-        """Bring the local copy up to date from the head and, at the same time, from `others`.
+    def update(self, *others: Node, enough: Callable[[], bool] = lambda: False) -> UpdateResult:
+        """Update the local copy from the head and, at the same time, from `others`.
 
-        Raises what the head's part ends with; a worker that is gone takes nothing from the rest.
-        `enough` is asked between the parts of a long file: what is not here comes the next time.
+        Raises the head's error; the error of a worker does not affect the other nodes. `enough` is
+        called between the pieces of a long file: the rest comes with the next update.
         """
         head = self.inventory.head
-        # The head's last: an old record that a worker still has counts for less.
+        # The head comes last: its record replaces an old one that a worker still has.
         nodes = [*(node for node in others if node.name != head.name), head]
-        # Before the lock, as others should not wait for a node that does not answer.
+        # Before the lock, so that other commands do not wait for a node that does not answer.
         on_every_node(nodes, self.cluster.connect)
-        with alone(self.paths, "copy"):
-            # A look at the head alone is one of many, to follow the run.
-            seen, damaged = self._read(nodes, enough=enough, brief=not others)
-            alive = seen.pop(head.name)
+        with locked(self.paths, "copy"):
+            # An update from the head locked is one of many by a command that follows the run.
+            states, damaged = self._read(nodes, enough=enough, brief=not others)
+            alive = states.pop(head.name)
             if isinstance(alive, TileforgeError):
                 raise alive
             self.note(alive=alive)
-        missed = {name: got for name, got in seen.items() if isinstance(got, TileforgeError)}
-        return Look(alive=alive, missed=missed, damaged=damaged)
+        missed = {name: got for name, got in states.items() if isinstance(got, TileforgeError)}
+        return UpdateResult(alive=alive, missed=missed, damaged=damaged)
 
     def note(self, *, alive: bool) -> None:
-        """Write down that this is a cluster's run, and how to reach it."""
-        note_seen(self.paths, alive=alive, ssh_key=self._key)
+        """Record that this is a cluster's run, and how to reach it."""
+        record_contact(self.paths, alive=alive, ssh_key=self._key)
 
     def signal(self, numbers: Sequence[Signals], *, request: StopRequest | None = None) -> bool:
-        """Send signals, and leave `request` for the supervisor; says whether it lives."""
+        """Send signals, and store `request` for the supervisor; return whether it is alive."""
         answer = self._act(
             self.inventory.head,
             Signalled,
@@ -186,23 +186,23 @@ class RemoteRun:
         return answer.alive
 
     def is_alive(self) -> bool:
-        """Return whether a supervisor holds the run at this moment."""
+        """Return whether the run has a living supervisor at this moment."""
         return self.signal([])
 
     def end_leftovers(
         self, *, at_once: bool = False, say: Callable[[str], None] = lambda _: None
     ) -> None:
-        """See to it that no node has a process of a run that has ended.
+        """End all processes of a finished run on every node.
 
-        Ranks whose supervisor died have the time to save, as on the head itself, but not with
+        Ranks of a killed supervisor get time to save, as on the head itself, but not with
         `at_once`. Does nothing to a run that was started again. Raises RankLostError with the
-        processes that do not end, else NodesError with the nodes where it cannot be seen.
+        processes that do not end, or NodesError with the nodes that could not be checked.
         """
         gone: dict[str, TileforgeError] = {}
         found: dict[str, list[int]] = {}
 
         def ask(nodes: Sequence[Node], *, kill: bool = False) -> list[Node]:
-            """Return those that have processes."""
+            """Return the nodes that have processes."""
             for name, answer in self._ask(nodes, Left, action="left", kill=kill).items():
                 if isinstance(answer, TileforgeError):
                     gone[name] = answer
@@ -225,7 +225,8 @@ class RemoteRun:
         if left and self.is_alive():
             return
         if left:
-            # A killed rank with tens of GB stays for seconds, until the kernel has freed them.
+            # A killed rank with tens of GB exists for seconds, until the kernel has freed its
+            # memory.
             ends = time.monotonic() + _KILL_S
             while (left := ask(left, kill=True)) and time.monotonic() < ends:
                 time.sleep(0.5)
@@ -233,10 +234,10 @@ class RemoteRun:
             listed = "; ".join(f"{node.name}: {found[node.name]}" for node in left)
             raise RankLostError(f"processes of run {self.paths.run_id} do not end: {listed}.")
         if gone:
-            raise NodesError(f"looking for processes of run {self.paths.run_id}", gone)
+            raise NodesError(f"checking for processes of run {self.paths.run_id}", gone)
 
     def _grace_period(self) -> GracePeriod | None:
-        """Return the time that ranks have whose supervisor died; None where none did."""
+        """Return the time that ranks of a killed supervisor get; None if it was not killed."""
         self.refresh()
         state = read_json(RunState, self.paths.state)
         if state is None or state.exit_class is not None:
@@ -246,36 +247,36 @@ class RemoteRun:
         return GracePeriod(self.paths, grace_s=state.grace_s, stall_timeout_s=stall_timeout_s)
 
     def remove_key(self) -> None:
-        """Let no node trust the key of this run, or of another one, once the run has ended."""
+        """Remove the keys of this and of other ended runs from all nodes."""
         remove_dead_keys(self.cluster)
 
     def collect_checkpoint(self, *, say: Callable[[str], None] = lambda _: None) -> Path | None:
-        """Bring the newest sound checkpoint home; goes on where it broke off.
+        """Fetch the newest valid checkpoint; continues an interrupted copy.
 
-        One that is here already has to be the head's, file by file. A damaged one is named, and the
-        one before it is taken. Raises the newest one's error when none can be had.
+        A local copy must match the head's, file by file. A damaged checkpoint is reported, and the
+        one before it is used. Raises the newest one's error if no checkpoint is valid.
         """
-        folders = self._checkpoints_there()
+        folders = self._remote_checkpoints()
         failures: list[TileforgeError] = []
         for folder in reversed(folders):
             try:
-                with alone(self.paths, "checkpoint"):
+                with locked(self.paths, "checkpoint"):
                     return fetch_checkpoint(
                         self.cluster.connect(self.inventory.head), folder, self.paths
                     )
             except (AnswerError, CheckpointError) as error:
                 failures.append(error)
-                say(f"warning: checkpoint {folder.name} is passed over: {error}")
+                say(f"warning: checkpoint {folder.name} is skipped: {error}")
         if failures:
             raise failures[0]
         return None
 
-    def newest_checkpoint_there(self) -> str | None:
-        """Return the name of the head's newest checkpoint, sound or not; None where it has none."""
-        folders = self._checkpoints_there()
+    def newest_remote_checkpoint(self) -> str | None:
+        """Return the name of the head's newest checkpoint, valid or not; None without any."""
+        folders = self._remote_checkpoints()
         return folders[-1].name if folders else None
 
-    def _checkpoints_there(self) -> list[PurePosixPath]:
+    def _remote_checkpoints(self) -> list[PurePosixPath]:
         """List the head's checkpoints that have a manifest, oldest first."""
         head = self.cluster.connect(self.inventory.head)
         folder = self.run_dir / CHECKPOINTS_NAME
@@ -286,9 +287,10 @@ class RemoteRun:
         return sorted((folder / name for name in names), key=checkpoint_step)
 
     def adopt(self) -> None:
-        """Make the local copy of a run that was started elsewhere: whole, or absent.
+        """Create the local copy of a run that was started elsewhere, completely or not at all.
 
-        Its settings are the head's word; the nodes and their host keys are the operator's own.
+        The settings come from the head; the nodes and their host keys from the operator's
+        inventory.
         """
         head = self.cluster.connect(self.inventory.head)
         runs_dir, run_id = self.paths.root.parent, self.paths.run_id
@@ -297,7 +299,7 @@ class RemoteRun:
         try:
             for path in (staging.config, staging.hosts, staging.ranks, staging.plan):
                 get(head, str(self.run_dir / path.name), path, timeout_s=_ACTION_S)
-            found = identity_there(head, self.run_dir)
+            found = remote_identity(head, self.run_dir)
             if found is not None:
                 write_whole(staging.identity, found.to_json())
             staging.inventory.write_text(self.inventory.to_json(), encoding="utf-8")
@@ -305,9 +307,9 @@ class RemoteRun:
             load_ranks(staging.ranks)
             plan = LaunchPlan.load(staging.plan)
             if (plan.run_id, plan.environment.get(RUN_DIR)) != (run_id, str(self.run_dir)):
-                raise AnswerError(f"{head.node.name}: its plan.json is of another run.")
+                raise AnswerError(f"{head.node.name}: its plan.json belongs to another run.")
             note_named(staging, {}, becomes=self.paths.root)
-            note_seen(staging, alive=True, ssh_key=self._key)
+            record_contact(staging, alive=True, ssh_key=self._key)
             staging.root.chmod(0o755)
             staging.root.rename(self.paths.root)
         except OSError as error:
@@ -318,45 +320,47 @@ class RemoteRun:
     def _read(
         self, nodes: Sequence[Node], *, enough: Callable[[], bool], brief: bool
     ) -> tuple[dict[str, bool | TileforgeError], list[str]]:
-        """Bring all that is new here.
+        """Copy all new data.
 
-        Returns whether each node has a supervisor of the run, and what is damaged there.
+        Returns whether each node has a supervisor of the run, and messages about damaged files.
         """
-        seen: dict[str, bool | TileforgeError] = {}
+        states: dict[str, bool | TileforgeError] = {}
         left: dict[str, int] = {}
         damaged: dict[str, list[str]] = {}
         head, waiting = self.inventory.head.name, list(nodes)
         while waiting:
-            wanted = {
-                node.name: wanted_of(self.paths, node.name, is_head=node.name == head, brief=brief)
+            requests = {
+                node.name: file_request(
+                    self.paths, node.name, is_head=node.name == head, brief=brief
+                )
                 for node in waiting
             }
             answers = on_every_node(
                 waiting,
-                partial(self._read_part, wanted),
+                partial(self._read_part, requests),
             )
             for node in tuple(waiting):
                 answer = answers[node.name]
                 if not isinstance(answer, TileforgeError):
-                    answer = self._merged(answer, wanted[node.name], damaged)
+                    answer = self._merged(answer, requests[node.name], damaged)
                 if isinstance(answer, TileforgeError):
-                    seen[node.name] = answer
+                    states[node.name] = answer
                     waiting.remove(node)
                     continue
-                seen.setdefault(node.name, answer.alive)
+                states.setdefault(node.name, answer.alive)
                 before, left[node.name] = left.get(node.name), answer.left
-                # What grows faster than it comes is left for the next time.
+                # Data that grows faster than it can be copied is left for the next update.
                 shrinks = before is None or left[node.name] < before
                 if left[node.name] == 0 or not shrinks or enough():
                     waiting.remove(node)
-        return seen, [problem for problems in damaged.values() for problem in problems]
+        return states, [problem for problems in damaged.values() for problem in problems]
 
     def _merged(
-        self, answer: Part, wanted: Wanted, damaged: dict[str, list[str]]
+        self, answer: Part, request: FileRequest, damaged: dict[str, list[str]]
     ) -> Part | AnswerError:
-        """Return the answer, which is here now; or why none of it is."""
+        """Return the merged answer, or the error for which nothing of it was merged."""
         try:
-            damaged[wanted.node] = merge(self.paths, answer, wanted)
+            damaged[request.node] = merge(self.paths, answer, request)
         except AnswerError as error:
             return error
         return answer
@@ -366,8 +370,8 @@ class RemoteRun:
     ) -> dict[str, _T | TileforgeError]:
         return on_every_node(nodes, lambda node: self._act(node, answer, **arguments))
 
-    def _read_part(self, wanted: Mapping[str, Wanted], node: Node) -> Part:
-        return self._act(node, Part, action="read", **wanted[node.name].arguments())
+    def _read_part(self, requests: Mapping[str, FileRequest], node: Node) -> Part:
+        return self._act(node, Part, action="read", **requests[node.name].arguments())
 
     def _act(
         self, node: Node, answer: type[_T], *, timeout_s: float = _ACTION_S, **arguments: Any
@@ -381,59 +385,59 @@ class RemoteRun:
         )
 
 
-def identity_there(head: Connection, run_dir: PurePosixPath) -> RunIdentity | None:
-    """Return the identity of the run in the head's folder; None where it has none."""
-    text = _record_there(head, run_dir / IDENTITY_FILE)
+def remote_identity(head: Connection, run_dir: PurePosixPath) -> RunIdentity | None:
+    """Return the identity of the run in the head's folder, or None."""
+    text = _remote_record(head, run_dir / IDENTITY_FILE)
     return None if text is None else parse_identity(text, where=str(run_dir / IDENTITY_FILE))
 
 
-def hashes_there(head: Connection, run_dir: PurePosixPath) -> ManifestHashes:
-    """Return the hashes in the head's folder; none where it has none, or a damaged record."""
+def remote_hashes(head: Connection, run_dir: PurePosixPath) -> ManifestHashes:
+    """Return the hashes in the head's folder; empty for a missing or damaged record."""
     with suppress(AnswerError, ConfigError):
-        text = _record_there(head, run_dir / HASHES_FILE)
+        text = _remote_record(head, run_dir / HASHES_FILE)
         return parse_hashes(text or b"", where=str(run_dir / HASHES_FILE))
     return ManifestHashes()
 
 
-def _record_there(head: Connection, place: PurePosixPath) -> bytes | None:
-    argv = ["cat", "--", str(place)]
+def _remote_record(head: Connection, path: PurePosixPath) -> bytes | None:
+    argv = ["cat", "--", str(path)]
     done = head.run(argv, timeout_s=_ACTION_S, most_bytes=_RECORD_BYTES)
     return done.stdout if done.status == 0 else None
 
 
-def require_own_there(head: Connection, run_dir: PurePosixPath, run: RunIdentity) -> None:
-    """Raise ConfigError where the head's folder is of another run that has begun.
+def require_own_remote(head: Connection, run_dir: PurePosixPath, run: RunIdentity) -> None:
+    """Raise ConfigError if the head's folder has another run that has begun.
 
-    A run of an older version may have a folder there without an identity.
+    The folder of a run of an older version may have no identity.
     """
-    there = identity_there(head, run_dir) or RunIdentity()
-    if there.identity is None and (run.is_older or run.identity is None):
+    found = remote_identity(head, run_dir) or RunIdentity()
+    if found.identity is None and (run.is_older or run.identity is None):
         return
-    if there.identity == run.identity or not _has_begun(head, run_dir):
+    if found.identity == run.identity or not _has_begun(head, run_dir):
         return
     require_same_run(
         run,
-        there,
+        found,
         place=f"run {run_dir.name} here",
         other=f"{run_dir} on {head.node.name}",
         fix="Start this one under another id with --run-id, or name another --runs-dir to follow "
-        "that one.",
+        "that run.",
     )
 
 
 def _has_begun(head: Connection, run_dir: PurePosixPath) -> bool:
-    """Say whether a run's folder there is more than a start that was given up."""
+    """Return whether a run's folder on the head is more than an aborted start."""
     signs = (NAMES.state, NAMES.checkpoints, NAMES.metrics)
-    words = [word for sign in signs for word in ("-o", "-e", str(run_dir / sign))]
-    return head.run(["test", *words[1:]], timeout_s=_ACTION_S).status == 0
+    arguments = [each for sign in signs for each in ("-o", "-e", str(run_dir / sign))]
+    return head.run(["test", *arguments[1:]], timeout_s=_ACTION_S).status == 0
 
 
 def planned_run_dir(paths: RunPaths) -> PurePosixPath:
-    """Return where the nodes have the run whose local copy is at `paths`. Raises ConfigError."""
+    """Return the nodes' folder of the run whose local copy is at `paths`. Raises ConfigError."""
     found = LaunchPlan.load(paths.plan).environment.get(RUN_DIR, "")
     if not FOLDER.fullmatch(found) or PurePosixPath(found).name != paths.run_id:
         raise ConfigError(
-            f"{paths.plan}: {RUN_DIR} = {shown(found)} is no folder of run {paths.run_id}. Name "
-            "another run."
+            f"{paths.plan}: {RUN_DIR} = {shown(found)} is not a folder of run {paths.run_id}. "
+            "Name another run."
         )
     return PurePosixPath(found)

@@ -1,6 +1,6 @@
-"""CONTRACT: removal of a run's folder, but never of one that goes on or that another run needs.
+"""CONTRACT: removal of a run's folder, but never of an active run or one that others need.
 
-Callers say what they know of a copy, as this asks no cluster.
+Callers pass the state of a copy, as this module queries no cluster.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from payload.run_record.run_repair import has_own_record, known_config
 
 _HOLDER_PREFIX = ".removing-"
 _HOLDER_RECORD = "removal.json"
-"""In a folder that this program made for a run that it removes; another's folder has none."""
-# Ranks whose supervisor died may still be saving; they send a heartbeat more often than this.
+"""A file in the holder folders of this program; the folder of another program lacks it."""
+# Ranks of a killed supervisor may still be saving; they send heartbeats more often than this.
 _ALIVE_S = 60.0
 
 
 def is_own_run(paths: RunPaths) -> bool:
-    """Tell whether nobody but this program can have made the folder.
+    """Return True if only this program can have created the folder.
 
-    `hosts`, `inventory.json` or `state.json` may be another program's, and then so is all the rest.
+    `hosts`, `inventory.json` or `state.json` alone may be another program's files.
     """
     has_config = paths.config.is_file()
     marks = (paths.lock, mirror_file(paths))
@@ -48,17 +48,17 @@ def refuse_to_remove(
     may_lose: bool,
     is_forced: bool,
 ) -> None:
-    """Raise UsageError for a run that is going on, is needed by another, or may be lost with it.
+    """Raise UsageError for a run that is active, needed by another, or not fully collected.
 
-    So too for a folder that is no run. `is_alive`: it was when its cluster was last asked.
-    `may_lose`: what the cluster has of it was not all collected. If `is_forced`, neither that nor
-    another run's adapter keeps it.
+    Also for a folder that is not a run. `is_alive` is the last known state of a copy's run.
+    `may_lose`: the cluster may have results that were not collected. With `is_forced`, neither that
+    nor another run's adapter prevents the removal.
     """
     if paths.root.is_symlink():
         raise UsageError(f"run {paths.run_id} is a link. Remove the link itself: rm {paths.root}")
     if not is_own_run(paths) and newest_sound(paths.checkpoints) is None:
         raise UsageError(
-            f"{paths.root} is no run, or nothing in it says so any more. If you mean it, remove it "
+            f"{paths.root} is not a run, or its records are gone. To delete it anyway, remove it "
             f"yourself: rm -r {paths.root}"
         )
     if is_alive or is_supervised(paths):
@@ -67,7 +67,10 @@ def refuse_to_remove(
         raise UsageError(f"run {paths.run_id}: its ranks may still be saving. Wait a minute.")
     for other in all_of_them:
         if is_supervised(other) and _starts_from(other, paths):
-            raise UsageError(f"run {paths.run_id}: run {other.run_id} starts from it and goes on.")
+            raise UsageError(
+                f"run {paths.run_id}: run {other.run_id} starts from it and is running. Stop that "
+                "run first."
+            )
         if other != paths and not is_forced and needs(other, paths):
             raise UsageError(
                 f"run {paths.run_id}: the adapter of run {other.run_id} was trained on its weights "
@@ -75,8 +78,8 @@ def refuse_to_remove(
             )
     if may_lose and not is_forced:
         raise UsageError(
-            f"run {paths.run_id} was not collected: its newest checkpoint may be on the cluster "
-            "only. Collect it, or remove the copy with --force."
+            f"run {paths.run_id} was not collected: its newest checkpoint may exist only on the "
+            "cluster. Collect it, or remove the copy with --force."
         )
 
 
@@ -93,7 +96,7 @@ def _may_be_saving(paths: RunPaths) -> bool:
 
 
 def needs(other: RunPaths, paths: RunPaths) -> bool:
-    """Tell whether a run is an adapter on weights that are in the folder of another one."""
+    """Return whether a run is an adapter on weights in the folder of another run."""
     return known_config(other).adapter.is_on() and _starts_from(other, paths)
 
 
@@ -103,31 +106,31 @@ def _starts_from(other: RunPaths, paths: RunPaths) -> bool:
 
 
 def remove_run(paths: RunPaths) -> None:
-    """Take the run out of sight at once, then remove it; an interrupted removal goes on later."""
+    """Rename the run's folder, then delete it; an interrupted removal is completed later."""
     try:
-        # Held so that nobody resumes it meanwhile.
+        # Locked, so that no other command resumes it.
         with starting(paths), RunLock(paths):
             holder = Path(tempfile.mkdtemp(prefix=_HOLDER_PREFIX, dir=paths.root.parent))
             record = {"format_version": 1, "run_id": paths.run_id}
             (holder / _HOLDER_RECORD).write_text(json.dumps(record), encoding="utf-8")
             paths.root.rename(holder / paths.run_id)
-            with suppress(FileNotFoundError):  # another command has finished it
+            with suppress(FileNotFoundError):  # another command has completed it
                 _finish(holder)
     except OSError as error:
         raise ConfigError(f"{paths.root}: cannot be removed ({error.strerror}).") from None
 
 
 def finish_removals(runs_dir: Path) -> None:
-    """Remove what interrupted removals have left."""
+    """Complete interrupted removals."""
     for holder in runs_dir.glob(f"{_HOLDER_PREFIX}*"):
         with suppress(OSError, ConfigError):
             _finish(holder)
 
 
 def _finish(holder: Path) -> None:
-    """Remove the run in a holder, then the holder, if this program made it.
+    """Remove the run in a holder folder, then the folder, if this program created it.
 
-    Raises OSError, and ConfigError for a record that no removal wrote.
+    Raises OSError, and ConfigError for a record of another program.
     """
     if holder.is_symlink():
         return
@@ -135,7 +138,7 @@ def _finish(holder: Path) -> None:
     raw = parse_json(read_bytes(record), where=str(record))
     run_id = raw.get("run_id") if isinstance(raw, dict) else None
     if not isinstance(run_id, str) or not RUN_ID.fullmatch(run_id):
-        raise ConfigError(f"{record}: no run is named.")
+        raise ConfigError(f"{record}: has no valid run id.")
     shutil.rmtree(holder / run_id, onerror=_unless_gone)
     record.unlink(missing_ok=True)
     with suppress(OSError):
@@ -145,6 +148,6 @@ def _finish(holder: Path) -> None:
 def _unless_gone(
     _function: object, _path: object, found: tuple[object, BaseException, object]
 ) -> None:
-    """Ignore a file that another command has removed meanwhile."""
+    """Ignore a file that another command has removed."""
     if not isinstance(found[1], FileNotFoundError):
         raise found[1]

@@ -1,4 +1,4 @@
-"""A run with everything decided: where its ranks go, its settings, its files, its launcher."""
+"""A run with every decision made: placement of the ranks, settings, files and launcher."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from payload.run_record.tracker_process import missing_notes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedPlacement:
-    """The decisions that need no node's answer, made before anything is brought or started."""
+    """The decisions that need no data from the nodes, made before anything is copied or started."""
 
     placement: Placement
     launcher: Launcher
-    """The first one that `launch.launcher` allows."""
+    """The first launcher that `launch.launcher` allows."""
     time_limit: TimeLimit | None
     """None without limits."""
 
@@ -38,10 +38,10 @@ class NodeCopies:
 
     data_dir: str
     init: str | None = None
-    """The initial weights; None where they are no folder of the operator's."""
+    """The initial weights; None if they are not a folder of the operator's."""
 
-    def named_in(self, config: RunConfig) -> RunConfig:
-        """Return the config with the copies in place of the operator's paths."""
+    def apply_to(self, config: RunConfig) -> RunConfig:
+        """Return the config with the copies' paths instead of the operator's."""
         config = replace(config, data=replace(config.data, dir=self.data_dir))
         if self.init is not None:
             config = replace(config, model=replace(config.model, init=self.init))
@@ -50,7 +50,7 @@ class NodeCopies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedPlan:
-    """Everything about a run before its start; a site only carries it out."""
+    """All decisions about a run before its start; a site only carries them out."""
 
     paths: RunPaths
     """The run's folder on its nodes."""
@@ -61,9 +61,9 @@ class ResolvedPlan:
     placement: Placement
     plan: LaunchPlan
     base: ModelSpec
-    """The model below an adapter, before its task is put on it."""
+    """The model without adapter and task head."""
     predicted: RunConfig
-    """The config with the device and the dtype that it is expected to take on these nodes."""
+    """The config with the expected device and dtype on these nodes."""
     auto_dtype: Dtype
     """The resolved compute dtype without fp8."""
     core_flops_per_s: Mapping[Dtype, float]
@@ -74,7 +74,7 @@ class ResolvedPlan:
     """Memory of the node with the least."""
 
     def notes(self) -> list[str]:
-        """Return what the operator should know before the start, a line each."""
+        """Return the notes for the operator before the start, one per line."""
         return [*(f"note: {note}" for note in self.plan.notes), *missing_notes(self.config)]
 
     def hosts(self) -> str:
@@ -93,16 +93,16 @@ class ResolvedPlan:
         )
 
     def files(self) -> dict[str, str]:
-        """Return every file's text by its name; plan.json last, as a supervisor looks for it."""
+        """Return every file's text by its name; plan.json last, as a supervisor waits for it."""
         return self._files(self.config)
 
     def files_on_nodes(self) -> dict[str, str]:
-        """Return the same for the nodes, where run.toml names their own copies."""
+        """Return the texts for the nodes, where run.toml has the paths of the nodes' copies."""
         copies = self.copies
-        return self._files(self.config if copies is None else copies.named_in(self.config))
+        return self._files(self.config if copies is None else copies.apply_to(self.config))
 
     def write(self, paths: RunPaths) -> None:
-        """Put every file in its place in the run folder at `paths`."""
+        """Write every file to the run folder at `paths`."""
         for name, text in self.files().items():
             write_whole(paths.root / name, text)
 

@@ -1,4 +1,4 @@
-"""The runs folder: names, the newest run, and what is known of each."""
+"""The runs folder: run ids, the newest run, and the state of each run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from payload.formats.checkpoint_listing import MANIFEST_FILE, checkpoint_step, n
 from payload.launch.plan import LaunchPlan, operators_data
 from payload.launch.ranks import Rank, load_ranks
 from payload.machines.inventory import ClusterInventory
-from payload.orchestrate.runs.mirror import alone, mirror_file, read_mirrored
+from payload.orchestrate.runs.mirror import locked, mirror_file, read_mirrored
 from payload.run_record.approved_settings import note_named
 from payload.run_record.checkpoint_manifest_hashes import known_hashes, verdict
 from payload.run_record.metrics_log import read_metrics
@@ -50,53 +50,53 @@ from payload.storage.records import fetch_records
 from payload.storage.restore import has_run, last_step
 from payload.storage.store_access import fetch_whole, is_address, run_address
 
-# A supervisor takes its lock this soon after the plan was written.
+# A supervisor locks the run within this time after the plan was written.
 _START_S = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankView:
-    """One rank, as far as its files tell."""
+    """The state of one rank, from its files."""
 
     rank: int
     node: str
     step: int | None
     phase: str | None
     age_s: float | None
-    """Since its last heartbeat."""
+    """Time since its last heartbeat."""
     exit_code: int | None
     """None while it runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """One run, as far as its files and its lock tell."""
+    """The state of one run, from its files and its lock."""
 
     run_id: str
     status: RunStatus
     exit_class: str | None
     error: str | None
     note: str | None
-    """The latest event, while the run goes on."""
+    """The latest event, while the run is active."""
     failed_rank: int | None
     step: int
     steps: int
-    """Planned."""
+    """Number of planned steps."""
     loss: float | None
     val_loss: float | None
     tokens_per_s: float | None
     age_s: float | None
-    """Since rank 0's last heartbeat."""
+    """Time since rank 0's last heartbeat."""
     store: StoreState | None
-    """State of the run's store; None without one."""
+    """State of the run's store; None without a store."""
     started_unix: float
     ranks: tuple[RankView, ...]
     damaged: tuple[str, ...]
-    """Records that cannot be read, one sentence each."""
+    """Messages about records that cannot be read."""
 
 
 def check_new_id(run_id: str) -> None:
-    """Refuse a name that could lead out of the runs folder or be lost in it. Raises ConfigError."""
+    """Refuse an id that is not valid as the name of a run's folder. Raises ConfigError."""
     if not RUN_ID.fullmatch(run_id):
         raise ConfigError(
             f"--run-id {run_id!r}: use letters, digits, dots, dashes and underscores, a letter or "
@@ -105,16 +105,16 @@ def check_new_id(run_id: str) -> None:
 
 
 def check_named_id(run_id: str) -> None:
-    """Refuse what is no run's name, before it becomes part of a path. Raises UsageError."""
+    """Refuse text that is not a run id, before it becomes part of a path. Raises UsageError."""
     if run_id != LATEST and not RUN_ID.fullmatch(run_id):
         raise UsageError(
-            f"run {run_id!r}: no run has such a name. See them with: "
+            f"run {run_id!r}: not a valid run id. List the runs with: "
             + command("orchestrate", "list")
         )
 
 
 def require_new(paths: RunPaths) -> None:
-    """Raise ConfigError for a run that exists."""
+    """Raise ConfigError if the run exists."""
     if paths.root.exists():
         raise _taken(paths)
 
@@ -127,7 +127,7 @@ def _taken(paths: RunPaths) -> ConfigError:
 
 
 def create_run(runs_dir: Path, run_id: str) -> RunPaths:
-    """Make a new, empty run folder. Raises ConfigError."""
+    """Create a new, empty run folder. Raises ConfigError."""
     check_new_id(run_id)
     paths = RunPaths(runs_dir / run_id)
     try:
@@ -143,7 +143,7 @@ def create_run(runs_dir: Path, run_id: str) -> RunPaths:
 
 @contextmanager
 def room_for(paths: RunPaths) -> Iterator[None]:
-    """Turn what the disk refuses into an error that says what to do about it."""
+    """Turn an OSError of the disk into an error with a fix."""
     try:
         yield
     except OSError as error:
@@ -156,14 +156,14 @@ def room_for(paths: RunPaths) -> Iterator[None]:
 
 def all_runs(runs_dir: Path) -> list[RunPaths]:
     """Return every run, the newest first."""
-    found = [(_begun_unix(paths), paths.run_id, paths) for paths in _folders(runs_dir)]
+    found = [(_started_unix(paths), paths.run_id, paths) for paths in _folders(runs_dir)]
     return [paths for _, _, paths in sorted(found, reverse=True)]
 
 
 def find_run(runs_dir: Path, run_id: str | None) -> RunPaths:
-    """Return the run of that name, or the newest. Raises UsageError.
+    """Return the run with that id, or the newest one. Raises UsageError.
 
-    `latest` is the newest that has finished a step, where one has.
+    `latest` is the newest run that has completed a step, if any.
     """
     runs = all_runs(runs_dir)
     if run_id == LATEST and (runs_dir / LATEST).is_symlink():
@@ -179,18 +179,18 @@ def find_run(runs_dir: Path, run_id: str | None) -> RunPaths:
     for paths in runs:
         if paths.run_id == run_id:
             return paths
-    # Its checkpoints alone are enough to go on from.
-    alone = RunPaths(runs_dir / run_id)
-    if RUN_ID.fullmatch(run_id) and alone.newest_checkpoint() is not None:
-        return alone
-    names = ", ".join(paths.run_id for paths in runs[:5]) or "none"
-    raise UsageError(f"no run {run_id!r} in {runs_dir}. The newest there: {names}.")
+    # Its checkpoints alone are sufficient for a resume.
+    bare = RunPaths(runs_dir / run_id)
+    if RUN_ID.fullmatch(run_id) and bare.newest_checkpoint() is not None:
+        return bare
+    newest = ", ".join(paths.run_id for paths in runs[:5]) or "none"
+    raise UsageError(f"no run {run_id!r} in {runs_dir}. The newest runs: {newest}.")
 
 
 def view_run(paths: RunPaths, *, now_unix: float, alive: bool | None = None) -> RunView:
-    """Read everything about a run, as far as it can be read.
+    """Read the state of a run, leaving out unreadable files.
 
-    `alive` is what its site says; None is for its lock to tell.
+    `alive` comes from the run's site; with None, the run's lock decides.
     """
     state = known_state(paths)
     rows = read_metrics(paths.metrics)
@@ -212,26 +212,26 @@ def view_run(paths: RunPaths, *, now_unix: float, alive: bool | None = None) -> 
         tokens_per_s=trained.get("tokens_per_s"),
         age_s=ranks[0].age_s if ranks else None,
         store=state.store if state else None,
-        started_unix=state.started_unix if state else _begun_unix(paths),
+        started_unix=state.started_unix if state else _started_unix(paths),
         ranks=ranks,
         damaged=tuple(_damaged(paths)),
     )
 
 
 def running_here(runs_dir: Path) -> list[str]:
-    """Return the ids of the runs that a living supervisor holds."""
+    """Return the ids of the runs that have a living supervisor."""
     return [paths.run_id for paths in all_runs(runs_dir) if is_supervised(paths)]
 
 
 def is_copy(paths: RunPaths) -> bool:
-    """Tell whether a run is on a cluster, and the folder here only its copy."""
+    """Return whether a run is on a cluster, and the local folder only its copy."""
     with suppress(ConfigError):
         return not ClusterInventory.load(paths.inventory).access.shares_folder
     return mirror_file(paths).exists()
 
 
 def _folders(runs_dir: Path) -> Iterator[RunPaths]:
-    """Yield every folder with a run of this program; no one file of it is needed."""
+    """Yield every folder with a run of this program; no single file is required."""
     if not runs_dir.is_dir():
         return
     for folder in runs_dir.iterdir():
@@ -243,8 +243,8 @@ def _folders(runs_dir: Path) -> Iterator[RunPaths]:
             yield paths
 
 
-def _begun_unix(paths: RunPaths) -> float:
-    """Return when the plan was written, or what else there is of the run."""
+def _started_unix(paths: RunPaths) -> float:
+    """Return when the plan was written, or the time of another file of the run."""
     for path in (paths.plan, paths.config, paths.root):
         with suppress(OSError):
             return path.lstat().st_mtime
@@ -272,7 +272,7 @@ def _status(
     """Return status, exit class and error; a run whose supervisor is gone has failed."""
     has_ended = state is not None and state.status not in ("starting", "running")
     if alive:
-        # A scheduler may have queued an ended run's job again, or the store is waited for.
+        # A scheduler may have queued an ended run's job again, or it waits for the store.
         is_new = state is None or (has_ended and not is_supervised(paths))
         return ("starting" if state is None or is_new else state.status), None, None
     if state is not None and has_ended:
@@ -280,13 +280,13 @@ def _status(
     mirrored = read_mirrored(paths)
     if mirrored.alive if mirrored else is_supervised(paths):
         return (state.status if state else "starting"), None, None
-    is_new = alive is None and 0 <= now_unix - _begun_unix(paths) < _START_S
+    is_new = alive is None and 0 <= now_unix - _started_unix(paths) < _START_S
     if mirrored is None and state is None and is_new:
         return "starting", None, None
     return (
         "failed",
         ExitCode.RANK_LOST.label,
-        "the supervisor is gone without a word (killed, or the machine restarted)"
+        "the supervisor was killed, or the machine restarted"
         if state
         else f"the supervisor never began; see {paths.supervisor_log}",
     )
@@ -309,7 +309,7 @@ def _view_ranks(paths: RunPaths, *, now_unix: float) -> Iterator[RankView]:
         )
 
 
-_OTHER_FOLDER = "Bring the stored run into another folder with --runs-dir DIR."
+_OTHER_FOLDER = "Fetch the stored run into another folder with --runs-dir DIR."
 
 
 def resumable_run(
@@ -322,11 +322,11 @@ def resumable_run(
     env: Mapping[str, str],
     say: Callable[[str], None],
 ) -> tuple[RunPaths, Sequence[str]]:
-    """Return the run that `--resume` names, in the runs folder or brought from its store.
+    """Return the run that `--resume` names, from the runs folder or fetched from its store.
 
-    Also the overrides, by which a run that comes from a store stays in that store and finds its
-    data; not where a config file was given, which names its own (`has_config`).
-    `settings` are what the command knows without the run. Raises UsageError and ConfigError.
+    Also returns the overrides that keep the store of a fetched run and the path of its data. A
+    given config file (`has_config`) names its own data. `settings` returns the command's settings
+    without the run's. Raises UsageError and ConfigError.
     """
     if is_address(named):
         address = run_address(named)
@@ -337,32 +337,32 @@ def resumable_run(
     else:
         results = settings().storage.address()
         if results is None:
-            return find_run(runs_dir, named), overrides  # which says that there is none
+            return find_run(runs_dir, named), overrides  # raises the error
         address = results.under(named)
-        # Whoever may write to the store could have another one in the run's own run.toml.
+        # Another user with write access to the store could name another store in run.toml.
         overrides = [f"storage.results={results}", *overrides]
     paths = RunPaths(runs_dir / address.last())
-    is_here = paths.root.exists()
+    is_local = paths.root.exists()
     try:
         with watched_store(address, env=env, say=say) as store:
-            if not is_here:
+            if not is_local:
                 fetch_whole(store, paths)
             own = known_identity(paths)
             require_own_store(store, own, place=str(paths.root), fix=_OTHER_FOLDER)
     except (StoreError, StoreRefusedError) as error:
-        if not is_here:
+        if not is_local:
             raise
-        # The place that runs it restores from the store, and compares then.
+        # The machine that runs it restores from the store, and compares then.
         say(f"warning: {error} The run in {paths.root} is not compared with the store's.")
-    if not is_here:
-        say(f"run {paths.run_id} comes from {address}")
+    if not is_local:
+        say(f"run {paths.run_id} is fetched from {address}")
     return paths, overrides if has_config else [*_data_of(paths), *overrides]
 
 
 def _data_of(paths: RunPaths) -> list[str]:
-    """Return the setting of `data.dir` for a run whose run.toml names a folder that is not here.
+    """Return an override of `data.dir` if run.toml names a folder that is not on this machine.
 
-    A head's run.toml has the folder of that node. What the operator had named is in plan.json.
+    On a head, run.toml has the folder of that node. plan.json has the operator's own path.
     """
     with suppress(ConfigError):
         named = operators_data(paths.plan)
@@ -374,24 +374,23 @@ def _data_of(paths: RunPaths) -> list[str]:
 def collect_from_store(
     store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]
 ) -> Path | None:
-    """Bring a run's records and newest sound checkpoint here; return where that is, if any.
+    """Fetch a run's records and newest valid checkpoint; return the checkpoint's path, if any.
 
-    `store` is one that a person has named, and a resume may write to it from then on.
-    What is here stays, but for records of a run that has gone further in the store. Raises
-    ConfigError where the store has no such run, or another one of its name, UsageError for a run of
-    this machine, and StoreError.
+    The user has named `store`, and a resume may write to it from then on. Existing local files
+    stay, except records of a run that is further in the store. Raises ConfigError if the store has
+    another run or none under that id, UsageError for a run of this machine, and StoreError.
     """
     if not paths.root.exists():
         fetch_whole(store, paths)
     elif not has_run(store):
-        raise ConfigError(f"{store.address}: there is no run.")
-    # Also of a folder that was not there a moment ago: a run of that name may have begun.
+        raise ConfigError(f"{store.address}: contains no run.")
+    # Also for a folder that was missing a moment ago: a run with that id may have begun.
     _require_copy(store, paths)
     own = known_identity(paths)
     require_own_store(store, own, place=str(paths.root), fix=_OTHER_FOLDER)
-    with alone(paths, "copy"):
+    with locked(paths, "copy"):
         _take_records(store, paths, say=say)
-    with alone(paths, "checkpoint"):
+    with locked(paths, "checkpoint"):
         return _take_checkpoint(store, paths, say=say)
 
 
@@ -400,13 +399,13 @@ def _require_copy(store: StoreReader, paths: RunPaths) -> None:
     own = any(map(os.path.lexists, (paths.inventory, paths.lock, paths.job)))
     if is_supervised(paths) or (own and not is_copy(paths)):
         raise UsageError(
-            f"run {paths.run_id} in {paths.root.parent} is of this machine, so nothing of it is "
-            f"replaced. Bring {store.address} into another folder with --runs-dir DIR."
+            f"run {paths.run_id} in {paths.root.parent} is a run of this machine, so it is not "
+            f"replaced. Fetch {store.address} into another folder with --runs-dir DIR."
         )
 
 
 def _take_records(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) -> None:
-    """Bring the records that are not here; all of them where the store's run is further."""
+    """Fetch the missing records, or all records if the store's run is further."""
     gone = {path.name for path in (NAMES.identity, NAMES.inventory, NAMES.hosts, NAMES.ranks)}
     names = [each.name for each in store.entries() if each.name not in gone]
     note_named(paths, {"storage.results": str(store.address.parent())})
@@ -420,7 +419,7 @@ def _take_records(store: StoreReader, paths: RunPaths, *, say: Callable[[str], N
 
 
 def _reach(paths: RunPaths) -> tuple[int, int, bool]:
-    """Return how far a run has got by its records: steps, attempts, and whether it has ended."""
+    """Return a run's progress by its records: steps, attempts, and whether it has ended."""
     state = last_record(RunState, paths.state)
     if state is None:
         return last_step(paths.metrics), 0, False
@@ -430,22 +429,22 @@ def _reach(paths: RunPaths) -> tuple[int, int, bool]:
 def _take_checkpoint(
     store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]
 ) -> Path | None:
-    """Bring the newest checkpoint where it is newer; return the newest that is here then."""
+    """Fetch the newest checkpoint if it is newer; return the newest local one."""
     inside(paths, paths.checkpoints.name)
     known = known_hashes(paths)
     here = newest_sound(paths.checkpoints)
-    wrote = known.by_name().get(here.name) if here is not None else None
-    if here is not None and wrote not in (None, sha256_of(here / MANIFEST_FILE)):
+    recorded = known.by_name().get(here.name) if here is not None else None
+    if here is not None and recorded not in (None, sha256_of(here / MANIFEST_FILE)):
         say(
-            f"warning: {here} was here already, and its manifest is not the one that the head "
-            f"wrote (sha256 {wrote}). Where it came from a store, move it away, and collect again"
+            f"warning: {here} existed before, and its manifest is not the one that the head wrote "
+            f"(sha256 {recorded}). If it came from a store, move it away, and collect again"
         )
     found = fetch_newest(
         store,
         paths.checkpoints,
         run=known_identity(paths),
         known=known,
-        passed_over=lambda name, why: say(f"warning: {name} in the store is passed over: {why}"),
+        passed_over=lambda name, why: say(f"warning: {name} in the store is skipped: {why}"),
         after_step=-1 if here is None else checkpoint_step(here),
     )
     if found is not None:

@@ -37,15 +37,15 @@ _GIB = 2**30
 
 
 def check_data(folder: Path, *, sequence_length: int, task: TaskKind = "text") -> int:
-    """Return the vocabulary size of a data folder that is whole by its sizes.
+    """Return the vocabulary size of a data folder whose files have the recorded sizes.
 
-    Raises DataError that says how to make the folder, and ConfigError for one that was prepared
-    for another task or length.
+    Raises DataError with the command that makes the folder, and ConfigError for a folder that was
+    prepared for another task or length.
     """
     meta = load_meta(folder)
     require_task(folder, meta, task=task)
     require_prepared_length(folder, meta, sequence_length=sequence_length)
-    # A block of text holds one token more than the sequence: the last one's target.
+    # A block of text has one token more than the sequence: the target of its last token.
     if meta.task == "text" and meta.train_tokens <= sequence_length:
         raise DataError(
             f"{folder / TRAIN_NAME} has {meta.train_tokens:,} tokens, too few for one sequence "
@@ -55,9 +55,9 @@ def check_data(folder: Path, *, sequence_length: int, task: TaskKind = "text") -
 
 
 def initial_spec(config: RunConfig, *, vocab_size: int | None) -> tuple[ModelSpec, str | None]:
-    """Return the model's numbers before it is loaded, and a note where they are a guess or not all.
+    """Return the model's numbers before it is loaded, and a note if they are incomplete.
 
-    `vocab_size` is the data's, for a model from scratch; None is the preset's own.
+    `vocab_size` is the data's, for a model from scratch; None selects the preset's own.
     """
     sequence_length, init = config.data.sequence_length, config.model.init
     configured = config.model.spec(sequence_length=sequence_length, vocab_size=vocab_size)
@@ -69,12 +69,12 @@ def initial_spec(config: RunConfig, *, vocab_size: int | None) -> tuple[ModelSpe
         weights = source.spec()
         name = HubName.parse(init) if source.kind == "hub" else None
         if weights is None and name is not None and name.commit():
-            # `settle_initial` has asked for it already, so the cache has it.
+            # `settle_initial` has already fetched it into the cache.
             weights = spec_on_hub(name, setting="model.init")
     if weights is not None:
         return weights.with_sequence_length(sequence_length), weights.note()
     return configured, (
-        f"the sizes of model.init = {init!r} are not known here; the arithmetic is that of "
+        f"the sizes of model.init = {init!r} are not known on this machine; the estimates use "
         f"model.preset = {config.model.preset!r}"
     )
 
@@ -82,19 +82,16 @@ def initial_spec(config: RunConfig, *, vocab_size: int | None) -> tuple[ModelSpe
 def settle_initial(
     config: RunConfig, *, vocab_size: int | None, say: Callable[[str], None], download: bool
 ) -> RunConfig:
-    """Return the config with model.init as one folder: a run's newest sound checkpoint, say.
+    """Return the config with `model.init` resolved, for example to a run's newest checkpoint.
 
-    What can be known of the weights before the start is checked: that they are there and whole,
-    and fit data and settings. With `download`, the hub is asked for the commit that a name stands
-    for now, which the run then keeps, and for its config.json. `say` is told of damaged
-    checkpoints. Raises ConfigError.
+    The weights must exist, be complete, and match the data and settings. With `download`, the name
+    of a hub model is resolved to its current commit, which the run then keeps, and its config.json
+    is fetched. `say` gets messages about damaged checkpoints. Raises ConfigError.
     """
     source = find_source(
         config.model.init,
         setting="model.init",
-        passed_over=lambda folder, problem: say(
-            f"note: checkpoint {folder} is passed over: {problem}"
-        ),
+        passed_over=lambda folder, problem: say(f"note: checkpoint {folder} is skipped: {problem}"),
     )
     init, known = source.name, source.spec()
     if source.folder is not None:
@@ -117,16 +114,16 @@ def settle_initial(
 
 
 def require_known_sizes(config: RunConfig) -> None:
-    """Raise CheckpointError where a model is here and its sizes are not known.
+    """Raise CheckpointError for a local model whose sizes are unknown.
 
-    A plan would count another model's.
+    The plan would otherwise count another model's.
     """
     if config.model.init != SCRATCH and home_path(config.model.init).exists():
         find_source(config.model.init, setting="model.init", verify=False).spec()
 
 
 def _spec_on_hub(init: str) -> ModelSpec:
-    """Return the numbers of a model whose name has its commit; its weights can be loaded."""
+    """Return the numbers of a pinned hub model, after a check that its weights can be loaded."""
     name = HubName.parse(init)
     assert name is not None, "pinned() returns a name on the hub"
     require_weights_on_hub(name, setting="model.init")
@@ -138,31 +135,31 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _require_sound(folder: Path, spec: ModelSpec) -> None:
-    """Compare the weights of a folder that others made; a checkpoint's manifest was compared."""
+    """Compare the weights of a folder from another program; checkpoints have a manifest."""
     if has_adapter(folder) or (folder / MANIFEST_FILE).exists():
         return
     require_weights(spec, folder)
 
 
 def rate_warning(config: RunConfig) -> str | None:
-    """Return a warning where trained weights would be trained at a rate for new ones, or None.
+    """Return a warning if trained weights would be trained at a rate for new ones, or None.
 
-    An adapter's weights are new whatever its base is, and take such a rate.
+    An adapter's weights are always new, so such a rate suits them.
     """
     rate, init = config.optimizer.lr, config.model.init
     if init == SCRATCH or config.adapter.is_on() or rate <= _MOST_FINE_TUNING_RATE:
         return None
     return (
-        f"optimizer.lr = {rate:g} is a rate for training from scratch, and model.init = {init!r} "
-        "has weights that are trained already; fine-tuning wants about 3e-5"
+        f"optimizer.lr = {rate:g} is a rate for training from scratch, but model.init = {init!r} "
+        "has trained weights; fine-tuning needs about 3e-5"
     )
 
 
 def rank_memory(device: DeviceSection, nodes: Sequence[Node], *, ranks: int) -> int | None:
-    """Return the bytes that the ranks of a node share on its GPUs, by the node with the least.
+    """Return the bytes that the ranks of a node share on its GPUs, for the node with the least.
 
-    Each of the `ranks` of a node has a GPU. None where they compute on CPUs, or where a node's GPU
-    memory is not known.
+    Each of the `ranks` of a node has a GPU. None if they compute on CPUs, or if a node's GPU memory
+    is unknown.
     """
     sizes = [node.gpu_memory_gib for node in nodes if node.gpus and node.gpu_memory_gib]
     if device.kind == "cpu" or not nodes or len(sizes) < len(nodes):
@@ -171,7 +168,7 @@ def rank_memory(device: DeviceSection, nodes: Sequence[Node], *, ranks: int) -> 
 
 
 def require_fp8_on(precision: PrecisionSection, nodes: Sequence[Node]) -> None:
-    """Raise ConfigError for `precision.fp8 = "on"` and a node whose GPUs are known to lack it."""
+    """Raise ConfigError for `precision.fp8 = "on"` and a node whose GPUs lack 8-bit matmuls."""
     if precision.fp8 != "on":
         return
     for node in nodes:
@@ -187,12 +184,12 @@ def require_fp8_on(precision: PrecisionSection, nodes: Sequence[Node]) -> None:
 def memory_warning(
     arithmetic: Arithmetic, placement: Placement, *, free_bytes: int | None
 ) -> str | None:
-    """Return a warning when the node's ranks likely need more memory than is free."""
+    """Return a warning if the node's ranks probably need more memory than is free."""
     need = arithmetic.memory_bytes_per_rank * placement.ranks_per_node
     if free_bytes is None or need <= free_bytes:
         return None
     return (
         f"the ranks need about {need / _GIB:.1f} GiB ({placement.ranks_per_node} x "
-        f"{arithmetic.memory_bytes_per_rank / _GIB:.1f}), {free_bytes / _GIB:.1f} GiB are free; "
-        "lower batch.micro_batch_size or launch.ranks_per_node if ranks get killed"
+        f"{arithmetic.memory_bytes_per_rank / _GIB:.1f}); {free_bytes / _GIB:.1f} GiB are free. "
+        "Lower batch.micro_batch_size or launch.ranks_per_node if ranks get killed"
     )

@@ -1,4 +1,4 @@
-"""A run as a command requests it, and what planning takes of that."""
+"""A run as a command requests it, and the part of the request that planning needs."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from payload.run_record.run_repair import known_dtype, make_room
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """A run to plan: its settings, and what its records say of an earlier attempt."""
+    """A run to plan: its settings, and the relevant records of an earlier attempt."""
 
     config: RunConfig
     vocab_size: int | None
-    """The data's; None where it is not known."""
+    """The data's; None if it is unknown."""
     resumes: bool = False
     auto_size: int | None = None
-    """The micro-batch that the last plan chose for `auto`. It stays where the ranks can share the
-    batch with it, so that a resume computes the same bits."""
+    """The micro-batch that the last plan chose for `auto`. It is kept if the ranks can share the
+    batch evenly with it, so that a resume computes the same bits."""
     kept_dtype: Dtype | None = None
-    """The newest checkpoint's, which a resume keeps under `auto`."""
+    """The newest checkpoint's dtype, which a resume keeps under `auto`."""
 
     @classmethod
     def of_run(
         cls, paths: RunPaths, config: RunConfig, *, vocab_size: int | None, resumes: bool = False
     ) -> PlanRequest:
-        """Return the request with what the records in the run's folder say."""
+        """Return the request, with the records in the run's folder."""
         return cls(
             config=config,
             vocab_size=vocab_size,
@@ -57,66 +57,69 @@ class RunRequest:
     """A run that a command starts or resumes at a site."""
 
     paths: RunPaths
-    """Its folder here, which is not there yet for a new run; see `folder`."""
+    """The local run folder, which does not exist yet for a new run; see `folder`."""
     config: RunConfig
     vocab_size: int
     resumes: bool
     detach: bool
-    """True if the run has to outlive the command."""
+    """True if the run must outlive the command."""
     grace_s: float
     env: Mapping[str, str]
     talk: Console
     held: ExitStack
-    """Closed when the command no longer needs to keep others from starting the run."""
+    """Closed when other commands may start the run again."""
     identity: str = field(default_factory=new_identity)
-    """For a run that has none yet."""
+    """The identity for a run that has no identity yet."""
     named: Mapping[str, str] | None = None
-    """Settings that reach beyond the run and that a person has named; None for all that do."""
+    """Settings with effects outside the run that a user has named; None for all such settings."""
     placed: ResolvedPlacement | None = None
-    """Decisions of the site's check; None where the nodes are not known before the start."""
+    """Decisions of the site's check; None if the nodes are unknown before the start."""
 
     def to_plan(self) -> PlanRequest:
-        """Return the run to plan, with what its records here say."""
+        """Return the run to plan, with its local records."""
         return PlanRequest.of_run(
             self.paths, self.config, vocab_size=self.vocab_size, resumes=self.resumes
         )
 
     @contextmanager
     def folder(self) -> Iterator[RunPaths]:
-        """Make the run's folder and write run.toml; the block writes what else it needs.
+        """Create the run's folder and write run.toml; the block writes the other files.
 
         A TileforgeError in the block removes a new run's folder, and restores run.toml of a resumed
-        one. Raises ConfigError and PreflightError.
+        run. Raises ConfigError and PreflightError.
         """
-        paths, is_made = self.paths, False
+        paths, is_created = self.paths, False
         with room_for(paths):
             if not self.resumes:
                 create_run(paths.root.parent, paths.run_id)
-                is_made = True
+                is_created = True
                 self.held.enter_context(starting(paths))
             for sentence in make_room(paths):
                 self.talk.print(f"warning: {sentence}")
             paths.logs.mkdir(exist_ok=True)
             settle_identity(
-                paths, is_new=is_made, fresh=self.identity, say=lambda line: self.talk.print(line)
+                paths,
+                is_new=is_created,
+                fresh=self.identity,
+                say=lambda line: self.talk.print(line),
             )
-            before = None if is_made else _text_of(paths.config)
+            before = None if is_created else _text_of(paths.config)
             note_named(paths, reaching(self.config) if self.named is None else self.named)
             write_whole(paths.config, self.config.to_toml())
         try:
             with room_for(paths):
                 yield paths
         except TileforgeError:
-            if is_made:
-                shutil.rmtree(paths.root, ignore_errors=True)  # it was never a run
+            if is_created:
+                shutil.rmtree(paths.root, ignore_errors=True)  # the run never began
             elif before is not None:
-                with suppress(OSError):  # a full disk is what the error tells of
-                    write_whole(paths.config, before)  # a refused setting is none of the run's
+                with suppress(OSError):  # the error reports the full disk
+                    write_whole(paths.config, before)  # discard the refused settings
             raise
 
 
 def _text_of(path: Path) -> str | None:
-    """Return a file's text; None where it cannot be read, so that nothing is lost with it."""
+    """Return a file's text; None if it cannot be read, so that it is not overwritten."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

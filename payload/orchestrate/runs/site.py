@@ -1,4 +1,4 @@
-"""A place where a run lives: what each site provides."""
+"""The interface of a site: a place where runs execute."""
 
 from __future__ import annotations
 
@@ -32,47 +32,47 @@ from payload.run_record.suggested_run_commands import run_command
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPoll:
-    """Result of one look at a run, whose new data is then in the run folder here."""
+    """Result of polling a run, whose new data is then in the local run folder."""
 
     alive: bool
-    """True if the run goes on, or waits for its nodes."""
+    """True if the run is active, or waits for its nodes."""
     news: Sequence[str] = ()
-    """News for the operator, a sentence each."""
+    """Messages for the operator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectResult:
-    """The outcome of bringing a run's results here."""
+    """Result of collecting a run."""
 
     alive: bool
-    """True if the run goes on, or was started again: its processes stay."""
+    """True if the run is active, or was started again: its processes stay."""
     checkpoint: Path | None = None
-    """The newest one that was brought; None where there is none yet, or nothing to bring."""
+    """The newest checkpoint that was fetched; None if there was nothing to fetch."""
     left: RankLostError | None = None
-    """Processes that do not end."""
+    """Error with the processes that do not end."""
 
 
 class SiteRun(ABC):
-    """One run at its site, as the commands here follow, stop and collect it."""
+    """One run at its site, for the commands that follow, stop and collect it."""
 
     paths: RunPaths
-    """Its folder, or the copy of it, here."""
+    """Its local folder, or its local copy."""
     nodes: int
-    """How many it runs on."""
+    """Number of its nodes."""
     where: str
     """For messages, such as `job 12 on 2 node(s)`."""
     every_s: ClassVar[float] = 1.0
-    """Time between two looks."""
+    """Interval of polling."""
     outlives_us: bool = True
-    """True if it goes on when nobody follows it, so that Ctrl-C detaches first."""
+    """True if it continues without a command that follows it, so that Ctrl-C first detaches."""
     was_under_way: bool = False
-    """True if `start` has found it running, so that it is followed even by `run --detach`."""
+    """True if `start` found it running, so that even `run --detach` follows it."""
     has_job: ClassVar[bool] = True
-    """True if a scheduler knows better than the run's files whether it goes on."""
+    """True if a scheduler knows the run's state better than its files."""
     is_copied: ClassVar[bool] = False
-    """True if its folder here is a copy, so that even an ended run has results to bring."""
+    """True if its local folder is a copy, so that even an ended run has results to fetch."""
     force_s: ClassVar[float] = math.inf
-    """Time that a stop at once may take before the run is `overdue`."""
+    """Time that a forced stop may take before the run is `overdue`."""
 
     @abstractmethod
     def look(
@@ -81,88 +81,88 @@ class SiteRun(ABC):
         say: Callable[[str], None] = lambda _: None,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> RunPoll:
-        """Bring what is new here; a site that must wait for a connection does until interrupted."""
+        """Fetch new data; a site that has to wait for a connection waits until interrupted."""
 
     @abstractmethod
     def signal(self, number: Signals, request: StopRequest) -> bool:
-        """Ask for a stop, by SIGTERM or at once by FORCE_SIGNAL; return whether the run lives."""
+        """Request a stop by SIGTERM, or force it by FORCE_SIGNAL; return True if the run lives."""
 
     @abstractmethod
     def bring_home(self, *, at_once: bool = False) -> CollectResult:
-        """Collect results and end what is left of the run; with `at_once`, let no rank save."""
+        """Collect results and end remaining processes; with `at_once`, ranks may not save."""
 
     def start_line(self) -> str | None:
-        """Return what `run` prints once the run is started; None where the site has said it."""
+        """Return the line that `run` prints after the start; None if the site has printed it."""
         return f"run {self.paths.run_id}: {self.where}; everything in {self.paths.root}"
 
     def detached(self) -> str | None:
-        """Return words for a command that leaves the run; None where it has ended already."""
+        """Return the message of a command that leaves the run; None if the run has ended."""
         return f"detached; {how_to_attach(self.paths)}"
 
     @contextmanager
     def watched(self, node: str | None = None) -> Iterator[Callable[[], bool]]:
-        """Yield a function that brings what is new here and returns whether the run goes on.
+        """Yield a function that fetches new data and returns whether the run is alive.
 
-        `node` is the one besides the head whose files are wanted; None stands for all nodes.
+        `node` is the node, in addition to the head, whose files are needed; None for all nodes.
         """
-        said: set[str] = set()
-        yield lambda: looks_alive(self, said)
+        printed: set[str] = set()
+        yield lambda: looks_alive(self, printed)
 
     @contextmanager
     def followed(self, say: Callable[[str], None]) -> Iterator[None]:
-        """Do, until the exit, what only a command that follows the run to its end does."""
+        """Run the background work of a command that follows the run, until the exit."""
         yield
 
     def ended_as(self) -> str:
-        """Return words to follow `run ID is not running`."""
+        """Return the text that follows `run ID is not running`."""
         return f": {self.where} has ended"
 
     def result_line(self) -> str | None:
-        """Return a stopped run's result as one line; None for all that `run` prints at an end."""
+        """Return a stopped run's result as one line; None for the full result table."""
         return None
 
     def end_without_record(self) -> tuple[int, str] | None:
-        """Return exit code and words of a run that ended before it could leave its own, or None."""
+        """Return exit code and message of a run that ended without a record, or None."""
         return None
 
     def abandon(self) -> str:
-        """End a run that does not stop when it is asked; return what was done about it."""
+        """End a run that does not stop on request; return a message about what was done."""
         self.signal(FORCE_SIGNAL, StopRequest())
-        return "it was told to end at once"
+        return "it was ended by force"
 
     def overdue(self, waited_s: float, *, force: bool, talk: Console) -> None:
-        """End a run that has not stopped in its time, or raise RankLostError with what to do."""
+        """End a run that has not stopped in time, or raise RankLostError with a fix."""
         waited = f"run {self.paths.run_id} has not ended within {waited_s:.0f} s"
         raise RankLostError(f"{waited}: {self.abandon()}.")
 
     def close(self) -> None:
-        """Let go of connections and locks; the run goes on."""
+        """Close connections and release locks; the run continues."""
         return
 
 
 def how_to_attach(paths: RunPaths) -> str:
-    """Return the commands that follow and end a run which nobody follows now."""
+    """Return the commands that follow and end a detached run."""
     return (
-        f"run {paths.run_id} goes on. Follow it with: {run_command('attach', paths)}; end it with: "
-        f"{run_command('stop', paths)}"
+        f"run {paths.run_id} continues. Follow it with: {run_command('attach', paths)}; end it "
+        f"with: {run_command('stop', paths)}"
     )
 
 
-def looks_alive(run: SiteRun, said: set[str]) -> bool:
-    """Return whether a run goes on; print each warning that is not in `said`, once."""
-    seen = run.look()
-    for sentence in seen.news:
-        if sentence.startswith("warning: ") and sentence not in said:
-            said.add(sentence)
+def looks_alive(run: SiteRun, printed: set[str]) -> bool:
+    """Poll a run and return whether it is alive; print each new warning once."""
+    result = run.look()
+    for sentence in result.news:
+        if sentence.startswith("warning: ") and sentence not in printed:
+            printed.add(sentence)
             text_console(stderr=True).print(f"{sentence} (run {run.paths.run_id})")
-    return seen.alive
+    return result.alive
 
 
-UnderWay = Callable[[], SiteRun | None]
+FindActiveRun = Callable[[], SiteRun | None]
 
 
 class Site(ABC):
-    """A place where runs live: one file of `payload/orchestrate/sites` with a class below."""
+    """A place where runs execute: one file of `payload/orchestrate/sites` with a subclass."""
 
     uses_this_environment: ClassVar[bool] = False
     """True if ranks use the packages and the model cache of this process."""
@@ -173,80 +173,80 @@ class Site(ABC):
         return file_name(self)
 
     def check(self, config: RunConfig, env: Mapping[str, str]) -> ResolvedPlacement | None:
-        """Return what is decided before the start; None where the nodes are not known yet.
+        """Return the decisions before the start; None if the nodes are not known yet.
 
-        Raises ConfigError or PreflightError for what would fail there later.
+        Raises ConfigError or PreflightError for settings that would fail on the nodes.
         """
         return None
 
     def hold_to_resume(
-        self, paths: RunPaths, under_way: UnderWay, held: ExitStack, talk: Console
+        self, paths: RunPaths, find_active_run: FindActiveRun, held: ExitStack, talk: Console
     ) -> None:
         """Keep other commands from starting the run until `held` is closed.
 
-        Raises ConfigError where one has, and where the run lives elsewhere. `under_way` returns the
-        run if a site has its record.
+        Raises ConfigError if another command has started it, or if the run is on another site.
+        `find_active_run` returns the run if a site has its record.
         """
-        _refuse_to_resume(paths, under_way)
+        _refuse_to_resume(paths, find_active_run)
         with room_for(paths):
             held.enter_context(starting(paths))
-        _refuse_to_resume(paths, under_way)  # by now another command may have started it
+        _refuse_to_resume(paths, find_active_run)  # another command may have started it in between
 
     @abstractmethod
     def start(self, request: RunRequest) -> SiteRun:
-        """Bring what the run needs there, and start it or have it started."""
+        """Copy the run's inputs to the site, and start the run or submit it."""
 
 
 class NamedSite(Site):
-    """A site that `--site` names, and no inventory is of. Its file has the object `SITE`.
+    """A site that `--site` names and that has no inventory. Its file has the object `SITE`.
 
-    Its run has a record, job.json, with the site's name and the run's number there.
+    Its runs have a record, job.json, with the site's name and the site's number of the run.
     """
 
     @abstractmethod
     def run_of(self, paths: RunPaths, job: RunJob, env: Mapping[str, str]) -> SiteRun:
-        """Return the run that a record is of."""
+        """Return the run of a record."""
 
 
-def _refuse_to_resume(paths: RunPaths, under_way: UnderWay) -> None:
-    """Raise ConfigError for a run that goes on, or that only a cluster has."""
+def _refuse_to_resume(paths: RunPaths, find_active_run: FindActiveRun) -> None:
+    """Raise ConfigError for a run that is active, or that only a cluster has."""
     if is_copy(paths):
         if known_config(paths).storage.address() is None:
             raise ConfigError(
-                f"run {paths.run_id} is on a cluster, this is its copy. Name the cluster with "
+                f"run {paths.run_id} is on a cluster, and this is its copy. Name the cluster with "
                 "--inventory FILE."
             )
         refuse_where_copied_alive(paths)
-    refuse_under_way(paths, under_way)
+    refuse_active(paths, find_active_run)
 
 
-def refuse_under_way(paths: RunPaths, under_way: UnderWay) -> None:
-    """Raise ConfigError for a run that goes on here or in a scheduler's job."""
+def refuse_active(paths: RunPaths, find_active_run: FindActiveRun) -> None:
+    """Raise ConfigError for a run that is active on this machine or in a scheduler's job."""
     if is_supervised(paths):
         raise ConfigError(
-            f"run {paths.run_id} is running. Look at it with: " + run_command("status", paths)
+            f"run {paths.run_id} is running. See its state with: " + run_command("status", paths)
         )
-    there = under_way()
-    if there is not None and there.look().alive:
+    run = find_active_run()
+    if run is not None and run.look().alive:
         raise ConfigError(
-            f"run {paths.run_id} has not ended: {there.where}. Follow it with: "
+            f"run {paths.run_id} has not ended: {run.where}. Follow it with: "
             + run_command("attach", paths)
         )
 
 
 def refuse_where_copied_alive(paths: RunPaths) -> None:
-    """Raise ConfigError for a copy whose run went on when its cluster was last reached."""
+    """Raise ConfigError for a copy whose run was active when its cluster was last reached."""
     mirrored = read_mirrored(paths)
     if mirrored is not None and mirrored.alive:
         raise ConfigError(
-            f"run {paths.run_id} went on on its cluster when that was last reached. Look again "
+            f"run {paths.run_id} was running when its cluster was last reached. Check again "
             f"with: {run_command('status', paths)}. If the cluster is gone, remove "
             f"{mirror_file(paths)}, and resume again."
         )
 
 
 class InventorySite(Site):
-    """A site that an inventory is of, so that a run can be planned before it is started."""
+    """A site with an inventory, so that a run can be planned before it is started."""
 
     @abstractmethod
     def plan(
@@ -257,14 +257,14 @@ class InventorySite(Site):
         vocab_size: int | None,
         placed: ResolvedPlacement | None = None,
     ) -> ResolvedPlan:
-        """Return the plan of a run that is not started; `placed` is what `check` has returned.
+        """Return the plan of a run that is not started; `placed` is the result of `check`.
 
         Raises ConfigError and PreflightError.
         """
 
     @abstractmethod
     def find_run(self, run_id: str | None, *, runs_dir: Path, verb: str) -> SiteRun:
-        """Return a run that is there, whoever started it; without an id, the one under way.
+        """Return a run at the site; without an id, the active one.
 
         `verb` is the command, for messages. Raises UsageError.
         """

@@ -1,1 +1,1 @@
-"""Where a run lives: this machine, or a cluster over SSH."""
+"""Sites where runs execute: this machine, a cluster over SSH, a Slurm cluster."""

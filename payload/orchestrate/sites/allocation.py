@@ -1,7 +1,7 @@
-"""The nodes of a Slurm job as a cluster: what Slurm and the nodes tell of them, and a run's start.
+"""The nodes of a Slurm job as a cluster, and the start of a run in the job.
 
-As a program (`python -m payload.orchestrate.sites.allocation RUN_DIR`) it is what a job of
-`run --site slurm` runs: it plans the run on the nodes that the job got and becomes its supervisor.
+As a program (`python -m payload.orchestrate.sites.allocation --run-dir DIR`) it is the program of a
+job of `run --site slurm`. It plans the run on the job's nodes and becomes its supervisor.
 """
 
 from __future__ import annotations
@@ -45,32 +45,32 @@ from payload.run_record.run_files import DEFAULT_GRACE_S, RunJob, RunPaths, last
 from payload.run_record.run_repair import known_summary, make_room
 
 JOB_ID = "SLURM_JOB_ID"
-_ASK_S = 30.0
-_LOOK_S = 120.0
+_COMMAND_S = 30.0
+_REPORT_S = 120.0
 _RECORD_S = 60.0
-"""A job may begin before the command that submitted it has read its number from sbatch."""
-_LOOK_EVERY_S = 0.5
+"""A job may begin before the submitting command has read its number from sbatch."""
+_POLL_S = 0.5
 _GUESSED_BYTES_PER_S = 1.25e9
-"""10 Gbit/s, as nobody has measured the network between the nodes."""
-_AS_BY = "as by slurm.extra = '--gpus-per-node=1'"
+"""10 Gbit/s, a guess: the network between the nodes was not measured."""
+_EXAMPLE = "for example with slurm.extra = '--gpus-per-node=1'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSight:
+class NodeReport:
     """A node's report about itself, from within the job."""
 
     node: str = checked(pattern=NODE_NAME, wanted="a node name")
     domains: tuple[Domain, ...]
-    """NUMA domains with the cores that the job may use there."""
+    """NUMA domains with the cores that the job may use on the node."""
     memory_bytes: int = checked(low=0)
     interface: str | None
-    """Its network interface on the way to the others."""
+    """Its network interface towards the other nodes."""
     missing: tuple[str, ...] = ()
-    """Folders of the run that it does not see."""
+    """Folders of the run that the node cannot access."""
     nvidia: NvidiaFacts | None = None
-    """The GPUs that the job may use there."""
+    """The GPUs that the job may use on the node."""
     has_gpus: bool = False
-    """True where Slurm says that it gave the job GPUs there."""
+    """True if Slurm reports that the job has GPUs on the node."""
 
 
 class SlurmAccess(LocalAccess):
@@ -82,25 +82,25 @@ class SlurmAccess(LocalAccess):
     launcher = LAUNCHER.name
     link_bytes_per_s = _GUESSED_BYTES_PER_S
 
-    def __init__(self, env: Mapping[str, str], sights: Mapping[str, NodeSight]) -> None:
+    def __init__(self, env: Mapping[str, str], reports: Mapping[str, NodeReport]) -> None:
         super().__init__(env)
-        self._sights = sights
+        self._reports = reports
 
     def interfaces(self, nodes: Sequence[Node]) -> Mapping[str, str]:
-        """Return each node's interface on the way to the others."""
-        return {node.name: self._sights[node.name].interface or LOOPBACK for node in nodes}
+        """Return each node's network interface towards the other nodes."""
+        return {node.name: self._reports[node.name].interface or LOOPBACK for node in nodes}
 
     def free_memory_bytes(self) -> int | None:
         """Return the memory of the node with the least."""
-        return min(sight.memory_bytes for sight in self._sights.values())
+        return min(report.memory_bytes for report in self._reports.values())
 
     def executable(self, launcher: Launcher) -> str:
         """Return the launcher's path.
 
-        Raises PreflightError that says why there is none, and ConfigError for one that would start
-        the ranks here, on a machine that is not the job's.
+        Raises PreflightError if it cannot be used, and ConfigError if it would start the ranks on
+        this machine, which is not a node of the job.
         """
-        if len(self._sights) == 1 and launcher.scheduler is None and self._is_off_head():
+        if len(self._reports) == 1 and launcher.scheduler is None and self._is_off_head():
             raise ConfigError(
                 f"launch.launcher = {launcher.name!r} would start the ranks on {hostname()}, and "
                 f"the job's node is {self._head()}. Use 'auto' or 'srun'."
@@ -108,64 +108,65 @@ class SlurmAccess(LocalAccess):
         return super().executable(launcher)
 
     def supervisor_words(self) -> list[str]:
-        """Return when the job ends, if it does: the run saves before. Raises SlurmError."""
+        """Return the option with the job's end, before which the run saves. Raises SlurmError."""
         ends_unix = job_ends_unix(self._env)
         return [] if ends_unix is None else ["--job-ends", f"{ends_unix:.0f}"]
 
     def reach(self) -> Reach:
-        """Return srun in place of ssh; neither for one node alone, where that is this machine."""
+        """Return srun as the way to the nodes; for a run on this machine alone, loopback."""
         off_head = self._is_off_head()
-        if len(self._sights) == 1 and not off_head:
+        if len(self._reports) == 1 and not off_head:
             return Reach(interface=LOOPBACK)
         srun = require_program("srun", self._env)
         return Reach(
-            interface=self._sights[self._head()].interface or LOOPBACK,
+            interface=self._reports[self._head()].interface or LOOPBACK,
             node_command=NODE_COMMAND,
-            each_node_command=each_node_command(srun, len(self._sights)),
+            each_node_command=each_node_command(srun, len(self._reports)),
             off_head=off_head,
         )
 
     def _head(self) -> str:
-        return next(iter(self._sights))
+        return next(iter(self._reports))
 
     def _is_off_head(self) -> bool:
-        return _name_here(self._env) != self._head()
+        return _own_name(self._env) != self._head()
 
 
 def allocation(env: Mapping[str, str], *, why: str, folders: Sequence[Path] = ()) -> _Allocation:
     """Return the nodes of the job that this process is in.
 
-    Every node must see `folders`. Raises ConfigError outside of a job, and PreflightError.
+    Every node needs access to `folders`. Raises ConfigError outside of a job, and PreflightError.
     """
     job_id, nodelist = env.get(JOB_ID), env.get("SLURM_JOB_NODELIST")
     if not job_id or not nodelist:
         raise ConfigError(
-            f"inventory ({why}): {JOB_ID} is not set, so this is no Slurm job. Submit one with run "
-            "--site slurm, or start this within salloc or sbatch."
+            f"inventory ({why}): {JOB_ID} is not set, so this is not a Slurm job. Submit one "
+            "with run --site slurm, or start this within salloc or sbatch."
         )
-    names = ask(["scontrol", "show", "hostnames", nodelist], env).split()
+    names = run_slurm(["scontrol", "show", "hostnames", nodelist], env).split()
     facts = [
-        fields(line) for line in ask(["scontrol", "show", "node", nodelist, "-o"], env).splitlines()
+        fields(line)
+        for line in run_slurm(["scontrol", "show", "node", nodelist, "-o"], env).splitlines()
     ]
     by_name = {fact.get("NodeName", ""): fact for fact in facts}
     absent = [name for name in names if name not in by_name]
     if not names or absent:
         raise PreflightError(
-            f"Slurm job {job_id}: scontrol does not know {', '.join(absent) or nodelist}. See "
+            f"Slurm job {job_id}: scontrol does not list {', '.join(absent) or nodelist}. See "
             "`scontrol show node`."
         )
     head, others = names[0], names[1:]
     targets = {name: by_name[head]["NodeAddr"] for name in others}
     if others:
         targets[head] = by_name[others[0]]["NodeAddr"]
-    sights = look(names, env, targets=targets, folders=folders)
-    for name, sight in sights.items():
-        if sight.missing:
+    reports = inspect_nodes(names, env, targets=targets, folders=folders)
+    for name, report in reports.items():
+        if report.missing:
             raise PreflightError(
-                f"{name}: it has no {sight.missing[0]}. A Slurm job's nodes share the run's folder "
-                "and its data: put them on the shared file system (--runs-dir, data.dir)."
+                f"{name}: cannot access {report.missing[0]}. A Slurm job's nodes share the run's "
+                "folder and its data: put them on the shared file system (--runs-dir, data.dir)."
             )
-    nodes = tuple(_node(name, by_name[name], sights[name]) for name in names)
+    nodes = tuple(_node(name, by_name[name], reports[name]) for name in names)
     inventory = ClusterInventory(
         cluster=env.get("SLURM_CLUSTER_NAME") or "slurm",
         source="slurm",
@@ -176,57 +177,59 @@ def allocation(env: Mapping[str, str], *, why: str, folders: Sequence[Path] = ()
     chosen = ResolvedInventory(
         inventory=inventory,
         why=f"{why}, job {job_id}",
-        domains={name: sights[name].domains for name in names},
-        gpu_notes=_gpu_notes(sights, has_gpus=True),
-        cuda_notes=_gpu_notes(sights, has_gpus=False),
+        domains={name: reports[name].domains for name in names},
+        gpu_notes=_gpu_notes(reports, has_gpus=True),
+        cuda_notes=_gpu_notes(reports, has_gpus=False),
     )
-    return _Allocation(chosen=chosen, access=SlurmAccess(env, sights))
+    return _Allocation(chosen=chosen, access=SlurmAccess(env, reports))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Allocation:
-    """A job's nodes, and how planning and starting reach them."""
+    """A job's nodes, and the access to them for planning and starting."""
 
     chosen: ResolvedInventory
     access: SlurmAccess
 
 
-def _node(name: str, fact: Mapping[str, str], sight: NodeSight) -> Node:
+def _node(name: str, fact: Mapping[str, str], report: NodeReport) -> Node:
     listed = int(fact.get("RealMemory") or 0) / 1024  # MiB
-    memory_gib = sight.memory_bytes / 2**30
+    memory_gib = report.memory_bytes / 2**30
     node = Node(
         name=name,
         address=fact["NodeAddr"],
         ssh_port=int(fact.get("Port") or 6818),
-        physical_cores=sum(len(domain.cores) for domain in sight.domains),
-        numa_domains=len(sight.domains),
+        physical_cores=sum(len(domain.cores) for domain in report.domains),
+        numa_domains=len(report.domains),
         memory_gib=round(min(memory_gib, listed) if listed > 1 else memory_gib, 1),
     )
-    return node if sight.nvidia is None else with_gpus(node, sight.nvidia)
+    return node if report.nvidia is None else with_gpus(node, report.nvidia)
 
 
-def _gpu_notes(sights: Mapping[str, NodeSight], *, has_gpus: bool) -> tuple[str, ...]:
+def _gpu_notes(reports: Mapping[str, NodeReport], *, has_gpus: bool) -> tuple[str, ...]:
     """Return why no GPU is counted on nodes whose nvidia-smi shows none.
 
-    Of nodes where the job has GPUs, or of the others: Slurm may hide a node's GPUs from a job that
-    asked for none.
+    `has_gpus` selects nodes with or without GPUs in the job: Slurm may hide a node's GPUs from a
+    job that requested none.
     """
     notes = []
-    for sight in sights.values():
-        fault = None if sight.nvidia is None else smi_fault(sight.nvidia)
-        if fault is not None and sight.has_gpus == has_gpus:
-            ask = "" if has_gpus else f"Slurm gave the job none there: ask for some, {_AS_BY}. Or: "
-            notes.append(f"no GPU is counted on {sight.node}: {fault.cause}. {ask}{fault.fix}")
+    for report in reports.values():
+        fault = None if report.nvidia is None else smi_fault(report.nvidia)
+        if fault is not None and report.has_gpus == has_gpus:
+            request = (
+                "" if has_gpus else f"Slurm gave the job no GPU: request some, {_EXAMPLE}. Or: "
+            )
+            notes.append(f"no GPU is counted on {report.node}: {fault.cause}. {request}{fault.fix}")
     return tuple(notes)
 
 
 def fields(line: str) -> dict[str, str]:
-    """Return the words `Name=value` of a line of scontrol."""
-    return dict(word.split("=", 1) for word in line.split() if "=" in word)
+    """Return the `Name=value` fields of a line of scontrol."""
+    return dict(each.split("=", 1) for each in line.split() if "=" in each)
 
 
 def require_program(name: str, env: Mapping[str, str]) -> str:
-    """Return the path of one of Slurm's commands. Raises PreflightError where there is none."""
+    """Return the path of one of Slurm's commands. Raises PreflightError if it is missing."""
     program = shutil.which(name, path=env.get("PATH", os.defpath))
     if program is None:
         raise PreflightError(
@@ -236,8 +239,8 @@ def require_program(name: str, env: Mapping[str, str]) -> str:
     return program
 
 
-def ask(argv: Sequence[str], env: Mapping[str, str], *, timeout_s: float = _ASK_S) -> str:
-    """Return what one of Slurm's commands prints. Raises PreflightError with its last words."""
+def run_slurm(argv: Sequence[str], env: Mapping[str, str], *, timeout_s: float = _COMMAND_S) -> str:
+    """Return the output of a Slurm command. Raises PreflightError with its last line."""
     program = require_program(argv[0], env)
     try:
         done = subprocess.run(
@@ -249,75 +252,77 @@ def ask(argv: Sequence[str], env: Mapping[str, str], *, timeout_s: float = _ASK_
             timeout=timeout_s,
             check=False,
             env=dict(env),
-            # Ctrl-C asks something of us, and is no answer of Slurm's.
+            # Ctrl-C is meant for this program, not for Slurm's command.
             start_new_session=True,
         )
     except subprocess.TimeoutExpired:
         raise PreflightError(
             f"{argv[0]} has not answered within {timeout_s:.0f} s: Slurm's controller is busy or "
-            "down. Try again; see `scontrol ping`."
+            "down. Retry later; see `scontrol ping`."
         ) from None
     if done.returncode:
-        raise SlurmError(argv[0], _last_words(done.stderr or done.stdout))
+        raise SlurmError(argv[0], _last_line(done.stderr or done.stdout))
     return done.stdout
 
 
 class SlurmError(PreflightError):
-    """One of Slurm's commands has failed."""
+    """A Slurm command has failed."""
 
-    def __init__(self, program: str, words: str) -> None:
-        super().__init__(f"{program}: {words}. See `sinfo` and `scontrol ping`.")
-        self.words = words
+    def __init__(self, program: str, message: str) -> None:
+        super().__init__(f"{program}: {message}. See `sinfo` and `scontrol ping`.")
+        self.message = message
 
 
-def _last_words(text: str) -> str:
+def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    words = re.sub(r"^\w+: (?:error: |fatal: )*", "", lines[-1]) if lines else "it printed nothing"
-    return printable(words)[:300].rstrip(".")
+    message = (
+        re.sub(r"^\w+: (?:error: |fatal: )*", "", lines[-1]) if lines else "it printed nothing"
+    )
+    return printable(message)[:300].rstrip(".")
 
 
-def look(
+def inspect_nodes(
     names: Sequence[str],
     env: Mapping[str, str],
     *,
     targets: Mapping[str, str],
     folders: Sequence[Path],
-) -> dict[str, NodeSight]:
-    """Let every node tell what it has, by srun. Raises PreflightError."""
-    told = json.dumps({"targets": targets, "folders": [str(folder) for folder in folders]})
+) -> dict[str, NodeReport]:
+    """Collect a report from every node, through srun. Raises PreflightError."""
+    request = json.dumps({"targets": targets, "folders": [str(folder) for folder in folders]})
     kept = code_environment(launcher_environment(env, {}, keeps=LAUNCHER.keeps))
-    program = module_words("payload.orchestrate.sites.allocation", "--look", told)
-    words = [*each_node_command("srun", len(names)), "--quiet", *program]
-    printed = ask(words, kept, timeout_s=_LOOK_S)
-    sights = {}
+    program = module_words("payload.orchestrate.sites.allocation", "--look", request)
+    argv = [*each_node_command("srun", len(names)), "--quiet", *program]
+    printed = run_slurm(argv, kept, timeout_s=_REPORT_S)
+    reports = {}
     for line in printed.splitlines():
         with suppress(ConfigError):
-            sight = build(NodeSight, parse_json(line, where="srun"), where="srun")
-            sights[sight.node] = sight
-    silent = [name for name in names if name not in sights]
+            report = build(NodeReport, parse_json(line, where="srun"), where="srun")
+            reports[report.node] = report
+    silent = [name for name in names if name not in reports]
     if silent:
         raise PreflightError(
-            f"{', '.join(silent)}: it did not answer through srun. See that {sys.executable} and "
-            "the payload are at the same place on every node."
+            f"{', '.join(silent)}: did not answer through srun. Check that {sys.executable} and "
+            "the payload have the same path on every node."
         )
-    return {name: sights[name] for name in names}
+    return {name: reports[name] for name in names}
 
 
-def _name_here(env: Mapping[str, str]) -> str:
-    """Return this machine's name as Slurm has it; on a login node, which has none, its hostname."""
+def _own_name(env: Mapping[str, str]) -> str:
+    """Return Slurm's name of this machine, or the hostname of a login node."""
     return env.get("SLURMD_NODENAME") or hostname()
 
 
-def sight_here(told: str, env: Mapping[str, str]) -> NodeSight:
-    """Return what this node has of what the job gave it."""
-    raw = json.loads(told)
-    name = _name_here(env)
+def report_of_this_node(request: str, env: Mapping[str, str]) -> NodeReport:
+    """Return this node's report: the resources that the job has on it."""
+    raw = json.loads(request)
+    name = _own_name(env)
     target = raw["targets"].get(name)
     machine = discover()
     cpus = len(os.sched_getaffinity(0))
     threads = max(1, cpus // max(1, machine.num_cores()))
     granted = int(env.get("SLURM_CPUS_ON_NODE") or cpus) // threads
-    return NodeSight(
+    return NodeReport(
         node=name,
         domains=_first_cores(machine.domains, max(1, granted)),
         memory_bytes=machine.memory_bytes,
@@ -329,13 +334,13 @@ def sight_here(told: str, env: Mapping[str, str]) -> NodeSight:
 
 
 def _has_gpus(env: Mapping[str, str]) -> bool:
-    """Return whether Slurm gave this step GPUs here: it says how many, or lists their numbers."""
+    """Return whether Slurm gave this step GPUs: it reports their number, or their indices."""
     listed = any(env.get(name) for name in ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS"))
     return listed or env.get("SLURM_GPUS_ON_NODE", "0") not in ("", "0")
 
 
 def _first_cores(domains: Sequence[Domain], most: int) -> tuple[Domain, ...]:
-    """Return the domains with no more cores than the job has here."""
+    """Return the domains, restricted to the number of cores that the job has on this node."""
     found = []
     for domain in domains:
         cores = domain.cores[:most]
@@ -347,7 +352,7 @@ def _first_cores(domains: Sequence[Domain], most: int) -> tuple[Domain, ...]:
 
 def job_ends_unix(env: Mapping[str, str]) -> float | None:
     """Return when Slurm will kill the job that this process is in; None without a limit."""
-    left = ask(["squeue", "--noheader", "--jobs", env[JOB_ID], "--format", "%L"], env).strip()
+    left = run_slurm(["squeue", "--noheader", "--jobs", env[JOB_ID], "--format", "%L"], env).strip()
     seconds = time_left_s(left)
     return None if seconds is None else time.time() + seconds
 
@@ -362,15 +367,15 @@ def time_left_s(text: str) -> float | None:
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Be a job's program, or one node's answer."""
+    """Run as a job's program, or print one node's report."""
     parser = argparse.ArgumentParser(prog="payload.orchestrate.sites.allocation")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--run-dir", type=Path, metavar="DIR")
-    which.add_argument("--look", metavar="JSON", help="print what this node has")
+    which.add_argument("--look", metavar="JSON", help="print this node's resources")
     parser.add_argument("--grace", type=float, default=DEFAULT_GRACE_S, metavar="SECONDS")
     arguments = parser.parse_args(argv)
     if arguments.look is not None:
-        sys.stdout.write(json.dumps(asdict(sight_here(arguments.look, env))) + "\n")
+        sys.stdout.write(json.dumps(asdict(report_of_this_node(arguments.look, env))) + "\n")
         return ExitCode.OK
     paths = RunPaths(arguments.run_dir.resolve())
     try:
@@ -381,9 +386,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def _own_record(paths: RunPaths, job_id: str | None) -> RunJob:
-    """Return the job's record, which the submitting command writes once it knows the number.
+    """Return the job's record, which the submitting command writes when the number is known.
 
-    Raises UsageError where it does not come.
+    Raises UsageError if the record does not appear.
     """
     deadline = time.monotonic() + _RECORD_S
     while True:
@@ -391,8 +396,10 @@ def _own_record(paths: RunPaths, job_id: str | None) -> RunJob:
         if job is not None and job.job_id == job_id:
             return job
         if job_id is None or time.monotonic() > deadline:
-            raise UsageError(f"{paths.job} is not of Slurm job {job_id}. Submit the run again.")
-        time.sleep(_LOOK_EVERY_S)
+            raise UsageError(
+                f"{paths.job}: not the record of Slurm job {job_id}. Submit the run again."
+            )
+        time.sleep(_POLL_S)
 
 
 def _supervise(paths: RunPaths, env: Mapping[str, str], *, grace_s: float) -> int:
@@ -401,7 +408,7 @@ def _supervise(paths: RunPaths, env: Mapping[str, str], *, grace_s: float) -> in
     config = load_run_config(paths.config)
     summary = known_summary(paths)
     if summary and summary.status == "finished" and summary.steps >= config.train.steps:
-        return ExitCode.OK  # requeued after its end
+        return ExitCode.OK  # requeued after it finished
     data = config.data.folder()
     found = allocation(env, why="run --site slurm", folders=(paths.root, data))
     vocab_size = check_data(
@@ -423,11 +430,11 @@ def _supervise(paths: RunPaths, env: Mapping[str, str], *, grace_s: float) -> in
     write_json(
         paths.job, replace(job, pid=os.getpid(), restarts=int(env.get("SLURM_RESTART_COUNT", 0)))
     )
-    words = ["--run-dir", str(paths.root), "--grace", f"{grace_s:g}"]
-    words += found.access.supervisor_words()
-    # From here on the supervisor takes them, once it is ready.
+    arguments = ["--run-dir", str(paths.root), "--grace", f"{grace_s:g}"]
+    arguments += found.access.supervisor_words()
+    # The supervisor unblocks and handles them once it is ready.
     signal.pthread_sigmask(signal.SIG_BLOCK, control.STOP_SIGNALS)
-    program = module_words("payload.supervise", *words)
+    program = module_words("payload.supervise", *arguments)
     os.execve(program[0], program, code_environment(env))
 
 

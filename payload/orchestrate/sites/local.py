@@ -1,4 +1,4 @@
-"""This machine as a site: the runs whose supervisor is here."""
+"""This machine as a site: the runs whose supervisor is on it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def require_one_machine(chosen: ResolvedInventory) -> None:
 
 
 def require_disk(planned: ResolvedPlan) -> None:
-    """Raise ConfigError where the disk has no room for the run's checkpoints."""
+    """Raise ConfigError if the disk has no space for the run's checkpoints."""
     size = planned.plan.arithmetic.checkpoint_bytes
     require_room(
         planned.paths.root,
@@ -75,7 +75,7 @@ class Local(InventorySite):
     ) -> None:
         """Raise ConfigError for an inventory of several machines.
 
-        `argument` is `--inventory` as it was given, for messages.
+        `argument` is the value of `--inventory`, for messages.
         """
         require_one_machine(chosen)
         self._argument = argument
@@ -107,7 +107,7 @@ class Local(InventorySite):
     def find_run(self, run_id: str | None, *, runs_dir: Path, verb: str) -> SiteRun:
         """Raise UsageError: runs of this machine are found by their folders."""
         raise UsageError(
-            f"--inventory {self._argument}: that is this machine. Leave it out for a run here."
+            f"--inventory {self._argument}: that is this machine. Leave the option out."
         )
 
     def start(self, request: RunRequest) -> SiteRun:
@@ -115,7 +115,7 @@ class Local(InventorySite):
         paths, talk = request.paths, request.talk
         others = running_here(paths.root.parent)
         if others:
-            talk.print(f"note: {', '.join(others)} is running here too and shares the cores")
+            talk.print(f"note: {', '.join(others)} is also running here and shares the cores")
         port = port_of(request.held.enter_context(self._access.reserve_port()))
         planned = resolve(request.to_plan(), self._target(paths, port=port), placed=request.placed)
         require_disk(planned)
@@ -124,7 +124,7 @@ class Local(InventorySite):
         for note in planned.notes():
             talk.print(note)
         with request.folder():
-            # A site's job has ended, a cluster's run comes from its store: it is a run here now.
+            # The run moves to this machine: from a site's job that has ended, or from a store.
             paths.job.unlink(missing_ok=True)
             mirror_file(paths).unlink(missing_ok=True)
             planned.write(paths)
@@ -149,11 +149,11 @@ class Local(InventorySite):
 
 
 class LocalRun(SiteRun):
-    """A run whose supervisor is on this machine, perhaps a child of this process."""
+    """A run whose supervisor is on this machine, possibly as a child of this process."""
 
     every_s = 0.2
     has_job = False
-    # A supervisor that is told to end at once kills for at most ten seconds.
+    # After a forced stop, a supervisor kills for at most ten seconds.
     force_s = 15.0
 
     def __init__(
@@ -164,7 +164,7 @@ class LocalRun(SiteRun):
         supervisor: subprocess.Popen[bytes] | None = None,
         nodes: int = 1,
     ) -> None:
-        """`supervisor` is the one that this command has started, so that the run ends with it."""
+        """`supervisor` is the child that this command has started, so the run ends with it."""
         self.paths, self.nodes, self.where = paths, nodes, "on this machine"
         self.outlives_us = supervisor is None
         self.held = ExitStack()
@@ -177,13 +177,13 @@ class LocalRun(SiteRun):
         say: Callable[[str], None] = lambda _: None,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> RunPoll:
-        """Return whether the supervisor lives; the run's files are here."""
+        """Return whether the supervisor is alive; the run's files are local."""
         if self._supervisor is None:
             return RunPoll(alive=is_supervised(self.paths))
         return RunPoll(alive=self._supervisor.poll() is None)
 
     def signal(self, number: signal.Signals, request: StopRequest) -> bool:
-        """Signal the supervisor, with the request that says who asks."""
+        """Signal the supervisor, with the request that names the sender."""
         if self._supervisor is None:
             return self._access.signal_supervisor(self.paths, [number], request=request)
         with suppress(OSError):
@@ -192,24 +192,24 @@ class LocalRun(SiteRun):
         return self._supervisor.poll() is None
 
     def bring_home(self, *, at_once: bool = False) -> CollectResult:
-        """Return that it does not go on: all of it is here."""
+        """Return that the run has ended: its files are local."""
         return CollectResult(alive=False)
 
     def start_line(self) -> str | None:
-        """Return None: the start has printed more than is known here."""
+        """Return None: the start has already printed everything."""
         return None
 
     def detached(self) -> str | None:
-        """Return words once the supervisor is at work; None where it has ended before."""
+        """Return a message once the supervisor has begun; None if it has ended before."""
         supervisor, deadline = self._supervisor, time.monotonic() + _START_S
-        assert supervisor is not None, "a run that was started here"
+        assert supervisor is not None, "this command has started the run"
         while time.monotonic() < deadline and supervisor.poll() is None:
             state = last_record(RunState, self.paths.state)
             if state is not None and state.supervisor_pid == supervisor.pid:
-                # It outlives this process on purpose; nobody will wait for it here.
+                # It outlives this process on purpose, which does not wait for it.
                 supervisor.returncode = 0
                 look = run_command("status", self.paths)
-                return f"detached. Look with: {look}; also: logs -f, stop"
+                return f"detached. See its state with: {look}; also: logs -f, stop"
             time.sleep(0.05)
         return None
 
@@ -224,13 +224,13 @@ class LocalRun(SiteRun):
         return f"{view.status} after step {view.step}" + (f": {view.error}" if view.error else "")
 
     def end_without_record(self) -> tuple[int, str] | None:
-        """Return how the supervisor ended where it could not say so in the run folder."""
+        """Return how the supervisor ended if it could not record that in the run folder."""
         if self._supervisor is None:
             return None
         paths, status = self.paths, self._supervisor.wait()
         if not paths.root.is_dir():
             return (status if status > 0 else ExitCode.TRAINING), (
-                f"error: {paths.root} was removed while the run went on, with all that it had "
+                f"error: {paths.root} was removed while the run was active, with everything it had "
                 "saved. Start a new run."
             )
         if status < 0:
@@ -239,37 +239,37 @@ class LocalRun(SiteRun):
                 f"({signal.Signals(-status).name}); the ranks save and stop"
             )
         state = last_record(RunState, paths.state)
-        # Without a state of its own, what lies there is the last attempt's.
+        # A state of another supervisor belongs to the last attempt.
         began = state is not None and state.supervisor_pid == self._supervisor.pid
         if began and last_record(Summary, paths.summary) is not None:
             return None
-        said = log_tail(paths.supervisor_log)
-        words = said[-1] if said else f"error: the supervisor ended with {status}"
-        return status or ExitCode.TRAINING, f"{words}\nlog: {paths.supervisor_log}"
+        lines = log_tail(paths.supervisor_log)
+        message = lines[-1] if lines else f"error: the supervisor ended with {status}"
+        return status or ExitCode.TRAINING, f"{message}\nlog: {paths.supervisor_log}"
 
     def overdue(self, waited_s: float, *, force: bool, talk: Console) -> None:
-        """Kill the run's processes where the stop is at once: its supervisor may be frozen."""
+        """Kill the run's processes after a forced stop: its supervisor may be frozen."""
         paths = self.paths
         if not force:
             raise RankLostError(
-                f"run {paths.run_id} has not ended within {waited_s:.0f} s. End it at once, "
+                f"run {paths.run_id} has not ended within {waited_s:.0f} s. To end it immediately, "
                 f"without a checkpoint: {run_command('stop', paths, '--force')}"
             )
         talk.print("its supervisor does not answer: killing it and the run's processes")
         self._access.end_at_once(paths)
         if is_supervised(paths):
             raise RankLostError(
-                f"run {paths.run_id} cannot be ended: its supervisor is no process that this user "
-                "can see here. Stop it where and as whom it was started."
+                f"run {paths.run_id} cannot be ended: its supervisor is not visible to this user. "
+                "Stop it on the machine and as the user that started it."
             )
         before = known_state(paths)
         if before is not None:
             error = (
-                "killed by force, its supervisor did not answer; the last checkpoint is as it was"
+                "killed by force, its supervisor did not answer; the last checkpoint is unchanged"
             )
             ended = replace(before, status="stopped", exit_class=ExitCode.OK.label, error=error)
             write_json(paths.state, ended)
 
     def close(self) -> None:
-        """Let other commands start the run, and the port go."""
+        """Let other commands start the run, and release the port."""
         self.held.close()

@@ -1,4 +1,4 @@
-"""The sites that `--site` names, and the one that has a run."""
+"""The registry of the sites that `--site` names, and the site of a run."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _NOT_SITES = (
     "ssh",
     "ssh_start",
 )
-"""This machine and clusters over SSH are what an inventory says, not `--site`."""
+"""This machine and clusters over SSH are selected by an inventory, not by `--site`."""
 
 
 def site_names() -> list[str]:
-    """Return what `--site` takes, in alphabetical order."""
+    """Return the values of `--site`, in alphabetical order."""
     return member_names(sites, besides=_NOT_SITES)
 
 
 def find_site(name: str) -> NamedSite:
-    """Return the site of that name. Raises ConfigError that lists those that there are."""
+    """Return the site with this name. Raises ConfigError, which lists the known sites."""
     if name not in site_names():
-        raise ConfigError(f"site {name!r}: there is no such site. Use {', '.join(site_names())}.")
+        raise ConfigError(f"site {name!r}: unknown site. Use {', '.join(site_names())}.")
     site: NamedSite = importlib.import_module(f"{sites.__name__}.{name}").SITE
     return site
 
 
 def run_at_site(paths: RunPaths, env: Mapping[str, str]) -> SiteRun | None:
-    """Return the run by the record in its folder; None where no site has it."""
+    """Return the run by the record in its folder; None without a record."""
     job = last_record(RunJob, paths.job)
     return None if job is None else find_site(job.site).run_of(paths, job, env)

@@ -1,6 +1,6 @@
-"""Slurm from a login node: a run becomes a job, which is followed and stopped from here.
+"""Slurm from a login node: a run becomes a job, which local commands follow and stop.
 
-The run folder is on the file system that login node and nodes share, so nothing is copied.
+The run folder is on a file system that login node and nodes share, so nothing is copied.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from payload.orchestrate.runs.launcher_choice import require_launcher_of_jobs
 from payload.orchestrate.runs.mirror import mirror_file
 from payload.orchestrate.runs.run_request import RunRequest
 from payload.orchestrate.runs.site import CollectResult, NamedSite, RunPoll, SiteRun
-from payload.orchestrate.sites.allocation import SlurmError, ask, fields, require_program
+from payload.orchestrate.sites.allocation import SlurmError, fields, require_program, run_slurm
 from payload.run_record.run_files import (
     RunJob,
     RunPaths,
@@ -37,10 +37,10 @@ from payload.run_record.run_lock import FORCE_SIGNAL
 from payload.run_record.run_repair import known_config
 from payload.storage.store_access import require_new_in_store
 
-_ASK_EVERY_S = 3.0
+_QUERY_EVERY_S = 3.0
 _SCRIPT = "job.sbatch"
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD")
-_GOING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
+_ACTIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 _CODES = {
     "CANCELLED": INTERRUPTED,
     "TIMEOUT": ExitCode.BUDGET,
@@ -49,17 +49,17 @@ _CODES = {
     "PREEMPTED": ExitCode.RANK_LOST,
     "OUT_OF_MEMORY": ExitCode.RANK_LOST,
 }
-"""Exit codes of jobs that ended before the run could leave a word."""
+"""Exit codes of jobs that ended before the run could write a record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A job as Slurm has it now."""
+    """The current state of a job in Slurm."""
 
     state: str
-    """Such as PENDING; UNKNOWN where Slurm has forgotten it."""
+    """For example PENDING; UNKNOWN if Slurm no longer lists the job."""
     reason: str = ""
-    """Why it waits, or why it ended."""
+    """Why it is pending, or why it ended."""
     exit_code: int = 0
     nodes: str = ""
     name: str = ""
@@ -68,15 +68,15 @@ class Job:
 
     @property
     def alive(self) -> bool:
-        """Return whether it runs or waits to."""
-        return self.state in _WAITING or self.state in _GOING
+        """Return whether it is running or pending."""
+        return self.state in _WAITING or self.state in _ACTIVE
 
 
 class Slurm(NamedSite):
     """The cluster whose login node this is."""
 
     def check(self, config: RunConfig, env: Mapping[str, str]) -> None:
-        """Raise ConfigError or PreflightError for what would fail in the job after its wait."""
+        """Raise ConfigError or PreflightError for settings that would fail in the queued job."""
         require_launcher_of_jobs(config, nodes=config.slurm.nodes)
         if config.launch.ranks_per_node is not None:
             config.require_even(config.slurm.nodes * config.launch.ranks_per_node)
@@ -106,10 +106,10 @@ class Slurm(NamedSite):
 def render_script(
     paths: RunPaths, config: RunConfig, *, access: LocalAccess, grace_s: float
 ) -> str:
-    """Return the batch script: what the job needs, and the program that plans and supervises.
+    """Return the batch script: the job's options, and the program that plans and supervises.
 
     Raises ConfigError for a folder with a line break or another control character in its name:
-    sbatch and the shell would take what follows it for a line of the script.
+    sbatch and the shell would read the rest of the name as a new line of the script.
     """
     slurm = config.slurm
     options = [
@@ -131,13 +131,13 @@ def render_script(
         if value is not None:
             options.append(f"--{key}={value}")
     options += shlex.split(slurm.extra)
-    words = ["--run-dir", str(paths.root), "--grace", f"{grace_s:g}"]
-    program = module_words("payload.orchestrate.sites.allocation", *words, python=access.python)
+    arguments = ["--run-dir", str(paths.root), "--grace", f"{grace_s:g}"]
+    program = module_words("payload.orchestrate.sites.allocation", *arguments, python=access.python)
     root = access.python_path()
     lines = ["#!/bin/sh", *(f"#SBATCH {shlex.quote(option)}" for option in options)]
     lines += [f"cd {shlex.quote(str(Path.cwd()))} || exit {int(ExitCode.PREFLIGHT)}"]
     lines += [f"export PYTHONPATH={shlex.quote(root)}"] if root else []
-    # In the shell's place: Slurm's signals to the batch script then reach the supervisor.
+    # The program replaces the shell, so Slurm's signals to the batch script reach the supervisor.
     lines += [f"exec {shlex.join(program)}"]
     for line in lines:
         if not PLAIN_TEXT.fullmatch(line):
@@ -149,48 +149,50 @@ def render_script(
 
 
 def _pattern(path: Path) -> str:
-    """Return a path as an option of sbatch, in which % begins a placeholder."""
+    """Return a path as an option of sbatch, in which % starts a placeholder."""
     return str(path).replace("%", "%%")
 
 
 def submit(script: Path, config: RunConfig, env: Mapping[str, str]) -> str:
-    """Hand the script to sbatch; return the job's number. Raises ConfigError, PreflightError."""
+    """Submit the script with sbatch; return the job id. Raises ConfigError, PreflightError."""
     try:
-        printed = ask(["sbatch", "--parsable", str(script)], _outside(code_environment(env)))
+        printed = run_slurm(
+            ["sbatch", "--parsable", str(script)], _without_job_options(code_environment(env))
+        )
     except SlurmError as error:
-        raise ConfigError(_refusal(error.words, config, env)) from None
+        raise ConfigError(_refusal(error.message, config, env)) from None
     job_id = printed.strip().partition(";")[0]
     if not re.fullmatch(r"\d{1,20}", job_id):
-        raise PreflightError(f"sbatch printed {job_id!r} in place of a job's number.")
+        raise PreflightError(f"sbatch printed {job_id!r} instead of a job id.")
     return job_id
 
 
-def _outside(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without another job's options, which sbatch would take for ours."""
+def _without_job_options(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without another job's options, which sbatch would apply to ours."""
     prefixes = ("SLURM_JOB", "SLURM_STEP", "SLURM_TASK", "SLURM_MEM", "SLURM_CPU", "SBATCH_")
     return {name: value for name, value in env.items() if not name.startswith(prefixes)}
 
 
-def _refusal(words: str, config: RunConfig, env: Mapping[str, str]) -> str:
-    """Return why sbatch refused, with the setting that it is about."""
-    slurm, said = config.slurm, words.removeprefix("Batch job submission failed: ")
-    lowered = said.lower()
+def _refusal(text: str, config: RunConfig, env: Mapping[str, str]) -> str:
+    """Return an error for sbatch's refusal that names the responsible setting."""
+    slurm, message = config.slurm, text.removeprefix("Batch job submission failed: ")
+    lowered = message.lower()
     if "partition" in lowered and "node" not in lowered:
         try:
-            known = ask(["sinfo", "--noheader", "--format", "%R"], env).split()
+            known = run_slurm(["sinfo", "--noheader", "--format", "%R"], env).split()
         except PreflightError:
             known = []
         listed = f" This cluster has {', '.join(known)}." if known else " See `sinfo`."
-        return f"slurm.partition = {slurm.partition!r}: {said}.{listed}"
+        return f"slurm.partition = {slurm.partition!r}: {message}.{listed}"
     for key in ("account", "qos", "time"):
         if key in lowered and getattr(slurm, key) is not None:
-            return f"slurm.{key} = {getattr(slurm, key)!r}: {said}. Correct it, or leave it out."
+            return f"slurm.{key} = {getattr(slurm, key)!r}: {message}. Correct it, or remove it."
     if "node" in lowered or "cpu" in lowered:
         return (
             f"slurm.nodes = {slurm.nodes}, slurm.cpus_per_node = {slurm.cpus_per_node or 'none'}: "
-            f"{said}. Ask for what `sinfo` shows."
+            f"{message}. Request only what `sinfo` lists."
         )
-    return f"sbatch refused the job: {said}. Correct the settings of [slurm]."
+    return f"sbatch refused the job: {message}. Correct the settings of [slurm]."
 
 
 class SlurmRun(SiteRun):
@@ -207,23 +209,25 @@ class SlurmRun(SiteRun):
         self.where = f"job {job_id} on {slurm.nodes} node(s) of {part}"
         self._env = env
         self._job = Job(state="PENDING")
-        self._asked_s = float("-inf")
+        self._queried_s = float("-inf")
 
     def job(self) -> Job:
-        """Ask Slurm how the job is. Raises PreflightError."""
+        """Query the job's state. Raises PreflightError."""
         try:
-            return _of_scontrol(ask(["scontrol", "show", "job", "-o", self.job_id], self._env))
+            return _of_scontrol(
+                run_slurm(["scontrol", "show", "job", "-o", self.job_id], self._env)
+            )
         except SlurmError as error:
-            # A controller that cannot be reached says nothing of the job.
-            if "invalid job id" not in error.words.lower():
+            # An unreachable controller gives no information about the job.
+            if "invalid job id" not in error.message.lower():
                 raise
-            # scontrol forgets a job some minutes after its end; accounting does not.
+            # scontrol forgets a job some minutes after it ends; accounting does not.
             return self._of_accounting()
 
     def _of_accounting(self) -> Job:
-        words = ["sacct", "--noheader", "--allocations", "--parsable2", "--jobs", self.job_id]
+        argv = ["sacct", "--noheader", "--allocations", "--parsable2", "--jobs", self.job_id]
         try:
-            printed = ask([*words, "--format", "State,ExitCode"], self._env)
+            printed = run_slurm([*argv, "--format", "State,ExitCode"], self._env)
         except PreflightError:
             printed = ""
         state, _, code = (printed.strip().splitlines() or [""])[-1].partition("|")
@@ -235,24 +239,24 @@ class SlurmRun(SiteRun):
         say: Callable[[str], None] = lambda _: None,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> RunPoll:
-        """Ask Slurm every few seconds; the run's files are here anyway."""
-        if time.monotonic() - self._asked_s < _ASK_EVERY_S:
+        """Query Slurm every few seconds; the run's files are on a shared file system."""
+        if time.monotonic() - self._queried_s < _QUERY_EVERY_S:
             return RunPoll(alive=self._job.alive)
-        self._asked_s = time.monotonic()
+        self._queried_s = time.monotonic()
         try:
             self._job = self.job()
         except PreflightError as error:
-            if self._has_left_its_word():
+            if self._has_recorded_end():
                 return RunPoll(alive=False)
-            return RunPoll(alive=True, news=[f"warning: {error} How the job is, is not known."])
-        return RunPoll(alive=self._job.alive, news=_news(self.job_id, self._job))
+            return RunPoll(alive=True, news=[f"warning: {error} The job's state is unknown."])
+        return RunPoll(alive=self._job.alive, news=_messages(self.job_id, self._job))
 
     def signal(self, number: signal.Signals, request: StopRequest) -> bool:
-        """Let the job's supervisor save and stop; a job that has not begun is cancelled."""
+        """Have the job's supervisor save and stop; a pending job is cancelled."""
         try:
             job = self.job()
         except PreflightError:
-            if self._has_left_its_word():
+            if self._has_recorded_end():
                 return False
             raise
         if not job.alive:
@@ -271,44 +275,44 @@ class SlurmRun(SiteRun):
     def _cancel(self, *options: str) -> None:
         """Call scancel for the run's job.
 
-        Raises ConfigError where the job of that number is another one: job.json may be a copy or
-        somebody else's, and Slurm takes numbers again.
+        Raises ConfigError if the job with that id is not this run's: job.json may be a copy or
+        another user's, and Slurm reuses ids.
         """
         job, script = self.job(), self.paths.root / _SCRIPT
         if job.name != self.paths.run_id or Path(job.script).resolve() != script.resolve():
             raise ConfigError(
                 f"{self.paths.job}: Slurm's job {self.job_id} is {shown_name(job.name)} of "
-                f"{shown_name(job.script)}, and not this run's. It is left alone. If the run has "
-                f"no job, remove {self.paths.job}; to end that one: scancel {self.job_id}"
+                f"{shown_name(job.script)}, not this run's, so it is not cancelled. If the run has "
+                f"no job, remove {self.paths.job}; to end that job: scancel {self.job_id}"
             )
-        ask(["scancel", *options, self.job_id], self._env)
-        self._asked_s = float("-inf")
+        run_slurm(["scancel", *options, self.job_id], self._env)
+        self._queried_s = float("-inf")
 
     def abandon(self) -> str:
-        """Let Slurm end the job."""
+        """Cancel the job."""
         self._cancel()
-        return f"job {self.job_id} was cancelled; the last checkpoint is as it was"
+        return f"job {self.job_id} was cancelled; the last checkpoint is unchanged"
 
     def bring_home(self, *, at_once: bool = False) -> CollectResult:
-        """Return whether the job goes on; its files are here."""
+        """Return whether the job is active; its files need no copy."""
         try:
             return CollectResult(alive=self.job().alive)
         except PreflightError:
-            return CollectResult(alive=False)  # `look` has seen its end
+            return CollectResult(alive=False)  # `look` has seen the job end
 
-    def _has_left_its_word(self) -> bool:
-        """Return whether the job's supervisor has ended the run, so that Slurm need not say so.
+    def _has_recorded_end(self) -> bool:
+        """Return whether the supervisor's record shows the run's end, so Slurm need not confirm it.
 
-        A lost rank is no such end: Slurm may have queued the job again.
+        A lost rank does not count: Slurm may have queued the job again.
         """
         record, state = last_record(RunJob, self.paths.job), last_record(RunState, self.paths.state)
         if record is None or state is None or record.pid is None:
             return False
-        is_its_own = state.supervisor_pid == record.pid
-        return is_its_own and state.exit_class not in (None, ExitCode.RANK_LOST.label)
+        is_own = state.supervisor_pid == record.pid
+        return is_own and state.exit_class not in (None, ExitCode.RANK_LOST.label)
 
     def end_without_record(self) -> tuple[int, str] | None:
-        """Return how the job ended, where it ended before its supervisor left a word."""
+        """Return the job's end if it ended before its supervisor could write a record."""
         record, state = last_record(RunJob, self.paths.job), last_record(RunState, self.paths.state)
         pid = None if record is None else record.pid
         if pid is not None and state is not None and state.supervisor_pid == pid:
@@ -317,13 +321,13 @@ class SlurmRun(SiteRun):
         if job.state == "CANCELLED":
             return INTERRUPTED, f"job {self.job_id} was cancelled before the run began"
         if job.state in _CODES:
-            words = f"job {self.job_id} ended before the run began: {job.state}"
-            return int(_CODES[job.state]), f"error: {words}{_reason(job)}"
-        said = log_tail(self.paths.supervisor_log)
+            message = f"job {self.job_id} ended before the run began: {job.state}"
+            return int(_CODES[job.state]), f"error: {message}{_reason(job)}"
+        lines = log_tail(self.paths.supervisor_log)
         known = {int(code) for code in ExitCode if code != ExitCode.OK}
         code = job.exit_code if job.exit_code in known else int(ExitCode.PREFLIGHT)
-        words = said[-1] if said else f"error: job {self.job_id} ended as {job.state}"
-        return code, f"{words}\nlog: {self.paths.supervisor_log}"
+        message = lines[-1] if lines else f"error: job {self.job_id} ended as {job.state}"
+        return code, f"{message}\nlog: {self.paths.supervisor_log}"
 
     def _killed(self) -> tuple[int, str]:
         job = self._job
@@ -331,13 +335,13 @@ class SlurmRun(SiteRun):
         code = ExitCode.RANK_LOST if code == INTERRUPTED else code
         return int(code), (
             f"error: job {self.job_id} was killed by Slurm ({job.state}{_reason(job)}) before the "
-            "run could save; it goes on from its last checkpoint"
+            "run could save; a resume continues from its last checkpoint"
         )
 
 
 def _of_scontrol(line: str) -> Job:
     found = fields(line)
-    # A path may have blanks. The script that a submitted one was copied to has no other field here.
+    # A path may contain blanks. In this output, Command is followed by WorkDir.
     script = re.search(r" Command=(.*?) WorkDir=", line)
     return Job(
         state=found.get("JobState", "UNKNOWN"),
@@ -350,7 +354,7 @@ def _of_scontrol(line: str) -> Job:
 
 
 def _status(text: str) -> int:
-    """Return the status of Slurm's `status:signal`."""
+    """Return the status part of Slurm's `status:signal`."""
     status = text.partition(":")[0]
     return int(status) if status.isdecimal() else 0
 
@@ -361,17 +365,17 @@ def _reason(job: Job) -> str:
 
 _REASONS = {
     "Resources": "no nodes are free yet",
-    "Priority": "other jobs are before it",
-    "BeginTime": "Slurm has queued it again, and waits a while",
-    "PartitionConfig": "the partition never allows so much: cancel it, and ask for less",
-    "PartitionNodeLimit": "the partition never allows so many nodes: cancel it, ask for fewer",
-    "PartitionTimeLimit": "the partition never allows so long: cancel it, and lower slurm.time",
+    "Priority": "other jobs have a higher priority",
+    "BeginTime": "Slurm has requeued it, and waits before it starts",
+    "PartitionConfig": "the partition never allows this size: cancel the job, and request less",
+    "PartitionNodeLimit": "the partition never allows this many nodes: cancel it, request fewer",
+    "PartitionTimeLimit": "the partition never allows this time: cancel it, and lower slurm.time",
     "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved",
 }
 
 
-def _news(job_id: str, job: Job) -> Sequence[str]:
-    """Return what the operator should know of a job that waits, or has begun."""
+def _messages(job_id: str, job: Job) -> Sequence[str]:
+    """Return a message for the operator about a job that is pending or has started."""
     if job.state in _WAITING:
         reason = job.reason.partition(",")[0]
         meaning = f": {_REASONS[reason]}" if reason in _REASONS else ""

@@ -1,4 +1,4 @@
-"""Clusters over SSH as a site: a run is checked, brought to the nodes and started on the head."""
+"""Clusters over SSH as a site: a run is checked, copied to the nodes and started on the head."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from payload.orchestrate.machine_profiles.node_uploads import ask_nodes, bring_c
 from payload.orchestrate.machine_profiles.offline_plan import plan_dry_run
 from payload.orchestrate.preflight.checks import check_cluster, lock_sha
 from payload.orchestrate.preflight.report import Report, try_if_new, with_known_trial
-from payload.orchestrate.runs.mirror import take_hashes
+from payload.orchestrate.runs.mirror import merge_hashes
 from payload.orchestrate.runs.planning import PlanTarget, resolve, resolve_placement
-from payload.orchestrate.runs.remote_run import RemoteRun, hashes_there, require_own_there
+from payload.orchestrate.runs.remote_run import RemoteRun, remote_hashes, require_own_remote
 from payload.orchestrate.runs.resolved_plan import NodeCopies, ResolvedPlacement, ResolvedPlan
 from payload.orchestrate.runs.run_index import is_copy, require_new, room_for
 from payload.orchestrate.runs.run_request import RunRequest
 from payload.orchestrate.runs.site import (
+    FindActiveRun,
     InventorySite,
     SiteRun,
-    UnderWay,
-    refuse_under_way,
+    refuse_active,
     refuse_where_copied_alive,
 )
 from payload.orchestrate.sites.ssh_run import ClusterRun, adopted, is_copy_of
@@ -78,9 +78,9 @@ class Ssh(InventorySite):
         ssh_key: Path | None = None,
         quick: bool = False,
     ) -> None:
-        """`argument` is `--inventory` as it was given, for messages.
+        """`argument` is the value of `--inventory`, for messages.
 
-        `quick` leaves out the trial of nodes that were not tried yet.
+        `quick` skips the trial of nodes that were not tried yet.
         """
         self._chosen = chosen
         self._argument = argument or "stack"
@@ -91,19 +91,19 @@ class Ssh(InventorySite):
         self._quick = quick
 
     def check(self, config: RunConfig, env: Mapping[str, str]) -> ResolvedPlacement:
-        """Return what is decided before the start; devices are the nodes' to tell.
+        """Return the decisions before the start; devices are checked on the nodes.
 
-        Raises ConfigError for what would fail on the cluster.
+        Raises ConfigError for settings that would fail on the cluster.
         """
         return resolve_placement(config, self._chosen)
 
     def hold_to_resume(
-        self, paths: RunPaths, under_way: UnderWay, held: ExitStack, talk: Console
+        self, paths: RunPaths, find_active_run: FindActiveRun, held: ExitStack, talk: Console
     ) -> None:
-        """Raise ConfigError for another cluster's run; the head keeps others from starting it."""
-        with room_for(paths), starting(paths):  # the head knows nothing of a start here
-            refuse_under_way(paths, under_way)
-        _refuse_another_place(paths, self._inventory, talk=talk)
+        """Raise ConfigError for another cluster's run; the head prevents a second start."""
+        with room_for(paths), starting(paths):  # the head has no record of a local start
+            refuse_active(paths, find_active_run)
+        _refuse_another_cluster(paths, self._inventory, talk=talk)
 
     def plan(
         self,
@@ -113,7 +113,7 @@ class Ssh(InventorySite):
         vocab_size: int | None,
         placed: ResolvedPlacement | None = None,
     ) -> ResolvedPlan:
-        """Return the plan of a run that is not started; no node is asked."""
+        """Return the plan of a run that is not started; no node is contacted."""
         return plan_dry_run(
             paths.run_id,
             config,
@@ -125,14 +125,13 @@ class Ssh(InventorySite):
         )
 
     def start(self, request: RunRequest) -> SiteRun:
-        """Check the cluster, bring what it lacks, and start the supervisor on its head.
+        """Check the cluster, copy what it lacks, and start the supervisor on its head.
 
-        Connects once more where a connection breaks while the run is staged on the nodes: not
-        during the checks, and not at the start itself. Returns the run that is on the cluster
-        already where there is one.
+        Reconnects once if a connection breaks while the run is staged on the nodes, but not during
+        the checks, and not at the start itself. Returns the active run if the cluster has one.
         """
         placed, local = request.placed, LocalFiles.of(request)
-        assert placed is not None, "the request has what `check` decided"
+        assert placed is not None, "the request has the decisions of `check`"
         key, talk = self._key(), self._talk
         with ExitStack() as held:
             cluster = held.enter_context(self._connect(key))
@@ -142,8 +141,8 @@ class Ssh(InventorySite):
             try:
                 staged = stage(cluster)
             except (ConnectionLostError, NodesError) as error:
-                talk.print(f"note: {lost_connections(error)}. Connecting once more.")
-                # What has arrived stays, but for the key: the second attempt may fail early.
+                talk.print(f"note: {lost_connections(error)}. Reconnecting.")
+                # Uploaded files stay, except for the key: the second attempt may fail early.
                 held.close()
                 cluster = held.enter_context(self._connect(key))
                 remove_key(cluster, name, talk)
@@ -151,21 +150,21 @@ class Ssh(InventorySite):
             if staged.claim.running is None:
                 start_supervisor(staged.run, cluster, grace_s=request.grace_s, name=name, talk=talk)
                 return ClusterRun(staged.run, talk=talk)
-        theirs = RunPaths(request.paths.root.parent / staged.claim.running)
-        return self._under_way(theirs, home=staged.home, key=key)
+        other_paths = RunPaths(request.paths.root.parent / staged.claim.running)
+        return self._active_run(other_paths, home=staged.home, key=key)
 
-    def _under_way(self, theirs: RunPaths, *, home: PurePosixPath, key: Path) -> ClusterRun:
-        """Return the run that is on the cluster already, in place of one that was not started."""
-        run_id = theirs.run_id
-        if not is_copy_of(theirs, self._inventory):
+    def _active_run(self, other_paths: RunPaths, *, home: PurePosixPath, key: Path) -> ClusterRun:
+        """Return the run that is active on the cluster, if it can be followed from here."""
+        run_id = other_paths.run_id
+        if not is_copy_of(other_paths, self._inventory):
             raise ConfigError(
-                f"run {run_id} is on this cluster, and was not started from here, so nothing was "
-                f"started. Follow it with: {self._how_to_attach(theirs)}"
+                f"run {run_id} is active on this cluster, and was not started from here, so "
+                f"nothing was started. Follow it with: {self._how_to_attach(other_paths)}"
             )
         self._talk.print(
-            f"run {run_id} is on this cluster, so nothing was started; following that one"
+            f"run {run_id} is active on this cluster, so nothing was started; following that run"
         )
-        other = self._adopted(theirs, home=home, key=key)
+        other = self._adopted(other_paths, home=home, key=key)
         other.was_under_way = True
         return other
 
@@ -181,10 +180,10 @@ class Ssh(InventorySite):
         held: ExitStack,
         lost: TileforgeError | None = None,
     ) -> _Staged:
-        """Claim the head for as long as `held` lasts, and bring what the nodes lack.
+        """Claim the head until `held` is closed, and copy what the nodes lack.
 
-        `name` is the attempt's. May be repeated with another connection where the first was `lost`.
-        Brings nothing where a run is under way.
+        `name` is the attempt's. Can be repeated with a new connection after the first was `lost`.
+        Copies nothing if a run is active.
         """
         inventory = self._inventory
         answers = ask_nodes(
@@ -207,7 +206,7 @@ class Ssh(InventorySite):
         found = _other_run(answers[inventory.head.name], request)
         if found is not None:
             return _Staged(run=run, home=home, claim=Claim(name=name, running=found))
-        # Before anything is written or installed: two who resume one run must not mix.
+        # Before anything is written or installed: two commands that resume one run must not mix.
         claim = held.enter_context(
             claimed(
                 cluster,
@@ -222,14 +221,14 @@ class Ssh(InventorySite):
         return _Staged(run=run, home=home, claim=claim)
 
     def find_run(self, run_id: str | None, *, runs_dir: Path, verb: str) -> SiteRun:
-        """Ask the head for a run; without an id, for the one under way. Raises UsageError."""
+        """Find a run on the head; without an id, the active one. Raises UsageError."""
         key = self._key()
         with self._connect(key) as cluster:
             answer = look(cluster.connect(self._inventory.head), this_code(), venv=VENV)
         run_id = run_id or answer.running
         if run_id is None:
             raise UsageError(
-                f"no run is under way on {self._inventory.cluster}. Name one: {verb} RUN."
+                f"no run is active on {self._inventory.cluster}. Name one: {verb} RUN."
             )
         return self._adopted(RunPaths(runs_dir / run_id), home=PurePosixPath(answer.home), key=key)
 
@@ -254,7 +253,7 @@ class Ssh(InventorySite):
         return run_command("attach", paths, "--inventory", self._argument)
 
     def _require_fit(self, cluster: Cluster, config: RunConfig, placement: Placement) -> Report:
-        """Return what the nodes are. Raises ClusterNotReadyError where one is not fit."""
+        """Return the report on the nodes. Raises ClusterNotReadyError if a node is not fit."""
         need = self._chosen.gpu_need(config)
         report = check_cluster(self._inventory, cluster, lock_sha=lock_sha(), need=need)
         if self._quick:
@@ -265,7 +264,7 @@ class Ssh(InventorySite):
             self._talk.print(line)
         if report.exit_code:
             names = ", ".join(report.failing_nodes())
-            raise ClusterNotReadyError(f"nothing was started: {names} not fit", report.exit_code)
+            raise ClusterNotReadyError(f"nothing was started: not fit: {names}", report.exit_code)
         return report
 
     def _prepare(
@@ -279,7 +278,7 @@ class Ssh(InventorySite):
         answers: Answers,
         name: str,
     ) -> None:
-        """Bring code, data, key and run folder to every node; nothing runs yet.
+        """Copy code, data, key and run folder to every node; nothing is started yet.
 
         `name` is the attempt's, which has the claim on the head.
         """
@@ -290,9 +289,9 @@ class Ssh(InventorySite):
         if address is not None:
             new_run = None if request.resumes else request.paths.run_id
             try_store(address, cluster.connect(inventory.head), head, code=code, new_run=new_run)
-        copies = local.bring(cluster, answers, talk=talk)
+        copies = local.upload(cluster, answers, talk=talk)
         for dead in remove_dead_keys(cluster):
-            talk.print(f"note: the key {dead} was left on the nodes; it is gone now")
+            talk.print(f"note: the stale key {dead} was removed from the nodes")
         try:
             lasts_s = key_lasts_s(placed.time_limit)
             run_key = install_run_key(cluster, name=name, lasts_s=lasts_s)
@@ -301,7 +300,7 @@ class Ssh(InventorySite):
             planned = resolve(request.to_plan(), target, placed=placed)
             _write(planned, request, run, cluster, talk=talk)
         except BaseException:
-            # Also at Ctrl-C: nothing else would ever remove it.
+            # Also at Ctrl-C: no later command would remove the key.
             remove_key(cluster, name, talk)
             raise
         for note in planned.notes():
@@ -317,7 +316,7 @@ class Ssh(InventorySite):
     ) -> PlanTarget:
         if head.port is None:
             raise PreflightError(
-                f"{access.head}: it has no free port for the ranks. Stop what holds them."
+                f"{access.head}: has no free port for the ranks. Stop the programs that hold them."
             )
         return PlanTarget(
             chosen=self._chosen,
@@ -331,18 +330,18 @@ class Ssh(InventorySite):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Staged:
-    """A run whose files are on the nodes, unless the claim says that another is under way."""
+    """A run whose files are on the nodes, unless the claim names another active run."""
 
     run: RemoteRun
     home: PurePosixPath
-    """The login's home on the nodes."""
+    """The login's home directory on the nodes."""
     claim: Claim
 
 
 def _access_of(
     report: Report, answers: Answers, *, head: Node, code: Code, run_key: RunKey
 ) -> ClusterAccess:
-    """Return the cluster as its nodes have answered."""
+    """Return the machine profile of the cluster, from its nodes' answers."""
     libraries = {answer.tcmalloc for answer in answers.values()}
     return ClusterAccess(
         interface_of={name: facts.interface for name, facts in report.facts.items()},
@@ -359,13 +358,13 @@ def _access_of(
 def _write(
     planned: ResolvedPlan, request: RunRequest, run: RemoteRun, cluster: Cluster, *, talk: Console
 ) -> None:
-    """Write the run folder on the nodes and here. Raises ConfigError for another run's there."""
+    """Write the run folder on the nodes and locally. Raises ConfigError if it is another run's."""
     with request.folder() as paths:
         own = known_identity(paths)
         head = cluster.connect(cluster.inventory.head)
-        require_own_there(head, run.run_dir, own)
-        hashes = take_hashes(paths, hashes_there(head, run.run_dir))
-        # First there: where a connection breaks, a resumed run's records here stay.
+        require_own_remote(head, run.run_dir, own)
+        hashes = merge_hashes(paths, remote_hashes(head, run.run_dir))
+        # Nodes first: if a connection breaks, a resumed run's local records are unchanged.
         write_on_nodes(planned, cluster, own=own, hashes=hashes, talk=talk)
         for stale in stale_records(request.paths):
             stale.unlink(missing_ok=True)
@@ -374,14 +373,14 @@ def _write(
         run.note(alive=True)
 
 
-def _refuse_another_place(paths: RunPaths, inventory: ClusterInventory, *, talk: Console) -> None:
-    """Raise ConfigError for a run of another place, unless it has ended and is in a store."""
+def _refuse_another_cluster(paths: RunPaths, inventory: ClusterInventory, *, talk: Console) -> None:
+    """Raise ConfigError for a run of another cluster, unless it has ended and is in a store."""
     has_store = known_config(paths).storage.address() is not None
     try:
         was = ClusterInventory.load(paths.inventory)
     except ConfigError as error:
         if is_copy(paths):
-            talk.print(f"warning: {error} The run is taken for one of {inventory.cluster}.")
+            talk.print(f"warning: {error} The run is treated as one of {inventory.cluster}.")
         elif not has_store:
             raise
         return
@@ -390,13 +389,13 @@ def _refuse_another_place(paths: RunPaths, inventory: ClusterInventory, *, talk:
     if not has_store:
         raise ConfigError(
             f"run {paths.run_id} was on {was.cluster}, and its checkpoints are not on "
-            f"{inventory.cluster}. Resume it where it was."
+            f"{inventory.cluster}. Resume it on its own cluster."
         )
     refuse_where_copied_alive(paths)
 
 
 def _other_run(answer: NodeLook, request: RunRequest) -> str | None:
-    """Return the run that the head is busy with. Raises ConfigError for an id that is taken."""
+    """Return the run that is active on the head. Raises ConfigError for an id that is in use."""
     if answer.running is None and not request.resumes:
         require_new(request.paths)
     return answer.running

@@ -1,6 +1,6 @@
-"""A run on a cluster over SSH, as the commands here follow, stop and collect it.
+"""A run on a cluster over SSH, for the local commands that follow, stop and collect it.
 
-Watching goes on through broken connections, and does not hold the run.
+Following survives broken connections, and does not lock the run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,13 @@ from payload.core.errors import (
 from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.follow.follow import Interrupts
 from payload.orchestrate.runs.at_risk import loses_checkpoints
-from payload.orchestrate.runs.mirror import Mirrored, note_collected, read_mirrored
-from payload.orchestrate.runs.remote_run import Look, RemoteRun, planned_run_dir, require_own_there
+from payload.orchestrate.runs.mirror import Mirrored, read_mirrored, record_collected
+from payload.orchestrate.runs.remote_run import (
+    RemoteRun,
+    UpdateResult,
+    planned_run_dir,
+    require_own_remote,
+)
 from payload.orchestrate.runs.site import CollectResult, RunPoll, SiteRun, how_to_attach
 from payload.orchestrate.sites.local_checkpoint_copies import CheckpointCopies
 from payload.orchestrate.ssh.cluster import Cluster
@@ -53,8 +58,8 @@ class ClusterRun(SiteRun):
     def __init__(self, run: RemoteRun, *, talk: Console) -> None:
         self.paths, self.nodes = run.paths, len(run.inventory.nodes)
         self.where = f"on {run.inventory.cluster}"
-        self._said: set[str] = set()
-        """Damage there that was reported."""
+        self._reported: set[str] = set()
+        """Damage on the nodes that was reported."""
         self._run = run
         self._talk = talk
 
@@ -64,14 +69,14 @@ class ClusterRun(SiteRun):
         say: Callable[[str], None] = lambda _: None,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> RunPoll:
-        """Bring the copy up to date; raises SshUnreachableError when that takes too long."""
-        look = patiently(self._run, say=say, interrupted=interrupted)
-        fresh = [problem for problem in look.damaged if problem not in self._said]
-        self._said.update(fresh)
-        return RunPoll(alive=look.alive, news=[f"warning: {problem}" for problem in fresh])
+        """Update the copy; raises SshUnreachableError if that takes too long."""
+        update = update_with_retries(self._run, say=say, interrupted=interrupted)
+        fresh = [problem for problem in update.damaged if problem not in self._reported]
+        self._reported.update(fresh)
+        return RunPoll(alive=update.alive, news=[f"warning: {problem}" for problem in fresh])
 
     def signal(self, number: signal.Signals, request: StopRequest) -> bool:
-        """Signal the supervisor, which may be repeated; once more where a connection has broken."""
+        """Signal the supervisor; retry once on a broken connection, as a repeat is harmless."""
         try:
             return self._run.signal([number], request=request)
         except TileforgeError:
@@ -80,29 +85,29 @@ class ClusterRun(SiteRun):
                 return self._run.signal([number], request=request)
             except TileforgeError as error:
                 raise SshUnreachableError(
-                    f"the stop was not delivered: {error} As far as is known, "
+                    f"the stop was not delivered: {error} By the last known state, "
                     f"{how_to_attach(self.paths)}."
                 ) from None
 
     def bring_home(self, *, at_once: bool = False) -> CollectResult:
-        """Bring the newest checkpoint and every node's logs, and take the run's key away."""
+        """Fetch the newest checkpoint and every node's logs, and remove the run's key."""
         return bring_home(self._run, talk=self._talk, at_once=at_once)
 
     def start_line(self) -> str | None:
-        """Return None: the start has printed more than is known here."""
+        """Return None: the start has already printed everything."""
         return None
 
     def detached(self) -> str | None:
-        """Look once, so that the copy shows the start; return words for who leaves the run."""
-        with suppress(TileforgeError):  # it has started, and goes on without us
+        """Update the copy once, so that it shows the start; return the message for the user."""
+        with suppress(TileforgeError):  # it has started, and continues without us
             self._run.refresh()
         return super().detached()
 
     @contextmanager
     def watched(self, node: str | None = None) -> Iterator[Callable[[], bool]]:
-        """Yield a function that brings what is new here, over one connection.
+        """Yield a function that fetches new data over one connection.
 
-        What was seen to have ended is not asked again.
+        A run that has ended is not polled again.
         """
         mirrored = read_mirrored(self.paths)
         if mirrored is None or not mirrored.alive:
@@ -113,7 +118,7 @@ class ClusterRun(SiteRun):
 
     @contextmanager
     def followed(self, say: Callable[[str], None]) -> Iterator[None]:
-        """Copy the newest checkpoint here now and then, where it would be lost with its machine."""
+        """Copy the newest checkpoint regularly if it would be lost with its machine."""
         if not loses_checkpoints(self._run.inventory.source, known_config(self.paths)):
             yield
             return
@@ -121,7 +126,7 @@ class ClusterRun(SiteRun):
             yield
 
     def ended_as(self) -> str:
-        """Return nothing: what is brought home tells more."""
+        """Return an empty text: collecting prints the details."""
         return ""
 
     def overdue(self, waited_s: float, *, force: bool, talk: Console) -> None:
@@ -137,7 +142,7 @@ class ClusterRun(SiteRun):
 
 
 class EndedCopy(SiteRun):
-    """The copy of a run that has ended, too damaged to find the cluster by; good to be read."""
+    """The copy of a run that has ended, too damaged to find the cluster; it can only be read."""
 
     has_job = False
     is_copied = True
@@ -145,7 +150,7 @@ class EndedCopy(SiteRun):
     where = "on a cluster"
 
     def __init__(self, paths: RunPaths, error: ConfigError) -> None:
-        """`error` is why its cluster cannot be reached."""
+        """`error` is the reason why its cluster cannot be reached."""
         self.paths = paths
         self._error = error
 
@@ -168,43 +173,43 @@ class EndedCopy(SiteRun):
 
     @contextmanager
     def watched(self, node: str | None = None) -> Iterator[Callable[[], bool]]:
-        """Yield a function that says that the run has ended."""
+        """Yield a function that returns False: the run has ended."""
         yield lambda: False
 
 
-def patiently(
+def update_with_retries(
     run: RemoteRun,
     *others: Node,
     say: Callable[[str], None],
     interrupted: Callable[[], bool] = lambda: False,
-) -> Look:
-    """Bring the copy up to date from the head and `others`, reconnecting until the deadline.
+) -> UpdateResult:
+    """Update the copy from the head and `others`, reconnecting until the deadline.
 
-    Raises SshUnreachableError at the deadline, or when the operator does not want to wait for it.
+    Raises SshUnreachableError at the deadline, or when the operator interrupts the wait.
     """
     ends = None
     while True:
         try:
-            return run.look(*others, enough=interrupted)
+            return run.update(*others, enough=interrupted)
         except AnswerError:
-            raise  # asked again, it would say the same
+            raise  # a repeated request would get the same answer
         except (SshUnreachableError, PreflightError) as error:
             run.close()
             if ends is None:
                 ends = time.monotonic() + _RECONNECT_S
-                say(f"connection lost, trying for {_RECONNECT_S:g} s: {error}")
-            words = f"{error} As far as is known, {how_to_attach(run.paths)}."
+                say(f"connection lost, retrying for {_RECONNECT_S:g} s: {error}")
+            message = f"{error} By the last known state, {how_to_attach(run.paths)}."
             retry = time.monotonic() + _RETRY_S
             while time.monotonic() < retry and not interrupted():
                 time.sleep(_TICK_S)
             if time.monotonic() > ends or interrupted():
-                raise SshUnreachableError(words) from None
+                raise SshUnreachableError(message) from None
 
 
 def run_of_copy(
     paths: RunPaths, mirrored: Mirrored, *, env: Mapping[str, str], talk: Console
 ) -> SiteRun:
-    """Return the run whose copy is at `paths`; connections are made when they are needed.
+    """Return the run whose copy is at `paths`; connections are opened when they are needed.
 
     Raises ConfigError for a damaged copy of a run that was alive.
     """
@@ -222,12 +227,12 @@ def remote_run(paths: RunPaths, mirrored: Mirrored, *, env: Mapping[str, str]) -
     if inventory.access.shares_folder:
         raise ConfigError(
             f"{paths.inventory}: access.kind = {inventory.access.kind!r}: the run is on a "
-            "cluster. Put the cluster's inventory there."
+            "cluster. Put the cluster's inventory at that path."
         )
     key = Path(mirrored.ssh_key)
 
     def connect() -> Cluster:
-        # As it is now: another command, or a failure before this one, may have changed it.
+        # Read again: another command, or a failure before this one, may have changed it.
         now = ClusterInventory.load(paths.inventory)
         return Cluster(
             now,
@@ -241,10 +246,7 @@ def remote_run(paths: RunPaths, mirrored: Mirrored, *, env: Mapping[str, str]) -
 
 
 def news_of_head(paths: RunPaths, env: Mapping[str, str]) -> str:
-    """Bring the copy of a run up to date with how its head is reached; return words on what is new.
-
-    They are empty for nothing.
-    """
+    """Update the address of a run's head in its copy; return a message about a change, or ''."""
     # Google's libraries take a second to import.
     from payload.orchestrate.clouds.gcp.head_address import follow_head
 
@@ -260,23 +262,23 @@ def adopted(
     connect: Callable[[], Cluster],
     talk: Console,
 ) -> ClusterRun:
-    """Return a run that the head has, with a copy of it here.
+    """Return a run on the head, with a local copy of it.
 
-    Raises ConfigError where something else lies there, and where the head has another run of its
-    name.
+    Raises ConfigError if the local folder has other files, or if the head has another run with that
+    id.
     """
     exists = paths.root.exists() or paths.root.is_symlink()
     if exists and not is_copy_of(paths, inventory):
         raise ConfigError(
-            f"{paths.root} is no copy of a run on {inventory.cluster}, and stays as it is. Move it "
-            "away, or name another folder with --runs-dir."
+            f"{paths.root} is not a copy of a run on {inventory.cluster}, and is left unchanged. "
+            "Move it away, or name another folder with --runs-dir."
         )
     run_dir = home / NODE_FOLDER / "runs" / paths.run_id
     run = RemoteRun(paths, inventory, run_dir=run_dir, key=key, connect=connect)
     try:
         if exists:
             head = run.cluster.connect(inventory.head)
-            require_own_there(head, run_dir, known_identity(paths))
+            require_own_remote(head, run_dir, known_identity(paths))
         else:
             run.adopt()
     except BaseException:
@@ -297,104 +299,104 @@ def is_copy_of(paths: RunPaths, inventory: ClusterInventory) -> bool:
 
 
 class Watch:
-    """Repeated looks at a run that was alive when it was seen last."""
+    """Repeated updates from a run that was alive at the last contact."""
 
     def __init__(self, run: RemoteRun, nodes: Sequence[Node], *, seen_unix: float) -> None:
         self._run = run
         self._nodes = nodes
         self._seen_unix = seen_unix
         self._talk = text_console(stderr=True)
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._due_s: float | None = None
 
     def __call__(self) -> bool:
-        """Bring the copy up to date; return whether the run is alive, as far as is known.
+        """Update the copy; return whether the run is alive, by the last known state.
 
-        The first time a head that does not answer is no error, as there is the copy to be shown.
-        After that it is waited for, and SshUnreachableError is raised in the end.
+        If the head does not answer the first time, the copy is used as it is. Later updates retry,
+        and finally raise SshUnreachableError.
         """
         if self._due_s is None:
             self._due_s = time.monotonic()
             try:
-                return self._noted(self._run.look(*self._nodes))
+                return self._report(self._run.update(*self._nodes))
             except TileforgeError as error:
                 self._run.close()
                 age = as_clock(time.time() - self._seen_unix)
-                self._talk.print(f"warning: as it was {age} ago: {error}")
+                self._talk.print(f"warning: state of {age} ago: {error}")
                 return True
         time.sleep(max(0.0, self._due_s - time.monotonic()))
-        return self._noted(patiently(self._run, *self._nodes, say=self._talk.print))
+        return self._report(update_with_retries(self._run, *self._nodes, say=self._talk.print))
 
-    def _noted(self, look: Look) -> bool:
-        missed = [f"not all is here: {error}" for error in look.missed.values()]
-        for problem in (*missed, *look.damaged):
-            if problem not in self._said:
-                self._said.add(problem)
+    def _report(self, update: UpdateResult) -> bool:
+        missed = [f"incomplete: {error}" for error in update.missed.values()]
+        for problem in (*missed, *update.damaged):
+            if problem not in self._reported:
+                self._reported.add(problem)
                 self._talk.print(f"warning: {problem}")
-        if look.missed:
-            self._run.close()  # a node that did not answer is otherwise not retried
-        self._due_s = time.monotonic() + (_RETRY_S if look.missed else _POLL_S)
-        return look.alive
+        if update.missed:
+            self._run.close()  # otherwise a node that did not answer is not retried
+        self._due_s = time.monotonic() + (_RETRY_S if update.missed else _POLL_S)
+        return update.alive
 
 
 def bring_home(run: RemoteRun, *, talk: Console, at_once: bool = False) -> CollectResult:
-    """Bring every node's logs and the newest checkpoint; take an ended run's key away.
+    """Fetch every node's logs and the newest checkpoint; remove an ended run's key.
 
-    Ranks whose supervisor died may save first, but not with `at_once`. A worker's failure
-    is reported and hides no other worker's results. Raises the head's own error.
+    Ranks of a killed supervisor may save first, but not with `at_once`. A worker's failure is
+    reported and does not affect the other nodes' results. Raises the head's own error.
     """
     try:
-        # First what is soon done: the rest may take long enough for someone to start the run again.
-        alive, failed = _end_for_good(run, talk=talk, at_once=at_once)
-        missed, unfit = _bring_records(run, talk=talk)
+        # Quick steps first: during the rest, another command may start the run again.
+        alive, failed = _end_processes(run, talk=talk, at_once=at_once)
+        missed, unfit = _fetch_records(run, talk=talk)
         checkpoint = run.collect_checkpoint(say=talk.print)
         if unfit is not None:
             talk.print(f"checkpoint: {checkpoint or 'none yet'}")
             raise unfit
         if not missed and not failed:
-            note_collected(run.paths, checkpoint)
+            record_collected(run.paths, checkpoint)
     except SshUnreachableError as error:
-        raise SshUnreachableError(f"{error} {_how_to_go_on(run)}") from None
+        raise SshUnreachableError(f"{error} {_how_to_resume(run)}") from None
     except KeyboardInterrupt:
-        talk.print(_how_to_go_on(run))
+        talk.print(_how_to_resume(run))
         raise
     if failed or missed:
-        talk.print(f"once it is fixed: {run_command('collect', run.paths)}")
+        talk.print(f"when that is fixed: {run_command('collect', run.paths)}")
     left = [error for error in failed if isinstance(error, RankLostError)]
     return CollectResult(alive=alive, checkpoint=checkpoint, left=left[0] if left else None)
 
 
-def _bring_records(
+def _fetch_records(
     run: RemoteRun, *, talk: Console
 ) -> tuple[Mapping[str, TileforgeError], ConfigError | None]:
-    """Bring logs and records here; return why some node's are not, and why the copy takes none.
+    """Fetch logs and records; return the nodes' errors, and the error of an unwritable copy.
 
-    A copy that cannot be written keeps no checkpoint from coming.
+    A copy that cannot be written does not prevent the fetch of a checkpoint.
     """
     try:
-        look = run.look_at_all()
+        update = run.update_all()
     except ConfigError as unfit:
         return {}, unfit
-    for error in look.missed.values():
-        talk.print(f"warning: not all is here: {error}")
-    for problem in look.damaged:
+    for error in update.missed.values():
+        talk.print(f"warning: incomplete: {error}")
+    for problem in update.damaged:
         talk.print(f"warning: {problem}")
-    return look.missed, None
+    return update.missed, None
 
 
-def _end_for_good(
+def _end_processes(
     run: RemoteRun, *, talk: Console, at_once: bool
 ) -> tuple[bool, list[TileforgeError]]:
     """End the processes of a run that has ended and remove its key.
 
     Returns whether the run is alive after all, and what failed.
 
-    Ctrl-C waits for it: whoever does not come back would leave the key behind.
+    Ctrl-C is delayed until it is done: an interrupted command would leave the key behind.
     """
     failed: list[TileforgeError] = []
     with Interrupts() as interrupts:
         for act in (partial(run.end_leftovers, at_once=at_once, say=talk.print), run.remove_key):
-            # Asked before each, as a run that was started again needs both.
+            # Checked before each step, as a run that was started again needs both.
             if run.is_alive():
                 return True, failed
             try:
@@ -403,11 +405,11 @@ def _end_for_good(
                 failed.append(error)
                 talk.print(f"warning: {error}")
     if not failed:
-        talk.print("no process of it is left on any node, nor its key")
+        talk.print("no process of the run is left on any node, nor its key")
     if interrupts.count:
         raise KeyboardInterrupt
     return False, failed
 
 
-def _how_to_go_on(run: RemoteRun) -> str:
-    return f"What is here stays: {run_command('collect', run.paths)} again goes on from there."
+def _how_to_resume(run: RemoteRun) -> str:
+    return f"The local files stay: {run_command('collect', run.paths)} continues from there."

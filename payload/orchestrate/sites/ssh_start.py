@@ -36,10 +36,10 @@ from payload.run_record.checkpoint_manifest_hashes import HASHES_FILE, ManifestH
 from payload.run_record.run_files import RunPaths
 from payload.run_record.run_identity import RunIdentity
 
-# A machine of ours lives for 30 days at most; on others a run that has no limit may go on for
-# longer, and needs the key again only to bring a lost rank back.
+# Machines that we create run for 30 days at most. On others a run without a limit may run longer,
+# and needs the key again only to restart a lost rank.
 _KEY_LASTS_S = 30 * 86_400.0
-# The budget counts what the run has used; between its parts may be waits for a node.
+# The limit counts the run's own time; waits for a node may come in addition.
 _KEY_MARGIN_S = 86_400.0
 
 
@@ -53,17 +53,17 @@ class ClusterNotReadyError(TileforgeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalFiles:
-    """Files here that the nodes need."""
+    """Local files that the nodes need."""
 
     data: Path
     weights: Weights | None
-    """Initial weights, if they are a folder here."""
+    """Initial weights, if they are a local folder."""
 
     @classmethod
     def of(cls, request: RunRequest) -> LocalFiles:
-        """Return what a run needs. Raises ConfigError.
+        """Return the files that a run needs. Raises ConfigError.
 
-        A resumed run starts from its checkpoint, so that its initial weights may be gone.
+        A resumed run starts from its checkpoint, so its initial weights may be gone.
         """
         init = request.config.model.init
         is_gone = request.resumes and not can_see(home_path(init))
@@ -71,8 +71,8 @@ class LocalFiles:
             data=request.config.data.folder(), weights=None if is_gone else local_weights(init)
         )
 
-    def bring(self, cluster: Cluster, answers: Answers, *, talk: Console) -> NodeCopies:
-        """Bring data and weights to the nodes that lack them; return where they are there."""
+    def upload(self, cluster: Cluster, answers: Answers, *, talk: Console) -> NodeCopies:
+        """Upload data and weights to the nodes that lack them; return the remote paths."""
         nodes, head = cluster.inventory.nodes, cluster.inventory.head
         data = bring_data(nodes, cluster, answers, source=self.data, talk=talk)
         if self.weights is None:
@@ -82,7 +82,7 @@ class LocalFiles:
 
 
 def lost_connections(error: TileforgeError) -> str:
-    """Return which connections broke, and why. Raises `error` where that is not all there is."""
+    """Return which connections broke, and why. Raises `error` if it has other causes too."""
     failures = list(error.failures.values()) if isinstance(error, NodesError) else [error]
     if not all(isinstance(each, ConnectionLostError) for each in failures):
         raise error
@@ -90,7 +90,7 @@ def lost_connections(error: TileforgeError) -> str:
 
 
 def stale_records(paths: RunPaths) -> Iterator[Path]:
-    """Yield records of an earlier attempt, which the copy must not show as this one's."""
+    """Yield records of an earlier attempt, which the copy must not show as this attempt's."""
     yield paths.summary
     yield paths.state
     yield paths.job
@@ -98,7 +98,7 @@ def stale_records(paths: RunPaths) -> Iterator[Path]:
 
 
 def key_lasts_s(limit: TimeLimit | None) -> float:
-    """Return the time for which the nodes trust the run's key, if nobody removes it."""
+    """Return the time for which the nodes accept the run's key, if it is not removed."""
     return _KEY_LASTS_S if limit is None else min(_KEY_LASTS_S, limit.seconds + _KEY_MARGIN_S)
 
 
@@ -110,9 +110,9 @@ def write_on_nodes(
     hashes: ManifestHashes,
     talk: Console,
 ) -> None:
-    """Write the run folder on every node; what lies in a file's place is set aside.
+    """Write the run folder on every node; moves non-regular files aside.
 
-    `own` is the run's identity, and by `hashes` the head knows the checkpoints in the store.
+    `own` is the run's identity; `hashes` lets the head recognise the checkpoints in the store.
     """
     files = {planned.paths.identity.name: own.to_json()}
     if hashes.hashes:
@@ -122,13 +122,13 @@ def write_on_nodes(
     run_dir = PurePosixPath(planned.paths.root)
     python, python_path = planned.plan.program[0], planned.plan.environment["PYTHONPATH"]
 
-    def bring(node: Node) -> list[str]:
+    def write(node: Node) -> list[str]:
         connection = cluster.connect(node)
         moved = make_room_for(connection, run_dir, python=python, python_path=python_path)
         unpack(connection, content, run_dir)
         return moved
 
-    outcomes = on_every_node(planned.inventory.nodes, bring)
+    outcomes = on_every_node(planned.inventory.nodes, write)
     for name, sentences in all_or_raise(outcomes, what="writing the run folder").items():
         for sentence in sentences:
             talk.print(f"warning: {name}: {sentence}")
@@ -137,30 +137,30 @@ def write_on_nodes(
 def start_supervisor(
     run: RemoteRun, cluster: Cluster, *, grace_s: float, name: str, talk: Console
 ) -> None:
-    """Start the supervisor. Raises ClusterNotReadyError where it has not begun."""
+    """Start the supervisor. Raises ClusterNotReadyError if it has not begun."""
     try:
         begun = run.start(grace_s=grace_s, name=name)
     except (KeyboardInterrupt, TileforgeError):
-        # It has a session of its own there, and may begin although nobody waits for it here.
-        talk.print(f"whether the run has begun is not known; if so, {how_to_attach(run.paths)}")
+        # It runs in its own session on the head, and may begin although this command ends.
+        talk.print(f"it is unknown whether the run has begun; if so, {how_to_attach(run.paths)}")
         run.close()
         raise
     if begun.pid is not None:
         return
-    words = begun.said or f"run {begun.running} was started in between"
+    reason = begun.said or f"run {begun.running} was started in between"
     remove_key(cluster, name, talk)
     run.close()
-    raise ClusterNotReadyError(f"the supervisor did not start: {words}", _failure_code(begun))
+    raise ClusterNotReadyError(f"the supervisor did not start: {reason}", _failure_code(begun))
 
 
 def _failure_code(begun: Begun) -> int:
-    """Return how the supervisor ended; a signal has no exit code, and 0 would be no failure."""
+    """Return the supervisor's exit code; PREFLIGHT for a signal, and instead of 0."""
     known = [int(code) for code in ExitCode if code != ExitCode.OK]
     return next((code for code in known if code == begun.status), ExitCode.PREFLIGHT)
 
 
 def remove_key(cluster: Cluster, name: str, talk: Console) -> None:
-    """Revoke an attempt's key; report a failure to do so without hiding the error before it."""
+    """Revoke an attempt's key; report a failure without hiding an earlier error."""
     try:
         remove_run_key(cluster, name)
     except TileforgeError as error:

@@ -1,4 +1,4 @@
-"""The engines' own packages, in an environment that is made once on a machine and then kept."""
+"""The engines' own packages, in an environment that is created once per machine and then kept."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _environment() -> Path:
 def _install(folder: Path) -> None:
     uv = str(Path(sys.executable).with_name("uv"))
     python = str(folder / "bin" / "python")
-    # --relocatable: the folder is renamed when it is whole.
+    # --relocatable: the folder is renamed when it is complete.
     _run([uv, "venv", "-q", "--relocatable", "--allow-existing", "-p", sys.executable, str(folder)])
     _run([uv, "pip", "install", "-q", "--no-deps", "-p", python, "-r", str(REQUIREMENTS)])
 

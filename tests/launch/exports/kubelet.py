@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Return the text with $(NAME) replaced where the name is known; $$ is one dollar.
+    """Return the text with known $(NAME) replaced; $$ escapes a dollar.
 
     Source: third_party/forked/golang/expansion/expand.go of kubernetes.
     """

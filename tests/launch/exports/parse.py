@@ -73,7 +73,7 @@ def _strict(schema: Any) -> Any:
 
 
 def main() -> int:
-    """Read the file and say what is wrong with it."""
+    """Read the file and return its errors."""
     engine, path = sys.argv[1:]
     text = Path(path).read_text(encoding="utf-8")
     {"skypilot": skypilot, "dstack": dstack, "trainjob": trainjob, "mpijob": mpijob}[engine](text)

@@ -183,7 +183,7 @@ def test_the_command_writes_a_file_that_says_how_it_is_started(
     assert exported(*words, "--set", "batch.global_batch_size=24") == ExitCode.OK
     said = capsys.readouterr()
     assert said.out == "" and f"Start it with: dstack apply -f {out}" in said.err
-    assert "has to be in the engine's storage" in said.err
+    assert "must be in the engine's storage" in said.err
     task = yaml.safe_load(out.read_text(encoding="utf-8"))
     assert task["nodes"] == 3 and task["volumes"] == ["runs-${{ dstack.node_rank }}:/mnt/tileforge"]
     assert (
@@ -218,8 +218,8 @@ def test_the_command_writes_a_file_that_says_how_it_is_started(
                 ("sbatch", "-", "a folder", []),
             )
         ),
-        (["--export", "sbatch", "--image", "x"], ExitCode.USAGE, "Leave it out"),
-        (["--export", "mpijob", "--image", "x y"], ExitCode.USAGE, "no image's name"),
+        (["--export", "sbatch", "--image", "x"], ExitCode.USAGE, "Leave --image out"),
+        (["--export", "mpijob", "--image", "x y"], ExitCode.USAGE, "not a valid image name"),
         (["--export", "sbatch", "--nodes", "0"], ExitCode.USAGE, "--nodes 0"),
         (["--export", "sbatch", "--nodes", "7"], ExitCode.CONFIG, "batch.global_batch_size"),
         (["--export", "sbatch", "--out", "/proc/no/x"], ExitCode.USAGE, "--out /proc/no/x"),

@@ -42,15 +42,15 @@ def test_spot_without_a_bucket_is_refused_unless_results_may_be_lost(
     site.configure(cluster="mine", project=PROJECT, spot=spot)
     assert main(["up", "--yes"], site.env) == ExitCode.CONFIG
     last = capsys.readouterr().err.splitlines()[-1]
-    assert f"spot = '{spot}', and bucket is none" in last
+    assert f"spot = '{spot}', and bucket = none" in last
     assert "pulumi config set bucket create" in last and "up --results-may-be-lost" in last
     assert words(site) == []
     assert main(["up", "--dry-run"], site.env) == ExitCode.OK
     assert main(["up", "--yes", "--results-may-be-lost"], site.env) == ExitCode.OK
-    assert "lost with it whenever Google takes the spot machines" in capsys.readouterr().err
+    assert "are lost whenever Google preempts the spot machines" in capsys.readouterr().err
     site.configure(cluster="mine", project=PROJECT, spot=spot, bucket="create")
     assert main(["up", "--yes"], site.env) == ExitCode.OK
-    assert "bucket is none" not in capsys.readouterr().err
+    assert "bucket = none" not in capsys.readouterr().err
 
 
 @pytest.mark.processes
@@ -61,7 +61,7 @@ def test_up_on_demand_says_when_the_checkpoints_end(site: Site, capsys: Capture)
     site.configure(cluster="mine", project=PROJECT, maxLifetime="90m")
     assert main(["up", "--yes"], site.env) == ExitCode.OK
     err = capsys.readouterr().err
-    assert "warning: bucket is none: checkpoints are on the head's disk, and are lost" in err
+    assert "warning: bucket = none: checkpoints are only on the head's disk, and are lost" in err
     assert "at the end of maxLifetime (90m)" in err and "spot" not in err
     warning = cluster_warning({})
     assert warning is not None and f"({ClusterConfig().max_lifetime})" in warning
@@ -102,7 +102,7 @@ def test_the_newest_checkpoint_is_copied_while_a_command_follows_the_run(
     here = run.paths.checkpoints
     own = here / "step_00000001"
     write_checkpoint(own)
-    copies = CheckpointCopies(run, say=said.append, look_s=0.05, every_s=0.05)
+    copies = CheckpointCopies(run, say=said.append, check_s=0.05, every_s=0.05)
     try:
         write_checkpoint(there / "step_00000010")
         wait_until(lambda: (here / "step_00000010").is_dir(), what="the first copy")
@@ -124,7 +124,7 @@ def test_the_newest_checkpoint_is_copied_while_a_command_follows_the_run(
 def test_what_cannot_be_copied_is_said_once_and_leaves_the_copy(run: RemoteRun, head: Sshd) -> None:
     there, said = head.home / "tileforge" / "runs" / "one" / "checkpoints", list[str]()
     write_checkpoint(there / "step_00000010")
-    copies = CheckpointCopies(run, say=said.append, look_s=0.05, every_s=0.05)
+    copies = CheckpointCopies(run, say=said.append, check_s=0.05, every_s=0.05)
     try:
         wait_until(lambda: len(said) == 1, what="the first copy")
         write_checkpoint(there / "step_00000020")
@@ -135,7 +135,7 @@ def test_what_cannot_be_copied_is_said_once_and_leaves_the_copy(run: RemoteRun, 
         time.sleep(0.5)
     finally:
         copies.close()
-    assert said[1].startswith("warning: checkpoint step_00000020 is passed over: ")
+    assert said[1].startswith("warning: checkpoint step_00000020 is skipped: ")
     assert len(said) == 2
     assert (run.paths.checkpoints / "step_00000010" / "manifest.json").is_file()
 

@@ -359,7 +359,7 @@ def test_a_retry_within_one_command_takes_the_new_address(
     run = remote_run(paths, mirrored, env=site.env)
     for _ in range(2):
         with pytest.raises(SshUnreachableError):
-            run.look()
+            run.update()
         run.close()
     assert dialled == ["203.0.113.7", "203.0.113.9"]
 

@@ -1,4 +1,4 @@
-"""Says so where nodes with homes and processes of their own cannot be made."""
+"""Skips the tests of this folder, with a reason, if nodes in namespaces cannot be created."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def _can_make_nodes() -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """Two nodes, and an operator who has trained run `far` on them to its end."""
+    """Two nodes, and an operator who has trained run `far` on them until it finished."""
 
     operator: Operator
     said: str
     """The command's output."""
 
     def on_head(self, name: str) -> Path:
-        """A file of the run as the head has it."""
+        """Return the path of the run's file on the head."""
         return self.operator.nodes.home_of(0) / "tileforge" / "runs" / "far" / name
 
     def forget_others(self) -> None:
@@ -69,7 +69,7 @@ class Trained:
 
 @pytest.fixture
 def trained(trained_once: Trained) -> Iterator[Trained]:
-    """For tests that look at what a run leaves, here and there: each finds it alone."""
+    """For tests that look at a run's leftovers: each test finds no other run."""
     yield trained_once
     trained_once.forget_others()
 

@@ -1,4 +1,4 @@
-"""Nodes with homes and processes of their own: sshd in its own mount and process namespaces.
+"""Nodes in separate namespaces: sshd in its own mount and process namespaces.
 
 Every node has the same paths, as real ones have, and its own files there. Needs root.
 """
@@ -68,12 +68,12 @@ class SeparateNodes(Whole):
     """A cluster of such nodes; a context manager."""
 
     def __init__(self, folder: Path, *, num_nodes: int, linked: bool = False) -> None:
-        """`linked`: each has a network of its own, on a bridge that only `inside` reaches."""
+        """With `linked`, each node has its own network, on a bridge that only `inside` reaches."""
         self.folder = folder
         self.key = folder / "operator_key"
         self.home = folder / "home"
         self.inside: list[str] = []
-        """First words of a command that is to reach the nodes."""
+        """Return the prefix of a command that has to reach the nodes."""
         self.links: list[Link] = []
         self._num_nodes = num_nodes
         self._linked = linked
@@ -100,7 +100,7 @@ class SeparateNodes(Whole):
         return path
 
     def home_of(self, i: int) -> Path:
-        """A node's home as seen from outside."""
+        """Return the path of a node's home as seen from outside."""
         return self.folder / f"node-{i}" / "home"
 
     def log_of(self, i: int) -> str:
@@ -108,7 +108,7 @@ class SeparateNodes(Whole):
         return (self.folder / f"node-{i}" / "sshd.log").read_text(encoding="utf-8")
 
     def processes(self) -> list[str]:
-        """Command lines on all nodes, but for sshd's own."""
+        """Return command lines on all nodes, except sshd's own."""
         return [line for i in range(self._num_nodes) for line in self.processes_of(i)]
 
     def processes_of(self, i: int) -> list[str]:
@@ -116,7 +116,7 @@ class SeparateNodes(Whole):
         return [line for line in self._commands(i).values() if "sshd" not in line]
 
     def cut_sessions(self, i: int) -> None:
-        """End every session that a node's sshd serves, without a word; sshd itself stays."""
+        """Close every session of a node's sshd without notice; sshd itself stays."""
         for process, line in self._commands(i).items():
             if line.startswith("sshd:") and "listener" not in line:
                 os.kill(process, signal.SIGKILL)
@@ -127,7 +127,7 @@ class SeparateNodes(Whole):
         os.kill(process, signal.SIGKILL)
 
     def freeze(self, i: int) -> None:
-        """Stop every process of a node; its kernel goes on to take connections."""
+        """Stop every process of a node; its kernel still accepts connections."""
         self._signal_all(i, signal.SIGSTOP)
 
     def thaw(self, i: int) -> None:
@@ -141,7 +141,7 @@ class SeparateNodes(Whole):
 
     def within(self, i: int, *argv: str) -> None:
         """Run a command with a node's files and processes."""
-        # Not just any sshd: one of a session may end meanwhile.
+        # Any sshd would not do: the sshd of a session may end in between.
         (server,) = [pid for pid, line in self._commands(i).items() if "listener" in line]
         enter = ["nsenter", f"--target={server}", "--mount", "--pid", "--"]
         subprocess.run([*enter, *argv], check=True, stdin=subprocess.DEVNULL)

@@ -77,7 +77,7 @@ def test_a_checkpoint_of_500_mb_arrives_whole_through_three_interruptions(
     wait_for_bytes(0)
     asked_to_end.send_signal(signal.SIGINT)
     code, said = finish(asked_to_end)
-    assert code == 130 and "collect far again goes on from there" in said, said
+    assert code == 130 and "collect far continues from there" in said, said
     assert "tileforge-run:" not in trusted.read_text(encoding="ascii")
     early_bytes = arrived_bytes()
     killed = operator.start("collect", "far")
@@ -90,17 +90,17 @@ def test_a_checkpoint_of_500_mb_arrives_whole_through_three_interruptions(
     nodes.cut_sessions(0)
     code, said = finish(cut)
     assert code == ExitCode.SSH_UNREACHABLE, said
-    assert "node-0" in said and "collect far again goes on from there" in said
+    assert "node-0" in said and "collect far continues from there" in said
     second_bytes = arrived_bytes()
     assert first_bytes + MARK_BYTES < second_bytes < SIZE_BYTES
     third = operator.start("collect", "far")
     asked: set[str] = set()
     while third.poll() is None:
         asked |= set(_ASKED.findall("\n".join(nodes.processes())))
-        time.sleep(0.02)  # what is asked for takes far longer
+        time.sleep(0.02)  # the request takes far longer
     code, said = finish(third)
     assert code == ExitCode.OK and f"checkpoint: {checkpoints / NAME}" in said, said
-    # The node was asked for the rest alone, by the number of its first byte.
+    # Only the rest was requested from the node, by the number of its first byte.
     assert asked == {str(second_bytes + 1)}
     here = checkpoints / NAME
     assert {path.name for path in here.iterdir()} == {path.name for path in large.iterdir()}

@@ -1,4 +1,4 @@
-"""`collect` where the local copy of a run is damaged, and the head's is sound."""
+"""`collect` with a damaged local copy of a run, and an intact one on the head."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ IN_THE_WAY = ("a folder in its place", "a symlink")
 
 
 def another_runs(folder: Path, far: RunPaths) -> Path:
-    """The same files as another run has them."""
+    """The same files of another run."""
     shutil.copytree(far.root, folder, symlinks=True)
     other = RunPaths(folder)
     other.state.write_text(state_text("other"))
@@ -51,7 +51,7 @@ def another_runs(folder: Path, far: RunPaths) -> Path:
 
 
 def older(folder: Path, far: RunPaths) -> Path:
-    """The same files as they were in the middle of the run."""
+    """The same files from the middle of the run."""
     shutil.copytree(far.root, folder, symlinks=True)
     for name in GROWING:
         lines = (folder / name).read_text().splitlines(keepends=True)
@@ -61,7 +61,7 @@ def older(folder: Path, far: RunPaths) -> Path:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_sound_checkpoint_comes_home_to_a_copy_whose_other_files_are_damaged(
+def test_a_valid_checkpoint_is_fetched_to_a_copy_whose_other_files_are_damaged(
     trained: Trained, tmp_path: Path, way: str
 ) -> None:
     far = trained.operator.paths("far")
@@ -81,7 +81,7 @@ def test_a_sound_checkpoint_comes_home_to_a_copy_whose_other_files_are_damaged(
         assert code == ExitCode.CONFIG and len(errors) == 1, said
         return
     assert code == ExitCode.OK and not errors, said
-    # Of a file that grows, only the end is compared with what the head has.
+    # Of a file that grows, only the end is compared with the head's file.
     mended = RECORDS if way == "a bit flipped" else (*RECORDS, *GROWING)
     for name in mended:
         there = trained.on_head(name)

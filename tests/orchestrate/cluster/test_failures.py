@@ -1,4 +1,4 @@
-"""A run whose node is cut off, comes back and dies: real sshd, mpirun and trainer."""
+"""A run whose node is cut off, returns and crashes: real sshd, mpirun and trainer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def operator(tmp_path: Path) -> Iterator[Operator]:
 
 
 def start_run(operator: Operator, run_id: str, *settings: str) -> RunPaths:
-    """Start a run, and wait for a step of it; the folder on the head."""
+    """Start a run, and wait for a step of it; return the folder on the head."""
     code, said = operator.do(*operator.run_words(run_id, *settings), "--detach")
     assert code == ExitCode.OK, said
     paths = RunPaths(operator.nodes.home_of(0) / "tileforge" / "runs" / run_id)
@@ -46,7 +46,7 @@ def wait_for_the_end(paths: RunPaths) -> RunState:
     return state_of(paths)
 
 
-def test_a_run_goes_on_after_a_cut_link_and_ends_with_41_when_the_node_dies(
+def test_a_run_continues_after_a_cut_link_and_ends_with_41_when_the_node_is_gone(
     operator: Operator,
 ) -> None:
     link = operator.nodes.links[1]
@@ -60,7 +60,7 @@ def test_a_run_goes_on_after_a_cut_link_and_ends_with_41_when_the_node_dies(
     wait_until(lambda: bool(state_of(paths).note), what="the verdict", timeout_s=TIMEOUT_S)
     note = str(state_of(paths).note)
     assert "node lost: node-1 cannot be reached" in note, note
-    assert "Seeing whether it can be started again" in note and state_of(paths).attempt == 1
+    assert "Checking whether it can be restarted" in note and state_of(paths).attempt == 1
     assert not [line for line in operator.nodes.processes_of(0) if "payload.train" in line]
     seen = last_step(paths)
     link.plug()
@@ -70,7 +70,7 @@ def test_a_run_goes_on_after_a_cut_link_and_ends_with_41_when_the_node_dies(
         timeout_s=TIMEOUT_S,
     )
     note = str(state_of(paths).note)
-    assert "Going on from checkpoint step_" in note and "(restart 1 of 1)" in note
+    assert "Continuing from checkpoint step_" in note and "(restart 1 of 1)" in note
     operator.nodes.kill_node(1)
     state = wait_for_the_end(paths)
     assert (state.exit_class, state.attempt) == ("rank_lost", 2), state

@@ -1,4 +1,4 @@
-"""The end of a run that lost a machine, and of one that somebody started again meanwhile."""
+"""The end of a run that lost a machine, and of a run that was restarted in between."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ KEY = f"restrict ssh-ed25519 AAAA tileforge-run:{KEY_NAME}\n"
 
 @pytest.fixture
 def mirrored(trained: Trained) -> Mirrored:
-    """Return what the operator knew while it ran."""
+    """Return the operator's records of the run while it was active."""
     return Mirrored(alive=True, seen_unix=1.0, ssh_key=str(trained.operator.nodes.key))
 
 
 @pytest.fixture
 def paths(trained: Trained, mirrored: Mirrored, tmp_path: Path) -> Iterator[RunPaths]:
-    """The copy of the run, as if between its two nodes there had been one that is gone."""
+    """Return a copy of the run with a third node, which is gone, between its two nodes."""
     operator = trained.operator
     copy, whole = operator.paths("far"), tmp_path / "far"
     shutil.move(copy.root, whole)
@@ -107,15 +107,15 @@ def test_a_machine_that_is_gone_hides_nothing_of_the_others(
     code, said, told = as_stack(trained.operator, "down")
     assert code == ExitCode.OK and "1/3 collect: 1 run(s) brought home" in said, said
     assert told == ["stack", "stack", "destroy"]
-    assert f"warning: not all is here: {GONE}: " in said, said
+    assert f"warning: incomplete: {GONE}: " in said, said
     assert paths.rank_log(1).read_bytes() == log
     assert (paths.checkpoint(STEPS) / "model.safetensors").exists()
     code, said = trained.operator.do("stop", "far")
     assert code == ExitCode.OK and "status           finished" in said, said
-    assert GONE in said and "no process of it is left" not in said, said
+    assert GONE in said and "no process of the run is left" not in said, said
 
 
-def test_what_is_left_is_ended_though_another_machine_is_gone(
+def test_leftover_processes_are_ended_although_another_machine_is_gone(
     trained: Trained, paths: RunPaths, run: RemoteRun
 ) -> None:
     start_leftover(trained, paths)
@@ -128,7 +128,7 @@ def test_a_rank_that_saves_after_its_supervisors_death_is_left_to_it(
     trained: Trained, paths: RunPaths, run: RemoteRun
 ) -> None:
     saved = trained.on_head("saved")
-    # In a step: there is a pass to end before it saves.
+    # In a step: the step has to end before the rank saves.
     changes = {"progress/rank_0000.json": {"phase": "step"}, "state.json": {"exit_class": None}}
     before = {name: trained.on_head(name).read_text(encoding="utf-8") for name in changes}
     for name, change in changes.items():

@@ -1,4 +1,4 @@
-"""`preflight` over nodes with networks of their own: real sshd, mpirun, gloo, and what breaks."""
+"""`preflight` over nodes with separate networks: real sshd, mpirun, gloo, and faults."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Operator:
         self.inventory = nodes.write_inventory(folder / "inventory.json")
 
     def do(self, command: str, *arguments: str) -> tuple[int, dict[str, Any], str]:
-        """An orchestrate command: exit code, the JSON it printed, what it said besides."""
+        """Run an orchestrate command; return its exit code, its JSON, and its other output."""
         words = ["-m", "payload.orchestrate", command, "--inventory", str(self.inventory), "--json"]
         done = subprocess.run(
             [*self.nodes.inside, sys.executable, *words, *arguments],
@@ -57,7 +57,7 @@ class Operator:
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeparateNodes]:
-    """Three nodes that the tests of this module share and leave as they were."""
+    """Three nodes that the tests of this module share and leave unchanged."""
     with SeparateNodes(tmp_path_factory.mktemp("cluster"), num_nodes=3, linked=True) as nodes:
         yield nodes
 
@@ -80,7 +80,7 @@ def warnings(report: dict[str, Any], check: str) -> dict[str, str]:
 
 
 def assert_nothing_is_left(nodes: SeparateNodes) -> None:
-    """No process, and no key of the trial's."""
+    """Assert that no process and no key of the trial is left."""
     assert not nodes.processes()
     for i in range(3):
         ssh = nodes.home_of(i) / ".ssh"
@@ -90,7 +90,7 @@ def assert_nothing_is_left(nodes: SeparateNodes) -> None:
 
 @contextmanager
 def mounted(nodes: SeparateNodes, i: int, *mount: str | PurePath) -> Iterator[None]:
-    """Something in the place of one of a node's files or folders, the last word."""
+    """Replace a node's file or folder, the last argument, for a while."""
     nodes.within(i, "mount", *map(str, mount))
     try:
         yield
@@ -109,17 +109,17 @@ def test_mpirun_and_gloo_are_tried_and_measured_and_plan_uses_the_figures(
     for i in range(3):
         checks = report["nodes"][f"node-{i}"]["checks"]
         assert not {checks[name] for name in (*PROBED, "mpirun", *TRIED)} & {"-", "error"}
-    # The operator's machine is on the nodes' network, and is no node.
+    # The operator's machine is on the nodes' network, but is not a node.
     exposed = warnings(report, "ports")
     assert list(exposed) == ["node-0"]
-    assert re.search(r"is no node and reaches port [23]\d{4} ", exposed["node-0"])
+    assert re.search(r"is not a node, but reaches port [23]\d{4} ", exposed["node-0"])
     measured = report["measured"]
     assert measured["world_size"] == 3 and list(measured["nodes"]) == ["node-0", "node-1", "node-2"]
     for speed in measured["nodes"].values():
         assert min(speed["bf16_flops_per_s"], speed["fp32_flops_per_s"]) > 1e8
         assert speed["received_bytes_per_s"] > 1e6
     assert_nothing_is_left(nodes)
-    # What was measured takes the place of what was assumed.
+    # The measured values replace the assumed ones.
     code, plan, said = operator.do("plan", "--set", "batch.global_batch_size=12")
     assert code == ExitCode.OK and "those of the trial" in said, said
     numbers = plan["plan"]["arithmetic"]
@@ -201,7 +201,7 @@ def test_no_amx_a_full_disk_a_wrong_clock_and_a_mute_resolver_are_named_and_noth
     assert not record_path(operator.folder, cluster="test").exists()
 
 
-# Takes the interpreter's place for a program on stdin.
+# Replaces the interpreter of a program on stdin.
 AHEAD = """\
 #!{}
 import sys, time
@@ -213,7 +213,7 @@ exec(compile(start, "program", "exec"), {{"__name__": "__main__"}})
 """
 
 
-def test_what_mpirun_or_torch_lack_on_a_node_is_31_and_the_key_goes_all_the_same(
+def test_a_library_missing_on_a_node_is_31_and_the_key_is_removed(
     nodes: SeparateNodes, operator: Operator, tmp_path: Path
 ) -> None:
     (tmp_path / "not-executable").touch(mode=0o644)
@@ -221,7 +221,7 @@ def test_what_mpirun_or_torch_lack_on_a_node_is_31_and_the_key_goes_all_the_same
     with mounted(nodes, 2, "--bind", tmp_path / "not-executable", helper):
         code, report, _ = operator.preflight()
     assert code == ExitCode.PREFLIGHT
-    cause = "mpirun's helper hydra_bstrap_proxy cannot be run there"
+    cause = "mpirun's helper hydra_bstrap_proxy cannot be run on it"
     assert errors(report) == {"node-2 mpirun": cause}
     assert_nothing_is_left(nodes)
     lock = nodes.home_of(2) / ".ssh" / ".tileforge.lock"
@@ -231,10 +231,10 @@ def test_what_mpirun_or_torch_lack_on_a_node_is_31_and_the_key_goes_all_the_same
         code, report, _ = operator.preflight()
     finally:
         lock.rmdir()
-    # Removing the key there fails as well, and is not the cause.
-    cause = "the trial could not be made: installing the run's key failed on 1 node(s)"
+    # Removing the key on it fails as well, but is not the cause.
+    cause = "the trial failed: installing the run's key failed on 1 node(s)"
     assert errors(report) == {"node-0 mpirun": cause}
-    # The head keeps the key's name, and no key, until node 2 was asked again: the next one does.
+    # The head keeps the key's name, without the key, until a later command has reached node 2.
     (kept,) = (nodes.home_of(0) / ".ssh" / "tileforge").iterdir()
     assert not list(kept.iterdir())
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"

@@ -52,7 +52,7 @@ pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
 
 
 def as_stack(operator: Operator, *arguments: str) -> tuple[int, str, list[str]]:
-    """`up` or `down`, as if the nodes were a Pulumi stack's: also what Pulumi was told to do.
+    """Run `up` or `down` as if the nodes were a Pulumi stack's; return Pulumi's commands, too.
 
     Its previews replace the head.
     """
@@ -77,7 +77,7 @@ def as_stack(operator: Operator, *arguments: str) -> tuple[int, str, list[str]]:
 
 
 def wait_for_a_look(paths: RunPaths) -> None:
-    """Until a command brings the copy up to date."""
+    """Wait until a command updates the copy."""
     before = read_mirrored(paths)
     wait_until(lambda: read_mirrored(paths) != before, what="a look at the run")
 
@@ -90,13 +90,13 @@ def operator(tmp_path: Path) -> Iterator[Operator]:
 
 @pytest.fixture
 def another(trained: Trained, tmp_path: Path) -> Operator:
-    """Who comes to nodes that have the payload, from a machine that knows of no run."""
+    """A user of nodes that have the payload, from a machine without records of any run."""
     return Operator(tmp_path, trained.operator.nodes)
 
 
 @contextmanager
 def held(lock: Path) -> Iterator[None]:
-    """Within it, whoever else wants the lock waits."""
+    """Hold the lock; other processes wait for it."""
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -135,7 +135,7 @@ def test_two_nodes_train_what_one_machine_trains(trained: Trained) -> None:
     assert len(written) > 50 and not [path for path in written if private in path.read_bytes()]
 
 
-def test_what_is_missing_here_is_brought_home_before_anything_is_destroyed(
+def test_missing_results_are_collected_before_anything_is_destroyed(
     trained: Trained,
 ) -> None:
     checkpoint = trained.operator.paths("far").checkpoint(STEPS)
@@ -146,7 +146,7 @@ def test_what_is_missing_here_is_brought_home_before_anything_is_destroyed(
     assert told == ["stack", "stack", "destroy"]
 
 
-def test_what_another_operator_resumed_or_started_is_brought_home_before_anything_is_destroyed(
+def test_another_operator_s_runs_are_collected_before_anything_is_destroyed(
     trained: Trained, another: Operator, tmp_path: Path
 ) -> None:
     code, said = another.do(*another.run_words("one", "train.steps=2"))
@@ -162,7 +162,7 @@ def test_what_another_operator_resumed_or_started_is_brought_home_before_anythin
     # What either knew of the head's checkpoints, both know: the head may be a new machine.
     for paths in (head, rival.paths("one")):
         assert known_hashes(paths).by_name().keys() == {"step_00000001", "step_00000002"}
-    # Of a run that this machine has never seen, it cannot know how to bring it home.
+    # A run that this machine has never seen cannot be collected without its inventory.
     code, said, told = as_stack(another, "down")
     assert code == ExitCode.CONFIG and told == ["stack", "stack"], said
     assert "have results on the head: far, so nothing was destroyed" in said, said
@@ -178,21 +178,21 @@ def test_what_another_operator_resumed_or_started_is_brought_home_before_anythin
     ]
 
 
-def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Operator) -> None:
+def test_a_run_continues_without_the_operator_and_stops_on_request(operator: Operator) -> None:
     words = operator.run_words("one", "train.steps=100000", "train.checkpoint_every=0")
     first = operator.start(*words)
     metrics = operator.paths("one").metrics
     operator.wait_for_a_step()
     first.send_signal(signal.SIGKILL)
     first.communicate(timeout=TIMEOUT_S)
-    # Once more: it is followed, not started.
+    # Again: the run is followed, not started.
     again = operator.start(*words)
     seen = metrics.stat().st_size
     wait_until(lambda: metrics.stat().st_size > seen, what="steps to arrive", timeout_s=TIMEOUT_S)
     again.send_signal(signal.SIGINT)
     _, err = again.communicate(timeout=TIMEOUT_S)
-    assert again.returncode == INTERRUPTED and "detached; run one goes on" in err, err
-    assert "run one is on this cluster, so nothing was started" in err
+    assert again.returncode == INTERRUPTED and "detached; run one continues" in err, err
+    assert "run one is active on this cluster, so nothing was started" in err
     logins = operator.nodes.log_of(0).count("Accepted publickey")
     follower = operator.start("logs", "one", "-f")
     for _ in range(2):
@@ -203,22 +203,21 @@ def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Opera
     code, said, told = as_stack(operator, "down")
     assert code == ExitCode.CONFIG and "run one is going on, so nothing was destroyed" in said, said
     assert told == ["stack", "stack"]
-    # From a folder that does not know the run, the head is the one who tells of it.
+    # In a folder without the run, the head names it.
     own = operator.folder / ".cluster" / "test" / "id_ed25519"
     shutil.copy(operator.nodes.key, own)
     code, said, told = as_stack(operator, "down", "--runs-dir", "none")
     assert code == ExitCode.CONFIG and "run one is going on, so nothing was destroyed" in said, said
     assert "attach one --inventory stack" in said and told == ["stack", "stack"]
     code, said = operator.do(*operator.run_words("two"), "--runs-dir", "none")
-    assert (
-        code == ExitCode.CONFIG and "run one is on this cluster, and was not started from" in said
-    )
+    assert code == ExitCode.CONFIG, said
+    assert "run one is active on this cluster, and was not started from" in said
     assert "attach one --inventory" in said and not (operator.folder / "none").exists(), said
     code, said, told = as_stack(operator, "up")
     assert code == ExitCode.CONFIG and "run one is going on, so nothing was built" in said, said
     assert "up" not in told
     code, said = operator.do("stop", "one", "--grace", "120")
-    assert code == ExitCode.OK and "no process of it is left on any node" in said, said
+    assert code == ExitCode.OK and "no process of the run is left on any node" in said, said
     assert not operator.nodes.processes()
     assert state_of(operator.paths("one")).grace_s == 120.0
     code, said = finish(follower)
@@ -237,9 +236,9 @@ def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Opera
     assert operator.paths("one").checkpoint(last).is_dir()
     words = operator.run_words("one", "train.steps=100000")
     code, said = operator.do(*words, "--resume", "one", "--detach")
-    assert code == ExitCode.OK and "detached; run one goes on" in said, said
+    assert code == ExitCode.OK and "detached; run one continues" in said, said
     code, said = operator.do("stop", "one", "--force")
-    assert code == ExitCode.OK and "no process of it is left on any node" in said, said
+    assert code == ExitCode.OK and "no process of the run is left on any node" in said, said
     assert not operator.nodes.processes()
 
 
@@ -249,7 +248,7 @@ def programs_of_head(operator: Operator) -> list[str]:
     return [line for line in lines if line.startswith("python3 -I") and "control.py" in line]
 
 
-def test_ctrl_c_says_how_to_attach_and_leaves_the_tunnel_through_which_a_second_one_stops_the_run(
+def test_ctrl_c_shows_how_to_attach_and_keeps_the_tunnel_for_a_second_one_that_stops_the_run(
     another: Operator, tmp_path: Path
 ) -> None:
     head, worker = another.nodes.inventory.nodes
@@ -264,18 +263,20 @@ def test_ctrl_c_says_how_to_attach_and_leaves_the_tunnel_through_which_a_second_
             wait_for_a_key(another)
             starting.enter_context(held(there / ".start.lock"))
         wait_until(
-            lambda: len(programs_of_head(another)) > 1,  # The claim is the other one.
+            lambda: len(programs_of_head(another)) > 1,  # The claim is of the other attempt.
             what="the head to be told to start",
             timeout_s=TIMEOUT_S,
         )
         interrupt(process)
         _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130 and err.splitlines()[-1] == "interrupted", err
-    assert "not known; if so, run one goes on. Follow it with: " in err, err
-    # Nobody has the claim any more by which it was to start.
+    assert "unknown whether the run has begun; if so, run one continues. Follow it with: " in err, (
+        err
+    )
+    # No process holds the claim of its start any more.
     wait_for_nobody(another)
     code, said = another.do(*words, "--resume", "one", "--detach", env=env)
-    assert code == ExitCode.OK and "was left on the nodes; it is gone now" in said, said
+    assert code == ExitCode.OK and "was removed from the nodes" in said, said
     process = another.start("attach", "one", env=env)
     another.wait_for_a_step()
     opened = tunnels.read_text(encoding="ascii")
@@ -335,7 +336,7 @@ def test_no_key_outlives_a_run_that_is_not_started(another: Operator) -> None:
     assert process.returncode == 130 and err.splitlines()[-1] == "interrupted", err
     assert keys_of_runs(another) == [[], []] and not list((folders[0] / "tileforge").iterdir())
     assert not another.paths("one").root.exists()
-    # Now the key can neither be brought to the worker nor removed there.
+    # Now the key can neither be copied to the worker nor removed from it.
     lock.unlink()
     lock.mkdir()
     try:
@@ -346,11 +347,11 @@ def test_no_key_outlives_a_run_that_is_not_started(another: Operator) -> None:
     assert "error: installing the run's key failed on 1 node(s):\n  node-1: " in said
     assert "warning: removing the run's key failed on 1 node(s):\n  node-1: " in said
     assert keys_of_runs(another) == [[], []]
-    # The head keeps the key's name, and no key, until the worker was asked again.
+    # The head keeps the key's name, without the key, until a later command has reached the worker.
     (kept,) = (folders[0] / "tileforge").iterdir()
     assert not list(kept.iterdir())
     code, said = another.do(*another.on_cluster("preflight"), "--quick")
-    assert code == ExitCode.OK and f"the key {kept.name} was left on the nodes" in said, said
+    assert code == ExitCode.OK and f"the stale key {kept.name} was removed" in said, said
     assert not list((folders[0] / "tileforge").iterdir())
 
 
@@ -362,7 +363,7 @@ def test_the_key_of_an_operator_who_was_killed_before_the_supervisor_is_cleared_
     with held(lock):
         process = another.start(*another.run_words("one"))
         wait_for_a_key(another)
-        # The worker's part has begun as well: it goes on when the operator is gone.
+        # The worker's part has begun as well: it continues when the operator is gone.
         wait_for_a_waiter(lock)
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=TIMEOUT_S)
@@ -377,7 +378,7 @@ def test_the_key_of_an_operator_who_was_killed_before_the_supervisor_is_cleared_
         shutil.copytree(another.nodes.folder / "runs" / "far", another.paths("far").root)
         code, said = another.do("stop", "far")
     assert code == ExitCode.OK, said
-    assert command == "stop" or f"the key {before[0][0]} was left on the nodes" in said, said
+    assert command == "stop" or f"the stale key {before[0][0]} was removed" in said, said
     assert keys_of_runs(another) == [[], []]
     assert not list((folders_of_keys(another)[0] / "tileforge").iterdir())
 
@@ -405,10 +406,10 @@ def test_of_two_who_resume_one_run_at_once_one_does_and_the_other_breaks_nothing
     there = RunPaths(another.nodes.home_of(0) / "tileforge" / "runs" / "one")
     assert f"tileforge/{name}/ssh_config" in there.plan.read_text(encoding="utf-8")
     code, said = another.do("stop", "one")
-    assert code == ExitCode.OK and "no process of it is left on any node" in said, said
+    assert code == ExitCode.OK and "no process of the run is left on any node" in said, said
     ends = [finish(process) for process in processes]
-    won = [text for _, text in ends if "detached; run one goes on" in text]
-    lost = [text for _, text in ends if "so nothing was started; following that one" in text]
+    won = [text for _, text in ends if "detached; run one continues" in text]
+    lost = [text for _, text in ends if "so nothing was started; following that run" in text]
     assert len(won) == len(lost) == 1, ends
     assert keys_of_runs(another) == [[], []]
 
@@ -416,13 +417,13 @@ def test_of_two_who_resume_one_run_at_once_one_does_and_the_other_breaks_nothing
 def test_no_rank_outlives_a_supervisor_that_is_killed(operator: Operator) -> None:
     endless = ("train.steps=100000", "train.checkpoint_every=0")
     code, said = operator.do(*operator.run_words("one", *endless), "--detach")
-    assert code == ExitCode.OK and "detached; run one goes on" in said, said
+    assert code == ExitCode.OK and "detached; run one continues" in said, said
     far = operator.nodes.home_of(1) / "tileforge" / "runs" / "one" / "progress"
     wait_until(lambda: any(far.glob("*.json")), what="the worker's rank", timeout_s=TIMEOUT_S)
     operator.nodes.kill(0, "payload.supervise ")
     wait_for_nobody(operator)
     code, said = operator.do("status", "one")
-    assert code == ExitCode.OK and "the supervisor is gone without a word" in said, said
+    assert code == ExitCode.OK and "the supervisor was killed" in said, said
 
 
 def at_first_call(
@@ -454,7 +455,7 @@ def run_here(operator: Operator, monkeypatch: pytest.MonkeyPatch, *words: str) -
     ],
     ids=["data", "key", "run-folder"],
 )
-def test_a_start_whose_connection_breaks_connects_once_more_and_goes_on(
+def test_a_start_whose_connection_breaks_reconnects_and_continues(
     operator: Operator,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -466,7 +467,7 @@ def test_a_start_whose_connection_breaks_connects_once_more_and_goes_on(
     code = run_here(operator, monkeypatch)
     said = capsys.readouterr().err
     assert code == ExitCode.OK, said
-    (note,) = [line for line in said.splitlines() if "Connecting once more" in line]
+    (note,) = [line for line in said.splitlines() if "Reconnecting" in line]
     assert re.match(rf"note: node-[01]: the connection broke while {place}", note), said
     assert summary(operator.paths("one").root)["status"] == "finished"
     assert keys_of_runs(operator) == [[], []]
@@ -483,9 +484,9 @@ def test_a_start_whose_second_connection_fails_is_20_and_can_be_repeated(
     code = run_here(operator, monkeypatch)
     said = capsys.readouterr().err
     assert code == ExitCode.SSH_UNREACHABLE, said
-    assert "cannot be reached from node-0" in said.partition("Connecting once more.")[2], said
+    assert "cannot be reached from node-0" in said.partition("Reconnecting.")[2], said
     assert not operator.paths("one").root.exists()
-    # The head answers: the key's name stays, for the worker to be asked again, and no key.
+    # The head answers: the key's name stays for a later command that reaches the worker.
     head = operator.nodes.home_of(0) / ".ssh" / "tileforge"
     assert keys_of_runs(operator)[0] == [] and not list(head.glob("*/*"))
 
@@ -506,25 +507,25 @@ def test_a_resume_whose_second_connection_fails_leaves_the_run_as_it_was(
     at_first_call(ssh_start, "unpack", lose_the_worker, monkeypatch)
     code = run_here(operator, monkeypatch, "--set", "train.steps=4", "--resume", "one")
     said = capsys.readouterr().err
-    assert code == ExitCode.SSH_UNREACHABLE and "Connecting once more." in said, said
+    assert code == ExitCode.SSH_UNREACHABLE and "Reconnecting." in said, said
     after = files_here()
     assert not [path for path in before | after if before.get(path) != after.get(path)]
 
 
-def test_a_start_whose_worker_alone_breaks_connects_once_more_and_goes_on(
+def test_a_start_whose_worker_connection_breaks_reconnects_and_continues(
     operator: Operator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     at_first_call(ssh_start, "unpack", lambda: operator.nodes.cut_sessions(1), monkeypatch)
     code = run_here(operator, monkeypatch)
     said = capsys.readouterr().err
     assert code == ExitCode.OK, said
-    (note,) = [line for line in said.splitlines() if "Connecting once more" in line]
+    (note,) = [line for line in said.splitlines() if "Reconnecting" in line]
     assert re.match(r"note: node-1: the connection broke while running", note), said
     assert "node-0" not in note
     assert keys_of_runs(operator) == [[], []]
 
 
-def test_a_start_whose_connection_breaks_while_it_claims_the_head_waits_and_goes_on(
+def test_a_start_whose_connection_breaks_during_the_claim_waits_and_continues(
     operator: Operator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lock = operator.nodes.home_of(0) / "tileforge" / "runs" / ".start.lock"
@@ -533,12 +534,12 @@ def test_a_start_whose_connection_breaks_while_it_claims_the_head_waits_and_goes
         stack.enter_context(held(lock))
 
         def break_it() -> None:
-            wait_for_a_waiter(lock)  # which has the claim, and cannot say so
+            wait_for_a_waiter(lock)  # which has the claim, but cannot report it
             operator.nodes.cut_sessions(0)
 
         breaker = threading.Thread(target=break_it)
         breaker.start()
-        # Once the claim was refused for the one from before, that one may end.
+        # Once the claim was refused for the first attempt, that attempt may end.
         at_first_call(start_claim, "_holder", stack.close, monkeypatch)
         code = run_here(operator, monkeypatch)
         breaker.join()
@@ -561,7 +562,7 @@ def test_a_start_that_fails_for_another_reason_beside_a_connection_is_not_repeat
     monkeypatch.setattr(ssh_start, "unpack", unpack)
     code = run_here(operator, monkeypatch)
     said = capsys.readouterr().err
-    assert code == ExitCode.SSH_UNREACHABLE and "Connecting once more" not in said, said
+    assert code == ExitCode.SSH_UNREACHABLE and "Reconnecting" not in said, said
     assert "\n  node-0: its disk is full\n  node-1: the connection broke while" in said, said
     assert not operator.paths("one").root.exists()
 

@@ -1,4 +1,4 @@
-"""Another person follows and stops a run: another machine's home, folder and key."""
+"""Another user follows and stops a run, with another machine, home, folder and key."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Colleague(Operator):
 
 @pytest.fixture
 def first(tmp_path: Path) -> Iterator[Operator]:
-    """The operator who has started run `one`, and then gone home."""
+    """The operator who has started run `one`, and then disconnected."""
     with SeparateNodes(tmp_path, num_nodes=2) as nodes:
         operator = Operator(tmp_path, nodes)
         code, said = operator.do(*operator.run_words("one", *LONG), "--detach")
@@ -61,14 +61,14 @@ def test_a_second_operator_attaches_and_stops_with_the_inventory_and_a_key_of_he
     colleague.wait_for_a_step()
     os.killpg(following.pid, 2)
     said = "".join(following.communicate(timeout=TIMEOUT_S))
-    assert following.returncode == INTERRUPTED and "detached; run one goes on" in said, said
-    # Her copy knows the way from now on.
+    assert following.returncode == INTERRUPTED and "detached; run one continues" in said, said
+    # Her copy has the address from now on.
     code, said = colleague.do("stop", "one")
     assert code == ExitCode.OK and "status           stopped" in said, said
     wait_for_nobody(colleague)
     steps = summary(colleague.paths("one").root)["steps"]
     assert steps > 0 and colleague.paths("one").checkpoint(steps).is_dir()
-    # Whoever started it sees the same.
+    # The operator who started it sees the same.
     code, said = first.do("collect", "one")
     assert code == ExitCode.OK and summary(first.paths("one").root)["steps"] == steps, said
 
@@ -91,7 +91,7 @@ def test_a_second_operator_stops_a_run_that_she_has_never_seen(
     assert result["status"] == "stopped"
     assert colleague.paths("one").checkpoint(result["steps"]).is_dir()
     assert known_identity(colleague.paths("one")) == known_identity(first.paths("one"))
-    # Another run of that name is neither loaded with this one's weights nor written over it.
+    # Another run with that id is neither loaded with this run's weights nor overwritten.
     there = first.nodes.home_of(0) / "tileforge" / "runs" / "one"
     (colleague.folder / "runs").rename(colleague.folder / "earlier")
     before = known_identity(RunPaths(there))
@@ -102,8 +102,6 @@ def test_a_second_operator_stops_a_run_that_she_has_never_seen(
     assert summary(there)["steps"] == result["steps"]
     (colleague.folder / "earlier").rename(colleague.folder / "runs")
     code, said = colleague.do(*colleague.on_cluster("stop"))
-    assert code == ExitCode.USAGE and "no run is under way on test. Name one: stop RUN." in said, (
-        said
-    )
+    assert code == ExitCode.USAGE and "no run is active on test. Name one: stop RUN." in said, said
     code, said = colleague.do("stop", "--inventory", "local")
     assert code == ExitCode.USAGE and "that is this machine" in said, said

@@ -26,7 +26,7 @@ from tests.support.launching import losses
 pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
 
 
-def test_a_checkpoint_here_is_brought_to_the_head_once_and_trained_on(trained: Trained) -> None:
+def test_a_local_checkpoint_is_uploaded_to_the_head_once_and_trained_on(trained: Trained) -> None:
     operator, nodes = trained.operator, trained.operator.nodes
     far = operator.paths("far")
     settings = ("train.steps=1", f"model.init={far.root}")
@@ -47,7 +47,7 @@ def test_a_checkpoint_here_is_brought_to_the_head_once_and_trained_on(trained: T
     begun = losses(operator.paths("more").root)
     assert begun == pytest.approx(losses(operator.paths("near-more").root), rel=1e-5)
     assert begun[0] != pytest.approx(losses(far.root)[0], rel=1e-5)
-    # Once more: they are there.
+    # Again: the weights are already on the nodes.
     inventory = ClusterInventory.load(operator.inventory)
     login = Login(user=inventory.ssh_user, key=nodes.key)
     heard = io.StringIO()
