@@ -1,4 +1,4 @@
-"""Write a model in the Hugging Face layout, with 16-bit weights half of a checkpoint's size."""
+"""Writes a model in the Hugging Face layout; 16-bit weights take half the size of a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def write_hf(
     dtype: Literal["bf16", "f16", "fp32"],
     progressed: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Write a folder that transformers loads, whole or not at all.
+    """Write a folder that transformers loads, atomically.
 
-    `source` has the tokenizer's files, which are copied. Raises CheckpointError.
+    The tokenizer files are copied from `source`. Raises CheckpointError.
     """
     from safetensors.torch import save_file
 

@@ -138,7 +138,7 @@ def test_rows_are_given_up_where_one_after_the_other_ends_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(template_process, "CPU_SECONDS", 1)
-    monkeypatch.setattr(template_process, "MOST_ENDED", 3)
+    monkeypatch.setattr(template_process, "MAX_CONSECUTIVE_ENDS", 3)
     model = make_tokenizer(
         tmp_path / "model", template="{% set n = messages | length + 7 %}{{ n ** (n ** n) }}"
     )

@@ -138,6 +138,6 @@ def test_an_encoder_that_fails_the_first_check_is_not_used(
     monkeypatch.setattr(gigatoken, "Tokenizer", _WrongOnZebra)
     monkeypatch.setattr(encode, "NASTY", ("a zebra",))
     said: list[str] = []
-    chosen = choose_encoder(gpt2_tokenizer(), seed=0, say=said.append)
+    chosen = choose_encoder(gpt2_tokenizer(), seed=0, log=said.append)
     assert isinstance(chosen, ReferenceEncoder)
     assert said == ["tokenizer: tiktoken; gigatoken differs from it in a check: other tokens"]

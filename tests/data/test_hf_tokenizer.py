@@ -102,7 +102,7 @@ def test_gigatoken_gives_the_tokens_of_tokenizers(tmp_path: Path, kind: str) -> 
     tokenizer = load_tokenizer(str(write_tokenizer(tmp_path / kind, kind=kind)))
     texts = [t.encode() for t in (*NASTY, *stdlib_texts(min_bytes=1)[::8], "½½  ½1 x", "</s>a")]
 
-    encoder = choose_encoder(tokenizer, seed=0, say=lambda note: None)
+    encoder = choose_encoder(tokenizer, seed=0, log=lambda note: None)
     found, exact = encoder.encode(texts), ReferenceEncoder(tokenizer).encode(texts)
 
     assert isinstance(encoder, GigatokenEncoder)
@@ -124,7 +124,7 @@ def test_the_last_of_many_added_tokens_is_compared_too(tmp_path: Path, flag: str
     tokenizer = load_tokenizer(str(folder))
     text = b"a food is  foo in food. (foo)"
 
-    encoder = choose_encoder(tokenizer, seed=0, say=lambda note: None)
+    encoder = choose_encoder(tokenizer, seed=0, log=lambda note: None)
 
     assert encoder.encode([text]).tokens.tolist() == tokenizer.encode_one(text).tolist()
 
@@ -195,7 +195,7 @@ def test_a_tokenizer_that_gigatoken_does_not_know_goes_through_tokenizers(tmp_pa
     tokenizer = load_tokenizer(str(write_tokenizer(tmp_path / "own", kind="own")))
     said: list[str] = []
 
-    encoder = choose_encoder(tokenizer, seed=0, say=said.append)
+    encoder = choose_encoder(tokenizer, seed=0, log=said.append)
 
     assert isinstance(encoder, ReferenceEncoder)
     assert said[0].startswith(

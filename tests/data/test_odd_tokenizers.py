@@ -185,7 +185,7 @@ def test_odd_rates_of_bytes_a_token_are_refused(
             }
         }
     tokenizer = load_tokenizer(str(words(tmp_path / "model", *known, **parts)))
-    check = TokenizerCheck(tokenizer, allow_odd=False, say=lambda note: None)
+    check = TokenizerCheck(tokenizer, allow_odd=False, log=lambda note: None)
     texts = [content.encode()] * 8
     encoded = ReferenceEncoder(tokenizer).encode(texts)
     check.add(texts, encoded.tokens, encoded.offsets)
@@ -211,7 +211,7 @@ def test_a_text_of_spaces_or_of_what_a_normalizer_removes_may_become_no_token(
 ) -> None:
     normalizer = {"type": "Replace", "pattern": {"String": "\u200b"}, "content": ""}
     tokenizer = load_tokenizer(str(words(tmp_path / "model", "x", normalizer=normalizer)))
-    check = TokenizerCheck(tokenizer, allow_odd=False, say=lambda note: None)
+    check = TokenizerCheck(tokenizer, allow_odd=False, log=lambda note: None)
     texts = [each.encode() for each in ("x x x", "", " \n", "\u200b")]
 
     check.add_rows(texts, tokenizer.encode_texts(texts))
@@ -221,7 +221,7 @@ def test_a_text_of_spaces_or_of_what_a_normalizer_removes_may_become_no_token(
 @pytest.mark.parametrize("name", ["gpt2", "smollm2"])
 def test_a_real_tokenizer_on_real_text_is_not_odd(name: str) -> None:
     tokenizer = load_tokenizer("gpt2" if name == "gpt2" else str(smollm2_folder()))
-    check = TokenizerCheck(tokenizer, allow_odd=False, say=lambda note: None)
+    check = TokenizerCheck(tokenizer, allow_odd=False, log=lambda note: None)
     texts = [text.encode() for text in stdlib_texts(min_bytes=1)[::40]]
     encoded = ReferenceEncoder(tokenizer).encode(texts)
 

@@ -16,7 +16,7 @@ from payload.generate.sampling import (
     SamplingOptions,
     add_tokens,
     choose,
-    penalised,
+    penalise,
     sample,
 )
 from payload.train.models.hf_weights import save_hf
@@ -200,7 +200,7 @@ def test_a_repetition_penalty_is_that_of_transformers() -> None:
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(3))
     seen = torch.tensor([[1, 2, 2, 7], [0, 49, 3, 3]])
     expected = RepetitionPenaltyLogitsProcessor(1.3)(seen, logits.clone())
-    assert torch.equal(penalised(logits, seen, penalty=1.3), expected)
+    assert torch.equal(penalise(logits, seen, penalty=1.3), expected)
 
 
 def test_a_repetition_penalty_makes_a_greedy_text_repeat_itself_less() -> None:
