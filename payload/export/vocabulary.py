@@ -321,7 +321,9 @@ def _chat_template(
     except FileNotFoundError:
         template = config.get("chat_template")
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({one_line(error)}). {_FIX}") from None
+        raise CheckpointError(
+            f"{path}: cannot be read ({one_line(error).rstrip('.')}). {_FIX}"
+        ) from None
     if isinstance(template, list):
         where = f"{folder / _TOKENIZER_CONFIG}: chat_template"
         found = [

@@ -105,7 +105,7 @@ def _tokenizer_codec(folder: Path, *, stops: frozenset[int]) -> Codec:
         if not is_failure(error):
             raise
         raise CheckpointError(
-            f"{path}: cannot be loaded: {one_line(error)}. Copy the model's tokenizer next to its "
+            f"{path}: cannot be loaded: {one_line(error)} Copy the model's tokenizer next to its "
             "weights."
         ) from None
 

@@ -1,4 +1,4 @@
-"""gigatoken against tiktoken, and what happens when they differ."""
+"""gigatoken compared with tiktoken, and the fallback if they differ."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_special_token_text_is_ordinary_text() -> None:
     assert encoded.tokens.tolist() == gpt2_encoding().encode_ordinary(text)
 
 
-def test_documents_with_characters_that_they_see_differently_go_to_tiktoken() -> None:
+def test_documents_with_characters_that_may_differ_go_to_tiktoken() -> None:
     odd = f"{UNICODE_17_LETTER}\u8b9b"
     texts = ["before", odd, "after"]
     encoded = fast_encoder().encode([text.encode() for text in texts])
@@ -60,9 +60,9 @@ def test_documents_with_characters_that_they_see_differently_go_to_tiktoken() ->
 
 
 @pytest.mark.slow
-def test_every_other_code_point_is_seen_alike(tmp_path: Path) -> None:
-    # With these ranks, a letter, digit or sign joined to the character behind it shows as one token
-    # of both, so equal tokens mean that the character is of the same class.
+def test_both_encoders_agree_on_every_other_code_point(tmp_path: Path) -> None:
+    # With these ranks, a letter, digit or sign joined to the next character is one token of both.
+    # So equal tokens mean that the character is in the same class.
     ranks = {bytes([byte]): byte for byte in range(256)}
     for before in b"a1!":
         for byte in range(256):
@@ -81,7 +81,7 @@ def test_every_other_code_point_is_seen_alike(tmp_path: Path) -> None:
         assert same, f"between U+{ord(settled[start]):04X} and the next 4096"
 
 
-def test_memory_is_given_back_by_a_new_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_tokenizer_frees_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = fast_encoder()
     before = encoder._tokenizer
     monkeypatch.setattr(encode, "_RENEW_AT_MOST_EVERY_BYTES", 10)
@@ -111,7 +111,7 @@ class _Layout:
 
 
 class _WrongOnZebra:
-    """A tokenizer that is right about everything but one word."""
+    """A tokenizer that encodes only the text "zebra" incorrectly."""
 
     @classmethod
     def from_tiktoken(cls, path: Path, **_: object) -> _WrongOnZebra:

@@ -1,4 +1,4 @@
-"""A link in a stranger's folder has no file read, or copied, that lies elsewhere."""
+"""A link in an untrusted folder never makes the program read or copy a file outside of it."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_prepare_writes_through_no_link_and_opens_no_pipe(
     words = ["prepare", "--source", "jsonl", "--input", str(rows), "--out", str(out), "--quiet"]
     assert main([*words, "--task", task]) == ExitCode.CONFIG
     message = capsys.readouterr().err
-    assert f"{out / name}: a link, or no regular file, where prepare writes" in message
+    assert f"{out / name}: a link or not a regular file, so prepare does not" in message
     assert (tmp_path / "secret").read_text() == SECRET and not (out / "train.bin").exists()
 
 

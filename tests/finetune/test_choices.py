@@ -1,4 +1,4 @@
-"""The choices of payload.finetune from numbers alone."""
+"""The choices of payload.finetune, made from numbers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_labelled_texts_are_read_twice_and_the_rate_falls_to_zero() -> None:
     assert found["optimizer.min_lr"] == 0
 
 
-def test_steps_can_be_given_and_the_epochs_are_said() -> None:
+def test_steps_can_be_given_and_the_epochs_are_shown() -> None:
     data = data_size("chat", tokens=51_200, documents=None, length=512)
     chosen = steps("chat", data, batch_size=10, asked=25)
     assert chosen.value == 25 and chosen.reason == "--steps; 2.5 epochs"
@@ -139,7 +139,7 @@ def test_a_jsonl_file_is_recognised_by_its_columns(
     assert (found.text_column, found.label_column) == columns
 
 
-def test_what_the_command_line_says_goes_before_what_is_found(tmp_path: Path) -> None:
+def test_the_command_line_overrides_detection(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "x.jsonl", [{"text": "a", "label": 1, "body": "b", "stars": 3}])
     asked = DataOptions(task="classify", text_column="body", label_column="stars")
     found = detect_data(str(path), asked)
@@ -154,7 +154,7 @@ def test_files_and_folders_are_known_by_their_names(tmp_path: Path) -> None:
     assert detect_data(str(tmp_path / "table.csv"), DataOptions()).task == "classify"
     assert detect_data(str(tmp_path), DataOptions()).source == "csv"
     (tmp_path / "notes.md").write_text("words")
-    assert detect_data(str(tmp_path / "notes.md"), DataOptions()).words() == [
+    assert detect_data(str(tmp_path / "notes.md"), DataOptions()).arguments() == [
         *("--task", "text", "--source", "text", "--input", str(tmp_path / "notes.md"))
     ]
 
@@ -166,33 +166,38 @@ def test_files_and_folders_are_known_by_their_names(tmp_path: Path) -> None:
             "x.jsonl",
             '{"a": 1, "b": 2}',
             DataOptions(),
-            "among the columns 'a', 'b' is none that is know",
+            "no known column found in the columns 'a', 'b'. Choose the task",
         ),
-        ("x.jsonl", "", DataOptions(), "it has no rows"),
+        ("x.jsonl", "", DataOptions(), "no rows. Use a file with data"),
         ("x.jsonl", "{broken", DataOptions(), "x.jsonl line 1"),
-        ("x.json", "[]", DataOptions(), ".json is not read. Write it as jsonl"),
+        ("x.json", "[]", DataOptions(), ".json is not supported. Convert it to jsonl"),
         (
             "x.txt",
             "words",
             DataOptions(task="chat"),
-            "plain text, which has no columns for --task chat",
+            "plain text has no columns for --task chat",
         ),
         (
             "x.csv",
             "text,label\na,1",
             DataOptions(label_column="stars"),
-            "'stars'; name another one",
+            "no column 'stars' found in the columns 'text', 'label'. Choose another one",
         ),
         (
             "x.csv",
             "text,n\na,1",
             DataOptions(task="classify"),
-            "with its labels; name it with --label",
+            "no label column found in the columns 'text', 'n'. Choose one with --label-column",
         ),
-        ("x.csv", "a,b,label\na,1,2", DataOptions(), "with its text; name it with --text-column"),
+        (
+            "x.csv",
+            "a,b,label\na,1,2",
+            DataOptions(),
+            "no text column found in the columns 'a', 'b', 'label'. Choose one with --text-column",
+        ),
     ],
 )
-def test_data_that_is_not_understood_says_what_to_give(
+def test_unsupported_data_is_one_line_with_a_fix(
     tmp_path: Path, name: str, content: str, asked: DataOptions, problem: str
 ) -> None:
     (tmp_path / name).write_text(content)
@@ -203,5 +208,5 @@ def test_data_that_is_not_understood_says_what_to_give(
 
 def test_a_path_that_is_not_there_is_no_name_on_the_hub() -> None:
     for given in ("nowhere.jsonl", "./nowhere", "nowhere"):
-        with pytest.raises(DataError, match="there is no such file or folder here"):
+        with pytest.raises(DataError, match="file or folder not found"):
             detect_data(given, DataOptions())

@@ -1,4 +1,4 @@
-"""Which prompts of the validation data a run's samples begin with."""
+"""The choice of prompts for a run's samples from the validation data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.chat_data import conversations, make_tokenizer, prepare, writ
 
 
 def prepared(tmp_path: Path, task: str, rows: list[dict[str, str]], *flags: str) -> Path:
-    """A data folder of these rows."""
+    """Return a data folder of these rows."""
     source = write_rows(tmp_path / "rows.jsonl", rows)
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     words = ["prepare", "--task", task, "--source", "jsonl", "--input", str(source), *flags]

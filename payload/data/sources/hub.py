@@ -223,9 +223,9 @@ class HubSource:
         message = one_line(error)
         if _is_unreachable(error):
             return (
-                f"the Hugging Face hub cannot be reached for {self._dataset} ({message}). Check "
-                "the network and run the same command again, without --force, or use a local copy: "
-                "--input FOLDER."
+                f"the Hugging Face hub cannot be reached for {self._dataset} "
+                f"({message.rstrip('.')}). Check the network and run the same command again, "
+                "without --force, or use a local copy: --input FOLDER."
             )
         if type(error).__name__ in ("RepositoryNotFoundError", "DatasetNotFoundError"):
             return (

@@ -122,7 +122,7 @@ def read_chat_template(folder: Path) -> ChatTemplate:
         text = _default(config.get("chat_template"))
         path = folder / CONFIG_FILE
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({one_line(error)}). {_FIX}") from None
+        raise DataError(f"{path}: cannot be read ({one_line(error).rstrip('.')}). {_FIX}") from None
     if not isinstance(text, str) or not text.strip():
         raise DataError(f"{folder}: the model has no chat template ({TEMPLATE_FILE}). {_FIX}")
     return _chat_template(text, path, config, tokenizer=folder)
@@ -136,7 +136,9 @@ def load_chat_template(path: Path, *, tokenizer: Path) -> ChatTemplate:
     try:
         text = read_bytes(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({one_line(error)}). Use a Jinja file.") from None
+        raise DataError(
+            f"{path}: cannot be read ({one_line(error).rstrip('.')}). Use a Jinja file."
+        ) from None
     return _chat_template(text, path, read_tokenizer_config(tokenizer), tokenizer=tokenizer)
 
 

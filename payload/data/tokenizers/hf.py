@@ -110,7 +110,7 @@ def explained(name: object, *, error: type[TileforgeError] = DataError) -> Itera
     except BaseException as problem:
         if not is_failure(problem):
             raise
-        raise error(f"tokenizer {name}: it fails on a text: {one_line(problem)}. {_FIX}") from None
+        raise error(f"tokenizer {name}: it fails on a text: {one_line(problem)} {_FIX}") from None
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:
@@ -178,7 +178,7 @@ def build_backend(
     except BaseException as problem:
         if not is_failure(problem):
             raise
-        raise error(f"{path}: cannot be loaded: {one_line(problem)}. {_FIX}") from None
+        raise error(f"{path}: cannot be loaded: {one_line(problem)} {_FIX}") from None
     return backend
 
 

@@ -181,7 +181,9 @@ def new_folder(out: Path) -> Iterator[None]:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise DataError(f"--out {out}: is a file, not a folder. Choose another folder.") from None
+        raise DataError(
+            f"--out {out}: the path or a parent folder is a file. Choose another folder."
+        ) from None
     except OSError as error:
         raise DataError(f"--out {out}: {error.strerror}. Choose another folder.") from None
     try:
