@@ -150,7 +150,7 @@ class _Fork:
         return [self.ended] if self.killed else [self.ended, self.connection]
 
     def pass_on(self) -> None:
-        """Forward the client's signals to the program; if the client has ended, kill the program."""
+        """Forward the client's signals to the program; if it has ended, kill the program."""
         try:
             numbers = self.connection.recv(64)
         except OSError:
