@@ -340,7 +340,7 @@ def _show_estimate(label: str, values: dict[str, Any], *, as_json: bool) -> None
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number. Use 0 or more.")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number, 0 or more")
     return int(text)
 
 
@@ -351,7 +351,7 @@ def _fraction(text: str) -> float:
         value = -1.0
     if not 0.0 < value < 1.0:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number between 0 and 1, such as 0.0005"
+            f"{text!r}: must be a number between 0 and 1, such as 0.0005"
         )
     return value
 

@@ -129,7 +129,9 @@ def _decoded(folder: Path, tokens: list[int], trained: list[bool]) -> list[tuple
     except BaseException as error:  # tokenizers raises plain Exception and panics.
         if not is_failure(error):
             raise
-        raise DataError(f"{path}: cannot be loaded: {one_line(error)}") from None
+        raise DataError(
+            f"{path}: cannot be loaded: {one_line(error)} Prepare the data again."
+        ) from None
     parts = []
     before, end = "", 0
     for flag, stretch in groupby(trained):

@@ -131,13 +131,13 @@ def _add_sampling(made: argparse.ArgumentParser) -> None:
 def _positive(text: str) -> int:
     value = _count(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number above 0")
     return value
 
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number. Use 0 or more.")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number, 0 or more")
     return int(text)
 
 
@@ -147,21 +147,21 @@ def _seed(text: str) -> int:
     except ValueError:
         value = 2**63
     if not -(2**63) <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a 64-bit whole number")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a 64-bit whole number")
     return value
 
 
 def _temperature(text: str) -> float:
     value = _number(text)
     if not 0.0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number. Use 0 or more.")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number, 0 or more")
     return value
 
 
 def _penalty(text: str) -> float:
     value = _number(text)
     if not 0.0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number above 0")
     return value
 
 

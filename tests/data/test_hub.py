@@ -27,7 +27,7 @@ from tests.data.running import read_bin, reference_tokens, run_here
 
 pytestmark = pytest.mark.processes
 
-Asked = tuple[Path, dict[str, subprocess.CompletedProcess[str]]]
+HubCommands = tuple[Path, dict[str, subprocess.CompletedProcess[str]]]
 
 TEXTS = [f"Document {i}: caf\u00e9 {'word ' * (i % 40)}" for i in range(3000)]
 
@@ -144,7 +144,7 @@ def hub_at(endpoint: str, *, home: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Asked:
+def hub_commands(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> HubCommands:
     """Commands with a hub on a local port, then some without a hub; all write below one folder."""
     root = tmp_path_factory.mktemp("asked")
     words = ["prepare", "--source", "hf", "--input", OPENWEBTEXT, "--out", root / "out"]
@@ -175,8 +175,8 @@ def asked(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Asked:
     return root, done
 
 
-def test_parquet_is_requested_at_a_fixed_commit(asked: Asked) -> None:
-    root, done = asked
+def test_parquet_is_requested_at_a_fixed_commit(hub_commands: HubCommands) -> None:
+    root, done = hub_commands
     assert done["named"].returncode == 0, done["named"].stderr
     meta = load_meta(root / "out")
     assert meta.revision == COMMIT
@@ -189,18 +189,18 @@ def test_parquet_is_requested_at_a_fixed_commit(asked: Asked) -> None:
     assert "nothing to do" in done["ready"].stderr
 
 
-def test_openwebtext_is_pinned(asked: Asked) -> None:
+def test_openwebtext_is_pinned(hub_commands: HubCommands) -> None:
     source = build_source(SourceRequest(kind="openwebtext"))
     assert source.identity()[-2:] == [OPENWEBTEXT, OPENWEBTEXT_REVISION]
-    root, done = asked
+    root, done = hub_commands
     assert done["pinned"].returncode == 0, done["pinned"].stderr
     meta = load_meta(root / "pinned")
     assert meta.revision == OPENWEBTEXT_REVISION
     assert meta.train_documents + meta.val_documents == len(TEXTS), "not the clone's folder"
 
 
-def test_a_local_folder_never_replaces_a_dataset_of_the_hub(asked: Asked) -> None:
-    root, done = asked
+def test_a_local_folder_never_replaces_a_dataset_of_the_hub(hub_commands: HubCommands) -> None:
+    root, done = hub_commands
     assert done["ambiguous"].returncode == ExitCode.USAGE
     assert done["ambiguous"].stderr == (
         "error: --input = 'a/b' is ambiguous: a local folder, and possibly a hub dataset. Use "
@@ -211,8 +211,8 @@ def test_a_local_folder_never_replaces_a_dataset_of_the_hub(asked: Asked) -> Non
     assert (meta.source, meta.revision) == ("hf: folder ./a/b, split train", None)
 
 
-def test_unreachable_hub_is_one_clear_line(asked: Asked) -> None:
-    result = asked[1]["unreachable"]
+def test_unreachable_hub_is_one_clear_line(hub_commands: HubCommands) -> None:
+    result = hub_commands[1]["unreachable"]
     assert result.returncode == 10
     assert result.stderr.startswith("error: the Hugging Face hub cannot be reached for a/b (")
     assert "--input FOLDER" in result.stderr

@@ -49,7 +49,7 @@ def test_batch_and_steps_go_through_the_data_one_to_three_times(sequences: int, 
     data = DataSize(sequences=sequences, tokens=sequences * 512)
     size = batch("chat", data, length=512, ranks=ranks).value
     assert size % ranks == 0 and size * 512 <= max(16384, ranks * 512)
-    number = steps("chat", data, batch_size=size, asked=None).value
+    number = steps("chat", data, batch_size=size, requested=None).value
     epochs = number * size / sequences
     assert epochs <= 3 or number == 3, "no text is read more often"
     assert number >= 100 or epochs > 2 or sequences < 3 * size
@@ -57,15 +57,15 @@ def test_batch_and_steps_go_through_the_data_one_to_three_times(sequences: int, 
 
 def test_labelled_texts_are_read_twice_and_the_rate_falls_to_zero() -> None:
     data = data_size("classify", tokens=80_000, documents=8889, length=64)
-    assert steps("classify", data, batch_size=64, asked=None).value == 250
-    assert steps("chat", data, batch_size=64, asked=None).value == 125
+    assert steps("classify", data, batch_size=64, requested=None).value == 250
+    assert steps("chat", data, batch_size=64, requested=None).value == 125
     found = {each.key: each.value for each in schedule("classify", 250, method="full", lr=1e-4)}
     assert found["optimizer.min_lr"] == 0
 
 
 def test_steps_can_be_given_and_the_epochs_are_shown() -> None:
     data = data_size("chat", tokens=51_200, documents=None, length=512)
-    chosen = steps("chat", data, batch_size=10, asked=25)
+    chosen = steps("chat", data, batch_size=10, requested=25)
     assert chosen.value == 25 and chosen.reason == "--steps; 2.5 epochs"
 
 
@@ -144,7 +144,7 @@ def test_the_command_line_overrides_detection(tmp_path: Path) -> None:
     asked = DataOptions(task="classify", text_column="body", label_column="stars")
     found = detect_data(str(path), asked)
     assert (found.text_column, found.label_column) == ("body", "stars")
-    assert detect_data(str(path), DataOptions(task="text")).words()[:4] == [
+    assert detect_data(str(path), DataOptions(task="text")).arguments()[:4] == [
         *("--task", "text", "--source", "jsonl")
     ]
 

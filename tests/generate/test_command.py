@@ -139,13 +139,13 @@ def test_a_signal_leaves_whole_json_of_what_was_made(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """In this process, with the signal raised while text is generated."""
-    say = command._say_model
+    print_model = command._print_model
 
-    def say_and_interrupt(weights: str, model: CausalLM) -> None:
-        say(weights, model)
+    def print_and_interrupt(weights: str, model: CausalLM) -> None:
+        print_model(weights, model)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(command, "_say_model", say_and_interrupt)
+    monkeypatch.setattr(command, "_print_model", print_and_interrupt)
     assert generate("--json", source=folder) == 130
     done = capfd.readouterr()
     assert done.err.startswith("model: ") and "Traceback" not in done.err

@@ -77,7 +77,7 @@ def open_labelled(path: Path, *, meta: DataMeta, sequence_length: int) -> Labell
     content = examples.read_bytes()
     if hashlib.sha256(content).hexdigest() != meta.files[examples.name].sha256:
         raise DataError(
-            f"{examples}: its SHA-256 differs from the one in meta.json.  "
+            f"{examples}: its SHA-256 differs from the one in meta.json. "
             f"{how_to_make_again(path.parent, source=meta.source)}"
         )
     ends, labels = np.frombuffer(content, dtype=EXAMPLE_DTYPE).reshape(-1, 2).T.astype(np.int64)
@@ -86,7 +86,7 @@ def open_labelled(path: Path, *, meta: DataMeta, sequence_length: int) -> Labell
     is_invalid = (whole < 1).any() or ends[-1] != len(blocks.tokens)
     if is_invalid or labels.min() < 0 or labels.max() >= len(meta.classify.labels):
         raise DataError(
-            f"{examples}: its text ends or labels do not match {path.name}.  "
+            f"{examples}: its text ends or labels do not match {path.name}. "
             f"{how_to_make_again(path.parent, source=meta.source)}"
         )
     return LabelledTexts(

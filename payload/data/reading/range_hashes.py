@@ -126,7 +126,7 @@ def require_content(path: Path, file: DataFile, *, source: str) -> None:
         raise DataError(f"{path}: {error.strerror}.") from None
     if found != file.sha256:
         raise DataError(
-            f"{path}: its SHA-256 differs from the one in meta.json.  "
+            f"{path}: its SHA-256 differs from the one in meta.json. "
             f"{how_to_make_again(path.parent, source=source)}"
         )
 

@@ -150,7 +150,7 @@ def open_rows(request: SourceRequest) -> Rows:
     if request.kind not in _GLOBS:
         raise UsageError(
             f"--source {request.kind} has no columns. For this task use one of "
-            f"{', '.join([*_GLOBS, 'hf'])} ."
+            f"{', '.join([*_GLOBS, 'hf'])}."
         )
     return _FileRows(request)
 

@@ -59,8 +59,8 @@ def chat_job(args: argparse.Namespace) -> ChatJob:
     request = source_request(args)
     if request.text_column is not None:
         raise UsageError(
-            "--text-column is not used by --task chat. Name the columns messages, conversations, "
-            "prompt and completion, or instruction and output."
+            "--text-column is not used by --task chat. Use the column names messages, "
+            "conversations, prompt and completion, or instruction and output."
         )
     rows = open_rows(request)
     tokenizer, template = load_tokenizer_and_template(args)

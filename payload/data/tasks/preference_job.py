@@ -53,8 +53,8 @@ def preference_job(args: argparse.Namespace) -> PreferenceJob:
     request = source_request(args)
     if request.text_column is not None:
         raise UsageError(
-            "--text-column is not used by --task preference. Name the columns prompt, chosen and "
-            "rejected."
+            "--text-column is not used by --task preference. Use the column names prompt, chosen "
+            "and rejected."
         )
     rows = open_rows(request)
     tokenizer, template = load_tokenizer_and_template(args)
