@@ -175,7 +175,7 @@ def test_weights_with_nan_are_one_clear_error(
         model.ln_f.weight[3] = torch.nan
     save_hf(model, tmp_path)
     assert evaluate(tmp_path, data) == ExitCode.CONFIG
-    assert "training diverged" in capsys.readouterr().err
+    assert "Training diverged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", [["--max-tokens", "0"], ["--dtype", "fp8"], ["--data"]])

@@ -481,9 +481,9 @@ def test_tokens_around_a_text_are_those_of_the_gguf_file_or_refused(tmp_path: Pa
     found = vocabulary(bos="!", before=[], after=[])
     assert not found.adds_bos and not found.adds_eos
     for before, after, words in (
-        (["#"], [], "it puts '#' before each text: a GGUF file has its bos_token"),
+        (["#"], [], "it puts '#' before each text, but a GGUF file supports only its bos_token"),
         (["!", "#"], [], "it puts '!', '#' before"),
-        (["!"], ["#"], "it puts '#' behind each text: a GGUF file has its eos_token"),
+        (["!"], ["#"], "it puts '#' after each text, but a GGUF file supports only its eos_token"),
     ):
         with pytest.raises(CheckpointError, match=words):
             vocabulary(bos="!", before=before, after=after)
@@ -537,7 +537,7 @@ def test_a_pre_tokenizer_unknown_to_llama_cpp_is_refused(
     assert "needs the tokenizer" in complaint(export(source, tmp_path / "o.gguf"), capsys)
 
 
-@pytest.mark.parametrize(("bad", "expected"), [(torch.nan, "NaN"), (1e30, "beyond f16")])
+@pytest.mark.parametrize(("bad", "expected"), [(torch.nan, "NaN"), (1e30, "too large for f16")])
 def test_weights_that_the_format_cannot_hold_leave_no_file(
     bad: float, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,7 +98,7 @@ def test_a_dry_run_prints_everything_and_writes_nothing(
     assert main(command(place, "--data", place / "chats.jsonl", "--dry-run")[3:]) == 0
     out = capsys.readouterr().out
     assert "task chat, because its rows have the column 'messages'" in out
-    assert "method  training of all weights, as it fits into" in out
+    assert "method  full fine-tuning, as it fits into" in out
     assert 'micro_batch_size = "auto"' in out
     assert "payload.data prepare --task chat" in out
     assert list(tmp_path.iterdir()) == []

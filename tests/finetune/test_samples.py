@@ -48,5 +48,5 @@ def test_a_conversation_s_prompt_ends_where_the_answer_begins(tmp_path: Path) ->
 def test_labelled_texts_have_no_prompts(tmp_path: Path) -> None:
     rows = [{"text": f"red {number}", "label": "ab"[number % 2]} for number in range(40)]
     folder = prepared(tmp_path, "classify", rows, "--label-column", "label")
-    with pytest.raises(ConfigError, match="samples are for --task text and chat, not classify"):
+    with pytest.raises(ConfigError, match="samples need --task text or chat, not classify"):
         find_prompts(folder)

@@ -70,7 +70,7 @@ def _find(name: str) -> tuple[Path, str]:
     if path.is_file():
         if path.name == "tokenizer.json":
             return path.parent, str(path.parent)
-        raise DataError(f"--tokenizer {shown(name)}: is a file. {_FIX}")
+        raise DataError(f"--tokenizer {shown(name)} is a file. {_FIX}")
     raise DataError(f"--tokenizer {shown(name)}: the folder does not exist. {_FIX}")
 
 
