@@ -435,8 +435,7 @@ def test_a_place_where_an_export_may_not_write(
     require_refusal(
         capsys,
         export(words),
-        f"--out {out}: cannot be written (No such file or directory). Name a place that you may "
-        "write to.",
+        f"--out {out}: cannot be written (No such file or directory). Choose a writable path.",
     )
     assert not out.exists()
 

@@ -34,7 +34,7 @@ class Sample:
     name: str
     """Heading of the sample, as in `conversation 3 of 120 in train, block 1`."""
     parts: list[tuple[str, bool]]
-    """Alternating pieces of text, each with whether it is trained."""
+    """Pieces of text, each with True if it is trained; the flags alternate."""
     num_tokens: int
     num_trained: int
 

@@ -15,9 +15,9 @@ from typing import Any
 from payload.core.errors import CheckpointError, DataError
 from payload.data.templates.chat_template import TEMPLATE_FILE, templates_of
 from payload.data.tokenizer_match import (
-    carried_file,
     is_same_tokenizer,
     makes_declared_tokens,
+    verified_file,
 )
 from payload.data.tokenizers.gigatoken_adapter import PRINTED_BYTES, byte_symbols
 from payload.data.tokenizers.gpt2 import (
@@ -106,7 +106,7 @@ def _template(meta: DataMeta, data: Path) -> Mapping[str, bytes]:
 
 def _data_files(meta: DataMeta, data: Path) -> Mapping[str, bytes]:
     """Return the tokenizer files of the data folder, after comparing them with meta.json."""
-    return {name: carried_file(meta, data, name) for name in meta.tokenizer_files}
+    return {name: verified_file(meta, data, name) for name in meta.tokenizer_files}
 
 
 def gpt2_files(*, context: int) -> Mapping[str, bytes]:

@@ -30,7 +30,7 @@ from payload.formats.tokenizer_identity import (
 )
 
 
-def carried_file(meta: DataMeta, data: Path, name: str) -> bytes:
+def verified_file(meta: DataMeta, data: Path, name: str) -> bytes:
     """Return one tokenizer file of the data folder, after comparing it with meta.json.
 
     Raises DataError.
@@ -98,7 +98,7 @@ def require_same_tokens(
         return
     parts: tuple[str, ...] = ()
     if TOKENIZER_FILE in meta.tokenizer_files:
-        own, model = carried_file(meta, data, TOKENIZER_FILE), read_bytes(folder / TOKENIZER_FILE)
+        own, model = verified_file(meta, data, TOKENIZER_FILE), read_bytes(folder / TOKENIZER_FILE)
         parts = differing_parts(*(parse_tokenizer(each, where=init) for each in (own, model)))
     message = other_tokenizer(
         meta, data=data, identity=identity, init=init, settings=settings, parts=parts
@@ -116,7 +116,7 @@ def _produce_same_tokens(
     path = folder / TOKENIZER_FILE
     model = read_bytes(path)
     if TOKENIZER_FILE in meta.tokenizer_files:
-        own = carried_file(meta, data, TOKENIZER_FILE)
+        own = verified_file(meta, data, TOKENIZER_FILE)
         if own == model:
             return True
         mine = backend_encode(own, data / TOKENIZER_FILE)

@@ -20,7 +20,7 @@ from payload.train.tasks.classify import evaluate_texts
 from payload.train.tasks.evaluate import EvalPass
 
 _BATCH_TEXTS = 32
-"""Texts in a batch, independent of the number of ranks so that the result is, too."""
+"""Texts in a batch; fixed, so that the result does not depend on the number of ranks."""
 
 
 def open_texts(

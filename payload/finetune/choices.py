@@ -18,7 +18,7 @@ _SHARE_WHOLE = 0.99
 _MIN_TOKENS: Mapping[TaskKind, int] = {"classify": 32, "chat": 256}
 _TEXT_TOKENS = 1024
 _STEP_TOKENS = 16384
-"""Most tokens of a step, a common choice for LoRA and full fine-tuning of small models."""
+"""Maximum tokens per step, common for LoRA and full fine-tuning of small models."""
 _TARGET_STEPS = 100
 _MIN_EPOCHS: Mapping[TaskKind, int] = {"classify": 2}
 """Two annealed epochs at 1e-4 reached 81.8 % on 8,000 labelled texts.

@@ -201,7 +201,7 @@ def _finish(indices: Sequence[int], samples: Sequence[Sequence[Sample]]) -> None
 
 
 def _write(text: str) -> None:
-    """Print text; on a terminal without the escape sequences that a model may generate."""
+    """Print text; on a terminal, escape sequences in it are made harmless."""
     print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 

@@ -25,7 +25,7 @@ _NEW = "<new>"
 REFUSED: dict[str, tuple[Files, str]] = {
     "added_tokens.json": (
         {"added_tokens.json": {_NEW: 300}},
-        r"added_tokens\.json has '<new>' as token 300, .* no added token: its text becomes \[",
+        r"added_tokens\.json has '<new>' as token 300, .* not an added token: its text becomes \[",
     ),
     "a list": (
         {"tokenizer_config.json": {"additional_special_tokens": [START, _NEW]}},

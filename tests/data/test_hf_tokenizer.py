@@ -201,7 +201,7 @@ def test_a_tokenizer_that_gigatoken_does_not_support_goes_through_tokenizers(
 
     assert isinstance(encoder, ReferenceEncoder)
     assert said[0].startswith(
-        "tokenizer: tokenizers; the faster gigatoken cannot be used for this one: Unknown"
+        "tokenizer: tokenizers; the faster gigatoken cannot be used for this tokenizer: Unknown"
     )
 
 

@@ -177,7 +177,9 @@ def test_without_hashes_of_ranges_the_whole_file_is_compared(tmp_path: Path) -> 
     assert not TokenData.open(folder, sequence_length=8).has_range_hashes()
     path = folder / "train.bin"
     path.write_bytes(bytes(path.stat().st_size))
-    with pytest.raises(DataError, match=r"train\.bin: its content is not what meta\.json has"):
+    with pytest.raises(
+        DataError, match=r"train\.bin: its SHA-256 differs from the one in meta\.json\. "
+    ):
         TokenData.open(folder, sequence_length=8)
 
 
@@ -204,7 +206,7 @@ def test_a_format_that_reads_further_files_is_not_read_from_a_folder(
     words += ["--text-column", "instruction", "--out", str(tmp_path / "out")]
     assert main(words) == ExitCode.CONFIG
     message = capsys.readouterr().err
-    assert "takes its files for the format harbor, which may read others too" in message
+    assert "detects the format harbor, which can read files outside of the folder" in message
     assert not (tmp_path / "out").exists()
 
 

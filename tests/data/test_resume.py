@@ -173,7 +173,7 @@ def test_a_lost_partial_file_is_named(
     killed.wait()
     (tmp_path / "out" / "train.bin.partial").unlink()
     assert main([*args, "--quiet"]) == 10
-    assert "train.bin.partial: gone, though the journal lists it" in capsys.readouterr().err
+    assert "train.bin.partial: missing, but the journal lists it" in capsys.readouterr().err
     assert main([*args, "--quiet", "--force", "--max-documents", "50"]) == 0
 
 
@@ -257,6 +257,6 @@ def test_too_small_a_disk_is_noticed_before_writing(
     args = ["--source", "jsonl", f"--input={corpus}", f"--out={tmp_path / 'out'}", "--quiet"]
     assert main(["prepare", *args]) == 10
     complaint = capsys.readouterr().err
-    assert "MiB are needed for" in complaint
+    assert "tokens need about 2.1 MiB, but" in complaint
     assert "976.6 KiB are free" in complaint
     assert not (tmp_path / "out").exists()

@@ -81,7 +81,7 @@ def test_a_template_writes_what_transformers_writes(case: str, tmp_path: Path) -
 
 def test_a_template_that_writes_a_token_that_no_file_names_is_refused(tmp_path: Path) -> None:
     folder = make_tokenizer(tmp_path, template="{{ messages[0].content }}{{ sep_token }}")
-    with pytest.raises(DataError, match="it writes sep_token, which neither tokenizer_config"):
+    with pytest.raises(DataError, match="it uses sep_token, which is missing in tokenizer_config"):
         read_chat_template(folder)
     (folder / "chat_template.jinja").write_text(
         "{% set sep_token = '|' %}{{ messages[0].content }}{{ sep_token }}"

@@ -46,7 +46,7 @@ _TRAIN_KEYS = ("weight", "train")
 
 
 class BadConversationError(ValueError):
-    """A row is not a valid conversation. The text is one or two sentences about the fault."""
+    """Raised for a row that is not a valid conversation; the text describes the fault."""
 
 
 def conversation_of(row: Mapping[str, Any]) -> Messages:

@@ -210,7 +210,7 @@ class _FileRows(Rows):
                 if header is None:
                     header = _header(fields, path)
                 elif fields:
-                    yield from self._row(f"{path} line {line}", _named(fields, header))
+                    yield from self._row(f"{path} line {line}", _by_column(fields, header))
 
 
 class _Files(ColumnFiles):
@@ -253,7 +253,7 @@ def _header(fields: Sequence[str], path: Path) -> list[str]:
     return names
 
 
-def _named(fields: Sequence[str], header: Sequence[str]) -> dict[str, str] | str:
+def _by_column(fields: Sequence[str], header: Sequence[str]) -> dict[str, str] | str:
     if len(fields) != len(header):
         return f"{len(fields)} fields, but {len(header)} columns ({', '.join(header[:8])})."
     return dict(zip(header, fields, strict=True))

@@ -27,7 +27,7 @@ from payload.data.sources.documents import (
 )
 from payload.data.sources.request import SourceRequest
 from payload.data.sources.text_files import ColumnFiles, missing_shards
-from payload.data.sources.worker_exit import end_worker, how_it_ended
+from payload.data.sources.worker_exit import describe_exit, end_worker
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -235,7 +235,7 @@ class ParquetReader:
         status = self._worker.wait()
         raise DamagedFileError(
             f"{place}: not a readable parquet file: the process that read it ended with "
-            f"{how_it_ended(status)}. Write the file again."
+            f"{describe_exit(status)}. Write the file again."
         )
 
     def _end_worker(self) -> None:

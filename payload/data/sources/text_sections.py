@@ -82,17 +82,17 @@ class Division:
 def divide(path: Path) -> Division:
     """Choose the rules for the file at `path`, and count its sections. Raises OSError."""
     if _has_form_feed(path):
-        by_form_feeds = _counted(
+        by_form_feeds = _with_counts(
             path, Division(at_form_feeds=True, target_bytes=0, limit_bytes=PIECE_BYTES)
         )
         if by_form_feeds.documents > 1:
             return by_form_feeds
     target = max(1, min(_LARGEST_TARGET_BYTES, path.stat().st_size // _SECTIONS))
     limit = max(_SMALLEST_LIMIT_BYTES, _LIMIT_TARGETS * target)
-    return _counted(path, Division(at_form_feeds=False, target_bytes=target, limit_bytes=limit))
+    return _with_counts(path, Division(at_form_feeds=False, target_bytes=target, limit_bytes=limit))
 
 
-def _counted(path: Path, division: Division) -> Division:
+def _with_counts(path: Path, division: Division) -> Division:
     cuts: Counter[Cut] = Counter()
     size = 0
     for section, _, cut in division.sections(path):

@@ -17,6 +17,6 @@ def end_worker(worker: subprocess.Popen[bytes]) -> None:
     worker.wait()
 
 
-def how_it_ended(status: int) -> str:
+def describe_exit(status: int) -> str:
     """Return the signal's name or the exit code as text."""
     return signal.Signals(-status).name if status < 0 else f"exit code {status}"

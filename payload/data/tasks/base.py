@@ -32,7 +32,7 @@ class Task(ABC):
 
     @abstractmethod
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:
-        """Return the label of the source and the estimated output, for `--dry-run`."""
+        """Return the label of the source and the estimated sizes, for `--dry-run`."""
 
     @abstractmethod
     def prepare(self, args: argparse.Namespace) -> Outcome:

@@ -52,7 +52,7 @@ class ChatTask(Task):
         )
 
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:
-        """Return the label of the source and the exact output; only writing is skipped."""
+        """Return the label of the source and exact sizes; everything is done except writing."""
         from payload.data.tasks.chat_job import chat_job
         from payload.data.tasks.whole_folder_writer import estimate_whole
 

@@ -173,10 +173,10 @@ class ChatJob:
                     f"no conversation of {len(documents):,} is left to "
                     f"{'train on' if prefix == 'train' else 'validate on'}. Change --val-fraction."
                 )
-            tokens, marks = self._packed(mine)
+            tokens, marks = self._pack(mine)
             files[name], files[_MARKS_NAMES[name]] = tokens.flatten(), marks.flatten()
             counts |= {f"{prefix}_tokens": tokens.size, f"{prefix}_documents": len(mine)}
-            record |= _counted(marks, prefix)
+            record |= _count_marks(marks, prefix)
         chat = ChatRecord(
             sequence_length=self.length,
             packing=self.packing,
@@ -195,9 +195,9 @@ class ChatJob:
         """Return every conversation with trained tokens, truncated to the block length."""
         rows = islice(self.rows.read(), self.settings.max_documents)
         found: list[_Document] = []
-        rendered = map(self._rendered, rows)
+        rendered = map(self._render, rows)
         for some in in_batches(rendered, count=_BATCH_SIZE, chars=lambda each: len(each[1])):
-            found += self._tokenized(some)
+            found += self._tokenize(some)
         self.check.finish()
         if not found:
             self.rows.require_some()
@@ -208,7 +208,7 @@ class ChatJob:
             )
         return found
 
-    def _rendered(self, row: Row) -> tuple[int, str, list[Span]] | None:
+    def _render(self, row: Row) -> tuple[int, str, list[Span]] | None:
         try:
             text, spans = self.template.render_for_training(conversation_of(row.values))
         except (BadConversationError, DataError) as error:
@@ -219,7 +219,7 @@ class ChatJob:
         )
         return self.groups.number_of(row), text, spans
 
-    def _tokenized(self, rendered: list[tuple[int, str, list[Span]]]) -> list[_Document]:
+    def _tokenize(self, rendered: list[tuple[int, str, list[Span]]]) -> list[_Document]:
         texts = [text for _, text, _ in rendered]
         found = []
         encoded = self.tokenizer.encodings(texts)
@@ -241,7 +241,7 @@ class ChatJob:
                 self.dropped += 1
         return found
 
-    def _packed(self, documents: list[_Document]) -> tuple[npt.NDArray[Any], Marks]:
+    def _pack(self, documents: list[_Document]) -> tuple[npt.NDArray[Any], Marks]:
         """Return the tokens and marks of the blocks, (number of blocks, length) each."""
         if self.packing == "none":
             blocks = [[number] for number in range(len(documents))]
@@ -281,7 +281,7 @@ def in_spans(starts: npt.NDArray[np.int64], spans: list[Span]) -> npt.NDArray[np
     return found
 
 
-def _counted(marks: Marks, prefix: str) -> dict[str, int]:
+def _count_marks(marks: Marks, prefix: str) -> dict[str, int]:
     return {
         f"{prefix}_trained_tokens": int(((marks & TRAINED) != 0).sum()),
         f"{prefix}_padding_tokens": int(((marks & PADDING) != 0).sum()),

@@ -184,7 +184,7 @@ class _ClassifyJob:
         labelled = map(self._pair, rows)
         for pairs in in_batches(labelled, count=_BATCH_SIZE, chars=lambda pair: len(pair[0])):
             self._text_bytes += sum(len(text) for text, _ in pairs)
-            encoded = self._tokenized([text for text, _ in pairs])
+            encoded = self._tokenize([text for text, _ in pairs])
             found += [
                 _Text(tokens, label) for tokens, (_, label) in zip(encoded, pairs, strict=True)
             ]
@@ -197,7 +197,7 @@ class _ClassifyJob:
             )
         return found
 
-    def _tokenized(self, texts: Sequence[bytes]) -> list[Tokens]:
+    def _tokenize(self, texts: Sequence[bytes]) -> list[Tokens]:
         """Return the checked tokens of each text."""
         tokenizer = self.settings.tokenizer
         rows = tokenizer.encode_texts(texts) if texts else []

@@ -25,7 +25,7 @@ class PreferenceTask(Task):
         """Declare no flags: the task `chat` declares the same ones."""
 
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:
-        """Return the label of the source and the exact output; only writing is skipped."""
+        """Return the label of the source and exact sizes; everything is done except writing."""
         from payload.data.tasks.preference_job import preference_job
         from payload.data.tasks.whole_folder_writer import estimate_whole
 

@@ -146,11 +146,11 @@ class PreferenceJob:
         """Return every pair, truncated to the sequence length."""
         rows = islice(self.rows.read(), self.settings.max_documents)
         found: list[_Pair] = []
-        rendered = map(self._rendered, rows)
+        rendered = map(self._render, rows)
         for some in in_batches(
             rendered, count=_BATCH_SIZE, chars=lambda each: sum(map(len, each.texts))
         ):
-            found += self._tokenized(some)
+            found += self._tokenize(some)
         self.check.finish()
         if not found:
             self.rows.require_some()
@@ -161,7 +161,7 @@ class PreferenceJob:
             )
         return found
 
-    def _rendered(self, row: Row) -> _Rendered | None:
+    def _render(self, row: Row) -> _Rendered | None:
         try:
             pair = preference_of(row.values)
             before = len(self.template.render_for_training(pair.prompt)[1])
@@ -183,7 +183,7 @@ class PreferenceJob:
         text, spans = self.template.render_for_training([*prompt, *answer])
         return text, spans[before:]
 
-    def _tokenized(self, rendered: list[_Rendered]) -> list[_Pair]:
+    def _tokenize(self, rendered: list[_Rendered]) -> list[_Pair]:
         texts = [text for each in rendered for text in each.texts]
         encoded = self.tokenizer.encodings(texts)
         rows = [np.array(each.ids, dtype=np.uint32) for each in encoded]

@@ -22,7 +22,7 @@ class TextTask(Task):
     summary = "the next token of plain text"
 
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:
-        """Return the label of the source and the estimated output."""
+        """Return the label of the source and the estimated sizes."""
         from payload.data.writing.plan import estimate
 
         source, settings = _source_and_settings(args)

@@ -62,7 +62,7 @@ class WholeJob(Protocol):
 
 
 def estimate_whole(job: WholeJob) -> tuple[str, Estimate]:
-    """Return the label of the source and the exact output, without writing it."""
+    """Return the label of the source and exact sizes; everything is done except writing."""
     job.rows.identity()
     made = job.make()
     return job.rows.label, Estimate(
@@ -89,7 +89,7 @@ def prepare_whole(
         with new_folder(settings.out), locked(settings.out, wait=settings.wait):
             ready = check_folder(settings, identity)
             if ready is None:
-                meta = _written(rows, settings, fingerprint_of(identity, settings), make())
+                meta = _write_all(rows, settings, fingerprint_of(identity, settings), make())
                 for note in rows.notes():
                     reporter.log(note)
                 warn_if_few(meta, reporter)
@@ -103,7 +103,7 @@ def prepare_whole(
     return Outcome(meta=ready, was_ready=True)
 
 
-def _written(
+def _write_all(
     rows: Rows, settings: PrepareSettings, fingerprint: str, made: PreparedData
 ) -> DataMeta:
     """Write the files, then meta.json."""

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from payload.data.sources.worker_exit import end_worker, how_it_ended
+from payload.data.sources.worker_exit import describe_exit, end_worker
 
 CPU_SECONDS = 10
-"""Processor time limit for one conversation; the longest real ones take some hundredths."""
+"""Processor time limit of a conversation; the longest real ones take hundredths of a second."""
 MEMORY_BYTES = 2**30
 """Address space of the process, including 50 MiB for Python."""
 
@@ -122,7 +122,7 @@ class TemplateProcess:
 def _describe_exit(status: int) -> str:
     if status == -signal.SIGPROF:
         return f"it used over {CPU_SECONDS} s of processor time for one conversation."
-    return f"its process ended with {how_it_ended(status)}."
+    return f"its process ended with {describe_exit(status)}."
 
 
 def _end_owned(worker: subprocess.Popen[bytes], owner: int) -> None:

@@ -21,7 +21,7 @@ from payload.data.tokenizers.special_tokens import (
     CONFIG_FILE,
     LISTED,
     MAP_FILE,
-    map_counts,
+    map_overrides_config,
     named_tokens,
     tokenizer_config,
 )
@@ -118,7 +118,7 @@ def _declared(
         given = config.get(name)
         for entry in given if isinstance(given, list) else ():
             yield from _parse_entry(entry, None, f"{name} of {_source(config, name, files)}")
-    if map_counts(config):
+    if map_overrides_config(config):
         added = parse_json(files.get(ADDED_FILE, b"{}"), where=ADDED_FILE, error=DataError)
         for text, number in added.items() if isinstance(added, Mapping) else ():
             yield from _parse_entry(text, number, ADDED_FILE)
@@ -126,7 +126,7 @@ def _declared(
 
 def _source(config: Mapping[str, Any], name: str, files: Mapping[str, bytes]) -> str:
     """Return the file that defines the value of `name`."""
-    is_in_map = map_counts(config) and f'"{name}"'.encode() in files.get(MAP_FILE, b"")
+    is_in_map = map_overrides_config(config) and f'"{name}"'.encode() in files.get(MAP_FILE, b"")
     return MAP_FILE if is_in_map else CONFIG_FILE
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 TOKENIZER_NAME = "gpt2"
 END_OF_TEXT = 50256
-"""Written after every document."""
+"""Id of the end-of-text token, written after every document."""
 END_OF_TEXT_NAME = GPT2_END
 VOCAB_SIZE = 50257
 TOKENIZER_SHA256 = GPT2_SHA256

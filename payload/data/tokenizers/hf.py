@@ -27,7 +27,7 @@ from payload.data.tokenizers.declared_tokens import require_declared_tokens
 from payload.data.tokenizers.gigatoken_adapter import HfFast
 from payload.data.tokenizers.special_tokens import (
     MAP_FILE,
-    map_counts,
+    map_overrides_config,
     named_tokens,
     tokenizer_config,
 )
@@ -190,7 +190,7 @@ def named_end(
     `files` are the tokenizer's files by name; the model's files are read from `folder`. Raises
     DataError.
     """
-    has_map = map_counts(tokenizer_config(files, folder=folder))
+    has_map = map_overrides_config(tokenizer_config(files, folder=folder))
     for name in (MAP_FILE, *_CONFIG_FILES) if has_map else _CONFIG_FILES:
         content = _read(folder / name)
         if content is None:

@@ -53,10 +53,10 @@ def tokenizer_config(files: Mapping[str, bytes], *, folder: Path) -> Mapping[str
     for name, value in ((CONFIG_FILE, config), (MAP_FILE, tokens)):
         if not isinstance(value, dict):
             raise DataError(f"{folder / name}: expected an object, got {shown(value)}. {_FIX}")
-    return {**config, **tokens} if map_counts(config) else config
+    return {**config, **tokens} if map_overrides_config(config) else config
 
 
-def map_counts(config: Mapping[str, Any]) -> bool:
+def map_overrides_config(config: Mapping[str, Any]) -> bool:
     """Return True if special_tokens_map.json overrides tokenizer_config.json."""
     return "added_tokens_decoder" not in config
 

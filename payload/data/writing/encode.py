@@ -129,7 +129,7 @@ class GigatokenEncoder:
             raise EncoderMismatchError("different tokens")
 
     def check_sample(self, texts: Sequence[bytes], encoded: Encoded) -> None:
-        """Compare the starts of random texts with the reference: 1/512, more of the first batch."""
+        """Compare random texts (1/512 of the bytes, more of the first batch) with the reference."""
         budget = max(sum(map(len, texts)) * _SAMPLE_SHARE, self._first_sample_bytes)
         self._first_sample_bytes = 0
         for i in self._random.sample(range(len(texts)), min(len(texts), _SAMPLE_TEXTS)):

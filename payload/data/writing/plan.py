@@ -194,10 +194,7 @@ def new_folder(out: Path) -> Iterator[None]:
 
 
 def check_folder(settings: PrepareSettings, identity: Sequence[Any]) -> DataMeta | None:
-    """Return the meta of a folder that already holds the output.
-
-    Raises DataError for other contents.
-    """
+    """Return the meta of a folder that holds the output; None for a new one. Raises DataError."""
     out = settings.out
     check_tokenizer_files(out, settings.tokenizer.files)
     if settings.force:

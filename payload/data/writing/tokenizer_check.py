@@ -96,7 +96,7 @@ class TokenizerCheck:
             )
 
     def check_rate(self, *, text_bytes: int, tokens: int) -> None:
-        """Check the bytes a token of a whole corpus. Raises DataError."""
+        """Check the bytes per token of a whole corpus. Raises DataError."""
         rate = text_bytes / tokens if tokens else float("inf")
         if text_bytes and not MIN_BYTES_PER_TOKEN <= rate <= MAX_BYTES_PER_TOKEN:
             measured = f"{rate:.3g} bytes a token" if tokens else "no tokens"
