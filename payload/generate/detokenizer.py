@@ -11,7 +11,7 @@ _CONTEXT_TOKENS = 8
 class TextStream:
     """Decodes a continuation token by token; the joined pieces are its whole text.
 
-    A token can end within a character, whose piece then comes with its last token. Some tokenizers
+    A token can end within a character; the piece then comes with the rest of it. Some tokenizers
     drop a space before the first token that they decode. So the last tokens of the prompt are
     decoded, too, and left out of the pieces.
     """
