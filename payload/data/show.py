@@ -40,9 +40,9 @@ class Sample:
 
     def render(self, *, colour: bool) -> str:
         """Return the text with trained pieces in colour, or in brackets without colour."""
-        before, behind = (_TRAINED_COLOUR, _PLAIN) if colour else _TRAINED_MARKS
+        opening, closing = (_TRAINED_COLOUR, _PLAIN) if colour else _TRAINED_MARKS
         return "".join(
-            f"{before}{printable(text)}{behind}" if trained else printable(text)
+            f"{opening}{printable(text)}{closing}" if trained else printable(text)
             for text, trained in self.parts
         )
 

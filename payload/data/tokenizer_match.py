@@ -14,7 +14,7 @@ from payload.core.errors import DataError, TileforgeError
 from payload.core.regular_files import read_bytes
 from payload.data.tokenizers.declared_tokens import require_declared_tokens
 from payload.data.tokenizers.gpt2 import gpt2_encoding
-from payload.data.tokenizers.hf import build_backend, explained
+from payload.data.tokenizers.hf import build_backend, convert_errors
 from payload.data.tokenizers.probe import Encode, same_tokens
 from payload.formats.data_folder import DataMeta
 from payload.formats.prepare_hints import how_to_make_again
@@ -134,7 +134,7 @@ def backend_encode(
     backend = build_backend(content, path, error=error)
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
-        with explained(path, error=error):
+        with convert_errors(path, error=error):
             return [each.ids for each in backend.encode_batch_fast(list(texts))]
 
     return encode

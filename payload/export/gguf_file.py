@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
 from payload.export.arguments import Dtype
-from payload.export.tensors import WeightFiles, rounded, whole_or_absent
+from payload.export.tensors import WeightFiles, atomic_path, rounded
 from payload.export.vocabulary import Vocabulary
 from payload.models.gguf_export_plan import GgufPlan
 
@@ -63,7 +63,7 @@ def write_gguf(
 
     logging.getLogger("gguf").setLevel(logging.WARNING)
     entries = _entries(weights.shapes(), plan, dtype=dtype)
-    with whole_or_absent(path) as partial:
+    with atomic_path(path) as partial:
         writer = gguf.GGUFWriter(partial, plan.architecture)
         _add_header(writer, plan, vocabulary, name=name, dtype=dtype)
         for entry in entries:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from payload.core.errors import CheckpointError
-from payload.export.tensors import HeldWeights, WeightFiles
+from payload.export.tensors import InMemoryWeights, WeightFiles
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,7 @@ def merged_weights(base: Path, adapter: Path) -> WeightFiles:
     if tensors.targets:
         return MergedWeights(adapter, model, tensors, labels=labels)
     merge_adapter(model)
-    return HeldWeights(adapter, model.hf_tensors(), labels=labels)
+    return InMemoryWeights(adapter, model.hf_tensors(), labels=labels)
 
 
 def dequantized_weights(adapter: Path) -> WeightFiles:
@@ -42,7 +42,7 @@ def dequantized_weights(adapter: Path) -> WeightFiles:
     from payload.train.models.loading import load
 
     model = load(adapter)
-    return HeldWeights(adapter, model.hf_tensors(), labels=_labels(model))
+    return InMemoryWeights(adapter, model.hf_tensors(), labels=_labels(model))
 
 
 class MergedWeights(WeightFiles):
@@ -89,10 +89,10 @@ class MergedWeights(WeightFiles):
         linear = self._linears.get(name)
         if linear is None:
             return value
-        plain, unset = value.t() if self._is_transposed else value, linear.weight
+        plain, placeholder = value.t() if self._is_transposed else value, linear.weight
         linear.weight = nn.Parameter(plain, requires_grad=False)
         merged = linear.merged()
-        linear.weight = unset
+        linear.weight = placeholder
         if not bool(merged.isfinite().all()):
             raise CheckpointError(
                 f"{self._folder}: {name} with the adapter has NaN or infinity. Use another "

@@ -34,10 +34,10 @@ class WeightFiles:
 
     def read(self, name: str) -> Tensor:
         """Return one tensor as stored. Raises CheckpointError unless it is finite."""
-        return _finite(self._tensors[name], name, folder=self._folder)
+        return _require_finite(self._tensors[name], name, folder=self._folder)
 
 
-class HeldWeights(WeightFiles):
+class InMemoryWeights(WeightFiles):
     """Weights of a model in memory, with the interface of `WeightFiles`."""
 
     def __init__(
@@ -58,7 +58,7 @@ class HeldWeights(WeightFiles):
 
     def read(self, name: str) -> Tensor:
         """Return one tensor in fp32. Raises CheckpointError unless it is finite."""
-        return _finite(self._held[name], name, folder=self._folder)
+        return _require_finite(self._held[name], name, folder=self._folder)
 
 
 def weights_of(folder: Path) -> WeightFiles:
@@ -71,10 +71,10 @@ def weights_of(folder: Path) -> WeightFiles:
     model, tensors = plan(folder)
     if tensors.targets:
         return WeightFiles(folder, tensors)
-    return HeldWeights(folder, model.hf_tensors())
+    return InMemoryWeights(folder, model.hf_tensors())
 
 
-def _finite(value: Tensor, name: str, *, folder: Path) -> Tensor:
+def _require_finite(value: Tensor, name: str, *, folder: Path) -> Tensor:
     if not bool(value.isfinite().all()):
         raise CheckpointError(
             f"{folder}: {name} has NaN or infinity: training diverged before these weights were "
@@ -98,7 +98,7 @@ def rounded(name: str, value: Tensor, dtype: Literal["bf16", "f16", "fp32"]) -> 
 
 
 @contextlib.contextmanager
-def whole_or_absent(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a path in a new private folder, and rename it to `path` if the block succeeds.
 
     The folder is next to `path`. Its name is random and only this user can write to it, so no link
@@ -112,11 +112,11 @@ def whole_or_absent(path: Path) -> Iterator[Path]:
 
     if path.exists() or path.is_symlink():
         raise CheckpointError(f"--out {path}: already exists. Choose another path, or remove it.")
-    holder = None
+    temp_folder = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        holder = tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
-        partial = Path(holder, path.name)
+        temp_folder = tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+        partial = Path(temp_folder, path.name)
         yield partial
         for file in [partial, *(partial.iterdir() if partial.is_dir() else ())]:
             descriptor = os.open(file, os.O_RDONLY)
@@ -131,8 +131,8 @@ def whole_or_absent(path: Path) -> Iterator[Path]:
             f"--out {path}: cannot be written ({error.strerror or error}). {_fix(error)}"
         ) from None
     finally:
-        if holder is not None:
-            shutil.rmtree(holder, ignore_errors=True)
+        if temp_folder is not None:
+            shutil.rmtree(temp_folder, ignore_errors=True)
 
 
 def _fix(error: OSError) -> str:

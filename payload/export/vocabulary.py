@@ -110,7 +110,7 @@ def read_vocabulary(folder: Path, *, rows: int, eos: int | None) -> Vocabulary:
     except DataError as error:
         raise CheckpointError(str(error)) from None
     template = _chat_template(folder, config)
-    adds_bos, adds_eos = _adds(special, around, texts=texts, path=path)
+    adds_bos, adds_eos = _adds_special_tokens(special, around, texts=texts, path=path)
     _require_known_normalizer(raw, model, path)
     if model.byte_fallback:
         return Vocabulary(
@@ -190,12 +190,12 @@ def _scores(model: _Model, texts: Sequence[str]) -> list[float]:
     """
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(model.merges):
-        ranks.setdefault("".join(_halves(pair)), rank)
+        ranks.setdefault("".join(_split_merge(pair)), rank)
     last = len(model.merges)
     return [-float(ranks.get(text, last)) for text in texts]
 
 
-def _halves(pair: Any) -> tuple[str, str]:
+def _split_merge(pair: Any) -> tuple[str, str]:
     """Return the two tokens of a merge, which older files store as one string."""
     halves = pair.split(" ") if isinstance(pair, str) else pair
     if not (isinstance(halves, list | tuple) and len(halves) == 2):
@@ -207,7 +207,7 @@ def _halves(pair: Any) -> tuple[str, str]:
 
 
 def _merge_text(pair: Any) -> str:
-    return " ".join(_halves(pair))
+    return " ".join(_split_merge(pair))
 
 
 def _pre_tokenizer(raw: Mapping[str, Any], model: _Model, path: Path) -> str:
@@ -280,7 +280,7 @@ def _special_tokens(
     return special, tokens_around(backend), config
 
 
-def _adds(
+def _adds_special_tokens(
     special: Mapping[str, int], around: _Around, *, texts: Sequence[str], path: Path
 ) -> tuple[bool, bool]:
     """Return whether bos precedes a text, and whether eos follows it.

@@ -33,18 +33,18 @@ def main(argv: Sequence[str]) -> int:
         return _finetune(arguments)
     except UsageError as error:
         # The flags were chosen from the data, so a usage error of `prepare` is a config error here.
-        return _failed(error, ExitCode.CONFIG)
+        return _print_error(error, ExitCode.CONFIG)
     except TileforgeError as error:
-        return _failed(error, error.exit_code)
+        return _print_error(error, error.exit_code)
     except OSError as error:
         what = f"{error.filename or 'input'}: {error.strerror or error}. Correct it."
-        return _failed(ConfigError(what), ExitCode.CONFIG)
+        return _print_error(ConfigError(what), ExitCode.CONFIG)
     except KeyboardInterrupt:
         print("interrupted; nothing was started", file=sys.stderr)
         return INTERRUPTED
 
 
-def _failed(error: TileforgeError, code: ExitCode) -> int:
+def _print_error(error: TileforgeError, code: ExitCode) -> int:
     print(f"error: {printable(str(error))}", file=sys.stderr)
     return code
 

@@ -13,7 +13,7 @@ Method = Literal["full", "lora", "nf4"]
 
 MAX_TOKENS = 8192
 """Longest sequence that is chosen; `--set data.sequence_length` overrides it."""
-_SHARE_WHOLE = 0.99
+_UNTRUNCATED_SHARE = 0.99
 """Share of the texts that must fit into a sequence without truncation."""
 _MIN_TOKENS: Mapping[TaskKind, int] = {"classify": 32, "chat": 256}
 _TEXT_TOKENS = 1024
@@ -66,7 +66,7 @@ def sequence_length(
             size //= 2
         return size, f"plain text of about {tokens:,} tokens; the model's context is {context:,}"
     ordered = sorted(lengths)
-    target = ordered[min(len(ordered) - 1, int(_SHARE_WHOLE * len(ordered)))]
+    target = ordered[min(len(ordered) - 1, int(_UNTRUNCATED_SHARE * len(ordered)))]
     size = _MIN_TOKENS.get(task, 256)
     while size < target and size < limit:
         size *= 2

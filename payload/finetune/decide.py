@@ -40,11 +40,11 @@ from payload.run_record.run_files import NAMES
 from payload.weights.source import find_source, pinned, spec_on_hub
 
 _GIB = 2**30
-_ANY_RANKS = 720_720
+_DIVISIBLE_BATCH_SIZE = 720_720
 """A batch size that up to 16 ranks divide evenly, used to find the number of ranks."""
 _SAMPLED_PARAMS = 1_000_000_000
 """Largest model that gets samples by default: reading it twice takes seconds."""
-_OWN_FLAGS = {"data.dir": "--out", "model.init": "--model", "task.kind": "--task"}
+_DEDICATED_FLAGS = {"data.dir": "--out", "model.init": "--model", "task.kind": "--task"}
 
 RunForJson = Callable[[Sequence[str]], Any]
 """Runs a program of the project, given the arguments of `python -m`, and returns its JSON."""
@@ -139,15 +139,15 @@ def _parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     # Types and limits of all settings are checked first, because the choices use them.
     typed = parse_sections(RunConfig, "", overrides=overrides, where="--set")
     parse_run_config(
-        "", overrides=[each for each in overrides if not _needs_others(each)], where="--set"
+        "", overrides=[each for each in overrides if not _depends_on_choices(each)], where="--set"
     )
     found: dict[str, Any] = {}
     for override in overrides:
         section, _, key = (part.strip() for part in override.partition("=")[0].partition("."))
         name = f"{section}.{key}"
-        if name in _OWN_FLAGS:
+        if name in _DEDICATED_FLAGS:
             raise ConfigError(
-                f"--set {shown(override)}: set by {_OWN_FLAGS[name]}. Use that option."
+                f"--set {shown(override)}: set by {_DEDICATED_FLAGS[name]}. Use that option."
             )
         found[name] = _to_plain(getattr(getattr(typed, section), key))
     return found
@@ -160,7 +160,7 @@ def _to_plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _needs_others(override: str) -> bool:
+def _depends_on_choices(override: str) -> bool:
     """Return True if an override is only valid with settings that are chosen later."""
     return override.partition(".")[0].strip() in (
         "adapter",
@@ -253,7 +253,7 @@ def _choose_method(
     candidates = _methods(spec, user_settings)
     for method in candidates:
         sets = [*settings, *_as_sets(method_choices(method, spec))]
-        sets += [f"batch.global_batch_size={_ANY_RANKS}", "batch.micro_batch_size=auto"]
+        sets += [f"batch.global_batch_size={_DIVISIBLE_BATCH_SIZE}", "batch.micro_batch_size=auto"]
         planned = _plan(request, sets, run_for_json, without=("batch.", "train.", "schedule."))
         ranks = planned["plan"]["world_size"]
         need = planned["plan"]["arithmetic"]["memory_bytes_per_rank"]

@@ -39,7 +39,7 @@ _PROMPTS = 2
 _NEW_TOKENS = 40
 _PROMPT_TOKENS = 24
 """Prompt tokens of a document; the prompt of a conversation ends before its first answer."""
-_MOST_PROMPT_CHARS = 2000
+_MAX_PROMPT_CHARS = 2000
 _SEARCHED_TOKENS = 1_000_000
 _SEARCHED_CONVERSATIONS = 20
 """Number of conversations that are searched for prompts of suitable length."""
@@ -96,7 +96,7 @@ def _conversation_prompts(folder: Path, meta: DataMeta) -> list[str]:
     for number in range(min(_SEARCHED_CONVERSATIONS, meta.val_documents)):
         (sample,) = read_samples(folder, meta, split=_VAL, number=number)
         text, is_answer = sample.parts[0]
-        if not is_answer and text.strip() and len(text) <= _MOST_PROMPT_CHARS:
+        if not is_answer and text.strip() and len(text) <= _MAX_PROMPT_CHARS:
             found.append(text.removeprefix(first))
         if len(found) == _PROMPTS:
             break

@@ -13,7 +13,7 @@ from payload.core.printable_text import one_line
 from payload.core.regular_files import read_bytes
 from payload.core.validation.json_text import parse_json
 from payload.data.tokenizers.gpt2 import END_OF_TEXT, TOKENIZER_NAME, VOCAB_SIZE, gpt2_encoding
-from payload.data.tokenizers.hf import explained
+from payload.data.tokenizers.hf import convert_errors
 from payload.formats.hf_folder import CONFIG_FILE, read_config
 from payload.formats.prepare_hints import write_tokenizer_again
 from payload.formats.tokenizer_identity import (
@@ -110,11 +110,11 @@ def _tokenizer_codec(folder: Path, *, stops: frozenset[int]) -> Codec:
         ) from None
 
     def encode(text: str, *, marked: bool) -> list[int]:
-        with explained(path, error=CheckpointError):
+        with convert_errors(path, error=CheckpointError):
             return list(backend.encode(text, add_special_tokens=not marked).ids)
 
     def decode(tokens: Sequence[int]) -> str:
-        with explained(path, error=CheckpointError):
+        with convert_errors(path, error=CheckpointError):
             return str(backend.decode(list(tokens), skip_special_tokens=True))
 
     return Codec(

@@ -122,7 +122,7 @@ class OrderedOutputs:
     def update(self, indices: Sequence[int]) -> None:
         """Show the new text of the next prompt, if it is in `indices`."""
         if self._next in indices:
-            self._announce(self._next)
+            self._separate(self._next)
             self._outputs[self._next].update()
 
     def end(self, indices: Sequence[int]) -> None:
@@ -138,11 +138,11 @@ class OrderedOutputs:
             self._show(index)
 
     def _show(self, index: int) -> None:
-        self._announce(index)
+        self._separate(index)
         self._outputs[index].end()
         self._next = index + 1
 
-    def _announce(self, index: int) -> None:
+    def _separate(self, index: int) -> None:
         """Print the separator before a result, once."""
         if self._announced and index not in self._announced:
             self._between()

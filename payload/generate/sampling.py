@@ -92,8 +92,8 @@ class Sampler:
                 return
             chosen = self._texts[:, position - 1].tolist()
             yield [
-                token if is_drawn and not is_over else None
-                for token, is_drawn, is_over in zip(
+                token if is_drawn and not has_ended else None
+                for token, is_drawn, has_ended in zip(
                     chosen, sampled.tolist(), self._ended.tolist(), strict=True
                 )
             ]

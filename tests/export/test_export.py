@@ -20,7 +20,7 @@ from payload.core.errors import CheckpointError, ExitCode
 from payload.data.tokenizers import load_hf_tokenizer
 from payload.data.tokenizers.hf import hf_tokenizer
 from payload.export.__main__ import main
-from payload.export.tensors import whole_or_absent
+from payload.export.tensors import atomic_path
 from payload.export.vocabulary import Vocabulary, read_vocabulary
 from payload.models.gguf import plan_gguf
 from payload.models.gpt2.spec import Gpt2Spec
@@ -616,12 +616,12 @@ def test_a_head_that_gguf_leaves_out_must_be_the_embedding(
 
 
 def test_an_interrupted_write_leaves_nothing_and_a_file_that_is_there_stays(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), whole_or_absent(tmp_path / "out") as partial:
+    with pytest.raises(KeyboardInterrupt), atomic_path(tmp_path / "out") as partial:
         partial.write_text("half")
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "out").write_text("mine")
-    with pytest.raises(CheckpointError, match="exists"), whole_or_absent(tmp_path / "out"):
+    with pytest.raises(CheckpointError, match="exists"), atomic_path(tmp_path / "out"):
         pass
     assert (tmp_path / "out").read_text() == "mine"
 
@@ -631,7 +631,7 @@ def test_a_link_in_the_place_of_the_unfinished_file_is_not_written_through(tmp_p
     victim.write_text("theirs")
     (tmp_path / f".model.gguf.{os.getpid()}.partial").symlink_to(victim)
     path = tmp_path / "model.gguf"
-    with whole_or_absent(path) as partial:
+    with atomic_path(path) as partial:
         partial.write_text("weights")
     assert victim.read_text() == "theirs"
     assert path.read_text() == "weights" and not path.is_symlink()

@@ -30,12 +30,12 @@ class RangeHasher:
             self._last_bytes += len(part)
             start += len(part)
             if self._last_bytes == RANGE_BYTES:
-                self._whole.append(_digits(self._last))
+                self._whole.append(_hash_digits(self._last))
                 self._last, self._last_bytes = hashlib.sha256(), 0
 
     def hashes(self) -> tuple[str, ...]:
         """Return the hash of each range so far, including a shorter last one."""
-        return (*self._whole, *([_digits(self._last)] if self._last_bytes else []))
+        return (*self._whole, *([_hash_digits(self._last)] if self._last_bytes else []))
 
 
 class RangeCheck:
@@ -68,7 +68,9 @@ class RangeCheck:
         # Reading mapped memory beyond the end of a truncated file would end the process with
         # SIGBUS.
         if found.st_size != self._size_bytes:
-            raise self._damaged(f"{found.st_size:,} bytes; meta.json records {self._size_bytes:,}")
+            raise self._damage_error(
+                f"{found.st_size:,} bytes; meta.json records {self._size_bytes:,}"
+            )
         for start, end in spans:
             for number in self._unchecked(start, end):
                 self._check(number)
@@ -91,9 +93,11 @@ class RangeCheck:
         try:
             content = os.pread(self._file.fileno(), size, start)
         except OSError as error:
-            raise self._damaged(f"cannot be read at byte {start:,} ({error.strerror})") from None
-        if _digits(hashlib.sha256(content)) != self._hashes[number]:
-            raise self._damaged(
+            raise self._damage_error(
+                f"cannot be read at byte {start:,} ({error.strerror})"
+            ) from None
+        if _hash_digits(hashlib.sha256(content)) != self._hashes[number]:
+            raise self._damage_error(
                 f"the hash of bytes {start:,} to {start + size - 1:,} differs from the one in "
                 "meta.json"
             )
@@ -102,7 +106,7 @@ class RangeCheck:
     def _stat(self) -> os.stat_result:
         return os.fstat(self._file.fileno())
 
-    def _damaged(self, problem: str) -> DataError:
+    def _damage_error(self, problem: str) -> DataError:
         remedy = how_to_make_again(self.path.parent, source=self._source)
         return DataError(f"{self.path}: {problem}. The file is damaged. {remedy}")
 
@@ -140,5 +144,5 @@ def damaged_ranges(found: tuple[str, ...], expected: tuple[str, ...]) -> str:
     return f" (within bytes {first:,} to {last:,}: {len(numbers)} of {len(expected)} ranges)"
 
 
-def _digits(digest: Any) -> str:
+def _hash_digits(digest: Any) -> str:
     return str(digest.hexdigest()[:HASH_DIGITS])

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from payload.core.errors import DataError, UsageError
 from payload.core.printable_text import shown
-from payload.data.sources.jsonl import damaged_named, open_jsonl, parse_line, read_lines
+from payload.data.sources.jsonl import convert_gzip_errors, open_jsonl, parse_line, read_lines
 from payload.data.sources.request import SourceRequest, check_flags
 from payload.data.sources.text_files import ColumnFiles, missing_shards
 
@@ -177,7 +177,7 @@ class _FileRows(Rows):
         return missing_shards(self._files.paths())
 
     def _jsonl(self, path: Path) -> Iterator[Row]:
-        with open_jsonl(path) as file, damaged_named(path):
+        with open_jsonl(path) as file, convert_gzip_errors(path):
             for number, (line, _) in enumerate(read_lines(file), 1):
                 if not line.isspace():
                     example = '{"COLUMN": ...}'

@@ -124,7 +124,7 @@ class Batcher:
         return taken
 
 
-def cut_at(data: bytes) -> int | None:
+def last_safe_cut(data: bytes) -> int | None:
     """Return the last offset where a cut does not change the tokens of `data`, or None.
 
     GPT-2's pattern never joins a non-space character with white space after it, and has no
@@ -158,7 +158,7 @@ def read_pieces(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
         if len(held) < PIECE_BYTES + _LONGEST_CHARACTER:
             yield held, True
             return
-        offset = cut_at(held) or character_start(held, PIECE_BYTES)
+        offset = last_safe_cut(held) or character_start(held, PIECE_BYTES)
         yield held[:offset], False
         held = held[offset:]
 

@@ -17,7 +17,7 @@ from payload.core.regular_files import read_bytes
 from payload.core.validation.names import GIT_COMMIT
 from payload.data.sources.documents import Batch, Batcher, Cursor, Survey
 from payload.data.sources.parquet import (
-    ROWS_AT_ONCE,
+    BATCH_ROWS,
     LostRows,
     ParquetReader,
     add_column,
@@ -38,7 +38,7 @@ OPENWEBTEXT = "Skylion007/openwebtext"
 # This commit holds 80 parquet files, plain_text/train-*-of-00080.parquet, and no script. Earlier
 # commits hold tar files and a script that datasets >= 4 rejects (nanoGPT #633).
 OPENWEBTEXT_REVISION = "79d93d786212f7344586290adb811d4ae6a1762c"
-_FOOTERS_AT_MOST = 256
+_MAX_FOOTERS = 256
 """Maximum number of files whose rows are counted over the network, at two requests each."""
 _FORMATS = ("parquet", "json", "csv", "text", "arrow", "xml", "webdataset")
 """Formats of `datasets` that read only the given files."""
@@ -85,12 +85,12 @@ class HubSource:
         """Return the number of rows, if the files or the dataset card record it."""
         column, skip_bad = self._request.column(), self._request.skip_bad
         places = self._parquet_places()
-        if places and (self._folder is not None or len(places) <= _FOOTERS_AT_MOST):
-            with self._explained("opening"):
+        if places and (self._folder is not None or len(places) <= _MAX_FOOTERS):
+            with self._convert_errors("opening"):
                 survey = survey_parquet(places, column, skip_bad=skip_bad)
             return replace(survey, note=self.note())
         if self._folder is not None:
-            with self._explained("reading"):
+            with self._convert_errors("reading"):
                 return Survey(documents=self._count_rows(), text_bytes=None, note=self.note())
         known = (self._prepared_builder().info.splits or {}).get(self._split)
         return Survey(documents=known.num_examples if known else None, text_bytes=None)
@@ -104,7 +104,7 @@ class HubSource:
         """Yield the rows as documents."""
         column, skip_bad = self._request.column(), self._request.skip_bad
         places = self._parquet_places()
-        with self._explained("reading"):
+        with self._convert_errors("reading"):
             if places:
                 # `datasets` would decode a whole row group in one step: gigabytes, in some files.
                 yield from read_parquet(places, column, cursor, skip_bad=skip_bad)
@@ -119,7 +119,7 @@ class HubSource:
             rows.load_state_dict(cursor["state"])
         batcher = Batcher(skip_bad=self._request.skip_bad)
         number = cursor.get("document", 0)
-        for table in rows.iter(batch_size=ROWS_AT_ONCE):
+        for table in rows.iter(batch_size=BATCH_ROWS):
             check_column(table.schema, column, where=self._dataset)
             values = table.column(column)
             add_column(values, batcher, number=number, row=number, where=self._dataset)
@@ -131,17 +131,17 @@ class HubSource:
     def rows(self) -> Iterator[list[dict[str, Any]] | LostRows]:
         """Yield all columns of the split's rows, in lists. Raises DataError."""
         places = self._parquet_places()
-        with self._explained("reading"):
+        with self._convert_errors("reading"):
             if places:
                 with ParquetReader(None) as reader:
                     for place in places:
                         yield from reader.read_rows(place)
             else:
-                for table in self._open_rows().iter(batch_size=ROWS_AT_ONCE):
+                for table in self._open_rows().iter(batch_size=BATCH_ROWS):
                     yield table.to_pylist()
 
     def _count_rows(self) -> int:
-        return sum(len(table) for table in self._open_rows().iter(batch_size=ROWS_AT_ONCE))
+        return sum(len(table) for table in self._open_rows().iter(batch_size=BATCH_ROWS))
 
     def _open_rows(self) -> IterableDataset:
         builder = self._prepared_builder()
@@ -167,7 +167,7 @@ class HubSource:
 
     def _prepared_builder(self) -> DatasetBuilder:
         if self._builder is None:
-            with self._explained("opening"):
+            with self._convert_errors("opening"):
                 if self._folder is not None:
                     _check_cards(self._folder)
                 builder = _load_builder(
@@ -189,7 +189,7 @@ class HubSource:
             return revision
         from huggingface_hub import HfApi
 
-        with self._explained("finding"):
+        with self._convert_errors("finding"):
             found = HfApi().dataset_info(self._dataset, revision=revision).sha
         if found is None:
             raise DataError(
@@ -198,7 +198,7 @@ class HubSource:
         return found
 
     @contextmanager
-    def _explained(self, doing: str) -> Iterator[None]:
+    def _convert_errors(self, action: str) -> Iterator[None]:
         """Convert exceptions of `datasets` and of the hub's client to one DataError."""
         import pyarrow as pa
         import yaml
@@ -213,13 +213,13 @@ class HubSource:
         except DataError:
             raise
         except (OSError, HTTPError, DatasetsError, pa.ArrowException, yaml.YAMLError) as error:
-            raise DataError(self._explain(error, doing)) from None
+            raise DataError(self._explain(error, action)) from None
         except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{doing} {self._dataset}: {one_line(error)}") from None
+            raise DataError(f"{action} {self._dataset}: {one_line(error)}") from None
 
-    def _explain(self, error: Exception, doing: str) -> str:
+    def _explain(self, error: Exception, action: str) -> str:
         if self._folder is not None:
-            return f"{doing} {self._dataset}: {one_line(error)}"
+            return f"{action} {self._dataset}: {one_line(error)}"
         message = one_line(error)
         if _is_unreachable(error):
             return (
@@ -237,10 +237,10 @@ class HubSource:
                 f"dataset {self._dataset} has no revision {self._request.revision!r}. Choose "
                 "another with --revision."
             )
-        return f"{doing} dataset {self._dataset} of the Hugging Face hub: {message}"
+        return f"{action} dataset {self._dataset} of the Hugging Face hub: {message}"
 
 
-def _outside(dataset: object, place: str) -> str:
+def _outside_error(dataset: object, place: str) -> str:
     return (
         f"{dataset}: the data file {shown(place)} is outside of the folder. Move the file into "
         "the folder, or read it with --source jsonl, parquet or text."
@@ -269,9 +269,9 @@ def _check_cards(folder: Path) -> None:
             configs = card.get("configs") if isinstance(card, dict) else None
         given = [each for each in configs or () if isinstance(each, dict)]
         for place in _texts([[each.get("data_files"), each.get("data_dir")] for each in given]):
-            is_out = Path(place).is_absolute() or ".." in Path(place).parts
-            if is_out or "://" in place or "::" in place:
-                raise DataError(_outside(path, place))
+            is_outside = Path(place).is_absolute() or ".." in Path(place).parts
+            if is_outside or "://" in place or "::" in place:
+                raise DataError(_outside_error(path, place))
 
 
 def _check_places(folder: Path, builder: DatasetBuilder) -> None:
@@ -291,7 +291,7 @@ def _check_places(folder: Path, builder: DatasetBuilder) -> None:
             try:
                 inside_folder(Path(place), home=folder)
             except OSError:
-                raise DataError(_outside(folder, place)) from None
+                raise DataError(_outside_error(folder, place)) from None
 
 
 def _texts(value: object) -> Iterator[str]:

@@ -44,7 +44,7 @@ class JsonlSource(ColumnFiles):
         offset = cursor.get("offset", 0)
         for index in range(cursor.get("file", 0), len(self._files)):
             path = self._files[index]
-            with open_jsonl(path) as file, damaged_named(path):
+            with open_jsonl(path) as file, convert_gzip_errors(path):
                 file.seek(offset)
                 for line, read in read_lines(file):
                     line_number += 1
@@ -140,7 +140,7 @@ def read_lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
 
 
 @contextmanager
-def damaged_named(path: Path) -> Iterator[None]:
+def convert_gzip_errors(path: Path) -> Iterator[None]:
     """Convert the errors of a damaged .gz file to a DataError."""
     try:
         yield

@@ -32,7 +32,7 @@ from payload.data.sources.worker_exit import describe_exit, end_worker
 if TYPE_CHECKING:
     import pyarrow as pa
 
-ROWS_AT_ONCE = 1024
+BATCH_ROWS = 1024
 """Rows decoded together; small enough for rows of 100 kB."""
 _NAMES_SHOWN = 5
 _READ_BUFFER_BYTES = 8 * MIB
@@ -154,7 +154,7 @@ class ParquetReader:
         return int(end["rows"]), int(end["bytes"])
 
     def read(self, place: str, *, skip_rows: int) -> Iterator[pa.Array | LostRows]:
-        """Yield the column after `skip_rows` rows, in arrays of at most ROWS_AT_ONCE."""
+        """Yield the column after `skip_rows` rows, in arrays of at most BATCH_ROWS."""
         for response in self._request("read", place, skip_rows=skip_rows):
             if isinstance(response, dict):
                 if response.get("lost"):
@@ -163,7 +163,7 @@ class ParquetReader:
                 yield response.column(0)
 
     def read_rows(self, place: str) -> Iterator[list[dict[str, Any]] | LostRows]:
-        """Yield the rows of the file with all columns, in lists of at most ROWS_AT_ONCE."""
+        """Yield the rows of the file with all columns, in lists of at most BATCH_ROWS."""
         for response in self._request("read", place, skip_rows=0):
             if isinstance(response, dict):
                 if response.get("lost"):
@@ -172,17 +172,17 @@ class ParquetReader:
                 yield response.to_pylist()
 
     def _request(
-        self, what: str, place: str, *, skip_rows: int
+        self, operation: str, place: str, *, skip_rows: int
     ) -> Iterator[dict[str, Any] | pa.RecordBatch]:
         """Yield the frames of a response; the schema of the first table is checked."""
         import pyarrow as pa
 
         request = {
-            "do": what,
+            "do": operation,
             "place": place,
             "column": self._column,
             "skip_rows": skip_rows,
-            "rows": ROWS_AT_ONCE,
+            "rows": BATCH_ROWS,
             "buffer_bytes": _READ_BUFFER_BYTES,
         }
         is_whole = False

@@ -38,7 +38,7 @@ def main() -> None:
         except BrokenPipeError:
             return
         except Exception as error:
-            _send_json(_failure(error, is_remote="://" in request["place"]))
+            _send_json(_failure_response(error, is_remote="://" in request["place"]))
 
 
 def _survey(request: dict[str, Any]) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def _open(request: dict[str, Any]) -> Any:
     return pq.ParquetFile(source, pre_buffer=False, buffer_size=request["buffer_bytes"])
 
 
-def _failure(error: Exception, *, is_remote: bool) -> dict[str, Any]:
+def _failure_response(error: Exception, *, is_remote: bool) -> dict[str, Any]:
     import pyarrow as pa
 
     # pyarrow also raises OSError for a bad footer, but without an errno.

@@ -44,7 +44,7 @@ def find_files(given: Sequence[Path], *, glob: str, leave_out: tuple[str, ...] =
                 raise DataError(
                     f"{path}: no file matches {glob!r}. Choose another pattern with --glob."
                 )
-            found += [_inside(Path(name), path) for name in inside]
+            found += [_require_inside(Path(name), path) for name in inside]
         elif path.exists():
             raise DataError(f"{path}: not a file or folder. Check --input.")
         else:
@@ -52,7 +52,7 @@ def find_files(given: Sequence[Path], *, glob: str, leave_out: tuple[str, ...] =
     return found
 
 
-def _inside(path: Path, folder: Path) -> Path:
+def _require_inside(path: Path, folder: Path) -> Path:
     """Return the path of a file found in a folder.
 
     Raises DataError for a link out of the folder.

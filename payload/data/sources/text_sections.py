@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from payload.data.sources.documents import MIB, PIECE_BYTES, character_start, cut_at
+from payload.data.sources.documents import MIB, PIECE_BYTES, character_start, last_safe_cut
 
 Cut = Literal["form feed", "blank line", "line end", "space", "size", "end"]
 
@@ -72,7 +72,7 @@ class Division:
         if place:
             return held[start:place], place, "line end"
         window = held[start:limit]
-        space = cut_at(window)
+        space = last_safe_cut(window)
         if space:
             return held[start : start + space], start + space, "space"
         place = character_start(held, limit)

@@ -12,7 +12,7 @@ from payload.formats.data_folder import DataMeta
 
 if TYPE_CHECKING:
     from payload.data.writing.plan import Estimate
-    from payload.data.writing.prepare import Outcome
+    from payload.data.writing.prepare import PrepareResult
 
 AddFlag = Callable[..., Any]
 """`add_argument` of the task's argument group."""
@@ -35,7 +35,7 @@ class Task(ABC):
         """Return the label of the source and the estimated sizes, for `--dry-run`."""
 
     @abstractmethod
-    def prepare(self, args: argparse.Namespace) -> Outcome:
+    def prepare(self, args: argparse.Namespace) -> PrepareResult:
         """Make the data folder that the command line describes.
 
         Raises DataError, and UsageError for flags that do not fit together.

@@ -13,7 +13,7 @@ from payload.formats.data_folder import DataMeta
 
 if TYPE_CHECKING:
     from payload.data.writing.plan import Estimate
-    from payload.data.writing.prepare import Outcome
+    from payload.data.writing.prepare import PrepareResult
 
 
 class ChatTask(Task):
@@ -58,7 +58,7 @@ class ChatTask(Task):
 
         return estimate_whole(chat_job(args))
 
-    def prepare(self, args: argparse.Namespace) -> Outcome:
+    def prepare(self, args: argparse.Namespace) -> PrepareResult:
         """Make the data folder; an interrupted run starts from scratch."""
         from payload.data.tasks.chat_job import chat_job
         from payload.data.tasks.whole_folder_writer import prepare_whole

@@ -196,8 +196,8 @@ class ChatJob:
         rows = islice(self.rows.read(), self.settings.max_documents)
         found: list[_Document] = []
         rendered = map(self._render, rows)
-        for some in in_batches(rendered, count=_BATCH_SIZE, chars=lambda each: len(each[1])):
-            found += self._tokenize(some)
+        for batch in in_batches(rendered, count=_BATCH_SIZE, chars=lambda each: len(each[1])):
+            found += self._tokenize(batch)
         self.check.finish()
         if not found:
             self.rows.require_some()

@@ -12,7 +12,7 @@ from payload.formats.data_folder import DataMeta
 
 if TYPE_CHECKING:
     from payload.data.writing.plan import Estimate
-    from payload.data.writing.prepare import Outcome
+    from payload.data.writing.prepare import PrepareResult
 
 
 class ClassifyTask(Task):
@@ -45,7 +45,7 @@ class ClassifyTask(Task):
 
         return estimate_whole(classify_job(args))
 
-    def prepare(self, args: argparse.Namespace) -> Outcome:
+    def prepare(self, args: argparse.Namespace) -> PrepareResult:
         """Make the data folder; an interrupted run starts from scratch."""
         from payload.data.tasks.classify_job import classify_job
         from payload.data.tasks.whole_folder_writer import prepare_whole

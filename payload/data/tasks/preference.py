@@ -11,7 +11,7 @@ from payload.formats.data_folder import DataMeta
 
 if TYPE_CHECKING:
     from payload.data.writing.plan import Estimate
-    from payload.data.writing.prepare import Outcome
+    from payload.data.writing.prepare import PrepareResult
 
 
 class PreferenceTask(Task):
@@ -31,7 +31,7 @@ class PreferenceTask(Task):
 
         return estimate_whole(preference_job(args))
 
-    def prepare(self, args: argparse.Namespace) -> Outcome:
+    def prepare(self, args: argparse.Namespace) -> PrepareResult:
         """Make the data folder; an interrupted run starts from scratch."""
         from payload.data.tasks.preference_job import preference_job
         from payload.data.tasks.whole_folder_writer import prepare_whole

@@ -147,10 +147,10 @@ class PreferenceJob:
         rows = islice(self.rows.read(), self.settings.max_documents)
         found: list[_Pair] = []
         rendered = map(self._render, rows)
-        for some in in_batches(
+        for batch in in_batches(
             rendered, count=_BATCH_SIZE, chars=lambda each: sum(map(len, each.texts))
         ):
-            found += self._tokenize(some)
+            found += self._tokenize(batch)
         self.check.finish()
         if not found:
             self.rows.require_some()

@@ -24,7 +24,7 @@ from payload.data.writing.plan import (
     fingerprint_of,
     new_folder,
 )
-from payload.data.writing.prepare import Outcome, warn_if_few
+from payload.data.writing.prepare import PrepareResult, warn_if_few
 from payload.data.writing.progress import Reporter
 from payload.data.writing.resumable_token_files import locked, writing_to
 from payload.data.writing.write import EXAMPLES_KEPT
@@ -77,7 +77,7 @@ def estimate_whole(job: WholeJob) -> tuple[str, Estimate]:
 
 def prepare_whole(
     rows: Rows, settings: PrepareSettings, reporter: Reporter, make: Callable[[], PreparedData]
-) -> Outcome:
+) -> PrepareResult:
     """Make the data folder from rows, unless it already holds this data. Raises DataError.
 
     An interrupted run leaves no output and starts from scratch.
@@ -94,13 +94,13 @@ def prepare_whole(
                     reporter.log(note)
                 warn_if_few(meta, reporter)
                 worked_s = time.monotonic() - started_s
-                return Outcome(meta=meta, was_ready=False, worked_s=worked_s)
+                return PrepareResult(meta=meta, was_ready=False, worked_s=worked_s)
     except OSError as error:
         raise DataError(f"{error.filename or rows.label}: {error.strerror or error}.") from None
     reporter.log(
         f"{settings.out} already holds this data; nothing to do (--force prepares it again)"
     )
-    return Outcome(meta=ready, was_ready=True)
+    return PrepareResult(meta=ready, was_ready=True)
 
 
 def _write_all(

@@ -82,9 +82,9 @@ class ChatTemplate:
         text, spans = self._call("render_for_training", messages=_as_dicts(messages))
         return text, [(start, end) for start, end in spans]
 
-    def _call(self, what: str, **request: object) -> Any:
+    def _call(self, method: str, **request: object) -> Any:
         try:
-            return self.process.call(what, **request)
+            return self.process.call(method, **request)
         except TemplateUnusableError as error:
             # Not a DataError: the rows that follow would fail at the same cost, so they are not
             # skipped.

@@ -72,13 +72,13 @@ class TemplateProcess:
         found = self._exchange({"do": "compile", **self._template})
         self.is_marked, self.named_tokens = found["is_marked"], found["named_tokens"]
 
-    def call(self, what: str, **request: object) -> Any:
-        """Return the result of the worker's method `what`."""
+    def call(self, method: str, **request: object) -> Any:
+        """Return the result of the worker's `method`."""
         try:
             # A fork shares the pipes of its parent: two callers would read each other's responses.
             if self._worker is None or self._owner != os.getpid():
                 self.start()
-            answer = self._exchange({"do": what, **request})
+            answer = self._exchange({"do": method, **request})
         except _WorkerEndedError as error:
             self._consecutive_ends += 1
             if self._consecutive_ends < MAX_CONSECUTIVE_ENDS:

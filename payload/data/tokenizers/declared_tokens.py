@@ -19,7 +19,7 @@ from payload.core.printable_text import shown
 from payload.core.validation.json_text import parse_json
 from payload.data.tokenizers.special_tokens import (
     CONFIG_FILE,
-    LISTED,
+    EXTRA_TOKEN_KEYS,
     MAP_FILE,
     map_overrides_config,
     named_tokens,
@@ -71,7 +71,7 @@ def require_declared_tokens(
             found = f"not an added token: its text becomes {_encode_as_text(each.content, backend)}"
         elif each.number not in (None, number):
             found = f"token {number}"
-        elif flag := _differing(each.flags, token):
+        elif flag := _first_different_flag(each.flags, token):
             expected, found = f"with {flag} = {not getattr(token, flag)}", f"{getattr(token, flag)}"
         else:
             continue
@@ -91,7 +91,7 @@ def _encode_as_text(text: str, backend: Tokenizer) -> str:
         return "no tokens"
 
 
-def _differing(flags: Mapping[str, Any] | None, token: Any) -> str | None:
+def _first_different_flag(flags: Mapping[str, Any] | None, token: Any) -> str | None:
     """Return the first flag whose value differs from the token's."""
     return next(
         (each for each in _FLAGS if flags and bool(flags.get(each)) != getattr(token, each)), None
@@ -114,7 +114,7 @@ def _declared(
                 yield from _parse_entry(entry, int(number), where, flags=entry)
     for name, text in named_tokens(config).items():
         yield from _parse_entry(text, None, f"{name} of {_source(config, name, files)}")
-    for name in LISTED:
+    for name in EXTRA_TOKEN_KEYS:
         given = config.get(name)
         for entry in given if isinstance(given, list) else ():
             yield from _parse_entry(entry, None, f"{name} of {_source(config, name, files)}")

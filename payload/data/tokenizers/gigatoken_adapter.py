@@ -78,13 +78,13 @@ class HfFast(FastTokenizer):
     def _compare_characters(self, characters: npt.NDArray[np.uint32], agree: Agree) -> None:
         self._is_compared[characters] = True
         for start in range(0, len(characters), _CHARACTER_BATCH):
-            some = characters[start : start + _CHARACTER_BATCH]
+            batch = characters[start : start + _CHARACTER_BATCH]
             # NASTY covers ASCII in every run.
-            some = some[some >= 0x80]
-            probes = [probe.format(c, c).encode() for c in map(chr, some) for probe in _PROBES]
+            batch = batch[batch >= 0x80]
+            probes = [probe.format(c, c).encode() for c in map(chr, batch) for probe in _PROBES]
             if probes:
                 equal = np.array(agree(probes), dtype=np.bool_).reshape(-1, len(_PROBES))
-                self._differs[some] = ~equal.all(axis=1)
+                self._differs[batch] = ~equal.all(axis=1)
 
 
 def _code_points(text: bytes) -> npt.NDArray[np.uint32]:

@@ -83,7 +83,7 @@ _UNICODE_17 = (
 )
 
 
-def is_unsettled(text: bytes) -> bool:
+def may_differ(text: bytes) -> bool:
     """Return True if gigatoken and tiktoken may differ on a character in the text."""
     return not text.isascii() and any(pattern.search(text) for pattern in _UNICODE_17)
 
@@ -128,7 +128,7 @@ class Gpt2Fast(FastTokenizer):
 
     def uncertain(self, texts: Sequence[bytes], agree: Agree) -> set[int]:
         """Return the indices of texts with a character that may differ."""
-        return {index for index, text in enumerate(texts) if is_unsettled(text)}
+        return {index for index, text in enumerate(texts) if may_differ(text)}
 
 
 def gpt2_tokenizer() -> Gpt2Tokenizer:

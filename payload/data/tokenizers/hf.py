@@ -67,7 +67,7 @@ class HfTokenizer(TextTokenizer):
         return found + self._encode(batch)
 
     def _encode(self, texts: list[str]) -> list[Tokens]:
-        with explained(self.name):
+        with convert_errors(self.name):
             encoded = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(each.ids, dtype=np.uint32) for each in encoded]
 
@@ -76,18 +76,18 @@ class HfTokenizer(TextTokenizer):
 
         Raises DataError.
         """
-        with explained(self.name):
+        with convert_errors(self.name):
             return self.backend.encode_batch(list(texts), add_special_tokens=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, including special tokens."""
-        with explained(self.name):
+        with convert_errors(self.name):
             return str(self.backend.decode(list(tokens), skip_special_tokens=False))
 
     def normalized(self, text: str) -> str:
         """Return a text after the file's normalizer."""
         normalizer = self.backend.normalizer
-        with explained(self.name):
+        with convert_errors(self.name):
             return text if normalizer is None else str(normalizer.normalize_str(text))
 
     def fast(self) -> FastTokenizer:
@@ -103,7 +103,7 @@ class HfTokenizer(TextTokenizer):
 
 
 @contextmanager
-def explained(name: object, *, error: type[TileforgeError] = DataError) -> Iterator[None]:
+def convert_errors(name: object, *, error: type[TileforgeError] = DataError) -> Iterator[None]:
     """Convert failures of the package to `error`: plain Exceptions, and panics of Rust."""
     try:
         yield
@@ -141,7 +141,7 @@ def hf_tokenizer(folder: Path, *, name: str) -> HfTokenizer:
     identity = identity_of(raw)
     end, file = _end_of_document(folder, files, backend)
     require_declared_tokens(folder, files, raw, backend)
-    with explained(name):
+    with convert_errors(name):
         before, after = tokens_around(backend)
         unknown = _unknown(raw["model"], backend)
     ends = after if after[-1:] == (end,) else (*after, end)

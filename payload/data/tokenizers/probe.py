@@ -140,8 +140,8 @@ def _characters() -> list[str]:
     for first, end, step in _BLOCKS:
         characters = [chr(code) for code in range(first, end, step)]
         for start in range(0, len(characters), _CHARACTERS_PER_TEXT):
-            some = characters[start : start + _CHARACTERS_PER_TEXT]
-            found.append("".join(some) + " " + " ".join(f"a{each}" for each in some))
+            group = characters[start : start + _CHARACTERS_PER_TEXT]
+            found.append("".join(group) + " " + " ".join(f"a{each}" for each in group))
     return found
 
 

@@ -17,7 +17,11 @@ from payload.core.validation.json_text import parse_json
 
 CONFIG_FILE = "tokenizer_config.json"
 MAP_FILE = "special_tokens_map.json"
-LISTED = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
+EXTRA_TOKEN_KEYS = (
+    "additional_special_tokens",
+    "extra_special_tokens",
+    "model_specific_special_tokens",
+)
 """Keys with further tokens: a list, or an object of named tokens."""
 _FIX = "Repair the folder, or use another one."
 
@@ -64,7 +68,7 @@ def map_overrides_config(config: Mapping[str, Any]) -> bool:
 def named_tokens(config: Mapping[str, Any]) -> dict[str, str | None]:
     """Return the text of each token that a config defines; None for a null token."""
     values = {name: value for name, value in config.items() if name.endswith("_token")}
-    for name in LISTED:
+    for name in EXTRA_TOKEN_KEYS:
         more = config.get(name)
         values |= more if isinstance(more, Mapping) else {}
     found: dict[str, str | None] = {}

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from payload.core.errors import is_failure
 from payload.core.printable_text import one_line
-from payload.data.sources.documents import MIB, cut_at
+from payload.data.sources.documents import MIB, last_safe_cut
 from payload.data.tokenizers.base import FastTokenizer, NotFastError, TextTokenizer, Tokens
 
 Offsets = npt.NDArray[np.int64]
@@ -46,8 +46,8 @@ NASTY = (
 # gigatoken caches every word: 320 MB of distinct words needed 2.8 GB. A new tokenizer costs 0.06 s
 # and frees that memory.
 _GROWTH_BYTES = 384 * MIB
-_RENEW_AT_MOST_EVERY_BYTES = 32 * MIB
-_RENEW_BLINDLY_EVERY_BYTES = 128 * MIB
+_MIN_RENEWAL_BYTES = 32 * MIB
+_RENEWAL_BYTES_WITHOUT_MEMORY_INFO = 128 * MIB
 
 _FIRST_SAMPLE_BYTES = 128 * 1024
 _SAMPLE_SHARE = 1 / 512
@@ -137,7 +137,7 @@ class GigatokenEncoder:
                 return
             sample = texts[i]
             if len(sample) > _SAMPLE_PREFIX_BYTES:
-                sample = sample[: cut_at(sample[:_SAMPLE_PREFIX_BYTES]) or 0]
+                sample = sample[: last_safe_cut(sample[:_SAMPLE_PREFIX_BYTES]) or 0]
             budget -= len(sample)
             start, end = encoded.offsets[i], encoded.offsets[i + 1]
             exact = self._reference.encode_one(sample)
@@ -177,10 +177,10 @@ class GigatokenEncoder:
     def _renew_when_large(self, text_bytes: int) -> None:
         self._bytes_since_renewal += text_bytes
         if self._memory_at_start is None:
-            due = self._bytes_since_renewal >= _RENEW_BLINDLY_EVERY_BYTES
+            due = self._bytes_since_renewal >= _RENEWAL_BYTES_WITHOUT_MEMORY_INFO
         else:
             grown = (resident_bytes() or 0) - self._memory_at_start
-            due = grown >= _GROWTH_BYTES and self._bytes_since_renewal >= _RENEW_AT_MOST_EVERY_BYTES
+            due = grown >= _GROWTH_BYTES and self._bytes_since_renewal >= _MIN_RENEWAL_BYTES
         if due:
             del self._tokenizer
             self._tokenizer = self._fast.make()

@@ -177,7 +177,7 @@ def new_folder(out: Path) -> Iterator[None]:
 
     Raises DataError.
     """
-    was_there = out.exists()
+    existed = out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -189,7 +189,7 @@ def new_folder(out: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if not was_there and not any(out.iterdir()):
+        if not existed and not any(out.iterdir()):
             out.rmdir()
 
 

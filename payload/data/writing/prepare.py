@@ -27,7 +27,12 @@ from payload.data.writing.plan import (
     new_folder,
 )
 from payload.data.writing.progress import Reporter, format_bytes
-from payload.data.writing.resumable_token_files import Store, locked, remove_unfinished, writing_to
+from payload.data.writing.resumable_token_files import (
+    ResumableTokenFiles,
+    locked,
+    remove_unfinished,
+    writing_to,
+)
 from payload.data.writing.tokenizer_check import TokenizerCheck
 from payload.data.writing.write import write_batch
 from payload.formats.data_folder import DataMeta
@@ -36,7 +41,7 @@ _FEW_VAL_DOCUMENTS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class PrepareResult:
     """The result of a run."""
 
     meta: DataMeta
@@ -46,7 +51,7 @@ class Outcome:
     """Time of tokenizing, writing and hashing, and of reading unless counting has read all."""
 
 
-def prepare(source: Source, settings: PrepareSettings, reporter: Reporter) -> Outcome:
+def prepare(source: Source, settings: PrepareSettings, reporter: Reporter) -> PrepareResult:
     """Make the data folder, or resume making it. Raises DataError."""
     reporter.log(f"source: {source.label}")
     if settings.tokenizer.end_note is not None:
@@ -59,7 +64,7 @@ def prepare(source: Source, settings: PrepareSettings, reporter: Reporter) -> Ou
                 fingerprint = fingerprint_of(identity, settings)
                 meta = _Run(source, settings, reporter, fingerprint).run()
                 warn_if_few(meta, reporter)
-                return Outcome(meta=meta, was_ready=False, worked_s=reporter.worked_s)
+                return PrepareResult(meta=meta, was_ready=False, worked_s=reporter.worked_s)
     except OSError as error:
         place = error.filename or source.label
         raise DataError(f"{place}: {error.strerror or error}.") from None
@@ -67,7 +72,7 @@ def prepare(source: Source, settings: PrepareSettings, reporter: Reporter) -> Ou
         f"{settings.out} already holds this data; nothing to do (--force prepares it again)"
     )
     warn_if_few(ready, reporter)
-    return Outcome(meta=ready, was_ready=True)
+    return PrepareResult(meta=ready, was_ready=True)
 
 
 def warn_if_few(meta: DataMeta, reporter: Reporter) -> None:
@@ -93,7 +98,9 @@ class _Run:
         self._encoder, survey = self._load_and_survey()
         self._survey = limited(survey, settings.max_documents)
         self._check = self._new_check()
-        self._store = Store(settings.out, fingerprint=fingerprint, encoder=self._encoder.name)
+        self._store = ResumableTokenFiles(
+            settings.out, fingerprint=fingerprint, encoder=self._encoder.name
+        )
 
     def _load_and_survey(self) -> tuple[Encoder, Survey]:
         """Load the encoder and survey the source at the same time: CPU work and file access."""

@@ -73,7 +73,7 @@ class _Shard:
     """True if the next text continues a document."""
 
 
-class Store:
+class ResumableTokenFiles:
     """The growing output of one run in `folder`."""
 
     def __init__(self, folder: Path, *, fingerprint: str, encoder: str) -> None:

@@ -22,7 +22,7 @@ MAX_UNKNOWN = 0.01
 """Largest share of unknown tokens in a corpus."""
 MAX_LOST = 0.01
 """Largest share of characters of a sample that decoding may lose."""
-_LEAST_ROWS_USED = 0.5
+_MIN_ROWS_USED = 0.5
 """Smallest share of a model's vocabulary that its tokenizer uses; models pad theirs."""
 _FIRST_CHECK_BYTES = 256 * 1024
 """Text after which the rates are checked for the first time; they are checked again at the end."""
@@ -72,7 +72,7 @@ class TokenizerCheck:
         self._tokens += int(lengths.sum())
         if self._tokenizer.unknown is not None:
             self._unknown += int((tokens == self._tokenizer.unknown).sum())
-        self._decode_some(texts, tokens, offsets)
+        self._check_decoding(texts, tokens, offsets)
         if not self._rates_checked and self._bytes >= _FIRST_CHECK_BYTES:
             self._rates_checked = True
             self.finish()
@@ -118,14 +118,14 @@ class TokenizerCheck:
 
     def _check_vocabulary(self) -> None:
         rows, size = self._tokenizer.model_vocab_size, self._tokenizer.vocab_size
-        if rows is not None and not rows * _LEAST_ROWS_USED <= size <= rows:
+        if rows is not None and not rows * _MIN_ROWS_USED <= size <= rows:
             self._report(
                 "vocabulary",
                 f"it has tokens up to {size - 1:,}, but config.json next to it has vocab_size = "
                 f"{rows:,}. It is the tokenizer of another model.",
             )
 
-    def _decode_some(
+    def _check_decoding(
         self, texts: Sequence[bytes], tokens: Tokens, offsets: npt.NDArray[np.int64]
     ) -> None:
         for index, text in enumerate(texts):

@@ -11,7 +11,7 @@ from payload.data.sources.documents import Batch
 from payload.data.sources.split import Split
 from payload.data.tokenizers.base import TextTokenizer
 from payload.data.writing.encode import Encoded
-from payload.data.writing.resumable_token_files import Store
+from payload.data.writing.resumable_token_files import ResumableTokenFiles
 from payload.formats.data_folder import token_dtype
 
 EXAMPLES_KEPT = 20
@@ -19,7 +19,11 @@ EXAMPLES_KEPT = 20
 
 
 def write_batch(
-    store: Store, batch: Batch, encoded: Encoded, split: Split, tokenizer: TextTokenizer
+    store: ResumableTokenFiles,
+    batch: Batch,
+    encoded: Encoded,
+    split: Split,
+    tokenizer: TextTokenizer,
 ) -> None:
     """Append the tokens of one batch to their files, and count them."""
     ends = np.array(batch.ends, dtype=np.bool_)
