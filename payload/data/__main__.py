@@ -147,7 +147,7 @@ def _add_show_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of the sample, from 0 (default: 0)",
     )
-    add("--split", choices=("train", "val"), default="train", help="default: %(default)s")
+    add("--split", choices=("train", "val"), default="train", help="(default: %(default)s)")
     add(
         "--color",
         choices=("auto", "always", "never"),
@@ -204,23 +204,24 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--allow-odd-tokenizer",
         action="store_true",
-        help="continue although texts become no tokens or odd numbers of them, over 1 %% of the "
-        "tokens are unknown, decoding loses text, or the vocabulary does not fit the model",
+        help="continue although the tokenizer looks wrong: no tokens or an unusual number of them "
+        "for a text, over 1 %% unknown tokens, text lost in decoding, or a vocabulary that does "
+        "not fit the model",
     )
     add(
         "--val-fraction",
         type=_fraction,
         metavar="SHARE",
-        help="share of the documents for validation (default: 0.1 of up to 1,000 documents, about "
-        "100 documents of more; 0.0005, as in nanoGPT, from 200,000 documents on, for openwebtext, "
-        "and if the documents cannot be counted; stdlib: 0.02)",
+        help="share of the documents for validation (default: 0.1 for up to 1,000 documents; for "
+        "more, a share of about 100 documents; 0.0005, as in nanoGPT, from 200,000 documents on, "
+        "for openwebtext, and if they cannot be counted; 0.02 for stdlib)",
     )
     add(
         "--seed",
         type=_count,
         default=2357,
         metavar="INT",
-        help="chooses the validation documents (default: %(default)s, as in nanoGPT)",
+        help="seed for the choice of validation documents (default: %(default)s, as in nanoGPT)",
     )
     add(
         "--force",
@@ -234,7 +235,7 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         default=64,
         metavar="MIB",
-        help="save progress after each MIB of output (default: %(default)s)",
+        help="save progress after every MIB mebibytes of output (default: %(default)s)",
     )
     add("--dry-run", action="store_true", help="show the planned work; write nothing")
     add("--quiet", action="store_true", help="print only errors on stderr")

@@ -30,7 +30,10 @@ def parser() -> argparse.ArgumentParser:
         "Hugging Face folder or name",
     )
     made.add_argument(
-        "--format", default="hf", choices=("gguf", "hf"), help="(default: %(default)s)"
+        "--format",
+        default="hf",
+        choices=("gguf", "hf"),
+        help="output format (default: %(default)s)",
     )
     made.add_argument(
         "--merge",

@@ -184,7 +184,7 @@ def parser() -> argparse.ArgumentParser:
         "--steps",
         type=_positive,
         metavar="COUNT",
-        help="(default: one to three epochs; two or three for labelled texts)",
+        help="training steps (default: one to three epochs; two or three for labelled texts)",
     )
     add(
         "--set",

@@ -97,7 +97,7 @@ def _add_sampling(made: argparse.ArgumentParser) -> None:
         type=_temperature,
         default=_TEMPERATURE,
         metavar="T",
-        help="0 = greedy decoding (default: %(default)s)",
+        help="sampling temperature; 0 = greedy decoding (default: %(default)s)",
     )
     made.add_argument(
         "--top-k",
