@@ -173,7 +173,7 @@ def _add_source_flags(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="files or folders; for hf a folder or a dataset's name",
     )
-    add("--glob", metavar="PATTERN", help="files of a folder to read, for example '*.md'")
+    add("--glob", metavar="PATTERN", help="files of a folder to read, such as '*.md'")
     add(
         "--text-column",
         metavar="NAME",
