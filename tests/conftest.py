@@ -1,4 +1,4 @@
-"""Fixtures that several folders share; which tests run side by side; what was left out."""
+"""Fixtures that several folders share, parallel groups of tests, and the list of skipped tests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tiny_config(tmp_path_factory: pytest.TempPathFactory, tiny_data: Path) -> Pa
 
 @pytest.fixture(scope="session")
 def promtool() -> str:
-    """Prometheus's own checker; tests with it are left out where there is no Prometheus."""
+    """Prometheus's checker; its tests are skipped if Prometheus is missing."""
     found = shutil.which("promtool")
     assert found is not None
     return found
@@ -55,17 +55,17 @@ def large_folder() -> Iterator[Path]:
 
 @pytest.fixture
 def own_bases(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let adapters that no run made have the tests' models as bases."""
+    """Accept the tests' models as bases of adapters that no run made."""
     monkeypatch.setenv("TILEFORGE_ADAPTER_BASE", str(tmp_path_factory.getbasetemp()))
 
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Compute with one thread, as the ranks do: matmuls on more add up in another order.
+    """Compute with one thread, as the ranks do: matmuls on several threads sum in another order.
 
-    With small models they also take several times the processor time, waiting for each other.
+    With small models they also need several times the processor time, waiting for each other.
     """
-    import torch  # takes seconds, and most tests go without
+    import torch  # takes seconds, and most tests do not need it
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -82,11 +82,11 @@ def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 @pytest.fixture
 def no_collection() -> Iterator[None]:
-    """For tests that parse what is nested too deeply: no garbage is collected within.
+    """Disable garbage collection, for tests that parse deeply nested input.
 
-    Finalizers that run just below the recursion limit fail, and pytest fails the test for them.
+    Finalizers that run just below the recursion limit fail, and pytest then fails the test.
     """
-    gc.disable()  # without a collection first: that takes 0.2 s with the libraries loaded
+    gc.disable()  # without collecting first, which takes 0.2 s with the libraries loaded
     yield
     gc.enable()
 
@@ -98,16 +98,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Make temporary folders in memory, keep compiled modules, spin less, let Ctrl-C interrupt.
+    """Use temporary folders in memory, keep compiled modules, spin less, and enable Ctrl-C.
 
-    What a shell starts in the background ignores it, and so do the children of that.
+    Background processes of a shell ignore Ctrl-C, and so do their children.
     """
     for plugin in (groups, started_processes, stress, timed_groups):
         config.pluginmanager.register(plugin)
     use_memory()
     use_own_state()
-    # Containers set it. Each of the thousands of processes would compile the payload for itself:
-    # that is half of the 0.5 s of processor time in which a command of the operator starts.
+    # Containers set it. Each of the thousands of processes would compile the payload itself: half
+    # of the 0.5 s of processor time in which a command of the operator starts.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # Before torch is loaded. At the end of each parallel region libgomp's threads spin on a core
@@ -118,7 +118,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest groups begin first; what mounts a file system is left out where it cannot."""
+    """Run the longest groups first, and skip tests that mount file systems if impossible."""
     items.sort(key=lambda item: groups.place_of(item.nodeid))
     leave_out_without_prometheus(config, items)
     if has_bf16() is False:
@@ -140,9 +140,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Let no collection of garbage go through what was imported and collected, and make them rare.
+    """Exclude imported objects from garbage collection, and collect rarely.
 
-    It is a sixth of the processor time of the tests that start no process.
+    Collection is a sixth of the processor time of the tests that start no process.
     """
     gc.collect()
     gc.freeze()
@@ -150,7 +150,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker of pytest-xdist sends what it has left out."""
+    """Send the list of skipped tests from a worker of pytest-xdist."""
     output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["left_out"] = notes(session.config)
@@ -158,14 +158,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take it from the worker."""
+    """Receive the list from a worker."""
     notes(node.config).update(getattr(node, "workeroutput", {}).get("left_out", {}))
 
 
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Print what was left out, at the end, where it is seen."""
+    """Print the skipped tests at the end of the output."""
     for folder, note in sorted(notes(config).items()):
         terminalreporter.section(folder, yellow=True, bold=True)
         terminalreporter.write_line(note, yellow=True, bold=True)

@@ -1,4 +1,4 @@
-"""The rules that hold for the whole tree: who imports what, and what may never be committed."""
+"""Rules of the whole tree: allowed imports, and text that must never be committed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def source_files() -> list[Path]:
-    """Every Python file that the import table speaks of."""
+    """Return every Python file that the import table covers."""
     return sorted(path for top in ("payload", "infra") for path in (ROOT / top).rglob("*.py"))
 
 
 def repository_files() -> list[Path]:
-    """Files that are committed or would be; without git, all but environments and caches."""
+    """Return tracked and untracked files; without git, all except environments and caches."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT,
@@ -61,7 +61,7 @@ def test_the_lower_packages_import_without_any_installed_package() -> None:
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
     program += "".join(f"import {name}\n" for name in names)
     program += "from payload.models.registry import families\nfamilies()\n"
-    # -S leaves site-packages out, -I the environment and this folder.
+    # -S excludes site-packages; -I excludes the environment and this folder.
     subprocess.run([sys.executable, "-I", "-S", "-c", program], check=True)
 
 
@@ -265,7 +265,7 @@ def test_no_host_key_is_accepted_unseen_and_no_shell_gets_a_text_to_split() -> N
     assert found == []
 
 
-# Written apart, so that this file does not hold what it looks for.
+# Split, so that this file does not contain the searched text.
 _PRIVATE_KEY = re.compile("-----BEGIN [A-Z ]*" + "PRIVATE KEY-----")
 _MACHINE_PATH = re.compile(
     r"(?<![\w.~$}/-])/(?:ro" + r"ot|wo" + r"rk|Users|home/(?!trainer/)\w+)[/\w]*/"

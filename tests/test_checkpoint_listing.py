@@ -1,4 +1,4 @@
-"""Which checkpoints are sound, by their manifests, and which of them is the newest."""
+"""Which checkpoints are valid according to their manifests, and which is the newest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from payload.formats.checkpoint_listing import (
 
 
 def make_checkpoint(folder: Path, *, config: str = "") -> Path:
-    """Write a folder that a run could be resumed from, as far as its manifest tells."""
+    """Write a folder with a valid manifest of a checkpoint."""
     folder.mkdir(parents=True)
     for name in ("model.safetensors", "optimizer.safetensors", "config.json"):
         (folder / name).write_bytes(b"weights")

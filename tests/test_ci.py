@@ -1,4 +1,4 @@
-"""`.ci/run` cleans up after itself, and after nobody else."""
+"""`.ci/run` cleans up after itself, and leaves other files alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.test_architecture import ROOT
 
 pytestmark = pytest.mark.processes
 
-# Stands for make, and notes what it was asked for.
+# A fake make that records its arguments.
 _MAKE = """\
 #!/bin/sh
 echo "$1" >>asked
@@ -23,7 +23,7 @@ if [ "$1" = test-all ]; then mkdir -p .venv-ipex; fi
 
 
 def ci(clone: Path, *, fails: str = "") -> int:
-    """The exit status of `.ci/run` in a clone."""
+    """Return the exit status of `.ci/run` in a clone."""
     bin_dir = clone / "bin"
     bin_dir.mkdir()
     (bin_dir / "make").write_text(_MAKE, encoding="ascii")

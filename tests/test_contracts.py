@@ -1,4 +1,4 @@
-"""The inventory and the result files: round trips, and what damaged ones are answered with."""
+"""The inventory and the result files: round trips, and the errors for damaged ones."""
 
 from __future__ import annotations
 

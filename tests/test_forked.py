@@ -1,4 +1,4 @@
-"""A fork of a Python that has torch behaves as a Python that was started."""
+"""A fork of a Python process with torch behaves like a new Python process."""
 
 from __future__ import annotations
 

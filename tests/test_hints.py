@@ -1,4 +1,4 @@
-"""The commands that messages name: each is typed into a shell, as a person would, and works."""
+"""The commands in messages: each is run in a shell, as a user would, and works."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def shell_environment(**env: str) -> dict[str, str]:
 
 
 def typed(line: str, *, cwd: Path, **env: str) -> str:
-    """Type the line into a shell in `cwd` and return what it prints."""
+    """Run the line in a shell in `cwd` and return its output."""
     done = subprocess.run(
         ["bash", "-c", line],
         cwd=cwd,

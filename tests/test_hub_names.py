@@ -1,4 +1,4 @@
-"""Folders of the current folder that have the name of a model on the hub."""
+"""Folders in the current folder with the name of a model on the hub."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from payload.core.errors import CheckpointError, DataError, TileforgeError, UsageError
 from payload.data.tokenizers import load_hf_tokenizer
-from payload.finetune.recognise import Asked, recognise
+from payload.finetune.recognise import DataOptions, detect_data
 from payload.formats.hub_names import (
     HubName,
     hub_name,
@@ -25,7 +25,7 @@ COMMIT = "1234567890abcdef1234567890abcdef12345678"
 
 @pytest.fixture
 def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project with folders of hub names in it, as the current folder."""
+    """A project that contains folders with hub names, as the current folder."""
     for name in ("gpt2", "Qwen/Qwen3-4B", f"gpt2@{COMMIT}", "gpt2@main", "runs/first", "data/a"):
         folder = tmp_path / name
         folder.mkdir(parents=True)
@@ -66,7 +66,7 @@ def test_a_name_with_its_commit_is_the_hubs(clone: Path, monkeypatch: pytest.Mon
 
 def test_data_of_a_hub_name_is_not_taken_from_a_folder(clone: Path) -> None:
     with pytest.raises(TileforgeError, match=r"'Qwen/Qwen3-4B' is ambiguous"):
-        recognise("Qwen/Qwen3-4B", Asked())
+        detect_data("Qwen/Qwen3-4B", DataOptions())
 
 
 @pytest.mark.parametrize("name", ["runs/first", "data/a", "./gpt2", "nothing", "a/b/c", "gpt2/"])
@@ -92,7 +92,7 @@ def test_a_printed_folder_is_one_that_loads(clone: Path) -> None:
 def test_a_checkpoint_is_a_run_here_although_it_has_a_hub_name_s_form(
     clone: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A model of that form stays refused, and so does the run where a model is wanted."""
+    """Such a name is still ambiguous as model.init, and for a folder that is not a run."""
     step = write_checkpoint(clone / "exp/first/checkpoints", 3, seed=0)
     (clone / "exp/copy").symlink_to(step)
     for name, found in (("exp/first", step.relative_to(clone)), ("exp/copy", Path("exp/copy"))):

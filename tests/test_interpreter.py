@@ -1,4 +1,4 @@
-"""Processes of ours in a folder whose modules somebody else wrote."""
+"""The project's processes in a folder with another user's modules."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _PRINTED = {"payload/core/suggested_commands.py"}
 
 @pytest.fixture
 def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a folder with modules of our and of the standard library's names current.
+    """Make a folder current that has modules with the names of ours and of the standard library.
 
-    Returns the file that they write where one of them is imported.
+    Returns the file that they write when one is imported.
     """
     sprung, folder = tmp_path / "sprung", tmp_path / "cloned"
     code = f"open({str(sprung)!r}, 'a').write(__name__)\nraise SystemExit(9)\n"
@@ -45,7 +45,7 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(code)
     monkeypatch.chdir(folder)
-    # As `tileforge` and a checkout's `python -m payload` leave it: nothing says where the code is.
+    # As `tileforge` and a checkout's `python -m payload` run: no variable has the code's location.
     monkeypatch.delenv("PYTHONPATH", raising=False)
     return sprung
 

@@ -1,4 +1,4 @@
-"""Ctrl-C: two signals of one press are one request, and a person's second press is another."""
+"""Ctrl-C: two signals of one key press are one request, and a second press is another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from payload.train.__main__ import StopSignal
 
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
-    """Lets time pass; the signals' handlers are put back after the test."""
+    """Advances the clock; the signal handlers are restored after the test."""
     now_s = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
@@ -71,7 +71,7 @@ def test_any_other_command_is_interrupted_once_a_press(later: Callable[[float], 
     interrupt_once()
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
-    signal.raise_signal(signal.SIGINT)  # while it says what is left
+    signal.raise_signal(signal.SIGINT)  # while it lists the leftovers
     later(0.3)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)

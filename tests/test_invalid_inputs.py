@@ -20,21 +20,21 @@ from tests.support.chat_data import conversations, make_model, make_tokenizer, p
 from tests.support.launching import mpirun, run, train_program
 from tests.train.alone import forget_accelerate, train_alone
 
-pytestmark = pytest.mark.processes  # some render a template, which a process does
+pytestmark = pytest.mark.processes  # a process renders the template
 
 USER = {"role": "user", "content": "what is red"}
 ANSWER = {"role": "assistant", "content": "a word"}
-OR_SKIP = "Correct it, or leave such rows out with --skip-bad."
+OR_SKIP = "Correct it, or skip such rows with --skip-bad."
 WRITE_LIST = f'Write [{{"role": ..., "content": ...}}, ...]. {OR_SKIP}'
 NO_TEMPLATE = (
-    "Use a model that was trained for chats, name a template with --chat-template (prepare), or "
+    "Use a model that was trained for chat, set a template with --chat-template (prepare), or "
     "leave --chat out (generate)."
 )
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, a tokenizer without a template, and a folder of conversations; not to be changed."""
+    """A model, a tokenizer without a template, and conversations; must not be changed."""
     folder = tmp_path_factory.mktemp("invalid")
     make_model(folder / "model")
     make_tokenizer(folder / "no-template", template=None)
@@ -46,7 +46,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def require_refusal(capsys: pytest.CaptureFixture[str], status: int, sentence: str) -> None:
-    """Expect this error, word for word, and no other line of the kind."""
+    """Require exactly this error, and no other error line."""
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert status == ExitCode.CONFIG, said
     assert said == [f"error: {sentence}"]
@@ -57,17 +57,19 @@ def require_refusal(capsys: pytest.CaptureFixture[str], status: int, sentence: s
     [
         (
             {"messages": [USER]},
-            f"no message of the assistant, so nothing to train on. Add its answer. {OR_SKIP}",
+            "no message of the assistant, so nothing to train on. Add the assistant's answer. "
+            f"{OR_SKIP}",
         ),
         (
             {"messages": [{"role": "tool", "content": "x"}, ANSWER]},
-            f"messages[0]: unknown role 'tool'. Known: system, user, assistant. {OR_SKIP}",
+            f"messages[0]: unknown role 'tool'. Use one of: system, user, assistant. {OR_SKIP}",
         ),
         ({"messages": []}, f"messages is [], not a list of messages. {WRITE_LIST}"),
         ({"messages": "hello"}, f"messages is 'hello', not a list of messages. {WRITE_LIST}"),
         (
             {"messages": [{"role": "user"}, ANSWER]},
-            "messages[0] is {'role': 'user'}. A message has 'role' and 'content'. " + OR_SKIP,
+            "messages[0] is {'role': 'user'}. A message needs the keys 'role' and 'content'. "
+            + OR_SKIP,
         ),
         (
             {"messages": [USER, {"role": "assistant", "content": 3}]},
@@ -75,7 +77,7 @@ def require_refusal(capsys: pytest.CaptureFixture[str], status: int, sentence: s
         ),
         (
             {"question": "a", "answer": "b"},
-            "no conversation among the columns 'question', 'answer'. Known: messages; "
+            "no conversation in the columns 'question', 'answer'. Formats: messages; "
             "conversations (ShareGPT); prompt, completion; instruction, output (Alpaca). "
             + OR_SKIP,
         ),
@@ -85,7 +87,8 @@ def require_refusal(capsys: pytest.CaptureFixture[str], status: int, sentence: s
         ),
         (
             {"conversations": [{"from": "human", "value": "a"}]},
-            f"no message of the assistant, so nothing to train on. Add its answer. {OR_SKIP}",
+            "no message of the assistant, so nothing to train on. Add the assistant's answer. "
+            f"{OR_SKIP}",
         ),
         ({"instruction": 3, "output": "b"}, f"instruction is 3, not text. {OR_SKIP}"),
     ],
@@ -116,20 +119,20 @@ def test_a_conversation_that_is_none(
         (
             ("--sequence-length", "2"),
             "model",
-            "no conversation with a token to train on in jsonl: {place}/chats.jsonl: 40 rows, 0 "
-            "bad, 40 whose answers are empty or lie beyond --sequence-length. Check the columns, "
-            "or raise it.",
+            "no conversation with trained tokens in jsonl: {place}/chats.jsonl: 40 rows, 0 bad, 40 "
+            "with empty answers or answers beyond --sequence-length. Check the columns, or raise "
+            "--sequence-length.",
         ),
         (
             ("--chat-template", "nowhere.jinja"),
             "model",
             "nowhere.jinja: cannot be read ([Errno 2] No such file or directory: "
-            "'nowhere.jinja'.) Name a Jinja file.",
+            "'nowhere.jinja'). Use a Jinja file.",
         ),
         (
             (),
             "nowhere/",
-            "--tokenizer 'nowhere/': there is no such folder. Name a folder with tokenizer.json, "
+            "--tokenizer 'nowhere/': the folder does not exist. Use a folder with tokenizer.json, "
             "a run, a hub name (owner/name[@revision]) or gpt2.",
         ),
     ],
@@ -158,7 +161,7 @@ def test_a_file_without_rows(
     source.touch()
     words = ["prepare", "--task", task, "--source", "jsonl", "--input", str(source)]
     words += ["--tokenizer", str(place / "model"), "--out", str(tmp_path / "out")]
-    sentence = f"jsonl: {source}: it has no rows. Add some, or name another source."
+    sentence = f"jsonl: {source}: no rows. Add some, or use another source."
     require_refusal(capsys, data(words), sentence)
     assert not (tmp_path / "out").exists()
 
@@ -169,20 +172,20 @@ def test_a_file_without_rows(
         (
             "text,label\nred,a\nblue,a\n",
             (),
-            "csv: {csv}: every text has the label 'a'. A classifier needs two or more; check "
-            "--label-column and --label-map.",
+            "csv: {csv}: every text has the label 'a'. A classifier needs two or more labels. "
+            "Check --label-column and --label-map.",
         ),
         (
             "text,label\nred,a\nblue,a\nlist,b\n",
             (),
-            "csv: {csv}: label 'b' has a single text, which validation would lack. Add texts, or "
-            "merge labels with --label-map.",
+            "csv: {csv}: label 'b' has only one text, which leaves none for validation. Add texts, "
+            "or merge labels with --label-map.",
         ),
         (
             'text,label\n"red,a\nblue,b\n',
             (),
-            "{csv} line 2: not CSV in UTF-8: unexpected end of data. Correct its quotes: a field "
-            'with commas or line ends stands in "...", with " inside as "".',
+            "{csv} line 2: not CSV in UTF-8: unexpected end of data. Correct its quotes: put a "
+            'field with commas or line ends in "...", and write " inside it as "".',
         ),
         (
             "text,label\nred,a,b\n",
@@ -192,26 +195,26 @@ def test_a_file_without_rows(
         (
             "text,text\nred,a\n",
             (),
-            "{csv} line 1: 'text', 'text': a CSV file begins with a line of different column "
-            "names. Add it.",
+            "{csv} line 1: 'text', 'text': column names are missing or repeated. Begin the file "
+            "with a line of unique column names.",
         ),
         (
             "text,stars\nred,1\n",
             (),
-            "{csv} line 2: no column 'label'; columns there: 'text', 'stars'. Choose one with "
+            "{csv} line 2: no column 'label'; its columns: 'text', 'stars'. Choose one with "
             "--label-column.",
         ),
         (
             "review,label\nred,1\n",
             (),
-            "{csv} line 2: no column 'text'; columns there: 'review', 'label'. Choose one with "
+            "{csv} line 2: no column 'text'; its columns: 'review', 'label'. Choose one with "
             "--text-column.",
         ),
         ("text,label\n,a\nblue,b\n", (), f"{{csv}} line 2: 'text' is empty. {OR_SKIP}"),
         (
             "text,label\nred,\nblue,b\n",
             (),
-            f"{{csv}} line 2: 'label' is '': no name or number. {OR_SKIP}",
+            f"{{csv}} line 2: 'label' is '', not a name or number. {OR_SKIP}",
         ),
         (
             "text,label\nred,3\nblue,1\n",
@@ -221,7 +224,7 @@ def test_a_file_without_rows(
         (
             "",
             (),
-            "csv: {csv}: it has no rows. Add some, or name another source.",
+            "csv: {csv}: no rows. Add some, or use another source.",
         ),
     ],
 )
@@ -327,7 +330,7 @@ def _sets(*settings: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def adapted(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one step with an adapter beside a copy of the model; not to be changed."""
+    """A run of one step with an adapter, next to a copy of the model; must not be changed."""
     folder = tmp_path_factory.mktemp("adapted")
     shutil.copytree(place / "model", folder / "base")
     assert _train(folder, place) is None
@@ -335,7 +338,7 @@ def adapted(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _train(folder: Path, place: Path, *settings: str) -> TileforgeError | None:
-    """Train an adapter beside the base in `folder`, in the run beside it; return the error."""
+    """Train an adapter on the base in `folder`, in the run next to it, and return the error."""
     forget_accelerate()
     try:
         train_alone(folder / "run", place / "defaults.toml", *_settings(folder, place, *settings))
@@ -361,7 +364,7 @@ def _files(folder: Path) -> Mapping[str, bytes]:
 
 
 def require_refused_run(error: TileforgeError | None, sentence: str) -> None:
-    """Expect that a rank ended with this error."""
+    """Require that a rank ended with this error."""
     assert error is not None and error.exit_code == ExitCode.CONFIG
     assert str(error) == sentence
 
@@ -426,14 +429,13 @@ def test_an_adapter_is_no_base_for_another_adapter(
 def test_a_place_where_an_export_may_not_write(
     adapted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Nobody may make a folder there, root neither.
+    # No user can create a folder there, not even root.
     out = Path("/proc/merged/model")
     words = ["--checkpoint", str(adapted / "run"), "--format", "hf", "--merge", "--out", str(out)]
     require_refusal(
         capsys,
         export(words),
-        f"--out {out}: cannot be written (No such file or directory). Name a place that you may "
-        "write to.",
+        f"--out {out}: cannot be written (No such file or directory). Choose a writable path.",
     )
     assert not out.exists()
 
@@ -465,14 +467,14 @@ def test_a_kind_of_adapter_that_is_not_lora(
         (
             "x.json",
             "[]",
-            ".json is not read. Write it as jsonl (a JSON object a line), csv, parquet or plain "
-            "text.",
+            ".json is not supported. Convert it to jsonl (a JSON object a line), csv, parquet or "
+            "plain text.",
         ),
         (
             "x.jsonl",
             '{"a": 1}',
-            "among the columns 'a' is none that is known; give --task, with --text-column and "
-            "--label-column for labels.",
+            "no known column found in the columns 'a'. Choose the task with --task, and columns "
+            "with --text-column and --label-column.",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Rows of metrics.jsonl: what counts as one, and which steps have none."""
+"""Rows of metrics.jsonl: valid rows, and steps without rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from payload.storage.restore import last_step
 
 
 def step_metrics(step: int) -> StepMetrics:
-    """One step's row."""
+    """Return the row of one step."""
     return StepMetrics(
         step=step,
         tokens=step * 8,
@@ -46,12 +46,12 @@ def step_metrics(step: int) -> StepMetrics:
 
 
 def step_line(step: int) -> str:
-    """One step's line."""
+    """Return the line of one step."""
     return to_json_line(step_metrics(step))
 
 
 def steps_of(path: Path) -> list[int]:
-    """The steps that have a row, in the file's order."""
+    """Return the steps with a row, in the order of the file."""
     return [row["step"] for row in read_metrics(path) if "loss" in row]
 
 
@@ -138,7 +138,7 @@ def test_of_a_file_too_long_for_the_memory_the_newest_rows_are_kept(
     assert (found[0] - 1) * size // 100 == pytest.approx(size / 2, rel=0.05) and found[-1] == 100
     monkeypatch.setattr("payload.run_record.metrics_log._HELD_ROWS", 7)
     assert steps_of(path) == list(range(94, 101))
-    # What is not held in memory counts every row.
+    # A reader that keeps no rows in memory counts all of them.
     assert [row["step"] for row in stream_metrics(path)] == list(range(1, 101))
 
 

@@ -1,4 +1,4 @@
-"""A new model family is one file and one line of the registry: a toy family trains so."""
+"""A new model family is one file and one line of the registry: a toy family is trained this way."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONFIG = {"model_type": "toy", "hidden": 16, "vocab_size": 640}
 
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a toy model, whose family is one more line of the registry."""
+    """A folder with a toy model, and its family as an additional line of the registry."""
     for name, module in toy_family.LINE.items():
         monkeypatch.setitem(cast("dict[str, str]", FAMILIES), name, module)
     model = tmp_path / "model"

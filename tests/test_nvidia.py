@@ -1,4 +1,4 @@
-"""GPUs as a program nvidia-smi prints them: read on the node, judged here."""
+"""GPUs from the output of nvidia-smi, read on the node and checked here."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MISMATCH = (
 
 
 def ask(folder: Path, *, visible: str | None = None) -> NvidiaFacts:
-    """Return what the node's program finds with `folder` as PATH."""
+    """Return the result of the node's program with `folder` as PATH."""
     env = {"PATH": str(folder)} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     answer = nvidia(",".join(QUERY), torch=(str(folder), "version.py"), env=env)
     return build(NvidiaFacts, json.loads(json.dumps(answer)), where="here")
@@ -143,7 +143,7 @@ def test_without_nvidia_smi_a_build_with_cuda_is_left_to_the_trial(tmp_path: Pat
     assert found.severity == "warning" and "The trial shows" in found.fix
     make_torch(tmp_path, version="2.13.0+cpu", cuda=None)
     assert [fault.severity for fault in faults(ask(tmp_path))] == ["error"]
-    # Of this machine it is known whether it has a device.
+    # For this machine the plan detects whether it has a device.
     assert [*gpu_faults(facts, need=NEED, node=NODE, has_device=True)] == []
     (found,) = gpu_faults(facts, need=NEED, node=NODE, has_device=False)
     assert found.severity == "error"
@@ -256,12 +256,12 @@ def test_a_mig_instance_counts_as_a_device(tmp_path: Path) -> None:
         ({}, (2, 0), None, None),
         ({}, (), None, None),
         ({"device.kind": "cpu"}, (2,), None, None),
-        # Ranks go by NUMA domain where the inventory counts no GPU, and each takes one.
+        # Ranks use NUMA domains if the inventory has no GPU count, and each rank uses a GPU.
         ({"device.kind": "cuda"}, (0,), "device.kind = 'cuda'", 4),
         ({"device.kind": "cuda", "launch.ranks_per_node": 3}, (0,), "device.kind = 'cuda'", 3),
         ({"device.kind": "cuda"}, (2, 1), "device.kind = 'cuda'", 2),
         ({"distributed.backend": "nccl"}, (0,), "distributed.backend = 'nccl'", 4),
-        # `auto` takes the CPU where ranks have no GPU each.
+        # `auto` uses the CPU if there are fewer GPUs than ranks.
         ({"launch.ranks_per_node": 3}, (2,), None, None),
         ({"launch.ranks_per_node": 1}, (2,), "the inventory", 1),
     ],
@@ -284,7 +284,7 @@ def test_gpus_are_needed_where_a_setting_or_every_node_of_the_inventory_says_so(
 
 
 def test_gpus_here_that_ranks_cannot_use_yet_count_for_what_a_run_needs(tmp_path: Path) -> None:
-    """Else the fault would be that there are fewer GPUs than NUMA domains."""
+    """Otherwise the fault would be fewer GPUs than NUMA domains."""
     make_torch(make_nvidia_smi(tmp_path, L4 | {"driver_version": "535.183.01"}))
     node = replace(NODE, gpus=0, numa_domains=4)
     inventory = replace(discover().inventory(), nodes=(node,))
@@ -348,7 +348,7 @@ def test_preflight_of_this_machine_has_a_gpu_row_only_where_gpus_are_wanted(
 def test_a_plan_here_places_a_rank_on_each_visible_gpu_or_refuses_in_one_line(
     tmp_path: Path, gpu: dict[str, str], settings: dict[str, str], code: ExitCode, words: str
 ) -> None:
-    # A program of its own: this one has loaded a torch without CUDA. A plan loads none.
+    # In a separate process: this one has loaded a torch without CUDA. A plan imports no torch.
     make_torch(tmp_path / "torch")
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError", encoding="ascii")
     path = [make_nvidia_smi(tmp_path / "bin", gpu, gpu), *os.environ["PATH"].split(os.pathsep)]

@@ -1,4 +1,4 @@
-"""README and the other pages: their commands exist, their links lead somewhere, tables are true."""
+"""README and the other pages: their commands exist, links have targets, tables are correct."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ELSEWHERE = frozenset(
 
 
 def commands(page: Path) -> list[str]:
-    """Each command of a page's bash blocks."""
+    """Return each command of a page's bash blocks."""
     blocks = "".join(_FENCE.findall(page.read_text(encoding="utf-8")))
     lines = blocks.replace("\\\n", " ").splitlines()
     return [part.strip() for line in lines for part in line.split("&&") if part.strip()]
@@ -82,7 +82,7 @@ def help_of() -> Iterator[HelpOf]:
 
 
 def problem_with(command: str, help_of: HelpOf) -> str | None:
-    """Why a command of a page cannot be typed as it is, or None."""
+    """Return why a command of a page cannot be run as printed, or None."""
     words = shlex.split(command, comments=True)
     if not words or words[0] in _ELSEWHERE:
         return None
@@ -174,7 +174,7 @@ def test_every_benchmark_is_in_the_table() -> None:
 
 
 def job_on_a_cluster(command: str) -> list[str] | None:
-    """The settings of a command that is about a run on several machines; None for others."""
+    """Return the settings of a command for a run on several machines; None for other commands."""
     words = shlex.split(command, comments=True)
     starts = {"plan", "preflight", "run"} & set(words)
     if "payload.orchestrate" not in words or not starts or "--config" not in words:
@@ -216,7 +216,7 @@ def test_the_config_for_fine_tuning_goes_with_most_clusters() -> None:
 
 @functools.cache
 def headings(page: Path) -> set[str]:
-    """Return the targets that a link within a page may have."""
+    """Return the valid targets of links within a page."""
     lines = page.read_text(encoding="utf-8").splitlines()
     return {
         re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
@@ -246,7 +246,7 @@ _SENTENCE_END = re.compile(r"[.!?](?:\*\*|[)\"])*\s+(?=[A-Z`\[\"*(0-9])")
 
 
 def sentences(text: str) -> list[str]:
-    """Return the sentences of a page's paragraphs and list items; code spans count as a word."""
+    """Return the sentences of a page's paragraphs and lists, with `code` for each code span."""
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     paragraphs = [""]
     for line in prose.splitlines():

@@ -1,4 +1,4 @@
-"""The model of a step's time: by hand where it can be, at its limits, and against the exchange."""
+"""The model of a step's time, compared with manual results, its limits, and real exchanges."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_fast_network_leaves_the_last_bucket_exposed_and_hides_the_others() ->
     step = of_gpt2(busy_s_per_byte=1e-9)
     assert step.exposed_s == pytest.approx(last / 2e9)
     assert step.exchange_s == pytest.approx(GPT2.num_params() * 4 / 2e9)
-    # Only what is hidden takes time from computing.
+    # Only the hidden part of the exchange slows computing down.
     assert step.busy_s == pytest.approx((GPT2.num_params() * 4 - last) * 1e-9)
 
 
@@ -123,7 +123,7 @@ def test_more_bandwidth_fewer_ranks_and_less_latency_are_never_slower() -> None:
     assert by_ranks == sorted(by_ranks)
     by_latency = [of_gpt2(latency_s=latency).total_s() for latency in (0, 1e-4, 1e-3)]
     assert by_latency == sorted(by_latency)
-    # Without an end to bandwidth and with nothing to do for it, the exchange is free.
+    # With unlimited bandwidth and no computing cost, the exchange is free.
     assert of_gpt2(gbit_per_s=1e9).total_s() == pytest.approx(12.0)
 
 
@@ -174,12 +174,13 @@ def test_sharded_ranks_copy_what_they_gather_and_what_they_sum() -> None:
         assert dear.total_s() == pytest.approx(cheap.total_s() + dear.copies_s)
         found[strategy] = dear.copies_s
         travelled[strategy] = dear.exchange_s
-    # Three passes; each gathers layers twice and embeddings once, and sums all gradients.
+    # Three micro-batches; each gathers layers twice and embeddings once, and sums all gradients.
     assert found["replicate"] == 0.0
     gathered = 2 * weights - embeddings
     assert found["shard"] == pytest.approx(3 * (gathered + 5 * weights) * 1e-9)
     assert found["zero3"] == pytest.approx(3 * (2 * weights + 5 * weights) * 1e-9)
-    # A rank sends half of what it gathers, and half of the gradients; DeepSpeed sends all of them.
+    # A rank sends half of the gathered bytes, and half of the gradients; DeepSpeed sends all of
+    # them.
     assert travelled["shard"] == pytest.approx(3 / 2 * (gathered / 5e8 + weights / 2e9))
     assert travelled["zero3"] == pytest.approx(3 / 2 * (2 * weights / 5e8 + 2 * weights / 2e9))
 
@@ -196,7 +197,7 @@ def test_buckets_hold_every_number_once_and_fill_in_order(preset: str) -> None:
 
 
 def test_buckets_are_those_of_the_exchange() -> None:
-    """At a width where each layer fills one."""
+    """At a width where each layer fills one bucket."""
     shape = Gpt2Spec(n_layer=3, n_head=2, n_embd=768, sequence_length=8, vocab_size=64)
     model = GPT(shape, random=False)
     assert _sizes(make_buckets(model.parameters())) == [each.numbers for each in buckets(shape)]
@@ -243,7 +244,7 @@ def test_computing_takes_the_flops_at_the_expected_share_of_the_peak() -> None:
         threads=2,
     )
     assert step.compute == found and step.parts.compute_s == found.seconds
-    # Layers that are computed twice take time, and are no FLOPs of the model.
+    # Recomputed layers take time, but do not count as FLOPs of the model.
     twice = replace(config, memory=replace(config.memory, activation_checkpointing="on"))
     again = compute_time(twice, GPT2, peak_flops_per_s=4e11, cores=2)
     assert again.seconds == pytest.approx(found.seconds * 4 / 3) and again.mfu == found.mfu

@@ -1,4 +1,4 @@
-"""A slow rank is told by its own work, since when and by how much; noise is none."""
+"""A slow rank is detected by its own work, with start and factor; noise is not reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from payload.run_record.stragglers import (
 
 def row(step: int, forward: list[float], *, steps: int = 1) -> dict[str, Any]:
     times: dict[str, Any] = {part: [0.0] * len(forward) for part in TIMED_PARTS}
-    # The others wait for the slowest, so that all take the same time.
+    # The others wait for the slowest, so all ranks take the same time.
     times |= {"forward": forward, "wait": [max(forward) - each for each in forward]}
     return {"step": step, "loss": 1.0, "ranks": {**times, "steps": steps}}
 
@@ -50,7 +50,7 @@ def test_a_rank_that_is_well_again_is_slow_no_more() -> None:
 
 
 def test_the_closing_note_tells_the_whole_episode_and_never_less_than_slow() -> None:
-    """Steps of different lengths, and a slowness that fades: its last rows alone would say 1.1."""
+    """Steps of different lengths, and a slowness that fades: the last rows alone would give 1.1."""
     rows = []
     for step in range(1, 100):
         others = 0.4 if step % 3 == 0 else 0.1

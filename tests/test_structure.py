@@ -1,4 +1,4 @@
-"""Who imports whom: nothing in a circle; and few files that know everything."""
+"""Import rules: no cycles, and few files with wide knowledge."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def strings_with(pattern: str) -> set[str]:
 
 
 def test_one_module_matches_a_checkpoint_s_name() -> None:
-    # The second one runs on a node without this package, and the trace's name is another file's.
+    # The second file runs on a node without this package; the trace's name is that of another file.
     homes = {"payload/formats/checkpoint_listing.py", "payload/orchestrate/node/look.py"}
     assert strings_with(r"step_\(?(\[0-9\]|\\d)\{8") == homes
 
 
 def test_one_module_knows_the_names_in_a_run_s_folder() -> None:
-    # Words that are also other things' names, and a program on nodes without this package.
+    # Words that are also names of other things, and a program on nodes without this package.
     common = {"hosts", "logs", "profile", "track"}
     names = {each.name for each in vars_of(NAMES)} - common
     assert {"run.toml", "restored", "checkpoints", "samples.json"} <= names
@@ -98,7 +98,7 @@ def test_one_module_knows_the_names_in_a_run_s_folder() -> None:
 
 
 def vars_of(paths: RunPaths) -> Iterator[Path]:
-    """Yield the place of each file and folder in a run's folder."""
+    """Yield the path of each file and folder in a run's folder."""
     for name, value in vars(RunPaths).items():
         if isinstance(value, property):
             place = getattr(paths, name)
@@ -126,7 +126,7 @@ def test_one_function_picks_the_checkpoint_with_the_lowest_loss_and_one_puts_a_c
 
 
 def test_one_module_hashes_files_and_so_reads_each_once() -> None:
-    # Nodes have no package of ours.
+    # Nodes do not have this package.
     homes = {"payload/core/file_hash.py", "payload/orchestrate/node/look.py"}
     found = {
         path for path, call in calls_in(ROOT / "payload") if "file_digest" in ast.unparse(call)
@@ -289,7 +289,7 @@ def test_one_module_makes_the_terminal_s_tables() -> None:
 
 
 def makes_one_line(call: ast.Call) -> bool:
-    """Return whether it joins a text's words, or replaces the line breaks of a printable text."""
+    """Return True if it joins a text's words, or replaces the line breaks of a printable text."""
     if not isinstance(call.func, ast.Attribute):
         return False
     inner = call.args[0] if call.func.attr == "join" and call.args else call.func.value
@@ -344,7 +344,7 @@ def test_divisions_that_turn_flops_into_time_are_found(text: str, is_time: bool)
 
 
 def makes_time_of_flops(division: ast.BinOp) -> bool:
-    """Return whether it divides by a number of FLOP/s, or FLOPs by seconds."""
+    """Return True if it divides by a number of FLOP/s, or FLOPs by seconds."""
     above, below = ([*names_in(side)] for side in (division.left, division.right))
     if not isinstance(division.op, ast.Div | ast.FloorDiv):
         return False
@@ -392,7 +392,7 @@ def test_no_code_splits_a_message_into_sentences() -> None:
 
 
 def calls_in(folder: Path) -> Iterator[tuple[Path, ast.Call]]:
-    """Every call in the modules below `folder`."""
+    """Return every call in the modules below `folder`."""
     for path in sorted(folder.rglob("*.py")):
         for node in ast.walk(tree_of(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):
@@ -400,7 +400,7 @@ def calls_in(folder: Path) -> Iterator[tuple[Path, ast.Call]]:
 
 
 def takers_of(*kinds: str, within: str) -> set[tuple[str, str]]:
-    """File and name of every function below `within` that takes a parameter of such a type."""
+    """Return file and name of every function below `within` that has a parameter of such a type."""
     return {
         (path.relative_to(ROOT).as_posix(), node.name)
         for path in sorted((ROOT / within).rglob("*.py"))
@@ -413,14 +413,14 @@ def takers_of(*kinds: str, within: str) -> set[tuple[str, str]]:
 
 
 def test_only_a_command_line_s_own_files_take_what_argparse_has_parsed() -> None:
-    """Everything below takes the command's typed options."""
+    """All code below accepts the command's typed options."""
     found = {path for path, _ in takers_of("Namespace", within="payload/orchestrate")}
     parsers = {"payload/orchestrate/__main__.py", "payload/orchestrate/commands/cloud_arguments.py"}
     assert found == parsers
 
 
 def test_an_inventory_passes_few_files_on_its_way_to_the_launcher() -> None:
-    """Files that need less take nodes, ranks or routes. Those of clouds/ make the inventory."""
+    """Files that need less accept nodes, ranks or routes. Those of clouds/ make the inventory."""
     found = {
         path
         for within in ("payload/orchestrate", "payload/launch")
@@ -480,7 +480,7 @@ _CODE = ("benchmarks", "bootstrap", "infra", "payload", "tests")
 
 @pytest.mark.parametrize("folder", _CODE)
 def test_a_docstring_begins_with_a_noun_phrase_or_a_verb(folder: str) -> None:
-    # Most files have no string that begins so, and are not parsed.
+    # Most files have no string with this start, and are not parsed.
     begins = re.compile(rf"[\"'\\]\s*({'|'.join(_FRAGMENTS)})")
     found = [
         f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
@@ -493,7 +493,7 @@ def test_a_docstring_begins_with_a_noun_phrase_or_a_verb(folder: str) -> None:
 
 
 def docstrings_in(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the line and text of each docstring; strings below fields are such, too."""
+    """Yield the line and text of each docstring, including strings below fields."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             text = node.value.value

@@ -1,4 +1,4 @@
-"""A session of tests whose worker crashes: it ends, and it fails."""
+"""A test session whose worker crashes ends and fails."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CRASHES = "def test_crash():\n    from conftest import crash\n    crash()\n"
 
 
 def run_suite(folder: Path, conftest: str, files: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run these files of tests on two workers."""
+    """Run these test files on two workers."""
     (folder / "pytest.ini").write_text("[pytest]\n", encoding="ascii")
     (folder / "conftest.py").write_text(conftest, encoding="utf-8")
     for number, text in enumerate(files):

@@ -1,1 +1,1 @@
-"""Text to tokens: `python -m payload.data prepare` writes what `payload.train` reads."""
+"""Tokenizes text: `python -m payload.data prepare` writes the data folders that training reads."""

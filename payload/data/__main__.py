@@ -1,4 +1,4 @@
-"""`python -m payload.data`: prepare a data folder, verify one, or show what is in it."""
+"""Command line of `python -m payload.data`: prepares, verifies or shows a data folder."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ examples:
 sources:
   stdlib       the running Python's own library, 31 MB; needs no network
   openwebtext  Skylion007/openwebtext at a fixed commit, 40 GB of text; --input FOLDER for a copy
-  text         files or folders, one document a file; one single file is divided: at form feeds,
-               else at blank lines, and where these are far apart at line ends or spaces
+    text         files or folders, one document a file; a single file is split at form feeds,
+                 otherwise at blank lines, and if these are far apart at line ends or spaces
   jsonl        files or folders, one JSON object a line (.gz too)
   parquet      files or folders, one document a row
   hf           any dataset of the Hugging Face hub, or a folder in its formats
 
-Documents keep the source's order. Where they can be counted beforehand, the ones for validation are
-those that datasets' train_test_split, and so nanoGPT, chooses; else a hash of their number does.
-A run that was stopped or killed goes on when the same command is given again, without --force.
+Documents keep the order of the source. If they can be counted beforehand, validation gets the
+documents that train_test_split of datasets, and so nanoGPT, chooses; otherwise a hash of each
+document's number decides. To resume an interrupted prepare, run the same command without --force.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one command; the exit status is an `ExitCode`."""
+    """Run one command and return its `ExitCode`."""
     args = parser().parse_args(argv)
-    # A file's name need not be UTF-8.
+    # A file name need not be valid UTF-8.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -75,24 +75,24 @@ def main(argv: Sequence[str]) -> int:
         return ExitCode.CONFIG
     except KeyboardInterrupt:
         print(
-            "stopped; the same command without --force goes on from the last finished shard",
+            "stopped; run the same command again, without --force, to resume from the last shard",
             file=sys.stderr,
         )
         return 128 + signal.SIGINT
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(
         prog=command("data"),
-        description="Text to tokens for payload.train.",
+        description="Prepare tokenized data for training.",
         epilog="Example: "
         + command("data", "prepare", "--source", "stdlib", "--out", "data/stdlib"),
     )
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     prepare = commands.add_parser(
         "prepare",
-        help="make train.bin, val.bin and meta.json from text",
+        help="tokenize text into train.bin, val.bin and meta.json",
         description="Tokenize text into train.bin, val.bin and meta.json.",
         usage="%(prog)s --source KIND [--input PATH ...] --out DIR [options]",
         epilog=_EXAMPLES.format(prepare=command("data", "prepare")),
@@ -121,16 +121,16 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "--add-hashes",
         action="store_true",
-        help="write the hashes by which training checks what it reads into a meta.json that an "
-        "older release made without them",
+        help="add to meta.json the hashes of file ranges that training checks, for a folder that "
+        "an older release prepared",
     )
     _add_show_flags(
         commands.add_parser(
             "show",
             help="print a prepared conversation or pair with the trained tokens in colour",
-            description="Print one conversation of a folder that was prepared with --task chat, or "
-            "both of a pair of --task preference. What the loss covers is green; without colours "
-            "it stands in \u27e6 \u27e7.",
+            description="Print one conversation of a folder prepared with --task chat, or both of "
+            "a pair of --task preference. Tokens that the loss covers are green; without colours "
+            "they are between \u27e6 and \u27e7.",
             epilog="Example: " + command("data", "show", "data/chats"),
         )
     )
@@ -140,8 +140,14 @@ def parser() -> argparse.ArgumentParser:
 def _add_show_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", type=Path, metavar="DIR")
-    add("--sample", type=_count, default=0, metavar="N", help="which one, from 0 (default: 0)")
-    add("--split", choices=("train", "val"), default="train", help="default: %(default)s")
+    add(
+        "--sample",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="number of the sample, from 0 (default: 0)",
+    )
+    add("--split", choices=("train", "val"), default="train", help="(default: %(default)s)")
     add(
         "--color",
         choices=("auto", "always", "never"),
@@ -167,72 +173,73 @@ def _add_source_flags(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="files or folders; for hf a folder or a dataset's name",
     )
-    add("--glob", metavar="PATTERN", help="which files of a folder, as in '*.md'")
+    add("--glob", metavar="PATTERN", help="files of a folder to read, such as '*.md'")
     add(
         "--text-column",
         metavar="NAME",
-        help=f"key or column with the text (default: {DEFAULT_TEXT_COLUMN})",
+        help=f"key or column that holds the text (default: {DEFAULT_TEXT_COLUMN})",
     )
     add("--config", metavar="NAME", help="hf: the dataset's configuration (subset)")
     add("--revision", metavar="REV", help="hf: branch, tag or commit (default: the newest)")
     add("--split", metavar="NAME", help=f"hf: split (default: {DEFAULT_SPLIT})")
-    add("--max-documents", type=positive_int, metavar="COUNT", help="stop after so many documents")
+    add("--max-documents", type=positive_int, metavar="COUNT", help="stop after COUNT documents")
     add(
         "--skip-bad",
         action="store_true",
-        help="leave bad documents out and count them, instead of stopping at the first",
+        help="skip and count bad documents instead of stopping at the first",
     )
 
 
 def _add_output_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
-    add("--out", type=Path, required=True, metavar="DIR", help="folder to make")
+    add("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     add(
         "--tokenizer",
         default=TOKENIZER,
         metavar="NAME",
-        help="gpt2, a folder with tokenizer.json (a model, a checkpoint, a run), or a hub name, as "
-        "in HuggingFaceTB/SmolLM2-135M@main; take that of the model to be trained (default: "
-        "%(default)s)",
+        help="gpt2, a folder with tokenizer.json (a model, a checkpoint, a run), or a hub name "
+        "such as HuggingFaceTB/SmolLM2-135M@main; use the tokenizer of the model to be trained "
+        "(default: %(default)s)",
     )
     add(
         "--allow-odd-tokenizer",
         action="store_true",
-        help="continue where text becomes no or odd numbers of tokens, over 1 %% of them are "
-        "unknown, decoding loses text, or the vocabulary does not fit the model",
+        help="continue although the tokenizer looks wrong: no tokens or an unusual number of them "
+        "for a text, over 1 %% unknown tokens, text lost in decoding, or a vocabulary that does "
+        "not fit the model",
     )
     add(
         "--val-fraction",
         type=_fraction,
         metavar="SHARE",
-        help="share of the documents for validation (default: 0.1 of up to 1,000 documents, about "
-        "100 of more; 0.0005, nanoGPT's, from 200,000 on, for openwebtext, and where they cannot "
-        "be counted; stdlib: 0.02)",
+        help="share of the documents for validation (default: 0.1 for up to 1,000 documents; for "
+        "more, a share of about 100 documents; 0.0005, as in nanoGPT, from 200,000 documents on, "
+        "for openwebtext, and if they cannot be counted; 0.02 for stdlib)",
     )
     add(
         "--seed",
         type=_count,
         default=2357,
         metavar="INT",
-        help="chooses the validation documents (default: %(default)s, nanoGPT's)",
+        help="seed for the choice of validation documents (default: %(default)s, as in nanoGPT)",
     )
     add(
         "--force",
         "--restart",
         action="store_true",
-        help="start from scratch and replace what DIR holds of an earlier run",
+        help="start from scratch and replace the output of an earlier run in DIR",
     )
-    add("--wait", action="store_true", help="let another prepare that writes to DIR finish first")
+    add("--wait", action="store_true", help="wait for another prepare that writes to DIR")
     add(
         "--shard-mib",
         type=positive_int,
         default=64,
         metavar="MIB",
-        help="output after which progress is saved (default: %(default)s)",
+        help="save progress after every MIB mebibytes of output (default: %(default)s)",
     )
-    add("--dry-run", action="store_true", help="say what would be done; write nothing")
-    add("--quiet", action="store_true", help="errors alone on stderr")
-    add("--json", action="store_true", help="result as JSON on stdout")
+    add("--dry-run", action="store_true", help="show the planned work; write nothing")
+    add("--quiet", action="store_true", help="print only errors on stderr")
+    add("--json", action="store_true", help="print the result as JSON on stdout")
 
 
 def _prepare(args: argparse.Namespace) -> int:
@@ -261,11 +268,13 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _require_own_flags(task: Task, args: argparse.Namespace) -> None:
-    """Raise UsageError for a flag of another task."""
+    """Raise UsageError for a flag that belongs to another task."""
     for other in all_tasks():
         for flag in set(other.flags) - set(task.flags):
             if getattr(args, flag.removeprefix("--").replace("-", "_")) is not None:
-                raise UsageError(f"{flag} belongs to --task {other.kind}, not {task.kind}.")
+                raise UsageError(
+                    f"{flag} is only for --task {other.kind}, not {task.kind}. Leave it out."
+                )
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -307,7 +316,7 @@ def _show_meta(folder: Path, meta: DataMeta) -> None:
     for line in task_of(meta.task).describe(meta):
         print(printable(line))
     if meta.skipped_documents:
-        print(f"left out as bad: {meta.skipped_documents:,}, of them")
+        print(f"skipped as bad: {meta.skipped_documents:,}, for example")
         for example in meta.skipped_examples:
             print(printable(f"  {example}"))
 
@@ -319,20 +328,20 @@ def _show_estimate(label: str, values: dict[str, Any], *, as_json: bool) -> None
 
     def known(key: str) -> str:
         value = values[key]
-        return "not known" if value is None else f"{value:,}"
+        return "unknown" if value is None else f"{value:,}"
 
     print(f"source      {label}")
     print(f"documents   {known('documents')}")
     print(f"text        {known('text_bytes')} bytes")
     if values["note"] is not None:
         print(f"note        {values['note']}")
-    print(f"tokens      {known('tokens')} (about)")
-    print(f"output      {known('need_bytes')} bytes (about), {known('free_bytes')} free")
+    print(f"tokens      {known('tokens')} (estimate)")
+    print(f"output      {known('need_bytes')} bytes (estimate), {known('free_bytes')} free")
 
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 up")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number, 0 or more")
     return int(text)
 
 
@@ -342,7 +351,9 @@ def _fraction(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0.0 < value < 1.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number between 0 and 1, as in 0.0005")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: must be a number between 0 and 1, such as 0.0005"
+        )
     return value
 
 

@@ -1,7 +1,7 @@
-"""Log-probabilities that a model gave the answers of a preference folder before it was trained.
+"""Stored log-probabilities of a preference folder's answers under the model before training.
 
-They lie beside the data: reference.json says which model's they are, and a file for each dtype of
-the matmuls has two float64 numbers a pair, training's pairs first. A folder has one model's.
+They are next to the data. reference.json names the model, and a file for each matmul dtype holds
+two float64 numbers a pair, the training pairs first. A folder holds the values of one model.
 """
 
 from __future__ import annotations
@@ -36,66 +36,66 @@ SCHEMA_VERSION = 1
 _DTYPE = np.dtype("<f8")
 
 LogProbs = npt.NDArray[np.float64]
-"""(pairs, 2) of the better and of the worse answer."""
+"""(pairs, 2) log-probability of the chosen and of the rejected answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceModel:
-    """The model that the log-probabilities are of."""
+    """The model that computed the log-probabilities."""
 
     source: str
     """Folder or hub name."""
     revision: str | None = None
     sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
-    """Over the files with the weights."""
+    """SHA-256 over the weight files."""
     config_sha256: str | None = checked(None, pattern=SHA256, wanted="64 hexadecimal digits")
-    """Over what config.json says of the arithmetic; None in older records."""
+    """SHA-256 over the settings of config.json that change results; None in older records."""
     quantize: Literal["none", "nf4"] = "none"
 
     def name(self) -> str:
-        """Return the model as a command line names it."""
+        """Return the model's name for a command line."""
         return f"{self.source}@{self.revision}" if self.revision else self.source
 
     def is_same(self, other: ReferenceModel) -> bool:
-        """Say whether both compute the same, wherever their files are."""
+        """Return True if both models compute the same, wherever their files are."""
         configs = {self.config_sha256, other.config_sha256} - {None}
         same_weights = (self.sha256, self.quantize) == (other.sha256, other.quantize)
         return same_weights and len(configs) <= 1
 
     def has_same_hashes(self, other: ReferenceModel) -> bool:
-        """Say whether both are known by the same hashes, that of config.json included."""
+        """Return True if all hashes are equal, including the hash of config.json."""
         return self.is_same(other) and self.config_sha256 == other.config_sha256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """reference.json"""
+    """Contents of reference.json."""
 
     model: ReferenceModel
     data_sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
-    """Over the hashes of the folder's files."""
+    """SHA-256 over the hashes of the data folder's files."""
     files: dict[str, DataFile]
-    """The files of `VALUES_FILES` that are there."""
+    """The files of `VALUES_FILES` that were written."""
     schema_version: int = SCHEMA_VERSION
 
 
 def how_to_make(folder: Path, model: ReferenceModel | None, *, dtype: Dtype | None = None) -> str:
     """Return the command that computes and stores a model's log-probabilities."""
-    words = ["--model", "MODEL" if model is None else model.name(), "--data", str(folder)]
+    arguments = ["--model", "MODEL" if model is None else model.name(), "--data", str(folder)]
     if dtype is not None:
-        words += ["--dtype", dtype]
+        arguments += ["--dtype", dtype]
     if model is not None and model.quantize != "none":
-        words += ["--quantize", model.quantize]
-    return command("train.reference", *words)
+        arguments += ["--quantize", model.quantize]
+    return command("train.reference", *arguments)
 
 
 def read_reference(folder: Path, meta: DataMeta) -> Reference | None:
-    """Return what is stored for this data; None when nothing is, or for data that is gone.
+    """Return the stored record; None if there is no record, or it is for other data.
 
     Raises DataError for a damaged file.
     """
     path = folder / REFERENCE_FILE
-    fix = f"Remove it, or make it again with: {how_to_make(folder, None)}"
+    fix = f"Remove it, or recompute it with: {how_to_make(folder, None)}"
     try:
         raw = parse_json(read_bytes(inside_folder(path)), where=str(path), fix=fix, error=DataError)
     except FileNotFoundError:
@@ -108,7 +108,7 @@ def read_reference(folder: Path, meta: DataMeta) -> Reference | None:
 
 
 def read_values(folder: Path, meta: DataMeta, found: Reference, dtype: Dtype) -> LogProbs | None:
-    """Return the stored log-probabilities in this dtype; None when there are none.
+    """Return the stored log-probabilities in this dtype; None if they are not stored.
 
     Raises DataError for a damaged file.
     """
@@ -121,15 +121,14 @@ def read_values(folder: Path, meta: DataMeta, found: Reference, dtype: Dtype) ->
             content = file.read()
     except OSError as error:
         raise DataError(
-            f"{path}: {error.strerror}, though {REFERENCE_FILE} lists it. Make it again with: "
-            f"{again}"
+            f"{path}: {error.strerror}, but {REFERENCE_FILE} lists it. Recompute it with: {again}"
         ) from None
     count = meta.train_documents + meta.val_documents
-    is_sound = hashlib.sha256(content).hexdigest() == found.files[name].sha256
-    if not is_sound or len(content) != count * 2 * _DTYPE.itemsize:
+    is_intact = hashlib.sha256(content).hexdigest() == found.files[name].sha256
+    if not is_intact or len(content) != count * 2 * _DTYPE.itemsize:
         raise DataError(
-            f"{path}: its content is not what {REFERENCE_FILE} has the hash of. Make it again "
-            f"with: {again}"
+            f"{path}: its SHA-256 differs from the one in {REFERENCE_FILE}. Recompute it with: "
+            f"{again}"
         )
     return np.frombuffer(content, dtype=_DTYPE).astype(np.float64).reshape(-1, 2)
 
@@ -137,11 +136,14 @@ def read_values(folder: Path, meta: DataMeta, found: Reference, dtype: Dtype) ->
 def write_reference(
     folder: Path, meta: DataMeta, *, model: ReferenceModel, dtype: Dtype, values: LogProbs
 ) -> None:
-    """Store log-probabilities; those of another model or of other data go. Raises DataError."""
+    """Store log-probabilities, and delete those of another model or other data.
+
+    Raises DataError.
+    """
     before: Reference | None = None
-    with contextlib.suppress(DataError):  # What is damaged is replaced.
+    with contextlib.suppress(DataError):  # A damaged record is replaced.
         before = read_reference(folder, meta)
-    # A record without the hash of config.json may be of another one than the new record names.
+    # A record without the hash of config.json may belong to a model with another config.
     is_kept = before is not None and before.model.has_same_hashes(model)
     kept = before.files if before is not None and is_kept else {}
     content = values.astype(_DTYPE).tobytes()
@@ -155,8 +157,8 @@ def write_reference(
         write_whole(folder / REFERENCE_FILE, json.dumps(asdict(found), indent=2) + "\n")
     except OSError as error:
         raise DataError(
-            f"{folder}: the reference's log-probabilities cannot be written ({error.strerror}). "
-            "Free space there, or copy the folder to where files can be written."
+            f"{folder}: cannot write the reference log-probabilities ({error.strerror}). Free disk "
+            "space, or copy the data to a writable folder."
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""`python -m payload.data show`: a prepared sample as text, what is trained in colour."""
+"""Decodes a prepared sample for `data show`, with its trained text marked."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class Sample:
     """One conversation of a split, or one of a preference pair."""
 
     name: str
-    """The heading above its text, as in `conversation 3 of 120 in train, block 1`."""
+    """Heading of the sample, as in `conversation 3 of 120 in train, block 1`."""
     parts: list[tuple[str, bool]]
-    """Text, and whether it is trained, in turns."""
+    """Pieces of text, each with True if it is trained; the flags alternate."""
     num_tokens: int
     num_trained: int
 
     def render(self, *, colour: bool) -> str:
-        """Return its text; without colour, what is trained stands in brackets."""
-        before, behind = (_TRAINED_COLOUR, _PLAIN) if colour else _TRAINED_MARKS
+        """Return the text with trained pieces in colour, or in brackets without colour."""
+        opening, closing = (_TRAINED_COLOUR, _PLAIN) if colour else _TRAINED_MARKS
         return "".join(
-            f"{before}{printable(text)}{behind}" if trained else printable(text)
+            f"{opening}{printable(text)}{closing}" if trained else printable(text)
             for text, trained in self.parts
         )
 
@@ -54,14 +54,13 @@ def read_samples(folder: Path, meta: DataMeta, *, split: Split, number: int) -> 
     """
     if meta.chat is None and meta.preference is None:
         raise ConfigError(
-            f"{folder}: was prepared with --task {meta.task}, and show is for --task chat and "
-            "preference."
+            f"{folder} was prepared with --task {meta.task}; show needs --task chat or preference."
         )
     count = meta.train_documents if split == "train" else meta.val_documents
     if number >= count:
-        what = "conversations" if meta.chat is not None else "pairs"
+        unit = "conversations" if meta.chat is not None else "pairs"
         raise ConfigError(
-            f"--sample {number}: {folder} has {count:,} {what} in {split}. Use 0 to {count - 1:,}."
+            f"--sample {number}: {folder} has {count:,} {unit} in {split}. Use 0 to {count - 1:,}."
         )
     where = f"{number} of {count:,} in {split}"
     if meta.preference is not None:
@@ -95,7 +94,7 @@ def _conversation(
     folder: Path, chat: ChatRecord, *, split: Split, number: int, where: str
 ) -> Sample:
     blocks = open_packed(folder, split=split, sequence_length=chat.sequence_length)
-    place = _place_of(blocks, number, folder)
+    place = _locate(blocks, number, folder)
     row, start, end = place
     block = np.array([row], dtype=np.int64)
     tokens = blocks.gather(block)[0][0, start:end].tolist()
@@ -108,8 +107,8 @@ def _conversation(
     )
 
 
-def _place_of(blocks: PackedBlocks, number: int, folder: Path) -> tuple[int, int, int]:
-    """Return the block, the first token and the end of a conversation."""
+def _locate(blocks: PackedBlocks, number: int, folder: Path) -> tuple[int, int, int]:
+    """Return the block of a conversation, its first token and the index after its last one."""
     for row in range(blocks.num_blocks()):
         marks = blocks.marks_of(np.array([row], dtype=np.int64))[0]
         firsts = np.flatnonzero((marks & (FIRST | PADDING)) == FIRST)
@@ -117,25 +116,27 @@ def _place_of(blocks: PackedBlocks, number: int, folder: Path) -> tuple[int, int
             ends = np.append(firsts[1:], int(((marks & PADDING) == 0).sum()))
             return row, int(firsts[number]), int(ends[number])
         number -= len(firsts)
-    raise DataError(f"{folder}: its marks hold fewer conversations than meta.json says.")
+    raise DataError(f"{folder}: its marks hold fewer conversations than meta.json records.")
 
 
 def _decoded(folder: Path, tokens: list[int], trained: list[bool]) -> list[tuple[str, bool]]:
-    """Return the text of each stretch of tokens that are trained, or are not."""
+    """Return the decoded text of each run of trained or untrained tokens."""
     from tokenizers import Tokenizer
 
     path = folder / TOKENIZER_FILE
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except BaseException as error:  # The package raises no class of its own.
+    except BaseException as error:  # tokenizers raises plain Exception and panics.
         if not is_failure(error):
             raise
-        raise DataError(f"{path}: cannot be loaded: {one_line(error)}") from None
+        raise DataError(
+            f"{path}: cannot be loaded: {one_line(error)} Prepare the data again."
+        ) from None
     parts = []
     before, end = "", 0
     for flag, stretch in groupby(trained):
         end += len(list(stretch))
-        # From the beginning: some tokenizers write a token otherwise where a text begins.
+        # Decoded from the beginning: some tokenizers write the first token of a text differently.
         text = tokenizer.decode(tokens[:end], skip_special_tokens=False)
         parts.append((text[len(before) :], flag))
         before = text

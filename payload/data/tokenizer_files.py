@@ -1,7 +1,7 @@
-"""The tokenizer's files of a checkpoint, so that it loads in transformers as it is.
+"""The tokenizer files of a checkpoint, so that it loads in transformers without changes.
 
-A model that has a tokenizer of its own keeps it. Other models get the files that the data folder
-carries; for data with GPT-2's tokenizer, which is packaged, the files are made here.
+A model with a tokenizer keeps its files. Other models get the files of the data folder; for data
+with GPT-2's tokenizer, which is packaged, the files are generated here.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from payload.core.errors import CheckpointError, DataError
 from payload.data.templates.chat_template import TEMPLATE_FILE, templates_of
 from payload.data.tokenizer_match import (
-    carried_file,
     is_same_tokenizer,
     makes_declared_tokens,
+    verified_file,
 )
 from payload.data.tokenizers.gigatoken_adapter import PRINTED_BYTES, byte_symbols
 from payload.data.tokenizers.gpt2 import (
@@ -34,19 +34,19 @@ from payload.formats.prepare_hints import how_to_make_again
 
 MERGES_PATH = Path(__file__).parent / "gpt2" / "merges.txt"
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
-"""Hash of OpenAI's vocab.bpe: the value that tiktoken pins for it."""
+"""Hash of OpenAI's vocab.bpe, the value that tiktoken pins."""
 
 
 def tokenizer_files(
     meta: DataMeta, *, data: Path, source: Path | None, context: int
 ) -> Mapping[str, bytes]:
-    """Return the tokenizer's files by name, for a checkpoint.
+    """Return the tokenizer files of a checkpoint by name; empty for an unknown vocabulary.
 
-    They are those in `source`, the folder of the model that training starts from; else those that
-    the data folder `data` carries; else GPT-2's, which are made here. A source without a
-    tokenizer.json, with another one than the data's, or with other special tokens than the task
-    needs, does not count. `context` is the longest one of the model in tokens. There are none for
-    a vocabulary that is not known here.
+    The first of these that applies: the files in `source`, the folder of the initial model; the
+    files in the data folder `data`; generated files of GPT-2. `source` applies only if it has a
+    tokenizer.json with the same tokens as the data, and the special tokens that the task needs.
+    `context` is the maximum context of the model in tokens.
+
     Raises CheckpointError and DataError for files that cannot be read.
     """
     if source is not None and is_same_tokenizer(
@@ -55,25 +55,26 @@ def tokenizer_files(
         files, template = read_tokenizer_files(source, error=CheckpointError), _template(meta, data)
         own = special_tokens(tokenizer_config(files, folder=source))
         is_whole = makes_declared_tokens(files, folder=source, error=CheckpointError)
-        if is_whole and _names_trained_tokens(own, meta, data):
+        if is_whole and _has_trained_special_tokens(own, meta, data):
             return {**files, **template}
-        # transformers would make other tokens, or end texts, pad or write turns with others.
+        # Otherwise transformers would use other tokens, or other special tokens for ends, padding
+        # or turns.
     if meta.tokenizer_files:
-        return {**_carried(meta, data), **_template(meta, data)}
+        return {**_data_files(meta, data), **_template(meta, data)}
     if meta.tokenizer_sha256 == TOKENIZER_SHA256 and meta.vocab_size == VOCAB_SIZE:
         return gpt2_files(context=context)
     return {}
 
 
-def _names_trained_tokens(own: Mapping[str, str], meta: DataMeta, data: Path) -> bool:
-    """Say whether a model's special tokens are those that the data was made with.
+def _has_trained_special_tokens(own: Mapping[str, str], meta: DataMeta, data: Path) -> bool:
+    """Return True if the model's special tokens are those that the data was made with.
 
-    A template may write any of them. The task needs no others than those that end a text and fill
-    it up. GPT-2 has one alone, and a data folder of an older version may not say which they were.
+    A chat template can use any of them. The other tasks need only the tokens for ends and padding.
+    GPT-2 has only one special token; data folders of older versions may not record them.
     """
     if not meta.tokenizer_files:
         return True
-    trained = special_tokens(tokenizer_config(_carried(meta, data), folder=data))
+    trained = special_tokens(tokenizer_config(_data_files(meta, data), folder=data))
     if meta.chat or meta.preference:
         return own == trained
     names = ("eos_token", "pad_token") if meta.classify else ("eos_token",)
@@ -81,37 +82,37 @@ def _names_trained_tokens(own: Mapping[str, str], meta: DataMeta, data: Path) ->
 
 
 def _template(meta: DataMeta, data: Path) -> Mapping[str, bytes]:
-    """Return the chat template that conversations were rendered with: what the model learns.
+    """Return the chat template that the conversations were rendered with.
 
-    Folders of older versions have no file of it where it stood in tokenizer_config.json. Raises
-    DataError for a folder that lacks it.
+    In folders of older versions it is in tokenizer_config.json. Raises DataError if the folder
+    lacks it.
     """
     record = meta.chat or meta.preference
     if record is None:
         return {}
     found = [
         text
-        for text in templates_of(_carried(meta, data))
+        for text in templates_of(_data_files(meta, data))
         if hashlib.sha256(text.encode()).hexdigest() == record.template_sha256
     ]
     if not found:
         again = how_to_make_again(data, source=meta.source)
         raise DataError(
-            f"{data}: no file has the chat template of its conversations (sha256 "
+            f"{data}: the chat template of its conversations is missing (sha256 "
             f"{record.template_sha256[:12]}). {again}"
         )
     return {TEMPLATE_FILE: found[0].encode()}
 
 
-def _carried(meta: DataMeta, data: Path) -> Mapping[str, bytes]:
-    """Return the data folder's tokenizer files, compared with meta.json."""
-    return {name: carried_file(meta, data, name) for name in meta.tokenizer_files}
+def _data_files(meta: DataMeta, data: Path) -> Mapping[str, bytes]:
+    """Return the tokenizer files of the data folder, after comparing them with meta.json."""
+    return {name: verified_file(meta, data, name) for name in meta.tokenizer_files}
 
 
 def gpt2_files(*, context: int) -> Mapping[str, bytes]:
-    """Return GPT-2's tokenizer.json and tokenizer_config.json, as transformers has them.
+    """Return GPT-2's tokenizer.json and tokenizer_config.json, as transformers writes them.
 
-    Raises DataError when the packaged merges are damaged.
+    Raises DataError if the packaged merges are damaged.
     """
     vocabulary, merges = _gpt2_vocabulary()
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
@@ -159,9 +160,9 @@ def gpt2_files(*, context: int) -> Mapping[str, bytes]:
 
 
 def _gpt2_vocabulary() -> tuple[dict[str, int], list[str]]:
-    """Return the tokens with their numbers, and the merges, in GPT-2's alphabet for bytes.
+    """Return the token numbers and the merges, in GPT-2's byte alphabet.
 
-    A token's number is its place: 256 bytes, then what each merge makes, then the end of text.
+    A token's number is its index: 256 bytes, then the result of each merge, then the end of text.
     Source: https://github.com/openai/gpt-2/blob/master/src/encoder.py.
     """
     try:
@@ -173,7 +174,7 @@ def _gpt2_vocabulary() -> tuple[dict[str, int], list[str]]:
         raise DataError(
             f"tokenizer {MERGES_PATH}: sha256 is {found}, not {MERGES_SHA256}. {REINSTALL}"
         )
-    # The first line is a version; no merge contains white space but the one that divides it.
+    # The first line is a version; the only white space in a merge is its separator.
     merges = content.decode("utf-8").split("\n")[1:-1]
     symbols = byte_symbols()
     tokens = [symbols[byte] for byte in PRINTED_BYTES]

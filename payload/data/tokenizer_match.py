@@ -1,7 +1,7 @@
 """Compares a model's tokenizer with the one that a data folder was prepared with.
 
-Their hashes are compared first (payload.formats.tokenizer_identity), then their tokens of a
-packaged text.
+Compares their hashes first (payload.formats.tokenizer_identity), then their tokens for a packaged
+text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from payload.core.errors import DataError, TileforgeError
 from payload.core.regular_files import read_bytes
 from payload.data.tokenizers.declared_tokens import require_declared_tokens
 from payload.data.tokenizers.gpt2 import gpt2_encoding
-from payload.data.tokenizers.hf import build_backend, explained
+from payload.data.tokenizers.hf import build_backend, convert_errors
 from payload.data.tokenizers.probe import Encode, same_tokens
 from payload.formats.data_folder import DataMeta
 from payload.formats.prepare_hints import how_to_make_again
@@ -30,8 +30,8 @@ from payload.formats.tokenizer_identity import (
 )
 
 
-def carried_file(meta: DataMeta, data: Path, name: str) -> bytes:
-    """Return one of the data folder's tokenizer files, compared with meta.json.
+def verified_file(meta: DataMeta, data: Path, name: str) -> bytes:
+    """Return one tokenizer file of the data folder, after comparing it with meta.json.
 
     Raises DataError.
     """
@@ -41,31 +41,29 @@ def carried_file(meta: DataMeta, data: Path, name: str) -> bytes:
     except OSError as error:
         raise DataError(f"{data / name}: {error.strerror}. {again}") from None
     if hashlib.sha256(content).hexdigest() != meta.tokenizer_files[name].sha256:
-        raise DataError(
-            f"{data / name}: its content is not what meta.json has the hash of. {again}"
-        )
+        raise DataError(f"{data / name}: its SHA-256 differs from the one in meta.json. {again}")
     return content
 
 
 def is_same_tokenizer(
     meta: DataMeta, *, data: Path, folder: Path, error: type[TileforgeError] = DataError
 ) -> bool:
-    """Say whether the model in `folder` has a tokenizer.json, and it is the data's tokenizer.
+    """Return True if the model in `folder` has a tokenizer.json with the same tokens as the data.
 
-    Raises `error` for a damaged file of the model, and DataError for one of the data.
+    Raises `error` for a damaged file of the model, and DataError for a damaged file of the data.
     """
     identity = folder_identity(folder, error=error)
     return (
         identity is not None
         and is_tokenizer_of(meta, identity)
-        and _agree(meta, data, folder, error=error)
+        and _produce_same_tokens(meta, data, folder, error=error)
     )
 
 
 def makes_declared_tokens(
     files: Mapping[str, bytes], *, folder: Path, error: type[TileforgeError] = DataError
 ) -> bool:
-    """Say whether tokenizer.json makes each token that the files of `folder` declare.
+    """Return True if tokenizer.json produces each token that the files of `folder` declare.
 
     Raises `error` for a tokenizer.json that cannot be loaded.
     """
@@ -88,7 +86,7 @@ def require_same_tokens(
     settings: tuple[str, str] = ("data.dir", "model.init"),
     error: type[TileforgeError] = DataError,
 ) -> None:
-    """Raise `error` when the model in `folder` has a tokenizer other than the data's.
+    """Raise `error` if the tokenizer of the model in `folder` differs from the data's.
 
     The arguments are those of `require_same_tokenizer`.
     """
@@ -96,11 +94,11 @@ def require_same_tokens(
         meta, data=data, folder=folder, init=init, settings=settings, error=error
     )
     identity = folder_identity(folder, error=error)
-    if identity is None or _agree(meta, data, folder, error=error):
+    if identity is None or _produce_same_tokens(meta, data, folder, error=error):
         return
     parts: tuple[str, ...] = ()
     if TOKENIZER_FILE in meta.tokenizer_files:
-        own, model = carried_file(meta, data, TOKENIZER_FILE), read_bytes(folder / TOKENIZER_FILE)
+        own, model = verified_file(meta, data, TOKENIZER_FILE), read_bytes(folder / TOKENIZER_FILE)
         parts = differing_parts(*(parse_tokenizer(each, where=init) for each in (own, model)))
     message = other_tokenizer(
         meta, data=data, identity=identity, init=init, settings=settings, parts=parts
@@ -108,15 +106,17 @@ def require_same_tokens(
     raise error(message)
 
 
-def _agree(meta: DataMeta, data: Path, folder: Path, *, error: type[TileforgeError]) -> bool:
-    """Say whether both tokenizers give the same tokens of the packaged text.
+def _produce_same_tokens(
+    meta: DataMeta, data: Path, folder: Path, *, error: type[TileforgeError]
+) -> bool:
+    """Return True if both tokenizers produce the same tokens of the packaged text.
 
-    They do where the data's is not at hand: a folder that carries none and is not GPT-2's.
+    Also True if the data's tokenizer is unavailable: not in the folder, and not GPT-2's.
     """
     path = folder / TOKENIZER_FILE
     model = read_bytes(path)
     if TOKENIZER_FILE in meta.tokenizer_files:
-        own = carried_file(meta, data, TOKENIZER_FILE)
+        own = verified_file(meta, data, TOKENIZER_FILE)
         if own == model:
             return True
         mine = backend_encode(own, data / TOKENIZER_FILE)
@@ -130,17 +130,17 @@ def _agree(meta: DataMeta, data: Path, folder: Path, *, error: type[TileforgeErr
 def backend_encode(
     content: bytes, path: Path, *, error: type[TileforgeError] = DataError
 ) -> Encode:
-    """Return the tokens of texts by a tokenizer.json, those around a text included."""
+    """Return a function that encodes texts by a tokenizer.json, with special tokens around them."""
     backend = build_backend(content, path, error=error)
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
-        with explained(path, error=error):
+        with convert_errors(path, error=error):
             return [each.ids for each in backend.encode_batch_fast(list(texts))]
 
     return encode
 
 
 def gpt2_encode() -> Encode:
-    """Return the tokens of texts by the packaged GPT-2."""
+    """Return a function that encodes texts by the packaged GPT-2 tokenizer."""
     encoding = gpt2_encoding()
     return lambda texts: [encoding.encode_ordinary(text) for text in texts]

@@ -1,1 +1,1 @@
-"""The loss of a checkpoint on a data folder."""
+"""Measures the loss of a checkpoint on a data folder."""

@@ -31,21 +31,21 @@ if TYPE_CHECKING:
     from payload.train.ranks.world import World
 
 _SEQUENCE_LENGTH = 1024
-_PASS_TOKENS = 4096
-_COMPARED = 64
-"""Elements of each parameter that the ranks compare."""
+_MICRO_BATCH_TOKENS = 4096
+_COMPARED_ELEMENTS = 64
+"""Number of elements of each parameter that the ranks compare."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(
         prog=command("evaluate"),
-        description="Measure the mean loss of each token that a checkpoint predicts in the first "
-        "whole blocks of a data folder's val.bin. The last target of a block is the token that "
-        "follows it. In a folder prepared with --task chat, the assistant's tokens alone count. "
-        "In a folder prepared with --task preference: loss, accuracy and margin of the rewards. "
-        "Of a classifier: loss, accuracy, F1 and confusion matrix over the labelled texts. Under "
-        "mpirun or torchrun the ranks share the work; the result is that of one rank.",
+        description="Measure the mean loss per token of a checkpoint over the first whole blocks "
+        "of a data folder's val.bin. The last target of a block is the token after it. In a "
+        "folder prepared with --task chat, only the assistant's tokens count. In a folder "
+        "prepared with --task preference: loss, accuracy and margin of the rewards. For a "
+        "classifier: loss, accuracy, F1 and confusion matrix of the labelled texts. Under "
+        "mpirun or torchrun the ranks share the work; the result equals that of one rank.",
         epilog="Example: torchrun --nproc-per-node 2 -m payload.evaluate --checkpoint runs/latest "
         "--data data/stdlib",
     )
@@ -61,30 +61,32 @@ def parser() -> argparse.ArgumentParser:
         required=True,
         type=Path,
         metavar="DIR",
-        help="folder that `prepare` wrote with the model's tokenizer",
+        help="data folder that `prepare` wrote with the model's tokenizer",
     )
     made.add_argument(
         "--sequence-length",
         type=_positive,
         metavar="TOKENS",
-        help=f"tokens of a block (default: {_SEQUENCE_LENGTH}, or the model's context if that is "
-        "shorter); a classifier reads no more of a text (default: its context)",
+        help=f"tokens in a block (default: {_SEQUENCE_LENGTH}, or the model's context if it is "
+        "shorter); a classifier reads only this many tokens of a text (default: its context)",
     )
     made.add_argument(
         "--max-tokens",
         type=_positive,
         metavar="TOKENS",
-        help="no more blocks than hold this many tokens (default: all)",
+        help="limit the evaluation to TOKENS tokens (default: all)",
     )
-    made.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the matmuls")
-    made.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    made.add_argument(
+        "--dtype", choices=("fp32", "bf16"), default="fp32", help="dtype of the matmuls"
+    )
+    made.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     return made
 
 
 def main(argv: Sequence[str] | None, env: Mapping[str, str]) -> int:
-    """Run the command; return its exit code."""
+    """Run the command and return its exit code."""
     arguments = parser().parse_args(argv)
-    # torch takes seconds to import; --help should not cost them.
+    # torch takes seconds to import, which --help does not need.
     from payload.train.ranks.multi_rank_cli import carry_out
 
     return carry_out(lambda world: _evaluate(arguments, world), env)
@@ -132,15 +134,15 @@ def _evaluate(arguments: argparse.Namespace, world: World) -> None:
         world.leave()
     if not math.isfinite(result.val_loss):
         raise CheckpointError(
-            f"{folder}: the loss is {result.val_loss}: training diverged before these weights "
-            "were saved, or they are damaged. Use another checkpoint."
+            f"{folder}: the loss is {result.val_loss}. Training diverged before these weights were "
+            "saved, or they are damaged. Use another checkpoint."
         )
     if world.is_main:
         _report(arguments, result, weights=str(folder), length=length, took_s=took_s, world=world)
 
 
 def _default_length(folder: Path, *, context: int) -> int:
-    """Return the length that the data was packed for, else one that the model takes."""
+    """Return the length that the data was packed for, or a default within the model's context."""
     from payload.formats.data_folder import load_meta
 
     chat = load_meta(folder).chat
@@ -218,7 +220,7 @@ def _evaluate_pairs(
 
 
 def _open(folder: Path, model: CausalLM, *, sequence_length: int) -> tuple[Blocks, str]:
-    """Return the validation blocks, and val.bin's sha256. Raises DataError, ConfigError."""
+    """Return the validation blocks, and the SHA-256 of val.bin. Raises DataError, ConfigError."""
     from payload.data.reading.blocks import open_tokens
     from payload.data.reading.packed_blocks import open_packed
     from payload.formats.data_folder import VAL_NAME, load_meta
@@ -226,14 +228,14 @@ def _open(folder: Path, model: CausalLM, *, sequence_length: int) -> tuple[Block
     meta = load_meta(folder)
     if meta.task == "classify":
         raise DataError(
-            f"{folder}: it has labelled texts, and the checkpoint is a language model. Name a "
+            f"{folder}: the data has labelled texts, but the checkpoint is a language model. Use a "
             "checkpoint of a run with task.kind=classify, or a folder of text."
         )
     if meta.vocab_size > model.spec.vocab_size:
         raise DataError(
-            f"{folder}: its tokenizer ({meta.tokenizer}) has {meta.vocab_size:,} tokens, the "
-            f"model's embedding {model.spec.vocab_size:,}. Prepare the text with the model's "
-            "tokenizer."
+            f"{folder}: its tokenizer ({meta.tokenizer}) has {meta.vocab_size:,} tokens, but the "
+            f"model's embedding has {model.spec.vocab_size:,} rows. Prepare the text with the "
+            "model's tokenizer."
         )
     blocks: Blocks
     if meta.task == "chat":
@@ -244,35 +246,40 @@ def _open(folder: Path, model: CausalLM, *, sequence_length: int) -> tuple[Block
 
 
 def _whole_blocks(blocks: Blocks, *, max_tokens: int | None) -> int:
-    """Return how many blocks to evaluate. Raises ConfigError when there is not one."""
+    """Return the number of blocks to evaluate. Raises DataError, ConfigError if it is 0."""
     length, count = blocks.sequence_length, blocks.num_full_blocks()
     if count < 1:
         raise DataError(
-            f"{blocks.path}: fewer tokens than one block of {length:,} and the token after it. "
-            "Lower --sequence-length, or prepare more text."
+            f"{blocks.path}: fewer tokens than one block of {length:,} and the token after it. Use "
+            "a shorter --sequence-length, or prepare more text."
         )
     if max_tokens is None:
         return count
     if max_tokens < length:
         raise ConfigError(
-            f"--max-tokens {max_tokens}: is below one block of {length} tokens. Use {length} or "
-            "more, or lower --sequence-length."
+            f"--max-tokens {max_tokens}: less than one block of {length} tokens. Use {length} or "
+            "more, or a shorter --sequence-length."
         )
     return min(count, max_tokens // length)
 
 
 def _require_equal_ranks(model: CausalLM, val_sha256: str, world: World) -> None:
-    """Refuse ranks that have read different weights or data, as on nodes without a shared disk."""
+    """Raise RanksDifferError unless all ranks have read the same weights and data.
+
+    They can differ on nodes without a shared disk.
+    """
     digest = hashlib.sha256(val_sha256.encode())
     for name, parameter in model.named_parameters():
-        some = parameter.detach().flatten()[:: max(1, parameter.numel() // _COMPARED)].float()
+        some = (
+            parameter.detach().flatten()[:: max(1, parameter.numel() // _COMPARED_ELEMENTS)].float()
+        )
         digest.update(f"{name} {tuple(parameter.shape)}".encode() + some.numpy().tobytes())
     found = world.gather(digest.hexdigest(), str)
     different = [rank for rank, each in enumerate(found) if each != found[0]]
     if different:
         raise RanksDifferError(
-            f"rank {different[0]} has other weights or another val.bin than rank 0. Copy the "
-            "checkpoint and the data folder to every node."
+            f"rank {different[0]} has different weights or a different val.bin than rank 0. Copy "
+            "the checkpoint and the data folder to every node."
         )
 
 
@@ -283,16 +290,16 @@ def _measure(
     from payload.train.ranks.multi_rank_cli import autocast, progress
     from payload.train.tasks.evaluate import EvalPass, evaluate
 
-    how = EvalPass(
+    eval_pass = EvalPass(
         world=world,
         step=0,
-        micro_batch_size=max(1, _PASS_TOKENS // blocks.sequence_length),
+        micro_batch_size=max(1, _MICRO_BATCH_TOKENS // blocks.sequence_length),
         max_tokens=tokens,
         autocast=autocast(dtype),
         should_stop=progress(world, clock=time.monotonic),
     )
-    result = evaluate(model, blocks, how, NextToken())
-    assert result is not None, "nobody asks this evaluation to stop"
+    result = evaluate(model, blocks, eval_pass, NextToken())
+    assert result is not None, "should_stop is never True here"
     return result
 
 
@@ -311,7 +318,7 @@ def _report(
         perplexity = None
     print(f"{result.val_tokens:,} tokens in {took_s:.1f} s", file=sys.stderr)
     if not arguments.json:
-        shown = f"{perplexity:.4f}" if perplexity is not None else "too large for a number"
+        shown = f"{perplexity:.4f}" if perplexity is not None else "too large"
         print(f"checkpoint  {weights}")
         print(f"data        {arguments.data}, the first {result.val_tokens:,} tokens of val.bin")
         detail = f"{arguments.dtype}, blocks of {length}"
@@ -333,7 +340,7 @@ def _report(
 
 def _positive(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number above 0")
     return int(text)
 
 

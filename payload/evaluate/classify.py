@@ -1,4 +1,4 @@
-"""The evaluation of a classifier: loss, accuracy, F1 and confusion matrix."""
+"""Evaluates a classifier: loss, accuracy, F1 and confusion matrix."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from payload.train.tasks.classify import evaluate_texts
 from payload.train.tasks.evaluate import EvalPass
 
 _BATCH_TEXTS = 32
-"""Texts of a batch; the same for any number of ranks, so that the result is."""
+"""Texts in a batch; fixed, so that the result does not depend on the number of ranks."""
 
 
 def open_texts(
@@ -30,8 +30,9 @@ def open_texts(
     if meta.classify is None or meta.classify.labels != model.labels:
         found = ", ".join(meta.classify.labels[:8]) if meta.classify else "none"
         raise DataError(
-            f"{folder}: its labels are {found}; the classifier has {', '.join(model.labels[:8])}. "
-            "Prepare the texts with --task classify and the same labels."
+            f"{folder}: its labels are {found}, but the classifier has "
+            f"{', '.join(model.labels[:8])}. Prepare the texts with --task classify and the same "
+            "labels."
         )
     context = model.spec.context()
     if sequence_length is not None and sequence_length > context:
@@ -41,7 +42,7 @@ def open_texts(
         )
     length = sequence_length or context
     texts = open_labelled(folder / VAL_NAME, meta=meta, sequence_length=length)
-    # The model tells a text's end by its own padding, whatever the data's is.
+    # The model locates the end of a text by its own padding token.
     return replace(texts, pad_token=model.pad_token)
 
 
@@ -54,8 +55,8 @@ def measure(
     autocast: Callable[[], AbstractContextManager[Any]],
     progress: Callable[[int, int], bool],
 ) -> ClassMetrics:
-    """Return the result over the texts, equal to the last bit for any number of ranks."""
-    how = EvalPass(
+    """Return the metrics of the texts, bitwise equal for any number of ranks."""
+    eval_pass = EvalPass(
         world=world,
         step=0,
         micro_batch_size=_BATCH_TEXTS,
@@ -63,13 +64,13 @@ def measure(
         autocast=autocast,
         should_stop=progress,
     )
-    found = evaluate_texts(model, texts, how, Classification())
-    assert isinstance(found, ClassMetrics), "nobody asks this evaluation to stop"
+    found = evaluate_texts(model, texts, eval_pass, Classification())
+    assert isinstance(found, ClassMetrics), "should_stop is never True here"
     return found
 
 
 def as_json(result: ClassMetrics, labels: tuple[str, ...], **more: object) -> str:
-    """Return one line of JSON."""
+    """Return the result as one line of JSON."""
     row = {
         "val_loss": result.val_loss,
         "val_texts": result.val_texts,
@@ -83,7 +84,7 @@ def as_json(result: ClassMetrics, labels: tuple[str, ...], **more: object) -> st
 
 
 def as_text(result: ClassMetrics, labels: tuple[str, ...]) -> list[str]:
-    """Return lines for a person: the numbers, then a row for each label."""
+    """Return the result as text: overall metrics, then a row for each label."""
     lines = [
         f"texts       {result.val_texts:,} of val.bin",
         f"loss        {result.val_loss:.6f} nats a text",
@@ -93,11 +94,11 @@ def as_text(result: ClassMetrics, labels: tuple[str, ...]) -> list[str]:
     if not result.val_confusion:
         return lines
     size = max(map(len, labels))
-    lines.append(f"{'label':{size}}  texts     F1  most often taken for")
+    lines.append(f"{'label':{size}}  texts     F1  most often predicted as")
     scores = f1_scores(result.val_confusion)
     for label, row, score in zip(labels, result.val_confusion, scores, strict=True):
         others = [(count, name) for count, name in zip(row, labels, strict=True) if name != label]
         count, name = max(others, key=lambda each: each[0])
-        taken = f"{name} ({count:,})" if count else "none"
-        lines.append(f"{label:{size}}  {sum(row):5,}  {score:.3f}  {taken}")
+        confused_with = f"{name} ({count:,})" if count else "none"
+        lines.append(f"{label:{size}}  {sum(row):5,}  {score:.3f}  {confused_with}")
     return lines

@@ -1,4 +1,4 @@
-"""The evaluation on preference pairs: loss, accuracy, margin and rewards."""
+"""Evaluates a model on preference pairs: loss, accuracy, margin and rewards."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from payload.train.tasks.pair_evaluation import evaluate_pairs
 from payload.train.tasks.preference import stored_reference
 
 _BATCH_PAIRS = 8
-"""Pairs of a batch; the same for any number of ranks, so that the result is."""
+"""Pairs in a batch; fixed, so that the result does not depend on the number of ranks."""
 
 
 def open_both(
     folder: Path, meta: DataMeta, model: CausalLM, *, dtype: Dtype
 ) -> tuple[Pairs, Tensor, str]:
-    """Return the validation pairs, their reference, and how the reference is called.
+    """Return the validation pairs, their reference log-probabilities, and the reference's name.
 
     Raises DataError, and ConfigError for pairs that are longer than the model's context.
     """
@@ -40,18 +40,18 @@ def open_both(
     length, context = meta.preference.sequence_length, model.spec.context()
     if length > context:
         raise ConfigError(
-            f"{folder}: was prepared for conversations of {length} tokens, and the model's context "
+            f"{folder}: was prepared for conversations of {length} tokens, but the model's context "
             f"is {context}. Prepare the data with --sequence-length {context}."
         )
     if meta.vocab_size > model.spec.vocab_size:
         raise DataError(
-            f"{folder}: its tokenizer ({meta.tokenizer}) has {meta.vocab_size:,} tokens, the "
-            f"model's embedding {model.spec.vocab_size:,}. Prepare the pairs with the model's "
-            "tokenizer."
+            f"{folder}: its tokenizer ({meta.tokenizer}) has {meta.vocab_size:,} tokens, but the "
+            f"model's embedding has {model.spec.vocab_size:,} rows. Prepare the pairs with the "
+            "model's tokenizer."
         )
-    found, of, values = stored_reference(folder, meta, dtype=dtype)
+    found, origin, values = stored_reference(folder, meta, dtype=dtype)
     pairs = open_pairs(folder, split="val", sequence_length=length)
-    return pairs, values, f"{found.model.name()} ({of})"
+    return pairs, values, f"{found.model.name()} ({origin})"
 
 
 def beta_of(weights: Path) -> float:
@@ -74,8 +74,8 @@ def measure(
     autocast: Callable[[], AbstractContextManager[Any]],
     progress: Callable[[int, int], bool],
 ) -> PreferenceMetrics:
-    """Return the result over the pairs, equal to the last bit for any number of ranks."""
-    how = EvalPass(
+    """Return the metrics of the pairs, bitwise equal for any number of ranks."""
+    eval_pass = EvalPass(
         world=world,
         step=0,
         micro_batch_size=_BATCH_PAIRS,
@@ -83,13 +83,13 @@ def measure(
         autocast=autocast,
         should_stop=progress,
     )
-    found = evaluate_pairs(model, pairs, reference, how, Dpo(beta))
-    assert isinstance(found, PreferenceMetrics), "nobody asks this evaluation to stop"
+    found = evaluate_pairs(model, pairs, reference, eval_pass, Dpo(beta))
+    assert isinstance(found, PreferenceMetrics), "should_stop is never True here"
     return found
 
 
 def as_json(result: PreferenceMetrics, **more: object) -> str:
-    """Return one line of JSON."""
+    """Return the result as one line of JSON."""
     row = {
         "val_loss": result.val_loss,
         "val_pairs": result.val_pairs,
@@ -103,12 +103,12 @@ def as_json(result: PreferenceMetrics, **more: object) -> str:
 
 
 def as_text(result: PreferenceMetrics, *, beta: float) -> list[str]:
-    """Return lines for a person."""
+    """Return the result as lines of text."""
     return [
         f"pairs       {result.val_pairs:,} of val.bin",
         f"loss        {result.val_loss:.6f} nats a pair (beta {beta:g})",
-        f"accuracy    {result.val_accuracy:.2%} of the better answers have the higher reward",
+        f"accuracy    {result.val_accuracy:.2%} of the chosen answers have the higher reward",
         f"margin      {result.val_margin:.4f}",
-        f"rewards     {result.val_chosen_reward:+.4f} of the better answers, "
-        f"{result.val_rejected_reward:+.4f} of the worse ones",
+        f"rewards     {result.val_chosen_reward:+.4f} of the chosen answers, "
+        f"{result.val_rejected_reward:+.4f} of the rejected answers",
     ]

@@ -1,1 +1,1 @@
-"""Weights in other programs' formats: GGUF for llama.cpp, and the Hugging Face layout in bf16."""
+"""Exports weights: GGUF for llama.cpp, and the Hugging Face layout in bf16."""

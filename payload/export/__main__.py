@@ -1,4 +1,4 @@
-"""`python -m payload.export`: a checkpoint's weights for other programs."""
+"""`python -m payload.export`: writes a checkpoint's weights for other programs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from payload.weights.adapter_files import base_quantization, has_adapter
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command and return its exit code."""
     arguments = parser().parse_args(argv)
     try:
         print(local_name(_export(arguments)))
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _export(arguments: argparse.Namespace) -> Path:
     if arguments.format == "hf" and arguments.dtype == "q8_0":
         raise UsageError(
-            "--format hf --dtype q8_0: transformers' folders have no such weights. Use --format "
+            "--format hf --dtype q8_0: the Hugging Face layout does not support q8_0. Use --format "
             "gguf, or --dtype bf16."
         )
     folder = checkpoint_folder(arguments.checkpoint)
@@ -76,20 +76,20 @@ def _export(arguments: argparse.Namespace) -> Path:
 
 
 def _weights_folder(folder: Path, *, merges: bool) -> Path:
-    """Return the folder with the whole weights: an adapter's base, else `folder` itself.
+    """Return the folder with the whole weights: the base of an adapter, otherwise `folder`.
 
-    Raises CheckpointError for an adapter without --merge, and for --merge without one.
+    Raises CheckpointError for an adapter without --merge, and for --merge without an adapter.
     """
     if not has_adapter(folder):
         if merges:
             raise CheckpointError(
-                f"{folder}: it is no adapter, there is nothing to merge. Leave --merge out."
+                f"{folder}: not an adapter, so there is nothing to merge. Leave --merge out."
             )
         return folder
     if not merges:
         raise CheckpointError(
-            f"{folder}: it is an adapter without its base's weights. Add --merge to write both as "
-            "one model; PEFT and vLLM load the folder as it is."
+            f"{folder}: an adapter without the weights of its base. Add --merge to write both as "
+            "one model. PEFT and vLLM load the folder without export."
         )
     return base_folder(folder)
 
@@ -104,7 +104,7 @@ def _weights(folder: Path, weights_at: Path) -> WeightFiles:
 
 
 def _name_of(folder: Path) -> str:
-    """Return the run's id and step of a run's checkpoint, else the folder's name."""
+    """Return run id and step for a run's checkpoint, otherwise the folder's name."""
     folder = folder.resolve()
     if folder.parent.name == CHECKPOINTS_NAME:
         return f"{folder.parents[1].name}-{folder.name}"

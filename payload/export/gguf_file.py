@@ -1,6 +1,6 @@
-"""Write a model and its tokenizer as one GGUF file.
+"""Writes a model and its tokenizer as one GGUF file.
 
-Source of the format and of what becomes of each tensor: llama.cpp, docs/gguf.md and conversion/.
+Source of the format and of the tensor conversions: llama.cpp, docs/gguf.md and conversion/.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
 from payload.export.arguments import Dtype
-from payload.export.tensors import WeightFiles, rounded, whole_or_absent
+from payload.export.tensors import WeightFiles, atomic_path, rounded
 from payload.export.vocabulary import Vocabulary
 from payload.models.gguf_export_plan import GgufPlan
 
@@ -54,23 +54,23 @@ def write_gguf(
     dtype: Dtype,
     progressed: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Write the file whole or not at all; `progressed` gets the bytes of each tensor written.
+    """Write the file atomically; `progressed` receives the bytes of each tensor written.
 
-    Matrices are in `dtype`, but rows that q8_0's blocks of 32 do not divide are in f16; norms,
-    biases and positions are in fp32, as llama.cpp's converter does it. Raises CheckpointError.
+    Matrices are in `dtype`, or in f16 if q8_0's block size of 32 does not divide their rows. Norms,
+    biases and positions are in fp32, as in llama.cpp's converter. Raises CheckpointError.
     """
     import gguf
 
     logging.getLogger("gguf").setLevel(logging.WARNING)
     entries = _entries(weights.shapes(), plan, dtype=dtype)
-    with whole_or_absent(path) as partial:
+    with atomic_path(path) as partial:
         writer = gguf.GGUFWriter(partial, plan.architecture)
         _add_header(writer, plan, vocabulary, name=name, dtype=dtype)
         for entry in entries:
             writer.add_tensor_info(
                 entry.target,
                 entry.shape,
-                # Not the type itself: it decides how the shape is read.
+                # Not entry.kind: this dtype determines how the shape is read.
                 _float32(),
                 _nbytes(entry.shape, entry.kind),
                 raw_dtype=entry.kind,
@@ -106,7 +106,7 @@ def _entries(
         target = names.get_name(full, try_suffixes=(".weight", ".bias"))
         if target is None:
             raise CheckpointError(
-                f"tensor {shown(source)}: llama.cpp's {plan.architecture} has none like it. Use "
+                f"tensor {shown(source)}: not supported by llama.cpp's {plan.architecture}. Use "
                 "--format hf."
             )
         size = shape[::-1] if source.endswith(plan.transposed) and plan.transposed else shape
@@ -138,7 +138,7 @@ def _nbytes(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> int:
 
 
 def _data(value: Tensor, entry: _Entry, plan: GgufPlan) -> np.ndarray[Any, Any]:
-    """Return the tensor's bytes as the file has them."""
+    """Return the data of a tensor in the format of the file."""
     import gguf
     import torch
 
@@ -146,7 +146,7 @@ def _data(value: Tensor, entry: _Entry, plan: GgufPlan) -> np.ndarray[Any, Any]:
         value = value.t()
     for end, heads in plan.rotated_heads.items():
         if entry.source.endswith(end):
-            value = _pairs_together(value, heads=heads)
+            value = _interleave_pairs(value, heads=heads)
     if plan.norm_shift and entry.source.endswith(_NORM):
         value = value.float() + plan.norm_shift
     kinds = gguf.GGMLQuantizationType
@@ -161,11 +161,11 @@ def _data(value: Tensor, entry: _Entry, plan: GgufPlan) -> np.ndarray[Any, Any]:
     return array
 
 
-def _pairs_together(value: Tensor, *, heads: int) -> Tensor:
-    """Put the two rows that one rotation turns side by side.
+def _interleave_pairs(value: Tensor, *, heads: int) -> Tensor:
+    """Reorder rows so that the two rows of each rotary pair are adjacent.
 
-    The Hugging Face layout has the first of all pairs of a head, then the second of all; llama.cpp
-    rotates neighbours, as Meta's own checkpoints do.
+    The Hugging Face layout has the first rows of all pairs of a head, then the second rows.
+    llama.cpp rotates adjacent rows, as in Meta's original checkpoints.
     """
     rows = value.shape[0] // heads // 2
     return value.reshape(heads, 2, rows, -1).transpose(1, 2).reshape(value.shape)

@@ -1,4 +1,4 @@
-"""Write a model in the Hugging Face layout, with 16-bit weights half of a checkpoint's size."""
+"""Writes a model in the Hugging Face layout; 16-bit weights take half the size of a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from payload.core.errors import CheckpointError
 from payload.core.regular_files import read_bytes
-from payload.export.tensors import WeightFiles, rounded, whole_or_absent
+from payload.export.tensors import WeightFiles, atomic_path, rounded
 from payload.formats.hf_folder import CONFIG_FILE, TOKENIZER_FILES, WEIGHTS_FILE, own_file
 
 _COPIED = (*TOKENIZER_FILES, "generation_config.json")
@@ -25,13 +25,13 @@ def write_hf(
     dtype: Literal["bf16", "f16", "fp32"],
     progressed: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Write a folder that transformers loads, whole or not at all.
+    """Write a folder that transformers loads, atomically.
 
-    `source` has the tokenizer's files, which are copied. Raises CheckpointError.
+    The tokenizer files are copied from `source`. Raises CheckpointError.
     """
     from safetensors.torch import save_file
 
-    with whole_or_absent(path) as partial:
+    with atomic_path(path) as partial:
         partial.mkdir()
         tensors = {}
         for name in weights.shapes():

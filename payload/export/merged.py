@@ -1,4 +1,4 @@
-"""A LoRA adapter's base with the adapter added, tensor by tensor: memory never holds the model."""
+"""Merges a LoRA adapter into its base, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from payload.core.errors import CheckpointError
-from payload.export.tensors import HeldWeights, WeightFiles
+from payload.export.tensors import InMemoryWeights, WeightFiles
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def merged_weights(base: Path, adapter: Path) -> WeightFiles:
-    """Return the weights of an adapter and its base, the adapter added.
+    """Return the weights of a base with an adapter merged into it.
 
-    Memory holds all of a model that transformers converts as it loads it. Raises CheckpointError
-    for what training refuses.
+    A model that transformers converts while loading is held in memory whole. Raises CheckpointError
+    for models that training rejects.
     """
     from payload.train.models.loading import plan_adapter
     from payload.train.models.lora import merge_adapter
@@ -30,23 +30,23 @@ def merged_weights(base: Path, adapter: Path) -> WeightFiles:
     if tensors.targets:
         return MergedWeights(adapter, model, tensors, labels=labels)
     merge_adapter(model)
-    return HeldWeights(adapter, model.hf_tensors(), labels=labels)
+    return InMemoryWeights(adapter, model.hf_tensors(), labels=labels)
 
 
 def dequantized_weights(adapter: Path) -> WeightFiles:
-    """Return the weights of a merged model whose base was quantised while its adapter was trained.
+    """Return the weights of a merged model whose base was quantised during training.
 
-    The adapter belongs to the quantised weights, so these are dequantised and merged. Memory holds
-    the whole model in fp32. Raises CheckpointError, and ConfigError without bitsandbytes.
+    The adapter was trained on the quantised weights, so these are dequantised and merged. The whole
+    model is in memory, in fp32. Raises CheckpointError, and ConfigError without bitsandbytes.
     """
     from payload.train.models.loading import load
 
     model = load(adapter)
-    return HeldWeights(adapter, model.hf_tensors(), labels=_labels(model))
+    return InMemoryWeights(adapter, model.hf_tensors(), labels=_labels(model))
 
 
 class MergedWeights(WeightFiles):
-    """Reads the base's tensors with what the adapter adds to each, in fp32."""
+    """Reads the tensors of the base with the adapter merged into each, in fp32."""
 
     def __init__(
         self,
@@ -56,31 +56,31 @@ class MergedWeights(WeightFiles):
         *,
         labels: Mapping[str, Any],
     ) -> None:
-        """Take the adapter's model and the files of its base, as `plan_adapter` returns them."""
+        """Take the adapter's model and the base's files, as `plan_adapter` returns them."""
         from payload.train.models.lora import LoraLinear
 
         super().__init__(adapter, tensors, labels=labels)
         self._is_transposed = model.transposes_linears()
         self._whole = model.trained_beside_adapter()
-        """A classifier's head."""
+        """The head of a classifier, which is trained as a whole."""
         self._linears = {
-            self._place(f"{model.hf_name(path)}.weight"): linear
+            self._base_name(f"{model.hf_name(path)}.weight"): linear
             for path, linear in model.named_modules()
             if isinstance(linear, LoraLinear)
         }
-        """By the name of the base's tensor."""
+        """Linears with an adapter, by the name of the base's tensor."""
 
-    def _place(self, name: str) -> str:
-        """Return the base's own name of a tensor; old files leave the model's prefix out."""
+    def _base_name(self, name: str) -> str:
+        """Return a tensor's name in the base; old files omit the prefix of the model."""
         return name if name in super().shapes() else name.partition(".")[2]
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return every tensor's size, without reading the base's."""
+        """Return the shape of every tensor, without reading the base."""
         whole = {name: tuple(value.shape) for name, value in self._whole.items()}
         return {**super().shapes(), **whole}
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor in fp32. Raises CheckpointError where it is not finite."""
+        """Return one tensor in fp32. Raises CheckpointError unless it is finite."""
         from torch import nn
 
         if name in self._whole:
@@ -89,20 +89,20 @@ class MergedWeights(WeightFiles):
         linear = self._linears.get(name)
         if linear is None:
             return value
-        plain, unset = value.t() if self._is_transposed else value, linear.weight
+        plain, placeholder = value.t() if self._is_transposed else value, linear.weight
         linear.weight = nn.Parameter(plain, requires_grad=False)
         merged = linear.merged()
-        linear.weight = unset
+        linear.weight = placeholder
         if not bool(merged.isfinite().all()):
             raise CheckpointError(
-                f"{self._folder}: {name} has NaN or infinity with the adapter. Use another "
+                f"{self._folder}: {name} with the adapter has NaN or infinity. Use another "
                 "checkpoint."
             )
         return merged.t() if self._is_transposed else merged
 
 
 def _labels(model: CausalLM) -> Mapping[str, Any]:
-    """Return what config.json says of a classifier's labels; nothing for a language model."""
+    """Return the labels of a classifier for config.json; empty for a language model."""
     from payload.train.models.classifier import Classifier
 
     return model.hf_labels() if isinstance(model, Classifier) else {}

@@ -1,4 +1,4 @@
-"""The weights of a folder in the Hugging Face layout, read one at a time and rounded."""
+"""Reads the weights of a folder in the Hugging Face layout, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
 
 
 class WeightFiles:
-    """Reads a model's tensors by name, each when it is requested."""
+    """Reads tensors of a model by name, on demand."""
 
     def __init__(
         self, folder: Path, tensors: PlannedTensors, *, labels: Mapping[str, Any] | None = None
     ) -> None:
-        """Take the files of a model that were compared with it; `folder` is for messages."""
+        """Take the verified files of a model; `folder` appears in messages."""
         self._folder = folder
         self._tensors = tensors
         self.labels = labels or {}
-        """A merged classifier's part of config.json, which its base's does not have."""
+        """Entries of config.json for a merged classifier, which the config of its base lacks."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the size of every tensor that the model has, without reading it."""
+        """Return the shape of every tensor of the model, without reading it."""
         return {name: self._tensors.shape(name) for name in self._tensors.targets}
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor as it is stored. Raises CheckpointError where it is not finite."""
-        return _finite(self._tensors[name], name, folder=self._folder)
+        """Return one tensor as stored. Raises CheckpointError unless it is finite."""
+        return _require_finite(self._tensors[name], name, folder=self._folder)
 
 
-class HeldWeights(WeightFiles):
-    """Weights of a model that is in memory, read as those of a folder are."""
+class InMemoryWeights(WeightFiles):
+    """Weights of a model in memory, with the interface of `WeightFiles`."""
 
     def __init__(
         self,
@@ -47,34 +47,34 @@ class HeldWeights(WeightFiles):
         *,
         labels: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take the tensors by transformers' names; `folder` is for messages."""
+        """Take the tensors by transformers' names; `folder` appears in messages."""
         self._folder = folder
         self._held = tensors
         self.labels = labels or {}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return every tensor's size."""
+        """Return the shape of every tensor."""
         return {name: tuple(value.shape) for name, value in self._held.items()}
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor in fp32. Raises CheckpointError where it is not finite."""
-        return _finite(self._held[name], name, folder=self._folder)
+        """Return one tensor in fp32. Raises CheckpointError unless it is finite."""
+        return _require_finite(self._held[name], name, folder=self._folder)
 
 
 def weights_of(folder: Path) -> WeightFiles:
-    """Return the weights of the model in a folder, compared with its config.json.
+    """Return the weights of the model in a folder, verified against its config.json.
 
-    Raises CheckpointError for what training refuses.
+    Raises CheckpointError for models that training rejects.
     """
     from payload.train.models.loading import plan
 
     model, tensors = plan(folder)
     if tensors.targets:
         return WeightFiles(folder, tensors)
-    return HeldWeights(folder, model.hf_tensors())
+    return InMemoryWeights(folder, model.hf_tensors())
 
 
-def _finite(value: Tensor, name: str, *, folder: Path) -> Tensor:
+def _require_finite(value: Tensor, name: str, *, folder: Path) -> Tensor:
     if not bool(value.isfinite().all()):
         raise CheckpointError(
             f"{folder}: {name} has NaN or infinity: training diverged before these weights were "
@@ -84,7 +84,7 @@ def _finite(value: Tensor, name: str, *, folder: Path) -> Tensor:
 
 
 def rounded(name: str, value: Tensor, dtype: Literal["bf16", "f16", "fp32"]) -> Tensor:
-    """Return the tensor in `dtype`. Raises CheckpointError for a number that f16 has not."""
+    """Return the tensor in `dtype`. Raises CheckpointError for a number too large for f16."""
     import torch
 
     if dtype == "fp32":
@@ -92,18 +92,17 @@ def rounded(name: str, value: Tensor, dtype: Literal["bf16", "f16", "fp32"]) -> 
     converted = value.to(torch.bfloat16 if dtype == "bf16" else torch.float16)
     if not bool(converted.isfinite().all()):
         raise CheckpointError(
-            f"{name} has {float(value.abs().max()):.3g}, beyond {dtype}'s largest number. Use "
-            "--dtype bf16."
+            f"{name} has {float(value.abs().max()):.3g}, too large for {dtype}. Use --dtype bf16."
         )
     return converted
 
 
 @contextlib.contextmanager
-def whole_or_absent(path: Path) -> Iterator[Path]:
-    """Give a name in a new folder beside `path`, and rename it to `path` when the block ends well.
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a path in a new private folder, and rename it to `path` if the block succeeds.
 
-    Nobody else may write in the folder, nor guess its name: no link can wait in the file's place.
-    Raises CheckpointError when there is something at `path`, or the disk refuses.
+    The folder is next to `path`. Its name is random and only this user can write to it, so no link
+    can be planted there. Raises CheckpointError if `path` exists, or if writing fails.
     """
     import os
     import shutil
@@ -112,12 +111,12 @@ def whole_or_absent(path: Path) -> Iterator[Path]:
     from payload.core.files import fsync_folder
 
     if path.exists() or path.is_symlink():
-        raise CheckpointError(f"--out {path}: exists. Name another one, or remove it.")
-    holder = None
+        raise CheckpointError(f"--out {path}: already exists. Choose another path, or remove it.")
+    temp_folder = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        holder = tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
-        partial = Path(holder, path.name)
+        temp_folder = tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+        partial = Path(temp_folder, path.name)
         yield partial
         for file in [partial, *(partial.iterdir() if partial.is_dir() else ())]:
             descriptor = os.open(file, os.O_RDONLY)
@@ -132,12 +131,12 @@ def whole_or_absent(path: Path) -> Iterator[Path]:
             f"--out {path}: cannot be written ({error.strerror or error}). {_fix(error)}"
         ) from None
     finally:
-        if holder is not None:
-            shutil.rmtree(holder, ignore_errors=True)
+        if temp_folder is not None:
+            shutil.rmtree(temp_folder, ignore_errors=True)
 
 
 def _fix(error: OSError) -> str:
-    """Return what helps against an error of writing."""
+    """Return the fix for a write error."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "Free disk space, or name another place."
-    return "Name a place that you may write to."
+        return "Free disk space, or choose another path."
+    return "Choose a writable path."

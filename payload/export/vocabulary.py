@@ -1,7 +1,7 @@
-"""A tokenizer.json as a GGUF file has it: tokens, their kinds, merges or scores, special tokens.
+"""Converts a tokenizer.json to the vocabulary of a GGUF file.
 
-llama.cpp has the pre-tokenizers' regular expressions in its code and finds them by name, so a
-tokenizer is written only when its own expression is one of those.
+llama.cpp has the regular expressions of pre-tokenizers in its code, by name. So only tokenizers
+with one of these expressions can be written.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SPECIAL_NAMES = ("bos", "eos", "unk", "pad")
 
 
 class TokenKind(IntEnum):
-    """llama.cpp's kinds of tokens."""
+    """llama.cpp's token types."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -46,29 +46,29 @@ class TokenKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """The tokenizer's part of a GGUF file."""
+    """The vocabulary of a GGUF file."""
 
     model: str
-    """`gpt2` for byte-level BPE, `llama` for SentencePiece's."""
+    """`gpt2` for byte-level BPE, `llama` for SentencePiece."""
     pre: str
     """llama.cpp's name of the pre-tokenizer."""
     tokens: Sequence[str]
     kinds: Sequence[TokenKind]
     merges: Sequence[str] = ()
     scores: Sequence[float] = ()
-    """Scores of a `llama` vocabulary: the higher, the earlier two pieces are merged to this one."""
+    """Scores of a `llama` vocabulary; the merge with the highest score comes first."""
     special: Mapping[str, int] = field(default_factory=dict)
-    """bos, eos, unk, pad."""
+    """Token ids of bos, eos, unk and pad."""
     adds_bos: bool = False
     adds_eos: bool = False
     adds_space: bool = False
     template: str | Sequence[Mapping[str, str]] | None = None
-    """The chat template, or several with their names."""
+    """The chat template, or a list of named templates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Model:
-    """tokenizer.json's `model`."""
+    """The `model` of tokenizer.json."""
 
     type: str
     vocab: Mapping[str, int]
@@ -80,7 +80,7 @@ class _Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AddedToken:
-    """A token that is found in the text before anything else."""
+    """A token that is matched in the text before all others."""
 
     id: int = checked(low=0, high=2**24)
     content: str
@@ -96,11 +96,10 @@ class _Template:
 
 
 def read_vocabulary(folder: Path, *, rows: int, eos: int | None) -> Vocabulary:
-    """Return the tokenizer of `folder` for a model with `rows` in its embedding.
+    """Return the tokenizer of `folder` for a model with `rows` rows in its embedding.
 
-    `eos` is the token that ends a text by the model's config.json; what `prepare` ends documents
-    with comes first. Raises CheckpointError for a tokenizer that is missing, damaged or unknown to
-    llama.cpp.
+    `eos` is the eos token of the model's config.json, used if the tokenizer defines no other.
+    Raises CheckpointError for a tokenizer that is missing, damaged or not supported by llama.cpp.
     """
     path = own_file(folder, _TOKENIZER)
     raw = _read_json(path)
@@ -111,7 +110,7 @@ def read_vocabulary(folder: Path, *, rows: int, eos: int | None) -> Vocabulary:
     except DataError as error:
         raise CheckpointError(str(error)) from None
     template = _chat_template(folder, config)
-    adds_bos, adds_eos = _adds(special, around, texts=texts, path=path)
+    adds_bos, adds_eos = _adds_special_tokens(special, around, texts=texts, path=path)
     _require_known_normalizer(raw, model, path)
     if model.byte_fallback:
         return Vocabulary(
@@ -142,14 +141,14 @@ def read_vocabulary(folder: Path, *, rows: int, eos: int | None) -> Vocabulary:
 def _parsed(raw: Any, path: Path) -> tuple[_Model, Sequence[_AddedToken]]:
     where = str(path)
     if not isinstance(raw, Mapping) or not isinstance(raw.get("model"), Mapping):
-        raise CheckpointError(f"{where}: is no tokenizer. {_FIX}")
+        raise CheckpointError(f"{where}: not a tokenizer. {_FIX}")
     kind = raw["model"].get("type")
     if kind != "BPE":
-        raise CheckpointError(f"{where}: a tokenizer of type {shown(kind)}, not BPE. {_FIX}")
+        raise CheckpointError(f"{where}: the tokenizer has type {shown(kind)}, not BPE. {_FIX}")
     model = build(_Model, raw["model"], where=where, fix=_FIX, error=CheckpointError)
     added = raw.get("added_tokens") or []
     if not isinstance(added, list):
-        raise CheckpointError(f"{where}: added_tokens = {shown(added)} is no list. {_FIX}")
+        raise CheckpointError(f"{where}: added_tokens = {shown(added)} is not a list. {_FIX}")
     return model, [
         build(_AddedToken, each, where=f"{where}: added_tokens", fix=_FIX, error=CheckpointError)
         for each in added
@@ -159,14 +158,14 @@ def _parsed(raw: Any, path: Path) -> tuple[_Model, Sequence[_AddedToken]]:
 def _tokens(
     model: _Model, added: Sequence[_AddedToken], *, rows: int, path: Path
 ) -> tuple[list[str], list[TokenKind]]:
-    """Return every row's text and kind; rows that no token uses are `[PAD<row>]`."""
+    """Return the text and type of every row; unused rows are `[PAD<row>]`."""
     texts = [f"[PAD{row}]" for row in range(rows)]
     kinds = [TokenKind.UNUSED] * rows
     largest = max([*model.vocab.values(), *(token.id for token in added)], default=0)
     if largest >= rows or min(model.vocab.values(), default=0) < 0:
         raise CheckpointError(
-            f"{path}: has token {largest}, the model's embedding has {rows} rows: it is another "
-            "model's tokenizer. Put the model's own beside its weights."
+            f"{path}: has token {largest}, but the model's embedding has {rows} rows. Put the "
+            "tokenizer of this model next to its weights."
         )
     for text, row in model.vocab.items():
         texts[row] = text
@@ -178,41 +177,41 @@ def _tokens(
     for token in added:
         if kinds[token.id] is not TokenKind.UNKNOWN:
             kinds[token.id] = TokenKind.CONTROL if token.special else TokenKind.USER_DEFINED
-        # llama.cpp looks for these in the text as it is, before spaces become U+2581.
+        # llama.cpp matches these in the original text, before spaces become U+2581.
         is_text = model.byte_fallback and not token.special
         texts[token.id] = token.content.replace(_WORD_START, " ") if is_text else token.content
     return texts, kinds
 
 
 def _scores(model: _Model, texts: Sequence[str]) -> list[float]:
-    """Return minus the number of the first merge that makes each token.
+    """Return the score of each token: minus the index of the first merge that produces it.
 
-    llama.cpp merges the pair with the highest score first, tokenizer.json that of the first merge.
+    llama.cpp applies the merge with the highest score first, tokenizer.json the first in its list.
     """
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(model.merges):
-        ranks.setdefault("".join(_halves(pair)), rank)
+        ranks.setdefault("".join(_split_merge(pair)), rank)
     last = len(model.merges)
     return [-float(ranks.get(text, last)) for text in texts]
 
 
-def _halves(pair: Any) -> tuple[str, str]:
-    """Return a merge's two tokens: tokenizer.json has a list, or in older files one string."""
+def _split_merge(pair: Any) -> tuple[str, str]:
+    """Return the two tokens of a merge, which older files store as one string."""
     halves = pair.split(" ") if isinstance(pair, str) else pair
     if not (isinstance(halves, list | tuple) and len(halves) == 2):
-        raise CheckpointError(f"{_TOKENIZER}: {shown(pair)} is no merge of two tokens. {_FIX}")
+        raise CheckpointError(f"{_TOKENIZER}: {shown(pair)} is not a merge of two tokens. {_FIX}")
     first, second = halves
     if not (isinstance(first, str) and isinstance(second, str)):
-        raise CheckpointError(f"{_TOKENIZER}: {shown(pair)} is no merge of two tokens. {_FIX}")
+        raise CheckpointError(f"{_TOKENIZER}: {shown(pair)} is not a merge of two tokens. {_FIX}")
     return first, second
 
 
 def _merge_text(pair: Any) -> str:
-    return " ".join(_halves(pair))
+    return " ".join(_split_merge(pair))
 
 
 def _pre_tokenizer(raw: Mapping[str, Any], model: _Model, path: Path) -> str:
-    """Return llama.cpp's name for how text is cut into words before the merges."""
+    """Return llama.cpp's name of the pre-tokenizer."""
     step = raw.get("pre_tokenizer") or {}
     parts = step.get("pretokenizers", [step]) if isinstance(step, Mapping) else []
     match [part for part in parts if isinstance(part, Mapping)]:
@@ -231,14 +230,14 @@ def _pre_tokenizer(raw: Mapping[str, Any], model: _Model, path: Path) -> str:
             if regex in names:
                 return names[regex]
     raise CheckpointError(
-        f"{path}: llama.cpp has no pre-tokenizer like this one's, {shown(step)}. {_FIX}"
+        f"{path}: llama.cpp does not support its pre-tokenizer {shown(step)}. {_FIX}"
     )
 
 
 def _require_known_normalizer(raw: Mapping[str, Any], model: _Model, path: Path) -> None:
-    """Raise CheckpointError for a change of the text before it is cut that llama.cpp lacks.
+    """Raise CheckpointError for a normalizer that llama.cpp lacks.
 
-    It reads NFC's texts as they are, and has SentencePiece's way with spaces in its own code.
+    llama.cpp does not normalize to NFC, and implements SentencePiece's handling of spaces itself.
     """
     known: list[Mapping[str, Any]] = [{"type": "NFC"}]
     if model.byte_fallback:
@@ -249,7 +248,7 @@ def _require_known_normalizer(raw: Mapping[str, Any], model: _Model, path: Path)
     for step in canonical_parts(raw)["normalizer"]:
         if step not in known:
             raise CheckpointError(
-                f"{path}: llama.cpp has no normalizer like this one's, {shown(step)}. {_FIX}"
+                f"{path}: llama.cpp does not support its normalizer {shown(step)}. {_FIX}"
             )
 
 
@@ -260,7 +259,7 @@ _Around = tuple[tuple[int, ...], tuple[int, ...]]
 def _special_tokens(
     folder: Path, texts: Sequence[str], *, eos: int | None
 ) -> tuple[dict[str, int], _Around, Mapping[str, Any]]:
-    """Return bos, eos, unk and pad as `prepare` has them, the tokens around a text, and the config.
+    """Return bos, eos, unk and pad as in `prepare`, the tokens around a text, and the config.
 
     Raises DataError.
     """
@@ -281,27 +280,27 @@ def _special_tokens(
     return special, tokens_around(backend), config
 
 
-def _adds(
+def _adds_special_tokens(
     special: Mapping[str, int], around: _Around, *, texts: Sequence[str], path: Path
 ) -> tuple[bool, bool]:
-    """Say whether the first token is put before a text, and the last one after it.
+    """Return whether bos precedes a text, and whether eos follows it.
 
-    Raises CheckpointError for other tokens there, which a GGUF file cannot have.
+    Raises CheckpointError for other tokens around a text, which a GGUF file cannot express.
     """
-    places = (("bos", "before"), ("eos", "behind"))
+    places = (("bos", "before"), ("eos", "after"))
     for (name, place), found in zip(places, around, strict=True):
         if found and found != (special.get(name),):
             tokens = ", ".join(shown(texts[token]) for token in found)
             raise CheckpointError(
-                f"{path}: it puts {tokens} {place} each text: a GGUF file has its {name}_token "
-                f"there, or nothing. {_FIX}"
+                f"{path}: it puts {tokens} {place} each text, but a GGUF file supports only its "
+                f"{name}_token there. {_FIX}"
             )
     before, after = around
     return bool(before), bool(after)
 
 
 def _adds_space(raw: Mapping[str, Any]) -> bool:
-    """Say whether a space is put before a text: by the normalizer, or by Metaspace."""
+    """Return True if the normalizer or Metaspace puts a space before a text."""
     normalizer, step = raw.get("normalizer") or {}, raw.get("pre_tokenizer") or {}
     steps = normalizer.get("normalizers", [normalizer])
     if any(each.get("type") == "Prepend" for each in steps):
@@ -312,7 +311,7 @@ def _adds_space(raw: Mapping[str, Any]) -> bool:
 def _chat_template(
     folder: Path, config: Mapping[str, Any]
 ) -> str | Sequence[Mapping[str, str]] | None:
-    """Return the template's text; tokenizer_config.json may have several with their names.
+    """Return the chat template; tokenizer_config.json can have several with names.
 
     Raises CheckpointError.
     """
@@ -322,7 +321,9 @@ def _chat_template(
     except FileNotFoundError:
         template = config.get("chat_template")
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({one_line(error)}) {_FIX}") from None
+        raise CheckpointError(
+            f"{path}: cannot be read ({one_line(error).rstrip('.')}). {_FIX}"
+        ) from None
     if isinstance(template, list):
         where = f"{folder / _TOKENIZER_CONFIG}: chat_template"
         found = [
@@ -338,8 +339,8 @@ def _read_json(path: Path) -> Any:
         content = read_bytes(path)
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path}: no such file. A GGUF file needs the tokenizer: copy the model's "
-            f"{_TOKENIZER} beside its weights, or use --format hf."
+            f"{path}: does not exist. A GGUF file needs the tokenizer: copy the model's "
+            f"{_TOKENIZER} next to its weights, or use --format hf."
         ) from None
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}. {_FIX}") from None

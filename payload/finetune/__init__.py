@@ -1,1 +1,1 @@
-"""From data to a fine-tuned model in one command: every setting chosen, printed, and run."""
+"""Fine-tunes a model on a file: chooses and prints every setting, then runs."""

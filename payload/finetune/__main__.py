@@ -1,4 +1,4 @@
-"""`python -m payload.finetune`: choose every setting, print it, prepare the data, run."""
+"""`python -m payload.finetune`: chooses and prints every setting, prepares the data, and runs."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ from payload.run_record.run_files import DEFAULT_RUNS_DIR
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; the exit status is that of the step that ended it."""
+    """Run the command and return the exit code of its last step."""
     arguments = parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _finetune(arguments)
     except UsageError as error:
-        # What `prepare` would call a wrong flag was chosen here, from the data.
-        return _failed(error, ExitCode.CONFIG)
+        # The flags were chosen from the data, so a usage error of `prepare` is a config error here.
+        return _print_error(error, ExitCode.CONFIG)
     except TileforgeError as error:
-        return _failed(error, error.exit_code)
+        return _print_error(error, error.exit_code)
     except OSError as error:
         what = f"{error.filename or 'input'}: {error.strerror or error}. Correct it."
-        return _failed(ConfigError(what), ExitCode.CONFIG)
+        return _print_error(ConfigError(what), ExitCode.CONFIG)
     except KeyboardInterrupt:
         print("interrupted; nothing was started", file=sys.stderr)
         return INTERRUPTED
 
 
-def _failed(error: TileforgeError, code: ExitCode) -> int:
+def _print_error(error: TileforgeError, code: ExitCode) -> int:
     print(f"error: {printable(str(error))}", file=sys.stderr)
     return code
 
 
 def _finetune(arguments: argparse.Namespace) -> int:
-    # The data's libraries take a second to import, which --help should not cost.
-    from payload.finetune.decide import Wanted, decide
-    from payload.finetune.recognise import Asked
+    # The data's libraries take a second to import, which --help does not need.
+    from payload.finetune.decide import FinetuneRequest, decide
+    from payload.finetune.recognise import DataOptions
 
     out = arguments.out or Path("finetuned", Path(arguments.data).name.partition(".")[0] or "data")
-    wanted = Wanted(
+    request = FinetuneRequest(
         model=arguments.model,
         data=arguments.data,
-        asked=Asked(
+        data_options=DataOptions(
             task=arguments.task,
             text_column=arguments.text_column,
             label_column=arguments.label_column,
@@ -66,9 +66,9 @@ def _finetune(arguments: argparse.Namespace) -> int:
         out=out,
         steps=arguments.steps,
         overrides=tuple(arguments.overrides),
-        run_words=_run_words(arguments),
+        run_arguments=_run_arguments(arguments),
     )
-    decided = decide(wanted, _ask)
+    decided = decide(request, _run_for_json)
     _require_unedited(decided.config, decided.run_toml, force=arguments.force)
     prepare, run = decided.commands()
     print(printable("\n".join(decided.headlines)))
@@ -78,39 +78,41 @@ def _finetune(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         print("dry run: nothing was written or started", file=sys.stderr)
         return ExitCode.OK
-    status = _call(("payload.data", *decided.prepare, *(["--force"] if arguments.force else [])))
+    status = _run_to_end(
+        ("payload.data", *decided.prepare, *(["--force"] if arguments.force else []))
+    )
     if status != ExitCode.OK:
         return status
     write_whole(decided.config, decided.run_toml)
     more = ["--detach"] if arguments.detach else []
     more += ["--samples"] if decided.is_sampled and not arguments.no_samples else []
-    # In this process's place: signals reach it, and its exit code is this command's.
+    # Replaces this process, so that the run gets its signals and sets its exit code.
     program = module_words("payload.orchestrate", *decided.run, *more)
     os.execve(program[0], program, code_environment(os.environ))
 
 
-def _run_words(arguments: argparse.Namespace) -> tuple[str, ...]:
-    words = [] if arguments.inventory is None else ["--inventory", arguments.inventory]
+def _run_arguments(arguments: argparse.Namespace) -> tuple[str, ...]:
+    forwarded = [] if arguments.inventory is None else ["--inventory", arguments.inventory]
     if arguments.runs_dir is not None:
-        words += ["--runs-dir", arguments.runs_dir]
-    return tuple(words)
+        forwarded += ["--runs-dir", arguments.runs_dir]
+    return tuple(forwarded)
 
 
 def _require_unedited(config: Path, text: str, *, force: bool) -> None:
-    """Raise ConfigError where another run.toml would be replaced."""
+    """Raise ConfigError if a different run.toml would be replaced."""
     if force or not config.exists() or config.read_text(encoding="utf-8") == text:
         return
     raise ConfigError(
-        f"{config}: it is there and says something else, perhaps your own edits. Run it with: "
+        f"{config}: exists with other settings, perhaps edited. Run it with: "
         f"{command('orchestrate', 'run', '--config', str(config))}; or choose another --out, or "
         "replace it with --force."
     )
 
 
-def _ask(words: Sequence[str]) -> Any:
-    """Return the JSON that a program of the project prints; its error line becomes an exception."""
+def _run_for_json(arguments: Sequence[str]) -> Any:
+    """Run a program of the project and return its JSON; its error line becomes an exception."""
     done = subprocess.run(
-        module_words(*words),
+        module_words(*arguments),
         env=code_environment(os.environ),
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -120,22 +122,22 @@ def _ask(words: Sequence[str]) -> Any:
     if done.returncode == ExitCode.OK:
         return json.loads(done.stdout)
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    said = [line for line in lines if line.startswith("error: ")] or lines or ["no message"]
-    error = ConfigError(said[-1].removeprefix("error: "))
+    errors = [line for line in lines if line.startswith("error: ")] or lines or ["no message"]
+    error = ConfigError(errors[-1].removeprefix("error: "))
     known = [code for code in ExitCode if code == done.returncode and code != ExitCode.USAGE]
     error.exit_code = known[0] if known else ExitCode.CONFIG
     raise error
 
 
-def _call(words: Sequence[str]) -> int:
-    """Run a program of the project to its end, pass signals on, and return its exit code."""
-    process = subprocess.Popen(module_words(*words), env=code_environment(os.environ))
+def _run_to_end(arguments: Sequence[str]) -> int:
+    """Run a program of the project, forward signals to it, and return its exit code."""
+    process = subprocess.Popen(module_words(*arguments), env=code_environment(os.environ))
 
     def forward(number: int, _frame: FrameType | None) -> None:
         process.send_signal(number)
 
     before = {each: signal.signal(each, forward) for each in (signal.SIGTERM, signal.SIGHUP)}
-    # A terminal's Ctrl-C reaches it as well; it says then what can be gone on with.
+    # The terminal sends Ctrl-C to the program as well, which then prints how to resume.
     before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         status = process.wait()
@@ -146,18 +148,18 @@ def _call(words: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(
         prog=command("finetune"),
-        description="Fine-tune a model on a file. The data's format, the method that the memory "
-        "allows, learning rate, batch, steps and sequence length are chosen and printed with their "
-        "reasons. Data folder and run.toml can be edited and run again by the printed commands.",
+        description="Fine-tune a model on a file. Data format, learning rate, batch size, steps, "
+        "sequence length, and the method that fits into memory are chosen and printed with "
+        "their reasons. The printed commands repeat the run, also with an edited run.toml.",
         epilog="Example: "
         + command("finetune", "--model", "HuggingFaceTB/SmolLM2-135M-Instruct", "--data")
         + " chats.jsonl --steps 60",
     )
     add = made.add_argument
-    add("--model", required=True, metavar="NAME", help="folder, run, or name on the hub")
+    add("--model", required=True, metavar="NAME", help="folder, run, or hub name")
     add(
         "--data",
         required=True,
@@ -168,21 +170,21 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--task",
         choices=TASK_KINDS,
-        help="what to train for (default: found by the data's columns)",
+        help="training task (default: by the columns of the data)",
     )
-    add("--text-column", metavar="NAME", help="column with the text (default: found by its name)")
-    add("--label-column", metavar="NAME", help="column with the label (default: found likewise)")
+    add("--text-column", metavar="NAME", help="column with the text (default: by its name)")
+    add("--label-column", metavar="NAME", help="column with the label (default: by its name)")
     add(
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder for data and run.toml (default: finetuned/ and the data's name)",
+        help="folder for data and run.toml (default: finetuned/NAME of the data)",
     )
     add(
         "--steps",
         type=_positive,
         metavar="COUNT",
-        help="(default: one to three epochs; two or three for labelled texts)",
+        help="training steps (default: one to three epochs; two or three for labelled texts)",
     )
     add(
         "--set",
@@ -190,24 +192,28 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="take this setting as given; may be repeated",
+        help="set a setting instead of choosing it; can be repeated",
     )
-    add("--inventory", metavar="stack[:NAME]|local|FILE", help="the cluster, as for run")
+    add("--inventory", metavar="stack[:NAME]|local|FILE", help="cluster, as for run")
     add("--runs-dir", metavar="DIR", help=f"where runs are kept (default: {DEFAULT_RUNS_DIR})")
-    add("--detach", action="store_true", help="return once it runs; it outlives this terminal")
+    add(
+        "--detach",
+        action="store_true",
+        help="return once the run has started; it continues without this terminal",
+    )
     add(
         "--no-samples",
         action="store_true",
-        help="do not write what the model makes of two validation prompts before and after the run",
+        help="do not write samples of two validation prompts before and after the run",
     )
-    add("--force", action="store_true", help="replace data and run.toml of an earlier call")
-    add("--dry-run", action="store_true", help="print what would be done; write nothing")
+    add("--force", action="store_true", help="replace data and run.toml of an earlier command")
+    add("--dry-run", action="store_true", help="print the plan; write nothing")
     return made
 
 
 def _positive(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number above 0")
     return int(text)
 
 

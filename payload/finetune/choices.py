@@ -1,4 +1,4 @@
-"""Every setting of a fine-tuning run with its reason, decided from numbers alone."""
+"""Chooses every setting of a fine-tuning run, with its reason, from numbers."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from payload.models.spec import ModelSpec
 
 Method = Literal["full", "lora", "nf4"]
 
-MOST_TOKENS = 8192
-"""The longest sequence that is chosen; `--set data.sequence_length` takes more."""
-_SHARE_WHOLE = 0.99
-"""The share of the texts that a sequence must hold whole."""
-_LEAST_TOKENS: Mapping[TaskKind, int] = {"classify": 32, "chat": 256}
+MAX_TOKENS = 8192
+"""Longest sequence that is chosen; `--set data.sequence_length` overrides it."""
+_UNTRUNCATED_SHARE = 0.99
+"""Share of the texts that must fit into a sequence without truncation."""
+_MIN_TOKENS: Mapping[TaskKind, int] = {"classify": 32, "chat": 256}
 _TEXT_TOKENS = 1024
 _STEP_TOKENS = 16384
-"""Most tokens of a step: what LoRA and full fine-tuning of small models are commonly done with."""
-_STEPS_WANTED = 100
-_LEAST_EPOCHS: Mapping[TaskKind, int] = {"classify": 2}
-"""Two annealed epochs at 1e-4 had 81.8 % on 8,000 labelled texts
-(benchmarks/results/2026-11-25_classify_epyc-2-cores.md). One epoch was not measured under the same
-conditions."""
-_MOST_EPOCHS = 3
+"""Maximum tokens per step, common for LoRA and full fine-tuning of small models."""
+_TARGET_STEPS = 100
+_MIN_EPOCHS: Mapping[TaskKind, int] = {"classify": 2}
+"""Two annealed epochs at 1e-4 reached 81.8 % on 8,000 labelled texts.
+
+Source: benchmarks/results/2026-11-25_classify_epyc-2-cores.md. One epoch was not measured under the
+same conditions.
+"""
+_MAX_EPOCHS = 3
 _EVALUATIONS = 5
 _SMALL, _LARGE = 500_000_000, 20_000_000_000
 _RANK = 16
@@ -41,11 +43,11 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Amount:
-    """Sizes of the training data."""
+class DataSize:
+    """Size of the training data."""
 
     sequences: int
-    """Samples of an epoch: texts for `classify`, else blocks of the sequence length."""
+    """Samples of an epoch: texts for `classify`, otherwise blocks of the sequence length."""
     tokens: int
 
 
@@ -54,20 +56,21 @@ def sequence_length(
 ) -> tuple[int, str]:
     """Return data.sequence_length and the reason.
 
-    `lengths` are tokens of the first texts or conversations, `tokens` those of all of plain text.
+    `lengths` are the tokens of the first texts or conversations; `tokens` is the total for plain
+    text.
     """
-    most = min(context, MOST_TOKENS)
+    limit = min(context, MAX_TOKENS)
     if not lengths:
-        size = min(_TEXT_TOKENS, most)
+        size = min(_TEXT_TOKENS, limit)
         while size > 64 and tokens < 64 * size:
             size //= 2
-        return size, f"plain text of about {tokens:,} tokens; the model reads up to {context:,}"
+        return size, f"plain text of about {tokens:,} tokens; the model's context is {context:,}"
     ordered = sorted(lengths)
-    wanted = ordered[min(len(ordered) - 1, int(_SHARE_WHOLE * len(ordered)))]
-    size = _LEAST_TOKENS.get(task, 256)
-    while size < wanted and size < most:
+    target = ordered[min(len(ordered) - 1, int(_UNTRUNCATED_SHARE * len(ordered)))]
+    size = _MIN_TOKENS.get(task, 256)
+    while size < target and size < limit:
         size *= 2
-    size = min(size, most)
+    size = min(size, limit)
     whole = sum(length <= size for length in ordered) / len(ordered)
     what = "texts" if task == "classify" else "conversations"
     return size, (
@@ -76,23 +79,23 @@ def sequence_length(
     )
 
 
-def amount(task: TaskKind, *, tokens: int, documents: int | None, length: int) -> Amount:
-    """Return the training data of an epoch, by what `prepare --dry-run` counted."""
+def data_size(task: TaskKind, *, tokens: int, documents: int | None, length: int) -> DataSize:
+    """Return the size of an epoch from the counts of `prepare --dry-run`."""
     if task == "classify" or _is_preference(task):
-        return Amount(sequences=max(1, round(0.9 * (documents or 1))), tokens=tokens)
-    return Amount(sequences=max(1, tokens // length), tokens=tokens)
+        return DataSize(sequences=max(1, round(0.9 * (documents or 1))), tokens=tokens)
+    return DataSize(sequences=max(1, tokens // length), tokens=tokens)
 
 
 def _is_preference(task: str) -> bool:
-    """Say whether samples are pairs of answers, which take a lower rate."""
+    """Return True if samples are pairs of answers, which need a lower learning rate."""
     return task == "preference"
 
 
-def batch(task: TaskKind, found: Amount, *, length: int, ranks: int) -> Choice:
-    """Return batch.global_batch_size: a power of two, times the ranks."""
-    most = 64 if task == "classify" else max(1, _STEP_TOKENS // length)
+def batch(task: TaskKind, found: DataSize, *, length: int, ranks: int) -> Choice:
+    """Return batch.global_batch_size: a power of two times the number of ranks."""
+    limit = 64 if task == "classify" else max(1, _STEP_TOKENS // length)
     size = 1
-    while 2 * size * ranks <= most and found.sequences // (2 * size * ranks) >= _STEPS_WANTED // 3:
+    while 2 * size * ranks <= limit and found.sequences // (2 * size * ranks) >= _TARGET_STEPS // 3:
         size *= 2
     steps = max(1, found.sequences // (size * ranks))
     shared = f", shared by {ranks} ranks" if ranks > 1 else ""
@@ -103,66 +106,74 @@ def batch(task: TaskKind, found: Amount, *, length: int, ranks: int) -> Choice:
     )
 
 
-def steps(task: TaskKind, found: Amount, *, batch_size: int, asked: int | None) -> Choice:
-    """Return train.steps: one to three epochs, so that there are a hundred steps.
+def steps(task: TaskKind, found: DataSize, *, batch_size: int, requested: int | None) -> Choice:
+    """Return train.steps: the fewest epochs, one to three, with at least a hundred steps.
 
-    Labelled texts are read twice at least.
+    Labelled texts get at least two epochs.
     """
-    an_epoch = max(1, found.sequences // batch_size)
-    if asked is not None:
+    steps_per_epoch = max(1, found.sequences // batch_size)
+    if requested is not None:
         return Choice(
-            key="train.steps", value=asked, reason=f"--steps; {asked / an_epoch:.2g} epochs"
+            key="train.steps",
+            value=requested,
+            reason=f"--steps; {requested / steps_per_epoch:.2g} epochs",
         )
-    tried = range(_LEAST_EPOCHS.get(task, 1), _MOST_EPOCHS)
-    epochs = next((each for each in tried if each * an_epoch >= _STEPS_WANTED), _MOST_EPOCHS)
+    tried = range(_MIN_EPOCHS.get(task, 1), _MAX_EPOCHS)
+    epochs = next((each for each in tried if each * steps_per_epoch >= _TARGET_STEPS), _MAX_EPOCHS)
     plural = "s" if epochs > 1 else ""
-    return Choice(key="train.steps", value=epochs * an_epoch, reason=f"{epochs} epoch{plural}")
+    return Choice(
+        key="train.steps", value=epochs * steps_per_epoch, reason=f"{epochs} epoch{plural}"
+    )
 
 
 def rate(task: TaskKind, method: Method, *, params: int) -> Choice:
-    """Return optimizer.lr by what is trained and the size of the model."""
+    """Return optimizer.lr for the method and the size of the model."""
     if method == "full":
         by_size = (5e-5, 2e-5, 1e-5)
         by_size = (1e-4, 2e-5, 1e-5) if task == "classify" else by_size
         by_size = (5e-6, 1e-6, 5e-7) if _is_preference(task) else by_size
-        why = "all weights of a model of this size"
+        why = "common for all weights of a model of this size"
     else:
         by_size = (2e-4, 5e-5, 1e-5) if _is_preference(task) else (1e-3, 2e-4, 1e-4)
-        why = "an adapter takes a higher rate than all weights"
+        why = "an adapter needs a higher rate than all weights"
     value = by_size[(params >= _SMALL) + (params >= _LARGE)]
     return Choice(key="optimizer.lr", value=value, reason=f"{why} ({_count(params)})")
 
 
 def method_choices(method: Method, spec: ModelSpec) -> list[Choice]:
-    """Return what makes the run one of all weights, of an adapter, or of one beside 4 bits."""
+    """Return the settings of a method: full, LoRA, or LoRA with a 4-bit base."""
     if method == "full":
         return []
     widths = [min(each.inputs, each.outputs) for each in spec.linears()]
     rank = min([_RANK, *widths])
     found = [
-        Choice(key="adapter.kind", value="lora", reason="all weights do not fit, an adapter does"),
-        Choice(key="adapter.rank", value=rank, reason="enough for most tasks; raise it for more"),
+        Choice(
+            key="adapter.kind",
+            value="lora",
+            reason="full fine-tuning does not fit, an adapter does",
+        ),
+        Choice(key="adapter.rank", value=rank, reason="enough for most tasks"),
         Choice(key="adapter.alpha", value=2.0 * rank, reason="twice the rank"),
     ]
     if method == "nf4":
-        why = "the whole base does not fit beside an adapter; slower, as each pass dequantises"
+        why = "the 16-bit base does not fit; slower, as each micro-batch dequantises it"
         found.append(Choice(key="model.quantize", value="nf4", reason=why))
     return found
 
 
 def schedule(task: TaskKind, num_steps: int, *, method: Method, lr: float) -> list[Choice]:
-    """Return warm-up, decay, and what is evaluated and saved on the way."""
+    """Return the settings of warm-up, decay, evaluation and checkpoints."""
     every = max(1, num_steps // _EVALUATIONS)
-    # Without the digits that a division by ten leaves, as in 2.9999999999999997e-05.
-    last, what = float(f"{lr / 10:g}"), "a tenth of the highest at the end"
+    # Rounded, as division by ten leaves digits: 2.9999999999999997e-05.
+    last, what = float(f"{lr / 10:g}"), "a tenth of the highest rate"
     if task == "classify":
-        last, what = 0.0, "zero at the end, as in the recipe classify.toml"
+        last, what = 0.0, "zero, as in the recipe classify.toml"
     return [
         Choice(key="optimizer.min_lr", value=last, reason=what),
         Choice(
             key="optimizer.weight_decay",
             value=0.01 if method == "full" else 0.0,
-            reason="little, as the run is short",
+            reason="low, as the run is short",
         ),
         Choice(
             key="schedule.warmup_steps",
@@ -170,7 +181,7 @@ def schedule(task: TaskKind, num_steps: int, *, method: Method, lr: float) -> li
             reason="3 % of the steps",
         ),
         Choice(key="train.log_every", value=max(1, num_steps // 50), reason="about 50 lines"),
-        Choice(key="train.eval_every", value=every, reason="five times in the run"),
+        Choice(key="train.eval_every", value=every, reason="five times a run"),
         Choice(key="train.checkpoint_every", value=every, reason="one for each evaluation"),
     ]
 

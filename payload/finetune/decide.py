@@ -1,8 +1,8 @@
-"""From data, model and machine to the commands and the run.toml of a fine-tuning run.
+"""Decides the commands and the run.toml of a fine-tuning run from data, model and machine.
 
-The order of the decisions: task and columns, sequence length, method (the first that fits the
-memory of all weights, LoRA, and LoRA beside 4 bits), batch, steps, learning rate. Each takes what
-`--set` says as given.
+The order of the decisions: task and columns, sequence length, method (the first that fits into
+memory: full, LoRA, LoRA with a 4-bit base), batch size, steps, learning rate. Settings of `--set`
+are used as given.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from payload.estimates.batch_size import USED
 from payload.finetune.choices import (
     Choice,
     Method,
-    amount,
     batch,
+    data_size,
     method_choices,
     rate,
     render,
@@ -33,89 +33,96 @@ from payload.finetune.choices import (
     sequence_length,
     steps,
 )
-from payload.finetune.recognise import Asked, Recognised, measure, recognise
+from payload.finetune.recognise import DataOptions, DetectedData, detect_data, measure
 from payload.formats.hub_names import HubName
 from payload.models.spec import ModelSpec
 from payload.run_record.run_files import NAMES
 from payload.weights.source import find_source, pinned, spec_on_hub
 
 _GIB = 2**30
-_ANY_RANKS = 720_720
-"""A batch that up to 16 ranks share evenly, for the question how many there are."""
+_DIVISIBLE_BATCH_SIZE = 720_720
+"""A batch size that up to 16 ranks divide evenly, used to find the number of ranks."""
 _SAMPLED_PARAMS = 1_000_000_000
-"""Largest model of which samples are made unasked: reading it twice takes seconds."""
-_OWN_FLAGS = {"data.dir": "--out", "model.init": "--model", "task.kind": "--task"}
+"""Largest model that gets samples by default: reading it twice takes seconds."""
+_DEDICATED_FLAGS = {"data.dir": "--out", "model.init": "--model", "task.kind": "--task"}
 
-Ask = Callable[[Sequence[str]], Any]
-"""Run a program of the project, given as words behind `python -m`; returns its JSON."""
+RunForJson = Callable[[Sequence[str]], Any]
+"""Runs a program of the project, given the arguments of `python -m`, and returns its JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """The options of the command line."""
+class FinetuneRequest:
+    """Options of the command line."""
 
     model: str
     data: str
-    asked: Asked
+    data_options: DataOptions
     out: Path
     steps: int | None
     overrides: tuple[str, ...]
-    run_words: tuple[str, ...]
-    """For plan and run: the inventory, the folder of the runs."""
+    run_arguments: tuple[str, ...]
+    """Options of plan and run: the inventory, the folder of the runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decided:
+class FinetunePlan:
     """The decisions that the command prints, writes and runs."""
 
     headlines: tuple[str, ...]
     prepare: tuple[str, ...]
-    """Behind `python -m payload.data`."""
+    """Arguments of `python -m payload.data`."""
     run: tuple[str, ...]
-    """Behind `python -m payload.orchestrate`."""
+    """Arguments of `python -m payload.orchestrate`."""
     run_toml: str
     config: Path
     is_sampled: bool
-    """True where the base and the result can write samples in little time."""
+    """True if the base and the result can write samples in little time."""
 
     def commands(self) -> tuple[str, str]:
-        """Return both commands as the user can type them."""
+        """Return both commands, ready to type."""
         return command("data", *self.prepare), command("orchestrate", *self.run)
 
 
-def decide(wanted: Wanted, ask: Ask) -> Decided:
-    """Decide everything; nothing is written. Raises TileforgeError."""
-    given = _given(wanted.overrides)
-    spec = _spec(wanted.model)
-    found = recognise(wanted.data, wanted.asked)
-    lengths = measure(found, tokenizer=wanted.model)
-    load_tokenizer(wanted.model)
-    counted = _count(wanted, found, lengths, spec, given=given, ask=ask)
+def decide(request: FinetuneRequest, run_for_json: RunForJson) -> FinetunePlan:
+    """Decide everything without writing. Raises TileforgeError."""
+    user_settings = _parse_overrides(request.overrides)
+    spec = _spec(request.model)
+    found = detect_data(request.data, request.data_options)
+    lengths = measure(found, tokenizer=request.model)
+    load_tokenizer(request.model)
+    counted = _count_tokens(
+        request, found, lengths, spec, user_settings=user_settings, run_for_json=run_for_json
+    )
     length = counted.length
-    settings = [f"model.init={wanted.model}", f"task.kind={found.task}"]
-    settings += [f"data.dir={wanted.out / 'data'}", f"data.sequence_length={length.value}"]
-    fitting = _fitting(wanted, spec, settings, given=given, ask=ask)
-    choices = _choices(wanted, found, counted, fitting, spec=spec, given=given)
-    config = wanted.out / NAMES.config.name
-    prepare = ("prepare", *_prepare_words(wanted, found, length.value))
-    run = ("run", "--config", str(config), *wanted.run_words)
+    settings = [f"model.init={request.model}", f"task.kind={found.task}"]
+    settings += [f"data.dir={request.out / 'data'}", f"data.sequence_length={length.value}"]
+    fitting_method = _choose_method(
+        request, spec, settings, user_settings=user_settings, run_for_json=run_for_json
+    )
+    choices = _choices(
+        request, found, counted, fitting_method, spec=spec, user_settings=user_settings
+    )
+    config = request.out / NAMES.config.name
+    prepare = ("prepare", *_prepare_arguments(request, found, length.value))
+    run = ("run", "--config", str(config), *request.run_arguments)
     head = (
-        f"Fine-tuning of {wanted.model} on {wanted.data}, chosen by payload.finetune. Edit and run "
-        "again:",
+        f"Fine-tuning of {request.model} on {request.data}, chosen by payload.finetune. Edit, then "
+        "run again:",
         "",
         f"    {command('data', *prepare)}",
         f"    {command('orchestrate', *run)}",
     )
     text = render(choices, head=head)
-    whole = parse_run_config(text, where="the run.toml that was chosen")
+    whole = parse_run_config(text, where="the chosen run.toml")
     require_fit(spec, whole, vocab_size=None)
-    planned = _plan(wanted, _as_sets(choices), ask)
+    planned = _plan(request, _as_sets(choices), run_for_json)
     numbers = planned["plan"]["arithmetic"]
-    return Decided(
+    return FinetunePlan(
         headlines=(
-            f"data    {wanted.data}: task {found.task}, because {found.reason}",
-            f"model   {wanted.model}: {spec.num_params() / 1e6:,.1f}M parameters, {spec.summary()}",
-            f"method  {fitting.reason}",
+            f"data    {request.data}: task {found.task}, because {found.reason}",
+            f"model   {request.model}: {spec.num_params() / 1e6:,.1f}M parameters, "
+            f"{spec.summary()}",
+            f"method  {fitting_method.reason}",
             f"cost    about {numbers['memory_bytes_per_rank'] / _GIB:.1f} GiB a rank, "
             f"{planned['estimate']['seconds'] / 60:.1f} min {planned['estimate']['basis']}",
         ),
@@ -127,34 +134,34 @@ def decide(wanted: Wanted, ask: Ask) -> Decided:
     )
 
 
-def _given(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the user's own settings by key. Raises ConfigError."""
-    # Types and limits of all of them come first, as the choices compute with them.
+def _parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the user's settings by key. Raises ConfigError."""
+    # Types and limits of all settings are checked first, because the choices use them.
     typed = parse_sections(RunConfig, "", overrides=overrides, where="--set")
     parse_run_config(
-        "", overrides=[each for each in overrides if not _needs_others(each)], where="--set"
+        "", overrides=[each for each in overrides if not _depends_on_choices(each)], where="--set"
     )
     found: dict[str, Any] = {}
     for override in overrides:
         section, _, key = (part.strip() for part in override.partition("=")[0].partition("."))
         name = f"{section}.{key}"
-        if name in _OWN_FLAGS:
+        if name in _DEDICATED_FLAGS:
             raise ConfigError(
-                f"--set {shown(override)}: give it as {_OWN_FLAGS[name]}, which it follows from."
+                f"--set {shown(override)}: set by {_DEDICATED_FLAGS[name]}. Use that option."
             )
-        found[name] = _plain(getattr(getattr(typed, section), key))
+        found[name] = _to_plain(getattr(getattr(typed, section), key))
     return found
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Return a setting's value as TOML and JSON write it."""
     if value is None:
         return "none"
     return list(value) if isinstance(value, tuple) else value
 
 
-def _needs_others(override: str) -> bool:
-    """Say whether an override is only right beside settings that are still to be chosen."""
+def _depends_on_choices(override: str) -> bool:
+    """Return True if an override is only valid with settings that are chosen later."""
     return override.partition(".")[0].strip() in (
         "adapter",
         "model",
@@ -165,7 +172,7 @@ def _needs_others(override: str) -> bool:
 
 
 def _spec(model: str) -> ModelSpec:
-    """Return the model's numbers. Raises CheckpointError."""
+    """Return the shape of the model. Raises CheckpointError."""
     source = find_source(model, setting="--model", verify=False)
     spec = source.spec()
     if spec is None and source.kind == "hub":
@@ -173,72 +180,81 @@ def _spec(model: str) -> ModelSpec:
         assert name is not None
         spec = spec_on_hub(name, setting="--model")
     if spec is None:
-        raise ConfigError(f"--model {model}: fine-tuning begins with weights. Name a model.")
+        raise ConfigError(
+            f"--model {model}: fine-tuning needs weights. Use a model folder, run or hub name."
+        )
     return spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Counted:
-    """The data in the tokens of the model."""
+class _TokenCounts:
+    """Token counts of the data."""
 
     length: Choice
     tokens: int | None
     documents: int | None
 
 
-def _count(
-    wanted: Wanted,
-    found: Recognised,
+def _count_tokens(
+    request: FinetuneRequest,
+    found: DetectedData,
     lengths: Sequence[int],
     spec: ModelSpec,
     *,
-    given: dict[str, Any],
-    ask: Ask,
-) -> _Counted:
+    user_settings: dict[str, Any],
+    run_for_json: RunForJson,
+) -> _TokenCounts:
     def counted(length: int) -> Any:
-        words = _prepare_words(wanted, found, length)
-        return ask(("payload.data", "prepare", *words, "--dry-run", "--json", "--quiet"))
+        arguments = _prepare_arguments(request, found, length)
+        return run_for_json(
+            ("payload.data", "prepare", *arguments, "--dry-run", "--json", "--quiet")
+        )
 
     key = "data.sequence_length"
-    if key in given:
-        chosen = Choice(key=key, value=given[key], reason="--set")
-        values = counted(given[key])
+    if key in user_settings:
+        chosen = Choice(key=key, value=user_settings[key], reason="--set")
+        values = counted(user_settings[key])
     else:
         values = None if lengths else counted(0)
         tokens = 2**30 if values is None or values["tokens"] is None else values["tokens"]
         size, why = sequence_length(found.task, lengths, tokens=tokens, context=spec.context())
         chosen = Choice(key=key, value=size, reason=why)
         values = values or counted(size)
-    return _Counted(length=chosen, tokens=values["tokens"], documents=values["documents"])
+    return _TokenCounts(length=chosen, tokens=values["tokens"], documents=values["documents"])
 
 
-def _prepare_words(wanted: Wanted, found: Recognised, length: int) -> list[str]:
-    words = [*found.words(), "--tokenizer", wanted.model]
+def _prepare_arguments(request: FinetuneRequest, found: DetectedData, length: int) -> list[str]:
+    arguments = [*found.arguments(), "--tokenizer", request.model]
     if found.task not in ("text", "classify"):
-        words += ["--sequence-length", str(length)]
-    return [*words, "--out", str(wanted.out / "data")]
+        arguments += ["--sequence-length", str(length)]
+    return [*arguments, "--out", str(request.out / "data")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Fitting:
-    """The method that the memory allows."""
+class _FittingMethod:
+    """The method that fits into memory."""
 
     method: Method
     reason: str
     ranks: int
 
 
-def _fitting(
-    wanted: Wanted, spec: ModelSpec, settings: Sequence[str], *, given: dict[str, Any], ask: Ask
-) -> _Fitting:
-    """Return the first method that fits into the memory, or the last one."""
+def _choose_method(
+    request: FinetuneRequest,
+    spec: ModelSpec,
+    settings: Sequence[str],
+    *,
+    user_settings: dict[str, Any],
+    run_for_json: RunForJson,
+) -> _FittingMethod:
+    """Return the first method that fits into memory, or the last one."""
     tried: list[str] = []
     ranks, in_fp32 = 1, False
-    candidates = _methods(spec, given)
+    candidates = _methods(spec, user_settings)
     for method in candidates:
         sets = [*settings, *_as_sets(method_choices(method, spec))]
-        sets += [f"batch.global_batch_size={_ANY_RANKS}", "batch.micro_batch_size=auto"]
-        planned = _plan(wanted, sets, ask, but=("batch.", "train.", "schedule."))
+        sets += [f"batch.global_batch_size={_DIVISIBLE_BATCH_SIZE}", "batch.micro_batch_size=auto"]
+        planned = _plan(request, sets, run_for_json, without=("batch.", "train.", "schedule."))
         ranks = planned["plan"]["world_size"]
         need = planned["plan"]["arithmetic"]["memory_bytes_per_rank"]
         free = planned["free_memory_bytes"]
@@ -246,109 +262,119 @@ def _fitting(
         in_fp32 = planned["dtype"] == "fp32"
         room = None if free is None else USED * free / planned["plan"]["ranks_per_node"]
         fits = room is None or need <= room
-        # Computing the layers twice costs a third of the time, an adapter in its place nothing.
+        # Activation checkpointing costs a third of the time, an adapter costs nothing.
         if fits and not (checkpoints and method == "full" and len(candidates) > 1):
-            return _Fitting(
-                method=method, reason=_why(method, tried, room, given=given), ranks=ranks
+            return _FittingMethod(
+                method=method,
+                reason=_method_reason(method, tried, room, user_settings=user_settings),
+                ranks=ranks,
             )
         twice = " even with activation checkpointing" if checkpoints and not fits else ""
         tried.append(f"{_NAMES[method]} does not fit{twice}")
     last = candidates[-1]
-    reason = f"{_NAMES[last]}, though the estimate is above the memory: {'; '.join(tried)}"
+    reason = f"{_NAMES[last]}, although the estimate exceeds the memory: {'; '.join(tried)}"
     if in_fp32:
         reason += (
-            "; --set precision.dtype=bf16 takes less memory, and on a CPU without bf16 more time"
+            "; --set precision.dtype=bf16 needs less memory, but more time on a CPU without bf16"
         )
-    return _Fitting(method=last, reason=reason, ranks=ranks)
+    return _FittingMethod(method=last, reason=reason, ranks=ranks)
 
 
 _NAMES: dict[Method, str] = {
-    "full": "training of all weights",
+    "full": "full fine-tuning",
     "lora": "a LoRA adapter",
-    "nf4": "a LoRA adapter beside a base of 4 bits",
+    "nf4": "a LoRA adapter with a 4-bit base",
 }
 
 
-def _methods(spec: ModelSpec, given: dict[str, Any]) -> list[Method]:
-    """Return the methods that the user's settings leave open, the preferred one first."""
-    if given.get("model.quantize", "none") != "none":
+def _methods(spec: ModelSpec, user_settings: dict[str, Any]) -> list[Method]:
+    """Return the methods that the user's settings allow, the preferred one first."""
+    if user_settings.get("model.quantize", "none") != "none":
         return ["nf4"]
-    if given.get("adapter.kind") == "lora":
+    if user_settings.get("adapter.kind") == "lora":
         return ["lora"]
-    if given.get("adapter.kind") == "none":
+    if user_settings.get("adapter.kind") == "none":
         return ["full"]
-    full: list[Method] = [] if any(key.startswith("adapter.") for key in given) else ["full"]
-    is_open = spec.why_not_quantized() is None and "model.quantize" not in given
-    nf4: list[Method] = ["nf4"] if is_open else []
+    full: list[Method] = (
+        [] if any(key.startswith("adapter.") for key in user_settings) else ["full"]
+    )
+    can_quantize = spec.why_not_quantized() is None and "model.quantize" not in user_settings
+    nf4: list[Method] = ["nf4"] if can_quantize else []
     return [*full, "lora", *nf4]
 
 
-def _why(method: Method, tried: Sequence[str], room: float | None, *, given: dict[str, Any]) -> str:
-    if any(key.startswith(("adapter.", "model.quantize")) for key in given):
-        return f"{_NAMES[method]}, as --set says"
-    fits = "the free memory is not known" if room is None else f"it fits into {room / _GIB:.1f} GiB"
+def _method_reason(
+    method: Method, tried: Sequence[str], room: float | None, *, user_settings: dict[str, Any]
+) -> str:
+    if any(key.startswith(("adapter.", "model.quantize")) for key in user_settings):
+        return f"{_NAMES[method]}, because of --set"
+    fits = "the free memory is unknown" if room is None else f"it fits into {room / _GIB:.1f} GiB"
     return "; ".join([f"{_NAMES[method]}, as {fits} a rank", *tried])
 
 
 def _choices(
-    wanted: Wanted,
-    found: Recognised,
-    counted: _Counted,
-    fitting: _Fitting,
+    request: FinetuneRequest,
+    found: DetectedData,
+    counted: _TokenCounts,
+    fitting_method: _FittingMethod,
     *,
     spec: ModelSpec,
-    given: dict[str, Any],
+    user_settings: dict[str, Any],
 ) -> list[Choice]:
-    """Return every setting of run.toml, the user's own in the place of what was chosen."""
+    """Return every setting of run.toml; the user's settings replace chosen ones."""
     length = counted.length
-    data = amount(
+    data = data_size(
         found.task,
-        tokens=counted.tokens or _STEPS_OF_UNKNOWN * 16384,
+        tokens=counted.tokens or _ASSUMED_STEPS * 16384,
         documents=counted.documents,
         length=length.value,
     )
-    size = batch(found.task, data, length=length.value, ranks=fitting.ranks)
-    batch_size = given.get(size.key, size.value)
-    number = steps(found.task, data, batch_size=batch_size, asked=wanted.steps)
-    num_steps = given.get(number.key, number.value)
-    highest = rate(found.task, fitting.method, params=spec.num_params())
+    size = batch(found.task, data, length=length.value, ranks=fitting_method.ranks)
+    batch_size = user_settings.get(size.key, size.value)
+    number = steps(found.task, data, batch_size=batch_size, requested=request.steps)
+    num_steps = user_settings.get(number.key, number.value)
+    highest = rate(found.task, fitting_method.method, params=spec.num_params())
     chosen = [
-        Choice(key="run.name", value=_run_name(wanted.data), reason="begins the run's id"),
-        Choice(key="data.dir", value=str(wanted.out / "data"), reason="what `prepare` writes"),
+        Choice(key="run.name", value=_run_name(request.data), reason="start of the run id"),
+        Choice(key="data.dir", value=str(request.out / "data"), reason="written by `prepare`"),
         length,
-        Choice(key="model.init", value=wanted.model, reason="--model"),
+        Choice(key="model.init", value=request.model, reason="--model"),
         Choice(key="task.kind", value=found.task, reason=found.reason),
-        *method_choices(fitting.method, spec),
+        *method_choices(fitting_method.method, spec),
         size,
         Choice(
             key="batch.micro_batch_size",
             value="auto",
-            reason="the most that fit the memory, when the run is planned",
+            reason="the largest that fits into memory",
         ),
         highest,
         number,
         *schedule(
             found.task,
             num_steps,
-            method=fitting.method,
-            lr=given.get(highest.key, highest.value),
+            method=fitting_method.method,
+            lr=user_settings.get(highest.key, highest.value),
         ),
         Choice(
             key="memory.activation_checkpointing",
             value="auto",
-            reason="on only where one sequence a pass does not fit",
+            reason="on only if a micro-batch of one sequence does not fit",
         ),
     ]
-    left = dict(given)
+    remaining = dict(user_settings)
     merged = [
-        replace(each, value=left.pop(each.key), reason="--set") if each.key in left else each
+        replace(each, value=remaining.pop(each.key), reason="--set")
+        if each.key in remaining
+        else each
         for each in chosen
     ]
-    return merged + [Choice(key=key, value=value, reason="--set") for key, value in left.items()]
+    return merged + [
+        Choice(key=key, value=value, reason="--set") for key, value in remaining.items()
+    ]
 
 
-_STEPS_OF_UNKNOWN = 100
-"""Steps that a source is taken for whose tokens cannot be counted beforehand."""
+_ASSUMED_STEPS = 100
+"""Assumed steps of an epoch if the tokens of a source cannot be counted beforehand."""
 
 
 def _run_name(data: str) -> str:
@@ -361,8 +387,14 @@ def _as_sets(choices: Sequence[Choice]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in values]
 
 
-def _plan(wanted: Wanted, settings: Sequence[str], ask: Ask, *, but: tuple[str, ...] = ()) -> Any:
-    """Return the plan of a run with these settings and the user's, less those of sections `but`."""
-    own = [each for each in wanted.overrides if not each.strip().startswith(but or ("-",))]
+def _plan(
+    request: FinetuneRequest,
+    settings: Sequence[str],
+    run_for_json: RunForJson,
+    *,
+    without: tuple[str, ...] = (),
+) -> Any:
+    """Return the plan of a run with these and the user's settings, except sections `without`."""
+    own = [each for each in request.overrides if not each.strip().startswith(without or ("-",))]
     sets = [word for each in (*settings, *own) for word in ("--set", each)]
-    return ask(("payload.orchestrate", "plan", "--json", *wanted.run_words, *sets))
+    return run_for_json(("payload.orchestrate", "plan", "--json", *request.run_arguments, *sets))

@@ -1,4 +1,4 @@
-"""The content of a data file: its format, the task that it is for, and how long its texts are."""
+"""Detects the format of a data file, its task, and the lengths of its texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from payload.data.sources.request import DEFAULT_TEXT_COLUMN, SourceKind, Source
 from payload.formats.hub_names import HubName, require_one_meaning
 
 _SAMPLE = 2000
-"""Rows whose lengths are measured."""
+"""Number of rows that are measured."""
 _SUFFIXES: Mapping[str, SourceKind] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -45,8 +45,8 @@ _COLUMNS_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """The command line's word on the data; None = to be found out."""
+class DataOptions:
+    """Options of the command line about the data; None means detected."""
 
     task: TaskKind | None = None
     text_column: str | None = None
@@ -54,21 +54,21 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recognised:
-    """The data's format."""
+class DetectedData:
+    """The detected format of the data."""
 
     task: TaskKind
     source: SourceKind
     input: str
     reason: str
-    """Why this task, for people."""
+    """Reason for the task, for messages."""
     text_column: str | None = None
     label_column: str | None = None
     rows: tuple[Mapping[str, Any], ...] = ()
-    """The first rows; none for plain text."""
+    """The first rows; empty for plain text."""
 
-    def words(self) -> list[str]:
-        """Return what `payload.data prepare` gets of it."""
+    def arguments(self) -> list[str]:
+        """Return the arguments of `payload.data prepare`."""
         found = ["--task", self.task, "--source", self.source, "--input", self.input]
         for flag, value in (
             ("--text-column", self.text_column),
@@ -78,32 +78,34 @@ class Recognised:
         return found
 
 
-def recognise(given: str, asked: Asked) -> Recognised:
-    """Return what `given`, a file, a folder or a dataset on the hub, holds. Raises DataError."""
+def detect_data(given: str, options: DataOptions) -> DetectedData:
+    """Return the format of `given`: a file, a folder or a dataset on the hub. Raises DataError."""
     source = _source_kind(given)
     if source == "text":
-        if asked.task not in (None, "text"):
+        if options.task not in (None, "text"):
             raise DataError(
-                f"--data {given}: it is plain text, which has no columns for --task {asked.task}. "
-                "Give jsonl, parquet or csv."
+                f"--data {given}: plain text has no columns for --task {options.task}. Use jsonl, "
+                "parquet or csv."
             )
-        return Recognised(task="text", source="text", input=given, reason="it is plain text")
+        return DetectedData(task="text", source="text", input=given, reason="it is plain text")
     rows = _first_rows(given, source)
     columns = list(rows[0])
-    task, reason = (asked.task, "--task says so") if asked.task else _task(given, rows, asked)
+    task, reason = (
+        (options.task, "--task selects it") if options.task else _detect_task(given, rows, options)
+    )
     text_column = label_column = None
     if task == "classify":
-        text_column, label_column = _labelled(columns, asked)
+        text_column, label_column = _find_columns(columns, options)
     elif task == "text":
-        text_column = asked.text_column or _first_of(_TEXT_COLUMNS, columns)
+        text_column = options.text_column or _first_of(_TEXT_COLUMNS, columns)
     if task in ("text", "classify") and text_column is None:
-        raise _unknown(given, columns, "with its text; name it with --text-column")
+        raise _column_error(given, columns, "text column", "Choose one with --text-column.")
     if task == "classify" and label_column is None:
-        raise _unknown(given, columns, "with its labels; name it with --label-column")
+        raise _column_error(given, columns, "label column", "Choose one with --label-column.")
     for name in filter(None, (text_column, label_column)):
         if name not in columns:
-            raise _unknown(given, columns, f"{name!r}; name another one")
-    return Recognised(
+            raise _column_error(given, columns, f"column {name!r}", "Choose another one.")
+    return DetectedData(
         task=task,
         source=source,
         input=given,
@@ -125,15 +127,15 @@ def _source_kind(given: str) -> SourceKind:
         suffix = path.suffix.lower()
         if suffix in _NO_TEXT:
             raise DataError(
-                f"--data {given}: {suffix} is not read. Write it as jsonl (a JSON object a line), "
-                "csv, parquet or plain text."
+                f"--data {given}: {suffix} is not supported. Convert it to jsonl (a JSON object a "
+                "line), csv, parquet or plain text."
             )
         return _SUFFIXES.get(suffix, "text")
     is_path = given.startswith(("/", "./", "../", "~")) or path.suffix.lower() in _SUFFIXES
     if is_path or HubName.parse(given) is None or "/" not in given:
         raise DataError(
-            f"--data {given}: there is no such file or folder here. Correct the path, or name a "
-            "dataset on the hub as OWNER/NAME."
+            f"--data {given}: file or folder not found. Correct the path, or use a dataset of the "
+            "hub, OWNER/NAME."
         )
     return "hf"
 
@@ -143,11 +145,13 @@ def _first_rows(given: str, source: SourceKind) -> list[Mapping[str, Any]]:
     rows.identity()
     found = [row.values for row in islice(rows.read(), _SAMPLE)]
     if not found:
-        raise DataError(f"--data {given}: it has no rows. Give a file with data.")
+        raise DataError(f"--data {given}: no rows. Use a file with data.")
     return found
 
 
-def _task(given: str, rows: Sequence[Mapping[str, Any]], asked: Asked) -> tuple[TaskKind, str]:
+def _detect_task(
+    given: str, rows: Sequence[Mapping[str, Any]], options: DataOptions
+) -> tuple[TaskKind, str]:
     """Return the task by the names of the columns, and the reason."""
     columns = list(rows[0])
     if all(name in columns for name in _PREFERENCE_COLUMNS):
@@ -155,7 +159,7 @@ def _task(given: str, rows: Sequence[Mapping[str, Any]], asked: Asked) -> tuple[
             if str(kind) == "preference":
                 return kind, "its rows have the columns 'chosen' and 'rejected'"
         raise DataError(
-            f"--data {given}: columns 'chosen' and 'rejected' are for preference training, which "
+            f"--data {given}: the columns 'chosen' and 'rejected' need preference training, which "
             "this release does not have. Use --task chat with columns prompt and completion."
         )
     for names in _CHAT_COLUMNS:
@@ -163,22 +167,23 @@ def _task(given: str, rows: Sequence[Mapping[str, Any]], asked: Asked) -> tuple[
             which = " and ".join(map(repr, names))
             plural = "s" if len(names) > 1 else ""
             return "chat", f"its rows have the column{plural} {which}"
-    _, label = _labelled(columns, asked)
+    _, label = _find_columns(columns, options)
     if label is not None:
         return "classify", f"its rows have a column of labels, {label!r}"
-    if _first_of(_TEXT_COLUMNS, columns) or asked.text_column:
-        return "text", "its rows have a column of text, and none of labels or conversations"
-    raise _unknown(
+    if _first_of(_TEXT_COLUMNS, columns) or options.text_column:
+        return "text", "its rows have a text column, but no labels or conversations"
+    raise _column_error(
         given,
         columns,
-        "that is known; give --task, with --text-column and --label-column for labels",
+        "known column",
+        "Choose the task with --task, and columns with --text-column and --label-column.",
     )
 
 
-def _labelled(columns: Sequence[str], asked: Asked) -> tuple[str | None, str | None]:
-    """Return the columns with text and label, as far as they are known."""
-    label = asked.label_column or _first_of(_LABEL_COLUMNS, columns)
-    text = asked.text_column or _first_of(_TEXT_COLUMNS, columns)
+def _find_columns(columns: Sequence[str], options: DataOptions) -> tuple[str | None, str | None]:
+    """Return the text and label columns, or None for a column that is not found."""
+    label = options.label_column or _first_of(_LABEL_COLUMNS, columns)
+    text = options.text_column or _first_of(_TEXT_COLUMNS, columns)
     others = [name for name in columns if name != label]
     if text is None and len(others) == 1:
         text = others[0]
@@ -189,15 +194,15 @@ def _first_of(names: Sequence[str], columns: Sequence[str]) -> str | None:
     return next((name for name in names if name in columns), None)
 
 
-def _unknown(given: str, columns: Sequence[str], wanted: str) -> DataError:
+def _column_error(given: str, columns: Sequence[str], missing: str, fix: str) -> DataError:
     listed = ", ".join(shown(name) for name in columns[:_COLUMNS_SHOWN])
-    return DataError(f"--data {given}: among the columns {listed} is none {wanted}.")
+    return DataError(f"--data {given}: no {missing} found in the columns {listed}. {fix}")
 
 
-def measure(found: Recognised, *, tokenizer: str) -> tuple[int, ...]:
-    """Return the tokens of each of the first rows; nothing for plain text.
+def measure(found: DetectedData, *, tokenizer: str) -> tuple[int, ...]:
+    """Return the token counts of the first rows; empty for plain text.
 
-    Raises DataError for a tokenizer or template that is missing, and a row that is damaged.
+    Raises DataError for a missing tokenizer or template, and for a damaged row.
     """
     if found.task == "classify":
         return _text_lengths(found, tokenizer=tokenizer)
@@ -207,13 +212,13 @@ def measure(found: Recognised, *, tokenizer: str) -> tuple[int, ...]:
 
 
 def _longer_answer(row: Mapping[str, Any]) -> Messages:
-    """Return the longer of a preference pair's conversations. Raises BadConversationError."""
+    """Return the longer conversation of a preference pair. Raises BadConversationError."""
     pair = preference_of(row)
     longer = max(pair.chosen, pair.rejected, key=lambda each: len(str(each)))
     return [*pair.prompt, *longer]
 
 
-def _text_lengths(found: Recognised, *, tokenizer: str) -> tuple[int, ...]:
+def _text_lengths(found: DetectedData, *, tokenizer: str) -> tuple[int, ...]:
     from payload.data.tasks.classify_job import tokenize
     from payload.data.tokenizers import load_tokenizer
 
@@ -223,7 +228,7 @@ def _text_lengths(found: Recognised, *, tokenizer: str) -> tuple[int, ...]:
     return tuple(len(tokens) for tokens in tokenize(load_tokenizer(tokenizer), content))
 
 
-def _conversation_lengths(found: Recognised, *, tokenizer: str) -> tuple[int, ...]:
+def _conversation_lengths(found: DetectedData, *, tokenizer: str) -> tuple[int, ...]:
     from payload.data.templates.chat_template import read_chat_template
     from payload.data.tokenizers import load_hf_tokenizer
 

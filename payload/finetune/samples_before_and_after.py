@@ -1,8 +1,8 @@
-"""`python -m payload.finetune.samples_before_and_after RUN`: write samples.json of a finished run.
+"""`python -m payload.finetune.samples_before_and_after RUN`: writes samples.json of a finished run.
 
-The prompts are the beginnings of two documents or conversations of the validation data. The model
-that the run began with continues them, and so does the run's newest checkpoint; each is one process
-of `payload.generate`, which always takes the likeliest token.
+The prompts are the beginnings of two documents or conversations of the validation data. The initial
+model and the run's newest checkpoint continue them, each in a process of `payload.generate` with
+greedy decoding.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 _PROMPTS = 2
 _NEW_TOKENS = 40
 _PROMPT_TOKENS = 24
-"""Tokens of a document; a conversation's prompt is all that is before the first answer."""
-_MOST_PROMPT_CHARS = 2000
+"""Prompt tokens of a document; the prompt of a conversation ends before its first answer."""
+_MAX_PROMPT_CHARS = 2000
 _SEARCHED_TOKENS = 1_000_000
-_LOOKED_AT = 20
-"""Conversations among which prompts of that length are looked for."""
+_SEARCHED_CONVERSATIONS = 20
+"""Number of conversations that are searched for prompts of suitable length."""
 _VAL: Split = "val"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Carry out the command and return its exit code."""
+    """Run the command and return its exit code."""
     try:
         (folder,) = argv
         paths = RunPaths(Path(folder).resolve())
@@ -64,8 +64,8 @@ def main(argv: Sequence[str]) -> int:
 def _samples(paths: RunPaths) -> list[Sample]:
     config = load_run_config(paths.config)
     prompts = find_prompts(config.data.folder())
-    before = _continued(prompts, checkpoint=config.model.init)
-    after = _continued(prompts, checkpoint=str(paths.root))
+    before = _continue(prompts, checkpoint=config.model.init)
+    after = _continue(prompts, checkpoint=str(paths.root))
     return [
         Sample(prompt=prompt, before=one, after=other)
         for prompt, one, other in zip(prompts, before, after, strict=True)
@@ -76,31 +76,35 @@ def find_prompts(folder: Path) -> list[str]:
     """Return prompts from a data folder of the task `text` or `chat`. Raises TileforgeError."""
     meta = load_meta(folder)
     if meta.task not in ("text", "chat"):
-        raise ConfigError(f"{folder}: samples are for --task text and chat, not {meta.task}.")
-    found = _of_conversations(folder, meta) if meta.task == "chat" else _of_documents(folder, meta)
+        raise ConfigError(f"{folder}: samples need --task text or chat, not {meta.task}.")
+    found = (
+        _conversation_prompts(folder, meta)
+        if meta.task == ("chat")
+        else _document_prompts(folder, meta)
+    )
     if not found:
         raise DataError(f"{folder}: no validation text is long enough for a prompt.")
     return found
 
 
-def _of_conversations(folder: Path, meta: DataMeta) -> list[str]:
-    """Return the first conversations up to where the assistant begins."""
+def _conversation_prompts(folder: Path, meta: DataMeta) -> list[str]:
+    """Return the starts of the first conversations, up to the assistant's first answer."""
     tokenizer = _tokenizer(folder)
-    # `payload.generate` puts a first token before every prompt where the tokenizer has one.
+    # `payload.generate` puts this token before every prompt, if the tokenizer has one.
     first = tokenizer.decode(tokenizer.encode("").ids, skip_special_tokens=False)
     found = []
-    for number in range(min(_LOOKED_AT, meta.val_documents)):
+    for number in range(min(_SEARCHED_CONVERSATIONS, meta.val_documents)):
         (sample,) = read_samples(folder, meta, split=_VAL, number=number)
         text, is_answer = sample.parts[0]
-        if not is_answer and text.strip() and len(text) <= _MOST_PROMPT_CHARS:
+        if not is_answer and text.strip() and len(text) <= _MAX_PROMPT_CHARS:
             found.append(text.removeprefix(first))
         if len(found) == _PROMPTS:
             break
     return found
 
 
-def _of_documents(folder: Path, meta: DataMeta) -> list[str]:
-    """Return the beginnings of the first documents, at most a half of each."""
+def _document_prompts(folder: Path, meta: DataMeta) -> list[str]:
+    """Return the starts of the first documents, at most half of each."""
     tokens: npt.NDArray[np.generic] = np.fromfile(
         folder / VAL_NAME, dtype=np.dtype(meta.dtype).newbyteorder("<"), count=_SEARCHED_TOKENS
     )
@@ -119,29 +123,36 @@ def _of_documents(folder: Path, meta: DataMeta) -> list[str]:
 
 
 def _tokenizer(folder: Path) -> Tokenizer:
-    """Return the tokenizer in a data folder. Raises DataError where the payload's own was used."""
+    """Return the tokenizer in a data folder. Raises DataError if it is missing."""
     from tokenizers import Tokenizer
 
     path = folder / TOKENIZER_FILE
     if not path.is_file():
-        raise DataError(f"{folder}: it has no {TOKENIZER_FILE} to turn tokens into prompts.")
+        raise DataError(f"{folder}: no {TOKENIZER_FILE}, which decodes the prompts.")
     try:
         return Tokenizer.from_file(str(path))
-    except BaseException as error:  # The package raises no class of its own.
+    except BaseException as error:  # tokenizers raises plain Exception and panics.
         if not is_failure(error):
             raise
         raise DataError(f"{path}: cannot be loaded: {one_line(error)}") from None
 
 
-def _continued(prompts: Sequence[str], *, checkpoint: str) -> list[str]:
-    """Return what the model writes behind each prompt. Raises ConfigError."""
+def _continue(prompts: Sequence[str], *, checkpoint: str) -> list[str]:
+    """Return the model's continuation of each prompt. Raises ConfigError."""
     with tempfile.TemporaryDirectory(prefix="tileforge-samples-") as folder:
         file = Path(folder, "prompts.jsonl")
         write_whole(file, "".join(json.dumps({"prompt": each}) + "\n" for each in prompts))
-        words = ["--checkpoint", checkpoint, "--prompts-file", str(file), "--json"]
-        words += ["--max-new-tokens", str(_NEW_TOKENS), "--temperature", "0", "--num-samples", "1"]
+        arguments = ["--checkpoint", checkpoint, "--prompts-file", str(file), "--json"]
+        arguments += [
+            "--max-new-tokens",
+            str(_NEW_TOKENS),
+            "--temperature",
+            "0",
+            "--num-samples",
+            "1",
+        ]
         done = subprocess.run(
-            module_words("payload.generate", *words),
+            module_words("payload.generate", *arguments),
             env=code_environment(os.environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -150,8 +161,8 @@ def _continued(prompts: Sequence[str], *, checkpoint: str) -> list[str]:
             check=False,
         )
     if done.returncode:
-        said = last_line(done.stderr, otherwise=f"it ended with {done.returncode}")
-        raise ConfigError(f"{checkpoint} wrote nothing: {said}")
+        message = last_line(done.stderr, otherwise=f"exit code {done.returncode}")
+        raise ConfigError(f"{checkpoint}: generate failed: {message}")
     return [json.loads(line)["samples"][0]["text"] for line in done.stdout.splitlines()]
 
 

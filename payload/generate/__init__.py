@@ -1,1 +1,1 @@
-"""Text from a checkpoint."""
+"""Generates text from a checkpoint."""

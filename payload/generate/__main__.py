@@ -1,4 +1,4 @@
-"""`python -m payload.generate`: continue prompts with a trained model, or talk with it."""
+"""`python -m payload.generate`: continues prompts with a trained model, or chats with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from payload.core.interrupts import interrupt_once
 from payload.core.printable_text import printable
 from payload.data.templates.chat_template import read_chat_template
 from payload.generate.arguments import parser
-from payload.generate.chat import Conversation, talk
+from payload.generate.chat import Conversation, run_chat
 from payload.generate.classify import (
     Result,
     classify,
@@ -25,7 +25,7 @@ from payload.generate.classify import (
     require_classifier,
 )
 from payload.generate.codec import Codec, find_codec
-from payload.generate.output import BETWEEN, InOrder, JsonOutput, Sample, TextOutput
+from payload.generate.output import BETWEEN, JsonOutput, OrderedOutputs, Sample, TextOutput
 from payload.generate.prompts import batches, encode, read_prompts
 from payload.generate.sampling import Sampler, SamplingOptions
 from payload.train.models.base import CausalLM
@@ -37,7 +37,7 @@ _ANSWER_TOKENS = 1024
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command and return its exit code."""
     arguments = parser().parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         # The text can hold any character, whatever the terminal's locale.
@@ -51,14 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        # Nobody reads on, as with `| head`. Python would complain once more when it flushes.
+        # The reader has closed stdout, as with `| head`. Otherwise Python would report a second
+        # error when it flushes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return ExitCode.OK
 
 
 def _generate(arguments: Namespace) -> None:
-    _require_sense(arguments)
+    _check_options(arguments)
     if arguments.classify:
         _classify(arguments)
         return
@@ -73,7 +74,7 @@ def _generate(arguments: Namespace) -> None:
     if not arguments.chat:
         _continue(prompts, arguments, weights=str(folder), codec=codec, model=model)
         return
-    _say_model(str(folder), model)
+    _print_model(str(folder), model)
     system = [{"role": "system", "content": arguments.system}] if arguments.system else []
     conversation = Conversation(
         model=model,
@@ -103,17 +104,17 @@ def _classify(arguments: Namespace) -> None:
     print(f"{count:,} texts in {time.perf_counter() - began:.1f} s", file=sys.stderr)
 
 
-def _require_sense(arguments: Namespace) -> None:
-    """Refuse options that have no meaning together."""
+def _check_options(arguments: Namespace) -> None:
+    """Raise UsageError for options that do not fit together."""
     if arguments.system is not None and not arguments.chat:
-        raise UsageError("--system is the first message of a chat. Add --chat, or leave it out.")
+        raise UsageError("--system needs --chat. Add --chat, or leave --system out.")
     if arguments.chat and arguments.num_samples not in (None, 1):
-        raise UsageError("--chat gives one answer. Leave --num-samples out.")
+        raise UsageError("--chat writes one answer. Leave --num-samples out.")
     if arguments.input is not None and not arguments.classify:
-        raise UsageError("--input has texts to classify. Add --classify, or use --prompts-file.")
+        raise UsageError("--input needs --classify. Add --classify, or use --prompts-file.")
     others = (arguments.chat, arguments.prompt_file, arguments.prompts_file)
     if arguments.classify and any(each not in (None, False) for each in others):
-        raise UsageError("--classify takes texts from --input or --prompt alone.")
+        raise UsageError("--classify reads texts only from --input or --prompt.")
 
 
 def _options(arguments: Namespace, *, max_new_tokens: int, num_samples: int) -> SamplingOptions:
@@ -130,13 +131,13 @@ def _options(arguments: Namespace, *, max_new_tokens: int, num_samples: int) -> 
 def _continue(
     prompts: Sequence[str], arguments: Namespace, *, weights: str, codec: Codec, model: CausalLM
 ) -> None:
-    """Continue every prompt; print the results in the prompts' order."""
+    """Continue every prompt, and print the results in the order of the prompts."""
     options = _options(
         arguments,
         max_new_tokens=_DEFAULTS.max_new_tokens,
         num_samples=_DEFAULTS.num_samples,
     )
-    encoded = [encode(prompt, codec=codec, model=model, note=_note) for prompt in prompts]
+    encoded = [encode(prompt, codec=codec, model=model, note=_print_note) for prompt in prompts]
     samples = [
         [
             Sample(codec=codec, prompt=tokens, stops=arguments.stop, seed=options.seed + i)
@@ -146,72 +147,74 @@ def _continue(
     ]
     shown = _as_json(prompts, samples, weights) if arguments.json else _as_text(prompts, samples)
     began = time.perf_counter()
-    places = [0]
+    indices = [0]
     try:
-        _say_model(weights, model)
-        for places in batches(encoded, samples=options.num_samples, model=model):
+        _print_model(weights, model)
+        for indices in batches(encoded, samples=options.num_samples, model=model):
             sampler = Sampler(
                 model,
-                [encoded[place] for place in places],
+                [encoded[index] for index in indices],
                 options=options,
                 stop_tokens=codec.stop_tokens,
                 num_tokens=min(codec.vocab_size, model.spec.vocab_size),
             )
-            rows = [sample for place in places for sample in samples[place]]
+            rows = [sample for index in indices for sample in samples[index]]
             for tokens in sampler.tokens():
                 for row, (sample, token) in enumerate(zip(rows, tokens, strict=True)):
                     if token is not None and not sample.add(token):
                         sampler.end(row)
-                shown.go_on(places)
-            _finish(places, samples)
-            shown.end(places)
+                shown.update(indices)
+            _finish(indices, samples)
+            shown.end(indices)
     except KeyboardInterrupt:
-        # What was made until then is not lost.
-        _finish(places, samples)
-        shown.interrupt(places)
+        # Print the text generated so far.
+        _finish(indices, samples)
+        shown.interrupt(indices)
         raise
     took_s = time.perf_counter() - began
     count = sum(sample.num_tokens for made in samples for sample in made)
     print(f"{count} tokens in {took_s:.1f} s ({count / took_s:.0f} tokens/s)", file=sys.stderr)
 
 
-def _as_text(prompts: Sequence[str], samples: Sequence[Sequence[Sample]]) -> InOrder:
+def _as_text(prompts: Sequence[str], samples: Sequence[Sequence[Sample]]) -> OrderedOutputs:
     outputs = [
         TextOutput(prompt, made, write=_write)
         for prompt, made in zip(prompts, samples, strict=True)
     ]
-    return InOrder(outputs, between=lambda: _write(BETWEEN.lstrip("\n")))
+    return OrderedOutputs(outputs, between=lambda: _write(BETWEEN.lstrip("\n")))
 
 
-def _as_json(prompts: Sequence[str], samples: Sequence[Sequence[Sample]], weights: str) -> InOrder:
+def _as_json(
+    prompts: Sequence[str], samples: Sequence[Sequence[Sample]], weights: str
+) -> OrderedOutputs:
     outputs = [
         JsonOutput(prompt, made, checkpoint=weights, write=_write)
         for prompt, made in zip(prompts, samples, strict=True)
     ]
-    return InOrder(outputs, between=lambda: None)
+    return OrderedOutputs(outputs, between=lambda: None)
 
 
-def _finish(places: Sequence[int], samples: Sequence[Sequence[Sample]]) -> None:
-    for place in places:
-        for sample in samples[place]:
+def _finish(indices: Sequence[int], samples: Sequence[Sequence[Sample]]) -> None:
+    for index in indices:
+        for sample in samples[index]:
             sample.finish()
 
 
 def _write(text: str) -> None:
-    """Print; a terminal does not get the escape sequences that a model may have learned."""
+    """Print text; on a terminal, escape sequences in it are made harmless."""
     print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
-def _note(text: str) -> None:
+def _print_note(text: str) -> None:
     print(printable(text), file=sys.stderr)
 
 
 def _chat(conversation: Conversation, *, as_json: bool) -> None:
-    """Talk in the terminal, or answer the lines of stdin one after another."""
+    """Chat in the terminal, or answer the lines of stdin one after another."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         print("Ctrl-C ends an answer, Ctrl-D the conversation.", file=sys.stderr)
-        # Line editing and history, where the platform has them.
+        # Line editing and history.
         import readline  # noqa: F401
 
     def show(piece: str) -> None:
@@ -226,27 +229,27 @@ def _chat(conversation: Conversation, *, as_json: bool) -> None:
         row = {"prompt": question, "text": answer, "num_tokens": conversation.num_tokens}
         print(json.dumps(row), flush=True)
 
-    talk(
+    run_chat(
         conversation,
         read=(lambda: input("> ")) if is_terminal else (lambda: input()),
         show=show,
         end=end,
-        note=_note,
+        note=_print_note,
     )
 
 
-def _say_model(weights: str, model: CausalLM) -> None:
+def _print_model(weights: str, model: CausalLM) -> None:
     print(f"model: {weights} ({model.spec.num_params() / 1e6:.1f}M parameters)", file=sys.stderr)
 
 
 def _note_vocabulary(codec: Codec, model: CausalLM) -> None:
-    """Say so where the tokenizer has more tokens than the model, or a GPT-2 has other ones."""
+    """Print a note if the vocabularies of tokenizer and model do not match."""
     size = model.spec.vocab_size
     if codec.vocab_size > size or (codec.name == "GPT-2's" and size != codec.vocab_size):
         print(
             f"note: the model's vocabulary has {size} tokens, {codec.name} has "
-            f"{codec.vocab_size}: unless only its embedding was made larger or smaller, the text "
-            "will make no sense",
+            f"{codec.vocab_size}. Unless only the embedding was resized, the text will be "
+            "meaningless",
             file=sys.stderr,
         )
 

@@ -13,14 +13,13 @@ _TEMPERATURE, _TOP_K, _NUM_SAMPLES, _SEED, _PENALTY = 0.8, 200, 3, 1337, 1.0
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(
         prog=command("generate"),
         description="Continue prompts, hold a conversation, or classify texts. Text goes to stdout "
-        "as it is made, "
-        "everything else to stderr. Several samples are made together: the first is shown "
-        "meanwhile, the others after it. Ctrl-C ends the command and keeps what was made until "
-        "then.",
+        "as it is generated, other output to stderr. Several samples are generated at the same "
+        "time: the first one is streamed, the others follow. Ctrl-C ends the command and prints "
+        "the text so far.",
         epilog="Example: "
         + command("generate", "--checkpoint", "runs/latest", "--prompt", "It is interesting"),
     )
@@ -38,8 +37,8 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="TEXT",
-        help="end a text before this one; may be repeated. A text also ends at the tokens that "
-        "the model's generation_config.json names",
+        help="end a text before TEXT; can be repeated. A text also ends at the tokens in the "
+        "model's generation_config.json",
     )
     made.add_argument(
         "--json",
@@ -57,32 +56,32 @@ def _add_prompts(made: argparse.ArgumentParser) -> None:
         help=f"text to continue (default: {DEFAULT_PROMPT})",
     )
     prompt.add_argument(
-        "--prompt-file", metavar="FILE", help="read the prompt from this file, as it is; - = stdin"
+        "--prompt-file", metavar="FILE", help="read the prompt from this file, unchanged; - = stdin"
     )
     prompt.add_argument(
         "--prompts-file",
         metavar="FILE",
-        help="continue every line of this file, several at once; in a .jsonl file a line is a "
-        "string or an object with `prompt`; - = stdin",
+        help="continue every line of this file, in batches; in a .jsonl file a line is a string or "
+        "an object with `prompt`; - = stdin",
     )
     prompt.add_argument(
         "--chat",
         action="store_true",
-        help="hold a conversation in the terminal, by the model's chat template; lines of stdin "
-        "where it is none. Ctrl-C ends an answer, Ctrl-D the conversation",
+        help="chat in the terminal, with the model's chat template, or with the lines of stdin. "
+        "Ctrl-C ends an answer, Ctrl-D the chat",
     )
     prompt.add_argument(
         "--input",
         metavar="FILE",
-        help="with --classify: give every line of this file a label; - = stdin",
+        help="with --classify: classify every line of this file; - = stdin",
     )
     made.add_argument(
         "--classify",
         action="store_true",
-        help="give labels to texts with a classifier; --prompt is one text. --json prints `label` "
-        "and the probabilities in `scores`, a line for each text",
+        help="classify texts with a classifier; --prompt is one text. --json prints `label` and "
+        "the probabilities in `scores`, a line for each text",
     )
-    made.add_argument("--system", metavar="TEXT", help="first message of a chat, to the model")
+    made.add_argument("--system", metavar="TEXT", help="system message of a chat")
 
 
 def _add_sampling(made: argparse.ArgumentParser) -> None:
@@ -90,7 +89,7 @@ def _add_sampling(made: argparse.ArgumentParser) -> None:
         "--max-new-tokens",
         type=_positive,
         metavar="TOKENS",
-        help=f"longest continuation (default: {_MAX_NEW_TOKENS}), or answer (default: "
+        help=f"maximum tokens of a continuation (default: {_MAX_NEW_TOKENS}) or answer (default: "
         f"{_ANSWER_TOKENS})",
     )
     made.add_argument(
@@ -98,21 +97,21 @@ def _add_sampling(made: argparse.ArgumentParser) -> None:
         type=_temperature,
         default=_TEMPERATURE,
         metavar="T",
-        help="0 = always the likeliest token (default: %(default)s)",
+        help="sampling temperature; 0 = greedy decoding (default: %(default)s)",
     )
     made.add_argument(
         "--top-k",
         type=_count,
         default=_TOP_K,
         metavar="K",
-        help="choose among the K likeliest tokens; 0 = among all (default: %(default)s)",
+        help="sample among the K likeliest tokens; 0 = among all (default: %(default)s)",
     )
     made.add_argument(
         "--repetition-penalty",
         type=_penalty,
         default=_PENALTY,
         metavar="P",
-        help="above 1, tokens that the text has already become less likely (default: %(default)s)",
+        help="above 1, tokens already in the text become less likely (default: %(default)s)",
     )
     made.add_argument(
         "--num-samples",
@@ -125,20 +124,20 @@ def _add_sampling(made: argparse.ArgumentParser) -> None:
         type=_seed,
         default=_SEED,
         metavar="INT",
-        help="sample i, from 0, is drawn with SEED + i (default: %(default)s)",
+        help="sample i, from 0, uses seed SEED + i (default: %(default)s)",
     )
 
 
 def _positive(text: str) -> int:
     value = _count(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number above 0")
     return value
 
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 up")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number, 0 or more")
     return int(text)
 
 
@@ -148,21 +147,21 @@ def _seed(text: str) -> int:
     except ValueError:
         value = 2**63
     if not -(2**63) <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 64 bits")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a 64-bit whole number")
     return value
 
 
 def _temperature(text: str) -> float:
     value = _number(text)
     if not 0.0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 up")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number, 0 or more")
     return value
 
 
 def _penalty(text: str) -> float:
     value = _number(text)
     if not 0.0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number above 0")
     return value
 
 

@@ -1,4 +1,4 @@
-"""A conversation with a model in the terminal, by its own chat template."""
+"""Chats with a model in the terminal, using the model's chat template."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from payload.train.models.base import CausalLM
 
 @dataclass(kw_only=True)
 class Conversation:
-    """Messages so far. What the model has read stays in its cache from one turn to the next."""
+    """A chat. The key-value cache is kept from one turn to the next."""
 
     model: CausalLM
     codec: Codec
     template: ChatTemplate
     options: SamplingOptions
-    """`max_new_tokens` is the longest answer; `num_samples` is 1."""
+    """`max_new_tokens` limits an answer; `num_samples` is 1."""
     stops: Sequence[str] = ()
-    """Texts that end an answer, besides the model's own tokens."""
+    """Texts that end an answer, in addition to the model's stop tokens."""
     messages: list[dict[str, str]] = field(default_factory=list)
-    num_forgotten: int = 0
-    """Messages that no longer fit the model's context and are not shown to it."""
+    num_dropped: int = 0
+    """Number of messages that no longer fit into the model's context and are left out."""
     num_tokens: int = 0
-    """Number of tokens of the last answer."""
+    """Number of tokens in the last answer."""
     _reader: Reader | None = None
 
     def answer(self, question: str) -> Generator[str, None, None]:
         """Yield the answer to a new message in pieces.
 
-        The messages have what was yielded, also when the caller goes no further. Raises ConfigError
-        when the message is too long for the model's context.
+        If the caller stops early, the messages hold the text yielded so far. Raises ConfigError if
+        the message is too long for the model's context.
         """
         self.messages.append({"role": "user", "content": question})
         prompt = self._prompt()
-        given: list[str] = []
+        pieces: list[str] = []
         try:
             for piece in self._pieces(prompt):
-                given.append(piece)
+                pieces.append(piece)
                 yield piece
         finally:
-            self.messages.append({"role": "assistant", "content": "".join(given).strip()})
+            self.messages.append({"role": "assistant", "content": "".join(pieces).strip()})
 
     def _pieces(self, prompt: list[int]) -> Iterator[str]:
         self._reader = self._reader or Reader(self.model)
@@ -70,13 +70,13 @@ class Conversation:
             yield rest
 
     def _prompt(self) -> list[int]:
-        """Return the conversation's tokens, without its oldest turns where they do not fit."""
+        """Return the tokens of the conversation, without the oldest turns if they do not fit."""
         context = self.model.spec.context()
         room = context - min(self.options.max_new_tokens, context // 2)
         system = 1 if self.messages[0]["role"] == "system" else 0
-        self.num_forgotten = 0
+        self.num_dropped = 0
         while True:
-            kept = self.messages[:system] + self.messages[system + self.num_forgotten :]
+            kept = self.messages[:system] + self.messages[system + self.num_dropped :]
             text = self.template.render(kept, add_generation_prompt=True)
             tokens = self.codec.encode_marked(text)
             if len(tokens) <= room:
@@ -84,14 +84,15 @@ class Conversation:
             if len(kept) <= system + 1:
                 self.messages.pop()
                 raise ConfigError(
-                    f"the message has {len(tokens)} tokens with its template, the model's context "
-                    f"has room for {room} beside the answer. Shorten it, or lower --max-new-tokens."
+                    f"the message has {len(tokens)} tokens with its template, but the model's "
+                    f"context has room for {room} next to the answer. Shorten it, or lower "
+                    "--max-new-tokens."
                 )
-            # A question goes with its answer: templates want them in turn.
-            self.num_forgotten += 2
+            # Drop a question with its answer: templates require alternating roles.
+            self.num_dropped += 2
 
 
-def talk(
+def run_chat(
     conversation: Conversation,
     *,
     read: Callable[[], str],
@@ -99,10 +100,10 @@ def talk(
     end: Callable[[], None],
     note: Callable[[str], None],
 ) -> None:
-    """Answer what `read` returns, until it raises EOFError.
+    """Answer the messages that `read` returns, until it raises EOFError.
 
-    `show` gets an answer's pieces; `end` is called when it has them all. An interrupt ends the
-    answer under way and not the conversation; while nothing is answered it is passed on.
+    `show` receives the pieces of an answer, and `end` is called after the last. An interrupt ends
+    only the current answer; without one it is raised.
     """
     while True:
         try:
@@ -111,7 +112,7 @@ def talk(
             return
         if not question:
             continue
-        forgotten = conversation.num_forgotten
+        dropped = conversation.num_dropped
         answer = conversation.answer(question)
         try:
             for piece in answer:
@@ -123,5 +124,5 @@ def talk(
             note(str(error))
             continue
         end()
-        if conversation.num_forgotten > forgotten:
-            note(f"(the oldest {conversation.num_forgotten} messages no longer fit the context)")
+        if conversation.num_dropped > dropped:
+            note(f"(the oldest {conversation.num_dropped} messages no longer fit into the context)")

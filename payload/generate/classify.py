@@ -1,4 +1,4 @@
-"""Labels for texts, by a model that was trained with `task.kind=classify`."""
+"""Classifies texts with a model that was trained with `task.kind=classify`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from payload.generate.codec import Codec
 from payload.train.models.base import CausalLM
 from payload.train.models.classifier import Classifier
 
-_AT_ONCE = 1024
+_CHUNK_TEXTS = 1024
 """Texts that are sorted by length, classified and printed together."""
-_ROWS = 16
+_BATCH_ROWS = 16
 
 
 def require_classifier(model: CausalLM, *, folder: Path) -> Classifier:
     """Return the model as a classifier. Raises CheckpointError for a language model."""
     if not isinstance(model, Classifier):
         raise CheckpointError(
-            f"{folder}: it is a language model without labels. Name a checkpoint of a run with "
+            f"{folder}: a language model without labels. Use a checkpoint of a run with "
             "task.kind=classify, or leave --classify out."
         )
     return model
@@ -36,15 +36,15 @@ def refuse_classifier(model: CausalLM, *, folder: Path) -> None:
     """Raise CheckpointError for a classifier, which cannot continue a text."""
     if isinstance(model, Classifier):
         raise CheckpointError(
-            f"{folder}: it is a classifier, which gives labels to texts and continues none. Add "
-            "--classify, or name a language model."
+            f"{folder}: a classifier, which cannot continue a text. Add --classify, or use a "
+            "language model."
         )
 
 
 def read_texts(arguments: Namespace) -> Iterator[str]:
-    """Yield the texts of the command line: every line of --input, else the prompts.
+    """Yield the texts of the command line: every line of --input, or the prompt.
 
-    Raises ConfigError for a file that cannot be read, UsageError without a text.
+    Raises ConfigError for an unreadable file, UsageError without a text.
     """
     if arguments.input is None:
         if arguments.prompt is None:
@@ -59,7 +59,7 @@ def read_texts(arguments: Namespace) -> Iterator[str]:
             yield from _lines(file, arguments.input)
     except OSError as error:
         raise ConfigError(
-            f"--input {arguments.input}: {error.strerror}. Name a file with a text on each line."
+            f"--input {arguments.input}: {error.strerror}. Use a file with a text on each line."
         ) from None
 
 
@@ -77,18 +77,18 @@ def _lines(file: BinaryIO, name: str) -> Iterator[str]:
 def classify(
     texts: Iterator[str], *, model: Classifier, codec: Codec, show: Callable[[str, Result], None]
 ) -> int:
-    """Show each text's result, in order; return their number."""
+    """Show the result of each text, in order, and return their number."""
     model.eval()
     count = 0
-    while some := list(islice(texts, _AT_ONCE)):
-        for text, result in zip(some, _results(some, model, codec), strict=True):
+    while chunk := list(islice(texts, _CHUNK_TEXTS)):
+        for text, result in zip(chunk, _classify_chunk(chunk, model, codec), strict=True):
             show(text, result)
-        count += len(some)
+        count += len(chunk)
     return count
 
 
 class Result:
-    """A text's label, and the probability of every label."""
+    """The label of a text, and the probability of every label."""
 
     def __init__(self, labels: Sequence[str], probabilities: Sequence[float]) -> None:
         self.scores = dict(zip(labels, probabilities, strict=True))
@@ -99,32 +99,33 @@ class Result:
         return json.dumps({"label": self.label, "scores": self.scores})
 
 
-def _results(texts: Sequence[str], model: Classifier, codec: Codec) -> list[Result]:
+def _classify_chunk(texts: Sequence[str], model: Classifier, codec: Codec) -> list[Result]:
     context = model.spec.context()
-    encoded = [_encoded(text, model, codec)[:context] for text in texts]
-    order = sorted(range(len(texts)), key=lambda place: len(encoded[place]))
+    encoded = [_encode(text, model, codec)[:context] for text in texts]
+    order = sorted(range(len(texts)), key=lambda index: len(encoded[index]))
     found: dict[int, Result] = {}
     with torch.inference_mode():
-        for start in range(0, len(order), _ROWS):
-            places = order[start : start + _ROWS]
-            length = len(encoded[places[-1]])
-            tokens = torch.full((len(places), length), model.pad_token)
-            for row, place in enumerate(places):
-                tokens[row, : len(encoded[place])] = torch.tensor(encoded[place])
-            for place, scores in zip(
-                places, model.class_logits(tokens).softmax(-1).tolist(), strict=True
+        for start in range(0, len(order), _BATCH_ROWS):
+            indices = order[start : start + _BATCH_ROWS]
+            length = len(encoded[indices[-1]])
+            tokens = torch.full((len(indices), length), model.pad_token)
+            for row, index in enumerate(indices):
+                tokens[row, : len(encoded[index])] = torch.tensor(encoded[index])
+            for index, scores in zip(
+                indices, model.class_logits(tokens).softmax(-1).tolist(), strict=True
             ):
-                found[place] = Result(model.labels, scores)
-    return [found[place] for place in range(len(texts))]
+                found[index] = Result(model.labels, scores)
+    return [found[index] for index in range(len(texts))]
 
 
-def _encoded(text: str, model: Classifier, codec: Codec) -> list[int]:
-    """Return a text's tokens; an empty one is padding alone. Raises ConfigError."""
+def _encode(text: str, model: Classifier, codec: Codec) -> list[int]:
+    """Return the tokens of a text; an empty text becomes one padding token. Raises ConfigError."""
     tokens = codec.encode(text) or [model.pad_token]
     size = model.spec.vocab_size
     if max(tokens) >= size:
         raise ConfigError(
-            f"a text has token {max(tokens)}, the model's vocabulary ends at {size - 1}: it was "
-            f"trained with another tokenizer than {codec.name}. Copy its own beside the weights."
+            f"a text has token {max(tokens)}, but the model's vocabulary ends at {size - 1}: it "
+            f"was trained with another tokenizer than {codec.name}. Copy its tokenizer next to the "
+            "weights."
         )
     return tokens

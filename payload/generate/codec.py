@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint as generation needs it: there and back, and where texts end."""
+"""The tokenizer of a checkpoint for generation: encoding, decoding, and stop tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from payload.core.printable_text import one_line
 from payload.core.regular_files import read_bytes
 from payload.core.validation.json_text import parse_json
 from payload.data.tokenizers.gpt2 import END_OF_TEXT, TOKENIZER_NAME, VOCAB_SIZE, gpt2_encoding
-from payload.data.tokenizers.hf import explained
+from payload.data.tokenizers.hf import convert_errors
 from payload.formats.hf_folder import CONFIG_FILE, read_config
 from payload.formats.prepare_hints import write_tokenizer_again
 from payload.formats.tokenizer_identity import (
@@ -32,37 +32,37 @@ _GENERATION_CONFIG = "generation_config.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codec:
-    """Text to tokens and back."""
+    """Encodes text to tokens, and decodes tokens."""
 
     name: str
     encode: Callable[[str], list[int]]
-    """The tokens of a prompt, as transformers' tokenizer gives them: a first token included."""
+    """Returns the tokens of a prompt as transformers does, including a begin-of-text token."""
     encode_marked: Callable[[str], list[int]]
-    """The same for a text that names its special tokens itself, as a chat template's does."""
+    """Returns the tokens of a text that contains its special tokens, like a chat template's."""
     decode: Callable[[Sequence[int]], str]
-    """The text of tokens, special ones left out."""
+    """Returns the text of tokens, without special tokens."""
     vocab_size: int
     stop_tokens: frozenset[int]
-    """Each ends a text."""
+    """Each of them ends a text."""
     begin_of_text: int
-    """Token that an empty prompt consists of."""
+    """Token used for an empty prompt."""
 
 
 def find_codec(folder: Path) -> Codec:
-    """Return the tokenizer in the checkpoint's folder; a GPT-2 without one has GPT-2's.
+    """Return the tokenizer in a checkpoint's folder; a GPT-2 without one uses GPT-2's.
 
-    What an adapter's folder lacks is its base's. Raises CheckpointError and DataError for one that
-    is missing or damaged.
+    For an adapter, the folder of its base is used if necessary. Raises CheckpointError and
+    DataError for a missing or damaged tokenizer.
     """
     model, tokenizer = config_folder(folder), tokenizer_folder(folder)
     config = read_config(model)
     own = folder_identity(tokenizer, error=CheckpointError)
     family = named_family(config.get("model_type"))
-    # Such a model may be trained on another tokenizer's tokens, which its folder has then.
+    # A GPT-2 trained with another tokenizer has that one in its folder.
     if family and family.tokenizer == TOKENIZER_NAME and (own is None or own.is_gpt2()):
         _require_gpt2(tokenizer)
-        return _gpt2()
-    return _any(tokenizer, stops=_named_stops(model, config))
+        return _gpt2_codec()
+    return _tokenizer_codec(tokenizer, stops=_stop_tokens(model, config))
 
 
 def _require_gpt2(folder: Path) -> None:
@@ -72,13 +72,13 @@ def _require_gpt2(folder: Path) -> None:
         folder, vocabulary_sha256=GPT2_SHA256, added=added, error=CheckpointError
     ):
         raise CheckpointError(
-            f"{folder}: it has {name} and no {TOKENIZER_FILE}, and that is not GPT-2's. Make it "
-            f"with: {write_tokenizer_again(folder)}"
+            f"{folder}: has {name}, which is not GPT-2's, but no {TOKENIZER_FILE}. Make it with: "
+            f"{write_tokenizer_again(folder)}"
         )
 
 
-def _gpt2() -> Codec:
-    """GPT-2's tokenizer through tiktoken; it never takes text for a special token."""
+def _gpt2_codec() -> Codec:
+    """Return GPT-2's tokenizer through tiktoken; text never becomes a special token."""
     encoding = gpt2_encoding()
     return Codec(
         name="GPT-2's",
@@ -91,7 +91,7 @@ def _gpt2() -> Codec:
     )
 
 
-def _any(folder: Path, *, stops: frozenset[int]) -> Codec:
+def _tokenizer_codec(folder: Path, *, stops: frozenset[int]) -> Codec:
     """Return the tokenizer of tokenizer.json, through the package `tokenizers`."""
     from tokenizers import Tokenizer
 
@@ -101,19 +101,20 @@ def _any(folder: Path, *, stops: frozenset[int]) -> Codec:
         backend.no_truncation()
         backend.no_padding()
         before = backend.encode("", add_special_tokens=True).ids
-    except BaseException as error:  # The package raises nothing narrower.
+    except BaseException as error:  # tokenizers raises plain Exception and panics.
         if not is_failure(error):
             raise
         raise CheckpointError(
-            f"{path}: cannot be loaded: {one_line(error)} Copy the model's own beside its weights."
+            f"{path}: cannot be loaded: {one_line(error)} Copy the model's tokenizer next to its "
+            "weights."
         ) from None
 
     def encode(text: str, *, marked: bool) -> list[int]:
-        with explained(path, error=CheckpointError):
+        with convert_errors(path, error=CheckpointError):
             return list(backend.encode(text, add_special_tokens=not marked).ids)
 
     def decode(tokens: Sequence[int]) -> str:
-        with explained(path, error=CheckpointError):
+        with convert_errors(path, error=CheckpointError):
             return str(backend.decode(list(tokens), skip_special_tokens=True))
 
     return Codec(
@@ -127,8 +128,8 @@ def _any(folder: Path, *, stops: frozenset[int]) -> Codec:
     )
 
 
-def _named_stops(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    """Return eos_token_id of generation_config.json and config.json: a token, or a list of them."""
+def _stop_tokens(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
+    """Return the eos_token_id of generation_config.json and config.json, one token or a list."""
     found: set[int] = set()
     for raw in (config, _read_generation_config(folder)):
         given = raw.get("eos_token_id")
@@ -140,7 +141,7 @@ def _named_stops(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
 
 def _read_generation_config(folder: Path) -> Mapping[str, Any]:
     path = folder / _GENERATION_CONFIG
-    fix = f"Repair the file as {CONFIG_FILE} beside it has it, or remove it."
+    fix = f"Repair the file (compare with {CONFIG_FILE}), or remove it."
     try:
         raw = parse_json(
             read_bytes(inside_folder(path)), where=str(path), fix=fix, error=CheckpointError

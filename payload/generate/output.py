@@ -1,4 +1,4 @@
-"""How samples are shown: as text while they are made, or as JSON when they are done."""
+"""Prints samples: as text while they are generated, or as JSON when they are complete."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from payload.generate.codec import Codec
 from payload.generate.detokenizer import StopText, TextStream
 
 BETWEEN = "\n---\n"
-"""Stands between two texts."""
+"""Separates two texts."""
 
 
 @dataclass(kw_only=True)
 class Sample:
-    """One continuation: its tokens, and its text as far as it is certain."""
+    """One continuation: its tokens, and the part of its text that is final."""
 
     codec: Codec
     prompt: Sequence[int]
@@ -32,24 +32,24 @@ class Sample:
         self._stop = StopText(self.stops)
 
     def add(self, token: int) -> bool:
-        """Take the next token; False when the text ends with it."""
+        """Add the next token; return False if the text ends with it."""
         self.num_tokens += 1
         self.text += self._stop.add(self._stream.add(token))
         return not self._stop.found
 
     def finish(self) -> None:
-        """Take what was held back: no token comes any more."""
+        """Add the text held back; no more tokens follow."""
         if not self._is_finished:
             self._is_finished = True
             self.text += self._stop.add(self._stream.finish()) + self._stop.finish()
 
     def as_row(self) -> dict[str, object]:
-        """Return what JSON says of it."""
+        """Return the sample for JSON."""
         return {"text": self.text, "num_tokens": self.num_tokens, "seed": self.seed}
 
 
 class TextOutput:
-    """Shows the first sample as it is made and, when it is done, the others of its prompt."""
+    """Streams the first sample of a prompt, then shows the others."""
 
     def __init__(
         self, prompt: str, samples: Sequence[Sample], *, write: Callable[[str], None]
@@ -60,17 +60,17 @@ class TextOutput:
         self._is_begun = False
         self._printed = 0
 
-    def go_on(self) -> None:
-        """Show what is new of the first sample."""
+    def update(self) -> None:
+        """Show the new text of the first sample."""
         text = self._samples[0].text
         new = text[self._printed :]
-        # No text begins before the model gives a token.
+        # The text begins with the first token of the model.
         if new or (not self._is_begun and self._samples[0].num_tokens):
             self._write(self._begin() + new)
             self._printed = len(text)
 
     def end(self) -> None:
-        """Show what is left of the first sample, and the other samples."""
+        """Show the rest of the first sample, and the other samples."""
         rest = self._begin() + self._samples[0].text[self._printed :]
         others = [self._prompt + sample.text for sample in self._samples[1:]]
         self._write(BETWEEN.join([rest, *others]) + "\n")
@@ -81,7 +81,7 @@ class TextOutput:
 
 
 class JsonOutput:
-    """Shows one object at the end."""
+    """Shows one JSON object at the end."""
 
     def __init__(
         self,
@@ -96,8 +96,8 @@ class JsonOutput:
         self._checkpoint = checkpoint
         self._write = write
 
-    def go_on(self) -> None:
-        """Show nothing yet."""
+    def update(self) -> None:
+        """Show nothing: the object is printed by `end`."""
 
     def end(self) -> None:
         """Show all samples."""
@@ -106,44 +106,44 @@ class JsonOutput:
         self._write(json.dumps(result) + "\n")
 
 
-class InOrder:
-    """Shows results in the order of their prompts, which are finished in another one."""
+class OrderedOutputs:
+    """Shows results in the order of their prompts, which can finish in another order."""
 
     def __init__(
         self, outputs: Sequence[TextOutput] | Sequence[JsonOutput], *, between: Callable[[], None]
     ) -> None:
-        """`between` is called between two results."""
+        """Call `between` between two results."""
         self._outputs = outputs
         self._between = between
         self._finished: set[int] = set()
         self._next = 0
         self._announced: set[int] = set()
 
-    def go_on(self, places: Sequence[int]) -> None:
-        """Show what is new of the next prompt, when it is one of `places`."""
-        if self._next in places:
-            self._announce(self._next)
-            self._outputs[self._next].go_on()
+    def update(self, indices: Sequence[int]) -> None:
+        """Show the new text of the next prompt, if it is in `indices`."""
+        if self._next in indices:
+            self._separate(self._next)
+            self._outputs[self._next].update()
 
-    def end(self, places: Sequence[int]) -> None:
-        """Take these as finished; show those whose turn it is."""
-        self._finished |= set(places)
+    def end(self, indices: Sequence[int]) -> None:
+        """Mark these as finished, and show results in order."""
+        self._finished |= set(indices)
         while self._next in self._finished:
             self._show(self._next)
 
-    def interrupt(self, places: Sequence[int]) -> None:
-        """Show these and all that waited for their turn: no other result comes any more."""
-        self.end(places)
-        for place in sorted(each for each in self._finished if each > self._next):
-            self._show(place)
+    def interrupt(self, indices: Sequence[int]) -> None:
+        """Show these and all other finished results, because no more will follow."""
+        self.end(indices)
+        for index in sorted(each for each in self._finished if each > self._next):
+            self._show(index)
 
-    def _show(self, place: int) -> None:
-        self._announce(place)
-        self._outputs[place].end()
-        self._next = place + 1
+    def _show(self, index: int) -> None:
+        self._separate(index)
+        self._outputs[index].end()
+        self._next = index + 1
 
-    def _announce(self, place: int) -> None:
-        """Divide a result from the one before it, once."""
-        if self._announced and place not in self._announced:
+    def _separate(self, index: int) -> None:
+        """Print the separator before a result, once."""
+        if self._announced and index not in self._announced:
             self._between()
-        self._announced.add(place)
+        self._announced.add(index)

@@ -1,4 +1,4 @@
-"""The prompts of a command: read, turned to tokens, and gathered into batches."""
+"""The prompts of a command: reads, encodes and batches them."""
 
 from __future__ import annotations
 
@@ -19,45 +19,47 @@ _SPREAD_TOKENS = 64
 
 
 def read_prompts(arguments: Namespace) -> list[str]:
-    """Return the prompts that the command line names. Raises ConfigError."""
+    """Return the prompts of the command line. Raises ConfigError."""
     if arguments.prompts_file is not None:
-        return _prompts_of(arguments.prompts_file)
+        return _read_prompts_file(arguments.prompts_file)
     if arguments.prompt_file is not None:
         return [_read(arguments.prompt_file, option="--prompt-file")]
     return [DEFAULT_PROMPT if arguments.prompt is None else str(arguments.prompt)]
 
 
 def encode(prompt: str, *, codec: Codec, model: CausalLM, note: Callable[[str], None]) -> list[int]:
-    """Return the prompt's tokens; an empty prompt is the end of a text before.
+    """Return the prompt's tokens; an empty prompt becomes a begin-of-text token.
 
-    `note` is told of a prompt that is longer than the model's context. Raises ConfigError for a
-    token that the model does not have.
+    Calls `note` if the prompt is longer than the model's context. Raises ConfigError for a token
+    outside of the model's vocabulary.
     """
     tokens = codec.encode(prompt) or [codec.begin_of_text]
     largest, size = max(tokens), model.spec.vocab_size
     if largest >= size:
         raise ConfigError(
-            f"the prompt has token {largest}, the model's vocabulary ends at {size - 1}: it was "
-            f"trained with another tokenizer than {codec.name}."
+            f"the prompt has token {largest}, but the model's vocabulary ends at {size - 1}: it "
+            f"was trained with another tokenizer than {codec.name}. Copy its tokenizer next to the "
+            "weights."
         )
     context = model.spec.context()
     if len(tokens) > context:
-        note(f"note: the prompt has {len(tokens)} tokens, the model reads the last {context}")
+        note(f"note: the prompt has {len(tokens)} tokens; the model reads the last {context}")
     return tokens
 
 
 def batches(
     prompts: Sequence[Sequence[int]], *, samples: int, model: CausalLM
 ) -> Iterator[list[int]]:
-    """Yield the places of prompts to continue together: some rows, of about the same length.
+    """Yield the indices of prompts to continue together, of similar length.
 
-    A prompt that the context does not hold is alone with its like: it is read from another place.
+    Prompts longer than the context are batched only with prompts of equal length, because the start
+    of what is read depends on it.
     """
     context = model.spec.context()
-    order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     batch: list[int] = []
-    for place in order:
-        length = len(prompts[place])
+    for index in order:
+        length = len(prompts[index])
         if batch:
             shortest = len(prompts[batch[0]])
             is_long = length > context and length != shortest
@@ -65,20 +67,20 @@ def batches(
             if is_full or is_long or length - shortest > _SPREAD_TOKENS:
                 yield batch
                 batch = []
-        batch.append(place)
+        batch.append(index)
     if batch:
         yield batch
 
 
-def _prompts_of(name: str) -> list[str]:
-    """Return a file's prompts: one a line, or in a .jsonl file one JSON object or string a line."""
+def _read_prompts_file(name: str) -> list[str]:
+    """Return the prompts of a file, one a line: text, or in a .jsonl file JSON."""
     text = _read(name, option="--prompts-file")
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
-        raise ConfigError(f"--prompts-file {name}: has no prompt. Write one on each line.")
+        raise ConfigError(f"--prompts-file {name}: no prompts. Write one prompt per line.")
     if not name.endswith(".jsonl"):
         return [line.removesuffix("\r") for _, line in lines]
-    fix = 'Each line is a string, or an object as in {"prompt": "Once"}.'
+    fix = 'Each line must be a string or an object such as {"prompt": "Once"}.'
     prompts = []
     for number, line in lines:
         where = f"--prompts-file {name}: line {number}"
@@ -94,7 +96,7 @@ def _read(name: str, *, option: str) -> str:
     try:
         return sys.stdin.read() if name == "-" else Path(name).read_bytes().decode("utf-8")
     except OSError as error:
-        raise ConfigError(f"{option} {name}: {error.strerror}.") from None
+        raise ConfigError(f"{option} {name}: {error.strerror}. Check the path.") from None
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{option} {name}: byte {error.start} is not UTF-8. Convert the file to UTF-8."

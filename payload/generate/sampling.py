@@ -1,4 +1,4 @@
-"""Draw tokens from a model, one after another, with a key-value cache."""
+"""Samples tokens from a model one after another, with a key-value cache."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ from payload.train.models.base import CausalLM
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """How the next token is chosen."""
+    """Settings for sampling the next token."""
 
     max_new_tokens: int = 100
     temperature: float = 0.8
-    """Logits are divided by it; 0 = always the likeliest token."""
+    """Logits are divided by it; 0 = greedy decoding."""
     top_k: int | None = 200
-    """Choose among this many likeliest tokens only; None = among all."""
+    """Sample among this many likeliest tokens; None = among all."""
     num_samples: int = 3
     seed: int = 1337
-    """Sample i draws from a generator of its own, seeded with seed + i."""
+    """Sample i uses a separate generator, seeded with seed + i."""
     repetition_penalty: float = 1.0
-    """Logits of tokens that the text has already are divided by it where they are positive, else
-    multiplied (CTRL, arXiv:1909.05858); 1 = no penalty."""
+    """Divides positive logits of tokens already in the text, and multiplies negative ones.
+
+    1 = no penalty. Source: CTRL, arXiv:1909.05858.
+    """
 
 
 class Sampler:
-    """Continues several prompts together; the samples of prompt i are rows i * num_samples onwards.
+    """Continues several prompts together; prompt i has the rows from i * num_samples on.
 
-    Rows begin side by side: where one prompt is longer than another, its own tokens are read while
-    the other's are drawn. So no row has padding, and each gets the tokens that it would get alone.
+    Rows are aligned at their start. While the rest of a longer prompt is read, tokens of shorter
+    prompts are sampled. So no row needs padding, and each gets the same tokens as alone.
     """
 
     def __init__(
@@ -48,10 +50,11 @@ class Sampler:
         use_cache: bool = True,
         reader: Reader | None = None,
     ) -> None:
-        """Prepare to draw tokens below `num_tokens`: an embedding may have rows without a meaning.
+        """Prepare to sample tokens below `num_tokens`, because an embedding can have unused rows.
 
-        A row ends before a token of `stop_tokens`. Without `use_cache` every step reads everything
-        again, with the same result. `reader` goes on from the texts that it has read before.
+        A row ends before a token of `stop_tokens`. Without `use_cache` every step reads the whole
+        text again, with the same result. A `reader` continues from the texts that it has read
+        before.
         """
         self._options = options
         self._stop_tokens = torch.tensor(sorted(stop_tokens), dtype=torch.int64)
@@ -70,57 +73,57 @@ class Sampler:
         self._ended = torch.zeros(len(rows), dtype=torch.bool)
 
     def end(self, row: int) -> None:
-        """Draw no more tokens for this row."""
+        """End a row."""
         self._ended[row] = True
 
     @torch.inference_mode()
     def tokens(self) -> Iterator[list[int | None]]:
-        """Yield each row's next token, again and again; None where a row has none this time.
+        """Yield the next token of each row, repeatedly; None for a row without a new token.
 
-        It has none after its end, and as long as the model still reads its prompt.
+        A row has no new token once it has ended, and while the model reads its prompt.
         """
-        place = int(self._lengths.min())
+        position = int(self._lengths.min())
         last = int(self._lengths.max()) + self._options.max_new_tokens
-        while place < last:
-            logits = self._reader.next_logits(self._texts[:, :place])[:, : self._num_tokens]
-            drawn = self._place(self._choose(logits, place), place)
-            place += 1
+        while position < last:
+            logits = self._reader.next_logits(self._texts[:, :position])[:, : self._num_tokens]
+            sampled = self._append(self._choose(logits, position), position)
+            position += 1
             if bool(self._ended.all()):
                 return
-            chosen = self._texts[:, place - 1].tolist()
+            chosen = self._texts[:, position - 1].tolist()
             yield [
-                token if is_drawn and not is_over else None
-                for token, is_drawn, is_over in zip(
-                    chosen, drawn.tolist(), self._ended.tolist(), strict=True
+                token if is_drawn and not has_ended else None
+                for token, is_drawn, has_ended in zip(
+                    chosen, sampled.tolist(), self._ended.tolist(), strict=True
                 )
             ]
-            self._ended |= place - self._lengths >= self._options.max_new_tokens
+            self._ended |= position - self._lengths >= self._options.max_new_tokens
 
-    def _choose(self, logits: Tensor, place: int) -> Tensor:
-        """Draw a token for each row; a row within its prompt must not use its generator."""
+    def _choose(self, logits: Tensor, position: int) -> Tensor:
+        """Sample a token for each row; a row within its prompt must not use its generator."""
         options = self._options
         if options.repetition_penalty != 1.0:
-            seen = self._texts[:, :place]
-            logits = penalised(logits, seen, penalty=options.repetition_penalty)
-        drawing = self._lengths <= place
-        if bool(drawing.all()):
+            previous = self._texts[:, :position]
+            logits = penalise(logits, previous, penalty=options.repetition_penalty)
+        is_sampled = self._lengths <= position
+        if bool(is_sampled.all()):
             return choose(logits, options=options, generators=self._generators)
-        rows = drawing.nonzero().flatten().tolist()
+        rows = is_sampled.nonzero().flatten().tolist()
         chosen = torch.zeros(len(logits), dtype=torch.int64)
         generators = [self._generators[row] for row in rows]
         chosen[rows] = choose(logits[rows], options=options, generators=generators)
         return chosen
 
-    def _place(self, chosen: Tensor, place: int) -> Tensor:
-        """Write the tokens that come at `place`; return which rows' were drawn."""
-        drawn = self._lengths <= place
-        if place < self._texts.shape[1]:
-            chosen = torch.where(drawn, chosen, self._texts[:, place])
-            self._texts[:, place] = chosen
+    def _append(self, chosen: Tensor, position: int) -> Tensor:
+        """Write the tokens at `position`; return which rows were sampled."""
+        sampled = self._lengths <= position
+        if position < self._texts.shape[1]:
+            chosen = torch.where(sampled, chosen, self._texts[:, position])
+            self._texts[:, position] = chosen
         else:
             self._texts = torch.cat((self._texts, chosen[:, None]), dim=1)
-        self._ended |= drawn & torch.isin(chosen, self._stop_tokens)
-        return drawn
+        self._ended |= sampled & torch.isin(chosen, self._stop_tokens)
+        return sampled
 
 
 def sample(
@@ -148,33 +151,33 @@ def sample(
 
 
 def add_tokens(samples: Sequence[list[int]], tokens: Sequence[int | None]) -> None:
-    """Append to each sample its token."""
+    """Append its token to each sample."""
     for made, token in zip(samples, tokens, strict=True):
         if token is not None:
             made.append(token)
 
 
-def penalised(logits: Tensor, seen: Tensor, *, penalty: float) -> Tensor:
-    """Return (B, V) logits with those of the tokens in (B, T) `seen` made less likely."""
-    found = logits.gather(1, seen)
-    return logits.scatter(1, seen, torch.where(found < 0, found * penalty, found / penalty))
+def penalise(logits: Tensor, previous: Tensor, *, penalty: float) -> Tensor:
+    """Return (B, V) logits with the tokens in (B, T) `previous` made less likely."""
+    found = logits.gather(1, previous)
+    return logits.scatter(1, previous, torch.where(found < 0, found * penalty, found / penalty))
 
 
 def choose(
     logits: Tensor, *, options: SamplingOptions, generators: Sequence[torch.Generator]
 ) -> Tensor:
-    """Draw one token for each row of (B, V) logits, with that row's generator.
+    """Sample one token for each row of (B, V) logits, with that row's generator.
 
-    Raises CheckpointError when a logit is not finite.
+    Raises CheckpointError if a logit is not finite.
     """
     if not bool(torch.isfinite(logits).all()):
         raise CheckpointError(
-            "the model gives NaN or infinity instead of logits: training diverged before these "
-            "weights were saved, or they are damaged. Use another checkpoint."
+            "the model's logits are NaN or infinite: training diverged before these weights were "
+            "saved, or they are damaged. Use another checkpoint."
         )
     if options.temperature == 0.0:
         return logits.argmax(dim=1)
-    # The largest becomes 0, so that no temperature is too small to divide by.
+    # The largest logit becomes 0, so that any temperature is large enough to divide by.
     shifted = logits.double() - logits.max(dim=1, keepdim=True).values
     scaled = shifted / options.temperature
     if options.top_k is not None and options.top_k < scaled.shape[1]:
@@ -189,9 +192,9 @@ def choose(
 
 
 class Reader:
-    """Feeds a growing text to the model: the new tokens only, as long as they fit the context.
+    """Feeds a growing text to the model: only the new tokens, while the text fits into the context.
 
-    Where the text outgrows the context, the model reads on from the last half of it.
+    When the text exceeds the context, the model continues with the last half.
     """
 
     def __init__(self, model: CausalLM, *, use_cache: bool = True) -> None:
@@ -200,12 +203,12 @@ class Reader:
         self._use_cache = use_cache
         self._caches: Sequence[Any] = []
         self._start = 0
-        """Where in the text the model's context begins."""
+        """Offset in the text where the model's context begins."""
         self._read = torch.zeros((0, 0), dtype=torch.int64)
-        """The part of the text that the caches hold, counted from the text's begin."""
+        """The text that the caches hold, from the start of the text."""
 
     def next_logits(self, texts: Tensor) -> Tensor:
-        """(B, V) for the token after (B, T) `texts`; what they share with the last is not read."""
+        """Return (B, V) logits of the token after (B, T) `texts`; cached tokens are not reread."""
         context, length = self._model.spec.context(), texts.shape[1]
         first = not self._continues(texts)
         if first:

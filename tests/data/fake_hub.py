@@ -1,4 +1,4 @@
-"""A Hugging Face hub on a local port, with one dataset of parquet files."""
+"""A fake Hugging Face hub on a local port, with one dataset of parquet files."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ COMMIT = "1234567890abcdef1234567890abcdef12345678"
 
 @contextmanager
 def fake_hub(root: Path, *, dataset: str) -> Iterator[str]:
-    """Serve the files below `root` as `dataset`; gives the value for HF_ENDPOINT."""
+    """Serve the files below `root` as `dataset`; yields the value for HF_ENDPOINT."""
     with serving(type("Hub", (Hub,), {"root": root, "dataset": dataset})) as endpoint:
         yield endpoint
 
 
 @contextmanager
 def serving(handler: type[Hub]) -> Iterator[str]:
-    """Answer on a local port; gives the value for HF_ENDPOINT."""
+    """Serve on a local port; yields the value for HF_ENDPOINT."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     # By default `shutdown` waits up to half a second.
     thread = threading.Thread(target=lambda: server.serve_forever(poll_interval=0.02), daemon=True)
@@ -37,13 +37,13 @@ def serving(handler: type[Hub]) -> Iterator[str]:
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The paths of the hub's interface that its client asks for, for one dataset."""
+    """The paths of the hub's API that its client requests for one dataset."""
 
     root: Path
     dataset: str
     commit = COMMIT
     protocol_version = "HTTP/1.1"
-    # Else an answer's body waits 40 ms for the acknowledgement of its headers.
+    # Otherwise the body waits 40 ms for the acknowledgement of the headers.
     disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
@@ -100,7 +100,7 @@ class Hub(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 def tree(root: Path) -> list[dict[str, object]]:

@@ -1,4 +1,4 @@
-"""Running `python -m payload.data` as a user does, and making its input."""
+"""Runs `python -m payload.data` as a user does, and makes its input."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def data_command(*args: object) -> list[str]:
-    """The argv of one command."""
+    """Return the argv of one command."""
     return [sys.executable, "-m", "payload.data", *map(str, args)]
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment with the repository importable; `extra` goes on top.
+    """Return this process's environment with the repository importable, updated with `extra`.
 
     A PYTHONPATH in `extra` comes before the repository.
     """
@@ -39,7 +39,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 def run_data(
     *args: object, extra: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run one command to its end."""
+    """Run one command in a new process."""
     return subprocess.run(
         data_command(*args),
         cwd=REPOSITORY,
@@ -52,7 +52,7 @@ def run_data(
 
 
 def run_here(*args: object) -> subprocess.CompletedProcess[str]:
-    """Run one command to its end in this process."""
+    """Run one command in this process."""
     words = [*map(str, args)]
     out, err = StringIO(), StringIO()
     with redirect_stdout(out), redirect_stderr(err):
@@ -61,14 +61,14 @@ def run_here(*args: object) -> subprocess.CompletedProcess[str]:
 
 
 def write_jsonl(path: Path, texts: Sequence[str], *, key: str = "text") -> Path:
-    """One object a line."""
+    """Write one object a line."""
     lines = (json.dumps({key: text}) + "\n" for text in texts)
     path.write_text("".join(lines), encoding="utf-8")
     return path
 
 
 def stdlib_texts(*, min_bytes: int) -> list[str]:
-    """Real text: this Python's own modules, again and again until there is enough."""
+    """Return real text: the modules of this Python, repeated until there is enough."""
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(root.glob("*.py"))
     texts: list[str] = []
@@ -81,7 +81,7 @@ def stdlib_texts(*, min_bytes: int) -> list[str]:
 
 
 def reference_tokens(texts: Sequence[str]) -> npt.NDArray[np.uint16]:
-    """Return the tokens that nanoGPT would write for `texts`, in their order."""
+    """Return the tokens that nanoGPT would write for `texts`, in order."""
     encoding = gpt2_encoding()
     tokens: list[int] = []
     for text in texts:
@@ -90,10 +90,10 @@ def reference_tokens(texts: Sequence[str]) -> npt.NDArray[np.uint16]:
 
 
 def read_bin(path: Path) -> npt.NDArray[np.uint16]:
-    """As nanoGPT's train.py reads it."""
+    """Read a file as nanoGPT's train.py does."""
     return np.array(np.memmap(path, dtype=np.uint16, mode="r"))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder."""
+    """Return the contents of every file of a folder."""
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}

@@ -1,4 +1,4 @@
-"""Bad input ends in one clear line with file and place, or in a counted skip."""
+"""Bad input ends in one clear line with file and position, or in a counted skip."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GOOD = [f"document number {i}" for i in range(20)]
 
 
 def jsonl_with(line: bytes) -> Callable[[Path], list[str]]:
-    """A file whose third line is `line`."""
+    """Return a maker of a file whose third line is `line`."""
 
     def make(folder: Path) -> list[str]:
         lines = write_jsonl(folder / "in.jsonl", GOOD).read_bytes().splitlines(keepends=True)
@@ -122,38 +122,41 @@ def invalid_utf8_column() -> pa.Table:
 
 
 def slowly(*values: object) -> Any:
-    """Return a case of `make test-all`: each Parquet file is read by another process."""
+    """Return a case of `make test-all`: another process reads each parquet file."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 SKIPPABLE = [
     (jsonl_with(b'{"text": "half'), r"in.jsonl line 3: not JSON: "),
-    (jsonl_with(b'{"body": "x"}'), r"line 3: no key 'text'; keys there: 'body'"),
+    (jsonl_with(b'{"body": "x"}'), r"line 3: no key 'text'; its keys: 'body'"),
     (jsonl_with(b'{"text": 7}'), r"line 3: 'text' is int, not text"),
     (jsonl_with(b'["x"]'), r"line 3: not an object but list"),
     (jsonl_with(b'{"text": "caf\xe9"}'), r"line 3: byte 13 of the line (0xe9) is not UTF-8"),
-    (jsonl_with(b"[" * 100_000), r"line 3: JSON nested too deep"),
+    (jsonl_with(b"[" * 100_000), r"line 3: the JSON is nested too deeply"),
     (text_not_utf8, r"in.txt line 2: byte 16 (0xe9) is not UTF-8"),
     (parquet_holding(pa.table({"text": [*GOOD[:4], None, *GOOD]})), r"row 5: no text (null)"),
     slowly(parquet_holding(invalid_utf8_column()), r"row 5: not UTF-8"),
     (broken_parquet, r"in.parquet: not a readable parquet file: "),
     slowly(parquet_with_broken_footer, r"in.parquet: not a readable parquet file: "),
     (text_with_broken_link, r"in.txt: No such file or directory"),
-    (text_with_pipe, r"in.txt: no file that can be read"),
+    (text_with_pipe, r"in.txt: not a regular file"),
     (parquet_with_broken_page, r"in.parquet rows 1001 to 1500: damaged: "),
 ]
 
 FATAL = [
-    (lambda folder: ["--source", "text", "--input", str(folder / "no")], "no such file or folder"),
+    (
+        lambda folder: ["--source", "text", "--input", str(folder / "no")],
+        "does not exist. Check --input",
+    ),
     (lambda folder: ["--source", "text", "--input", str(folder)], "no file matches '*'"),
-    (jsonl_holding(b""), "0 documents; at least 2 are needed"),
-    (jsonl_holding(b"\n\n \n"), "0 documents; at least 2 are needed"),
-    (jsonl_holding(b'{"text": "x"}\n'), "1 document; at least 2 are needed"),
+    (jsonl_holding(b""), "0 documents; training and validation need at least 2"),
+    (jsonl_holding(b"\n\n \n"), "0 documents; training and validation need at least 2"),
+    (jsonl_holding(b'{"text": "x"}\n'), "1 document; training and validation need at least 2"),
     (jsonl_holding(b'{"text": ""}\n' * 3), "all 3 documents of jsonl: "),
     (jsonl_holding(gzip.compress(b"{}" * 9999)[:40], "in.jsonl.gz"), "damaged gzip file"),
-    (jsonl_folder_with_pipe, "in.jsonl: no file that can be read"),
+    (jsonl_folder_with_pipe, "in.jsonl: not a regular file"),
     (jsonl_holding(gzip.compress(b""), "in.jsonl.gz"), "no documents in jsonl: "),
-    (parquet_holding(pa.table({"body": GOOD})), "no column 'text'; columns there: 'body'"),
+    (parquet_holding(pa.table({"body": GOOD})), "no column 'text'; its columns: 'body'"),
     slowly(parquet_holding(pa.table({"text": [1, 2, 3]})), "column 'text' is int64, not text"),
 ]
 
@@ -226,7 +229,7 @@ def test_input_without_documents_stops_even_with_skip_bad(
     assert not (tmp_path / "out").exists()
 
 
-def test_when_all_are_bad_the_number_is_said(
+def test_when_all_documents_are_bad_their_number_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "in.jsonl"
@@ -239,7 +242,7 @@ def test_when_all_are_bad_the_number_is_said(
 def test_a_bad_file_whose_name_is_not_utf8_is_shown(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     args = [*text_with_a_name_that_is_not_utf8(tmp_path / "in"), "--skip-bad", "--quiet"]
-    # Strict, as stdout is in any locale but C.
+    # Strict, like stdout in all locales except C.
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="strict")
     with redirect_stdout(out):
         assert main(["prepare", *args, f"--out={tmp_path / 'out'}"]) == 0
@@ -261,18 +264,24 @@ def test_lone_surrogate_becomes_a_replacement_character(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--source", "stdlib", "--input", "x"], "leave out --input"),
-        (["--source", "hf"], "needs one --input"),
+        (["--source", "stdlib", "--input", "x"], "Leave out --input"),
+        (["--source", "hf"], "needs exactly one --input"),
         (["--source", "text"], "needs --input"),
         (["--source", "openwebtext", "--input", "a", "b"], "at most one --input"),
-        (["--source", "stdlib", "--glob", "*"], "has no use for it"),
-        (["--source", "stdlib", "--revision", "main"], "--revision belongs to --source hf"),
-        (["--source", "parquet", "--input", "a", "--split", "b"], "--split belongs to --source hf"),
-        (["--source", "text", "--input", "a", "--text-column", "b"], "takes whole files"),
-        (["--source", "stdlib", "--text-column", "text"], "takes whole files"),
-        (["--source", "hf", "--input", "tests", "--revision", "main"], "tests is a folder here"),
+        (["--source", "stdlib", "--glob", "*"], "--glob cannot be used with --source stdlib"),
+        (
+            ["--source", "stdlib", "--revision", "main"],
+            "--revision cannot be used with --source stdlib, only",
+        ),
+        (
+            ["--source", "parquet", "--input", "a", "--split", "b"],
+            "--split cannot be used with --source parquet",
+        ),
+        (["--source", "text", "--input", "a", "--text-column", "b"], "which reads whole files"),
+        (["--source", "stdlib", "--text-column", "text"], "which reads whole files"),
+        (["--source", "hf", "--input", "tests", "--revision", "main"], "tests is a local folder"),
         (["--source", "hf", "--input", "a/b/c/d"], "neither a folder nor a dataset's name"),
-        (["--source", "hf", "--input", __file__], "is a file; --source hf takes a folder"),
+        (["--source", "hf", "--input", __file__], "is a file; --source hf needs a folder"),
     ],
 )
 def test_flags_that_do_not_go_together_are_usage_errors(

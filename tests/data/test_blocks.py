@@ -1,4 +1,4 @@
-"""The data order: a bijection, keyed, and the same however the work is shared."""
+"""The data order is a keyed bijection, independent of how the ranks share the work."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_epoch_visits_every_block_once(num_blocks: int, seed: int) -> None
         assert sorted(order.blocks(samples)) == list(range(num_blocks))
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+def test_every_epoch_and_seed_has_a_different_order() -> None:
     samples = np.arange(1000, dtype=np.int64)
     first = BlockOrder(num_blocks=1000, seed=1).blocks(samples)
     assert not np.array_equal(first, BlockOrder(num_blocks=1000, seed=1).blocks(samples + 1000))
@@ -47,25 +47,25 @@ def test_the_order_is_as_spread_out_as_a_random_one() -> None:
     blocks = BlockOrder(num_blocks=10_000, seed=5).blocks(np.arange(10_000, dtype=np.int64))
     neighbours = np.corrcoef(blocks[:-1], blocks[1:])[0, 1]
     position = np.corrcoef(blocks, np.arange(10_000))[0, 1]
-    # Four standard deviations of a random permutation's correlation, 1 / sqrt(n).
+    # Four standard deviations of the correlation of a random permutation, 1 / sqrt(n).
     assert abs(neighbours) < 0.04
     assert abs(position) < 0.04
 
 
-def test_the_order_is_fixed_for_good() -> None:
-    """A release that changes it would silently change what a resumed run trains on."""
+def test_the_order_is_the_same_in_every_release() -> None:
+    """A release that changes the order would silently change the data of a resumed run."""
     blocks = BlockOrder(num_blocks=1000, seed=1337).blocks(np.arange(998, 1004, dtype=np.int64))
     assert blocks.tolist() == [330, 204, 622, 499, 264, 632]
 
 
-def test_samples_may_be_asked_for_in_any_grouping() -> None:
+def test_samples_can_be_requested_in_any_grouping() -> None:
     order = BlockOrder(num_blocks=77, seed=3)
     whole = order.blocks(np.arange(200, dtype=np.int64))
     pieces = [order.blocks(np.array([i], dtype=np.int64))[0] for i in range(200)]
     assert whole.tolist() == pieces
 
 
-def test_every_token_but_the_first_is_predicted_exactly_once(tmp_path: Path) -> None:
+def test_every_token_except_the_first_is_predicted_exactly_once(tmp_path: Path) -> None:
     folder = make_data_folder(tmp_path, num_train_tokens=1003, num_val_tokens=103)
     data = TokenData.open(folder, sequence_length=10)
     assert (data.val.num_full_blocks(), data.val.num_blocks()) == (10, 11)
@@ -81,7 +81,7 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_file(tmp_path: Path) -
     wrong[100] = 60_000
     wrong.tofile(folder / "train.bin")
     meta = load_meta(folder)
-    # As older releases wrote it; with hashes of its ranges the file is damaged.
+    # The format of older releases; with hashes of its ranges the file would be damaged.
     files = {
         name: replace(
             file, sha256=hashlib.sha256((folder / name).read_bytes()).hexdigest(), range_sha256=()
@@ -103,7 +103,7 @@ def test_a_sequence_longer_than_the_text_is_refused(tmp_path: Path) -> None:
 
 
 def _pages_in_memory(blocks: TokenBlocks) -> list[bool]:
-    """Return for each page of the file whether it is in memory, without touching it."""
+    """Return for each page of the file whether it is in memory, without reading it."""
     size = blocks.tokens.nbytes
     found = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
     address = ctypes.c_void_p(blocks.tokens.ctypes.data)
@@ -111,18 +111,18 @@ def _pages_in_memory(blocks: TokenBlocks) -> list[bool]:
     return [bool(page & 1) for page in found]
 
 
-def test_blocks_that_are_expected_come_into_memory(tmp_path: Path) -> None:
+def test_expected_blocks_are_read_into_memory(tmp_path: Path) -> None:
     folder = make_data_folder(tmp_path / "data", num_train_tokens=4_000_000, vocab_size=512)
     with (folder / "train.bin").open("rb") as file:
         os.fsync(file.fileno())
-        # Out of memory; where the folder is in memory itself, they are there whatever one does.
+        # Evicts the pages; on a file system in memory, they always stay.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     train = TokenData.open(folder, sequence_length=mmap.PAGESIZE // 2).train
     train.expect(np.array([600, 1500], dtype=np.int64))
 
     def are_there() -> bool:
         there = _pages_in_memory(train)
-        # Each block is a page, and its last target is on the next one.
+        # Each block is a page, and its last target is on the next page.
         return all(there[page] for page in (600, 601, 1500, 1501))
 
     wait_until(are_there, what="the blocks in memory")

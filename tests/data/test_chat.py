@@ -1,4 +1,4 @@
-"""`prepare --task chat`: formats, the trained tokens, packing, and what is refused."""
+"""`prepare --task chat`: formats, trained tokens, packing, and rejected input."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.chat_data import (
     write_rows,
 )
 
-pytestmark = pytest.mark.processes  # the template is rendered by one
+pytestmark = pytest.mark.processes  # a process renders the template
 
 LENGTH = 128
 ROWS = [{"messages": each} for each in conversations(60, turns=2)]
@@ -66,14 +66,14 @@ def all_blocks(blocks: PackedBlocks) -> np.ndarray[tuple[int], np.dtype[np.int64
 
 
 def samples(folder: Path) -> list[list[tuple[str, bool]]]:
-    """Return every training conversation as text with what is trained."""
+    """Return every training conversation as pieces of text, with whether each is trained."""
     meta = load_meta(folder)
     count = meta.train_documents
     return [read_samples(folder, meta, split="train", number=n)[0].parts for n in range(count)]
 
 
 def expected(messages: Sequence[dict[str, str]]) -> list[tuple[str, bool]]:
-    """Return what `samples` gives for one conversation."""
+    """Return the expected `samples` of one conversation."""
     parts: list[tuple[str, bool]] = []
     held = ""
     for message in messages:
@@ -209,7 +209,7 @@ def test_batches_hold_whole_conversations_and_targets_stay_within_them(folder: P
     assert torch.equal(starts[is_target], next_starts[is_target])
     assert not is_target[:, -1].any()
     assert bool((starts <= places).all()) and bool((starts.diff(dim=1) >= 0).all())
-    # Every block begins with a conversation, and so does every start.
+    # Every block begins with a conversation, so the first start is 0.
     first = tokens.gather(1, starts)
     is_padding = torch.from_numpy(blocks.marks_of(all_blocks(blocks)) & PADDING != 0)
     assert set(first[~is_padding].tolist()) == {0}, "token 0 is <|im_start|>"
@@ -276,7 +276,7 @@ def test_a_long_conversation_is_cut_and_counted(tokenizer: Path, tmp_path: Path)
     assert meta.chat.truncated_tokens > 2 * 300
 
 
-def test_the_answer_to_the_same_command_is_that_nothing_is_to_be_done(
+def test_the_same_command_again_has_nothing_to_do(
     tokenizer: Path, source: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = prepare_words(tokenizer, source, folder, "--json", "--val-fraction", 0.2)
@@ -286,7 +286,7 @@ def test_the_answer_to_the_same_command_is_that_nothing_is_to_be_done(
     assert "made from another source or with other settings" in capsys.readouterr().err
 
 
-def test_text_in_the_place_of_conversations_leaves_no_marks_behind(
+def test_preparing_text_removes_the_marks_of_conversations(
     tokenizer: Path, source: Path, tmp_path: Path
 ) -> None:
     out = prepare(tokenizer, source, tmp_path / "out")
@@ -339,4 +339,4 @@ def test_another_length_than_the_blocks_have_is_refused(folder: Path) -> None:
 
 def test_show_refuses_text(tiny_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(tiny_data)]) == ExitCode.CONFIG
-    assert "was prepared with --task text, and show is for --task chat" in capsys.readouterr().err
+    assert "was prepared with --task text; show needs --task chat" in capsys.readouterr().err

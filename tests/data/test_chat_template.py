@@ -1,4 +1,4 @@
-"""A chat template is a stranger's program: what it costs and what it hides."""
+"""A chat template is an untrusted program, with limits on its cost and its output."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_template_that_does_not_end_is_ended(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(template_process, "CPU_SECONDS", 1)
-    with pytest.raises(DataError, match="it took over 1 s of processor time"):
+    with pytest.raises(DataError, match="it used over 1 s of processor time"):
         template(tmp_path, source).render(MESSAGES, add_generation_prompt=False)
 
 
@@ -94,13 +94,13 @@ def test_after_a_conversation_that_ended_the_process_the_next_one_is_rendered(
     ["part[1:]", "part | trim", "part | upper", "part | reverse", "part ~ part | length"],
 )
 def test_a_template_that_changes_its_marked_part_is_refused(change: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"changes what its \{% generation %\} blocks made"):
+    with pytest.raises(DataError, match=r"changes the text of its \{% generation %\} blocks"):
         template(tmp_path, AROUND.replace("HERE", change)).render_for_training(MESSAGES)
 
 
 def test_a_block_in_a_block_is_refused(tmp_path: Path) -> None:
     nested = MARKED.replace("{{ m.content }}", "{% generation %}a{% endgeneration %}", 1)
-    with pytest.raises(DataError, match="has one in another"):
+    with pytest.raises(DataError, match="or nests them"):
         template(tmp_path, nested).render_for_training(MESSAGES)
 
 
@@ -113,7 +113,7 @@ def test_every_way_of_writing_the_block_marks_the_assistants_part(
     made = template(tmp_path, MARKED.replace("{% generation %}", mark))
     text, spans = made.render_for_training(MESSAGES)
     assert [text[start:end] for start, end in spans] == [" four "]
-    assert "which marks the assistant's part" in made.how_trained()
+    assert "trained text: its {% generation %} blocks" in made.how_trained()
 
 
 def test_a_block_that_is_only_quoted_marks_nothing(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_block_that_is_only_quoted_marks_nothing(tmp_path: Path) -> None:
 def test_a_short_conversation_cannot_become_a_long_text(tmp_path: Path) -> None:
     made = template(tmp_path, "{{ ' ' * (60 * 2 ** 20) }}" + PLAIN)
     with pytest.raises(
-        DataError, match=r"it makes 62,914,\d\d\d characters of a conversation of 30"
+        DataError, match=r"it renders 30 characters of messages to 62,914,\d\d\d characters"
     ):
         made.render_for_training(MESSAGES)
     long = [{"role": "user", "content": "x" * 2**20}]
@@ -134,11 +134,11 @@ def test_a_short_conversation_cannot_become_a_long_text(tmp_path: Path) -> None:
     assert len(eight.render(long, add_generation_prompt=False)) == 2**23
 
 
-def test_rows_are_given_up_where_one_after_the_other_ends_the_process(
+def test_consecutive_rows_that_end_the_process_are_one_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(template_process, "CPU_SECONDS", 1)
-    monkeypatch.setattr(template_process, "MOST_ENDED", 3)
+    monkeypatch.setattr(template_process, "MAX_CONSECUTIVE_ENDS", 3)
     model = make_tokenizer(
         tmp_path / "model", template="{% set n = messages | length + 7 %}{{ n ** (n ** n) }}"
     )
@@ -146,7 +146,7 @@ def test_rows_are_given_up_where_one_after_the_other_ends_the_process(
     words = prepare_words(model, source, tmp_path / "out", "--skip-bad")
     assert main(words) == ExitCode.CONFIG
     message = capsys.readouterr().err
-    assert "of 3 conversations one after the other, each had this: it took over 1 s" in message
+    assert "3 consecutive conversations failed: it used over 1 s" in message
     assert message.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
@@ -159,7 +159,7 @@ def test_the_assistants_part_is_found(source: str, tmp_path: Path) -> None:
     assert parts == (["<assistant> four "] * 2 if source == PLAIN else [" four "] * 2)
 
 
-def test_a_fork_has_a_process_of_its_own(tmp_path: Path) -> None:
+def test_a_fork_starts_a_separate_process(tmp_path: Path) -> None:
     made = template(tmp_path, PLAIN)
     read, write = os.pipe()
     if (child := os.fork()) == 0:

@@ -1,4 +1,4 @@
-"""`prepare --task classify`: labels from two columns, and every invalid input in one line."""
+"""`prepare --task classify`: labels from two columns, and one error line for invalid input."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def prepare(path: Path, out: Path, *more: str, kind: str | None = None) -> int:
 def small_tokenizer(folder: Path, *, prepends: bool, joins: bool) -> Path:
     """Write a tokenizer of a few letters.
 
-    One that `prepends` puts a space before each text, as Llama-2's; others know no spaces. One that
-    `joins` has a token for a colon and a space.
+    With `prepends` it puts a space before each text, like Llama 2's; otherwise it has no spaces.
+    With `joins` it has a token for a colon and a space.
     """
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
@@ -79,7 +79,7 @@ def small_tokenizer(folder: Path, *, prepends: bool, joins: bool) -> Path:
 
 
 def named(folder: Path) -> tuple[tuple[int, ...], ...]:
-    """Tokens of the names of a folder's labels."""
+    """Return the tokens of the label names of a folder."""
     record = load_meta(folder).classify
     assert record is not None
     return record.label_tokens
@@ -90,7 +90,7 @@ def split(folder: Path, name: str, *, sequence_length: int = 64) -> LabelledText
 
 
 def decoded(folder: Path) -> list[tuple[str, str]]:
-    """All texts of a folder with their labels."""
+    """Return all texts of a folder with their labels."""
     meta = load_meta(folder)
     assert meta.classify is not None
     found = []
@@ -141,13 +141,13 @@ def test_a_names_tokens_are_those_that_end_a_text_where_a_tokenizer_begins_it_wi
     tokens, labels = texts.gather(np.arange(texts.num_texts()))
     for row, length, label in zip(tokens.tolist(), texts.lengths, labels, strict=True):
         name = named(out)[label]
-        # Joined to a colon, the space is not the name's, so the name's are those of it alone.
+        # Joined to a colon, the space is not part of the name, so the name is encoded alone.
         assert joins or tuple(row[:length][-len(name) :]) == name
     lengths = {label: len(each) for label, each in zip(("nap", "up"), named(out), strict=True)}
     assert lengths == {"nap": 4, "up": 2 if joins else 1}
 
 
-def test_labels_of_which_a_name_has_no_tokens_have_none(tmp_path: Path) -> None:
+def test_no_label_has_name_tokens_if_a_name_has_no_tokens(tmp_path: Path) -> None:
     tokenizer = small_tokenizer(tmp_path / "tokenizer", prepends=False, joins=False)
     path = write_rows(tmp_path, "csv", [("x up", each) for each in ("up", "?") for _ in range(4)])
     assert prepare(path, tmp_path / "data", "--tokenizer", str(tokenizer)) == 0
@@ -222,7 +222,7 @@ def test_a_value_is_a_label(value: object, label: str | None) -> None:
 
 
 @pytest.mark.parametrize("entries", [["1"], ["=a"], ["1=a", "1=b"], ["1,,2=a"]])
-def test_a_table_that_is_none_is_refused(entries: list[str]) -> None:
+def test_an_invalid_label_map_is_refused(entries: list[str]) -> None:
     with pytest.raises(UsageError, match="--label-map"):
         label_map(entries)
 
@@ -232,19 +232,19 @@ BAD: Mapping[str, tuple[Any, tuple[str, ...], str]] = {
     "missing in validation": (
         [*ROWS, ("text", "rare")],
         (),
-        "label 'rare' has a single text, which validation would lack.",
+        "label 'rare' has only one text, which leaves none for validation.",
     ),
-    "no label": ([*ROWS, ("text", "")], (), "'label' is '': no name or number"),
+    "no label": ([*ROWS, ("text", "")], (), "'label' is '', not a name or number"),
     "empty text": ([*ROWS, ("", "up")], (), "'text' is empty"),
     "no such label column": (
         ROWS,
         ("--label-column", "stars"),
-        "no column 'stars'; columns there:",
+        "no column 'stars'; its columns:",
     ),
-    "no such text column": (ROWS, ("--text-column", "body"), "no column 'body'; columns there:"),
+    "no such text column": (ROWS, ("--text-column", "body"), "no column 'body'; its columns:"),
     "not in the table": (ROWS, ("--label-map", "up=1"), "label 'down' is not in --label-map"),
-    "all left out": (ROWS, ("--label-map", "up=", "down="), "no text with a label"),
-    "no rows": ([], (), "it has no rows"),
+    "all left out": (ROWS, ("--label-map", "up=", "down="), "no labelled text"),
+    "no rows": ([], (), ": no rows. Add some"),
 }
 
 
@@ -267,7 +267,7 @@ def test_an_invalid_input_ends_in_one_line(
         ('text,label\na,"up\n', "rows.csv line 2: not CSV in UTF-8"),
         ("text,label\na\n", "rows.csv line 2: 1 fields, but 2 columns"),
         ("text,text\na,b\n", "line 1"),
-        ("", "it has no rows"),
+        ("", ": no rows. Add some"),
     ],
 )
 def test_a_broken_csv_is_refused_in_one_line(
@@ -285,7 +285,7 @@ def test_flags_of_classification_belong_to_it(
 ) -> None:
     path = write_rows(tmp_path, "csv")
     assert prepare(path, tmp_path / "data", "--packing", "none") == 2
-    assert "--packing belongs to --task chat" in capsys.readouterr().err
+    assert "--packing is only for --task chat" in capsys.readouterr().err
     assert prepare(path, tmp_path / "data", "--text-column", "label") == 2
     assert prepare(path, tmp_path / "data", kind="text") == 2
 
@@ -303,7 +303,9 @@ def test_examples_that_are_not_meta_jsons_are_refused(tmp_path: Path) -> None:
     content = bytearray(examples.read_bytes())
     content[8] ^= 1
     examples.write_bytes(content)
-    with pytest.raises(DataError, match=r"train\.examples\.bin: its content is not what meta"):
+    with pytest.raises(
+        DataError, match=r"train\.examples\.bin: its SHA-256 differs from the one in meta"
+    ):
         split(tmp_path / "data", "train.bin")
 
 

@@ -1,4 +1,4 @@
-"""`prepare --task chat` and `--task preference`: what holds for both, and what both refuse."""
+"""Common behaviour and common errors of `prepare --task chat` and `--task preference`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.chat_data import (
 )
 from tests.support.preference_data import pairs
 
-pytestmark = pytest.mark.processes  # some render a template, which a process does
+pytestmark = pytest.mark.processes  # a process renders the template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +41,11 @@ class Task:
     rows: list[dict[str, Any]]
     length: int
     samples: str
-    """The word of `show` for them."""
+    """Name of its samples in the output of `show`."""
     other: TaskKind
-    """A task that its data does not suit."""
+    """A task that cannot use its data."""
     wrong_length: str
-    """The error for data that is read at another length."""
+    """Error for data that is read with another length."""
 
     def opened(self, folder: Path) -> PackedBlocks | Pairs:
         """Open the training data."""
@@ -73,7 +73,7 @@ TASKS = {"chat": CHAT, "preference": PREFERENCE}
 
 
 def task_name(value: object) -> str | None:
-    """Return a task's part of a test's id."""
+    """Return the name of a task for a test's id."""
     return value.name if isinstance(value, Task) else None
 
 
@@ -87,7 +87,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
-    """A data folder of each task; its source is `in.jsonl` beside it."""
+    """A data folder of each task; its source is `in.jsonl` next to it."""
     made = {}
     for name, task in TASKS.items():
         place = tmp_path_factory.mktemp(name)
@@ -103,7 +103,7 @@ def error_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @each_task
-def test_a_dry_run_tells_the_size_and_writes_nothing(
+def test_a_dry_run_shows_the_size_and_writes_nothing(
     task: Task,
     tokenizer: Path,
     folders: Mapping[str, Path],
@@ -162,7 +162,11 @@ def test_damage_is_found_when_it_is_read(
     damaged[place] ^= 1
     (copy / name).write_bytes(damaged)
     escaped = name.replace(".", r"\.")
-    problem = rf"{escaped}: bytes 0 to .* The file is damaged" if task is CHAT else escaped
+    problem = (
+        rf"{escaped}: the hash of bytes 0 to .* differs .* The file is damaged"
+        if task is CHAT
+        else escaped
+    )
     with pytest.raises(DataError, match=problem):
         task.opened(copy).gather(np.arange(1, dtype=np.int64))
 
@@ -198,38 +202,38 @@ BAD_CONVERSATIONS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0]: unknown role 'robot'"),
     ({"messages": []}, "not a list of messages"),
     ({"messages": "hello"}, "messages is 'hello', not a list of messages"),
-    ({"messages": [{"role": "user"}]}, "A message has 'role' and 'content'"),
+    ({"messages": [{"role": "user"}]}, "A message needs the keys 'role' and 'content'"),
     ({"messages": [{"role": "user", "content": None}]}, "content is None, not text"),
     ({"conversations": [{"from": "pope", "value": "a"}]}, "unknown role 'pope'"),
     ({"prompt": "a", "completion": 7}, "completion is 7, not a list of messages"),
     ({"instruction": None, "output": "a"}, "instruction is None, not text"),
-    ({"text": "a"}, "no conversation among the columns 'text'. Known: messages"),
+    ({"text": "a"}, "no conversation in the columns 'text'. Formats: messages"),
     ({"messages": [{"role": "assistant", "content": "a"}]}, "the template"),
 ]
 BAD_PAIRS: list[tuple[dict[str, Any], str]] = [
-    ({"prompt": "a", "rejected": "b"}, "no chosen among the columns 'prompt', 'rejected'. Known:"),
-    ({"prompt": "a", "chosen": "b"}, "no rejected among the columns"),
-    ({"prompt": "a", "chosen": None, "rejected": "b"}, "no chosen among the columns"),
-    ({"question": "a", "good": "b"}, "no chosen and no rejected among the columns 'question'"),
+    ({"prompt": "a", "rejected": "b"}, "no chosen in the columns 'prompt', 'rejected'. Formats:"),
+    ({"prompt": "a", "chosen": "b"}, "no rejected in the columns"),
+    ({"prompt": "a", "chosen": None, "rejected": "b"}, "no chosen in the columns"),
+    ({"question": "a", "good": "b"}, "no chosen and no rejected in the columns 'question'"),
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
-    ({"chosen": "b", "rejected": "c"}, "texts, and there is no prompt"),
+    ({"chosen": "b", "rejected": "c"}, "plain texts without a prompt"),
     ({"prompt": 7, "chosen": "b", "rejected": "c"}, "prompt is 7, not a list of messages"),
     ({"prompt": "a", "chosen": [], "rejected": "c"}, "chosen is [], not a list of messages"),
     (
         {"chosen": [ASK, ANSWER], "rejected": [{**ASK, "content": "b"}, ANSWER]},
-        "do not begin with the same prompt",
+        "do not begin with the same message",
     ),
     (
         {"chosen": [ASK, ANSWER], "rejected": [ASK]},
-        "rejected has nothing behind the prompt. Add the assistant's answer",
+        "rejected has nothing after the prompt. Add the assistant's answer",
     ),
     (
         {"chosen": [ASK, ANSWER], "rejected": [ASK, ASK]},
-        "rejected has a message of role 'user' behind the prompt",
+        "rejected has a message of role 'user' after the prompt",
     ),
     (
         {"prompt": "a", "chosen": [ASK, ANSWER], "rejected": "c"},
-        "chosen begins with a message of role 'user' that is not the prompt's",
+        "chosen begins with a message of role 'user' that the prompt does not have",
     ),
     (
         {"prompt": "a", "chosen": [{"role": "robot", "content": "b"}], "rejected": "c"},
@@ -237,7 +241,7 @@ BAD_PAIRS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"prompt": "add " * 200, "chosen": "b", "rejected": "c"},
-        "which leaves none of --sequence-length 64 for the answer",
+        "which leaves no room for the answer in --sequence-length 64",
     ),
     (
         {"prompt": "a", "chosen": "red " * 80 + "a", "rejected": "red " * 80 + "b"},
@@ -248,7 +252,7 @@ BAD_PAIRS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.fixture(scope="module")
 def strict_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One whose template refuses a conversation that does not begin with the user."""
+    """A tokenizer whose template rejects a conversation that does not begin with the user."""
     strict = PLAIN_TEMPLATE.replace(
         "{% for",
         "{% if messages[0]['role'] == 'assistant' or not messages %}"
@@ -280,7 +284,7 @@ def test_a_bad_row_is_one_line_or_a_counted_skip(
     assert main(words) == ExitCode.CONFIG
     line = error_line(capsys)
     assert line.startswith(f"error: {source} line 5: ") and complaint in line
-    assert "or leave such rows out with --skip-bad." in line
+    assert "or skip such rows with --skip-bad." in line
     assert not (tmp_path / "out").exists()
     assert main([*words, "--skip-bad"]) == ExitCode.OK
     meta = load_meta(tmp_path / "out")
@@ -291,7 +295,7 @@ def test_a_bad_row_is_one_line_or_a_counted_skip(
 REWRITING = PLAIN_TEMPLATE.replace(
     "message['content']", "(message['content'] if loop.last else 'x')"
 )
-"""It leaves earlier answers out once there are others."""
+"""It omits earlier answers when later messages follow."""
 EMPTY_ANSWERS = MARKED_TEMPLATE.replace("message['content'] + '<|im_end|>' + '\n'", "'' + ''", 1)
 NO_MARKS = (
     "{% for m in messages %}{% if false %}{% generation %}{% endgeneration %}{% endif %}"
@@ -302,12 +306,12 @@ NO_MARKS = (
 @pytest.mark.parametrize(
     ("task", "template", "complaint"),
     [
-        (CHAT, REWRITING, "renders message 2 of 4 otherwise when others follow"),
-        (CHAT, EMPTY_ANSWERS, "no conversation with a token to train on"),
-        (PREFERENCE, NO_MARKS, "all tokens are masked"),
+        (CHAT, REWRITING, "renders message 2 of 4 differently when more messages follow"),
+        (CHAT, EMPTY_ANSWERS, "no conversation with trained tokens"),
+        (PREFERENCE, NO_MARKS, "the template renders no text of the assistant"),
         *((task, None, "the model has no chat template") for task in TASKS.values()),
-        (CHAT, "{% for x in %}", "is no template"),
-        (PREFERENCE, "{{ messages", "is no template"),
+        (CHAT, "{% for x in %}", "is not a valid template"),
+        (PREFERENCE, "{{ messages", "is not a valid template"),
     ],
     ids=task_name,
 )
@@ -336,7 +340,11 @@ def test_a_template_that_cannot_be_used_is_one_line(
             "prompt,completion\na,b\nc\n",
             "line 3: 1 fields, but 2 columns (prompt, completion)",
         ),
-        (CHAT, "prompt,completion\na,b\n", "the source has 1 document; at least 2 are needed"),
+        (
+            CHAT,
+            "prompt,completion\na,b\n",
+            "the source has 1 document; training and validation need at least 2",
+        ),
         (PREFERENCE, 'prompt,chosen,rejected\n"a,b,c\n', "line 2: not CSV in UTF-8"),
         (
             PREFERENCE,
@@ -346,9 +354,13 @@ def test_a_template_that_cannot_be_used_is_one_line(
         (
             PREFERENCE,
             "prompt,chosen\na,b\n",
-            "line 2: no rejected among the columns 'prompt', 'chosen'",
+            "line 2: no rejected in the columns 'prompt', 'chosen'",
         ),
-        (PREFERENCE, "prompt,chosen,rejected\na,b,c\n", "the source has 1 document; at least 2"),
+        (
+            PREFERENCE,
+            "prompt,chosen,rejected\na,b,c\n",
+            "the source has 1 document; training and val",
+        ),
     ],
     ids=task_name,
 )
@@ -371,11 +383,11 @@ def test_a_source_that_cannot_be_used_is_one_line(
 @pytest.mark.parametrize(
     ("task", "flags", "code", "complaint"),
     [
-        ("text", ["--packing", "none"], 2, "--packing belongs to --task chat, not text"),
-        ("preference", ["--packing", "none"], 2, "--packing belongs to --task chat, not prefer"),
-        ("chat", ["--text-column", "x"], 2, "--text-column is for --task text"),
-        ("preference", ["--text-column", "prompt"], 2, "is for --task text and classify"),
-        ("preference", ["--label-column", "x"], 2, "--label-column belongs to --task classify"),
+        ("text", ["--packing", "none"], 2, "--packing is only for --task chat, not text"),
+        ("preference", ["--packing", "none"], 2, "--packing is only for --task chat, not prefer"),
+        ("chat", ["--text-column", "x"], 2, "--text-column is not used by --task chat"),
+        ("preference", ["--text-column", "prompt"], 2, "is not used by --task preference"),
+        ("preference", ["--label-column", "x"], 2, "--label-column is only for --task classify"),
         ("chat", ["--chat-template", "none.jinja"], 10, "cannot be read"),
         ("chat", ["--tokenizer", "gpt2"], 10, "GPT-2 has no chat template"),
     ],

@@ -1,4 +1,4 @@
-"""Every token that a tokenizer's files declare is that token in tokenizer.json, or is refused."""
+"""Every token that a tokenizer's files declare is the same token in tokenizer.json, or an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NEW = "<new>"
 REFUSED: dict[str, tuple[Files, str]] = {
     "added_tokens.json": (
         {"added_tokens.json": {_NEW: 300}},
-        r"added_tokens\.json has '<new>' as token 300, .* no added token: its text becomes \[",
+        r"added_tokens\.json has '<new>' as token 300, .* not an added token: its text becomes \[",
     ),
     "a list": (
         {"tokenizer_config.json": {"additional_special_tokens": [START, _NEW]}},
@@ -53,19 +53,19 @@ REFUSED: dict[str, tuple[Files, str]] = {
     ),
     "another number": (
         {"added_tokens.json": {START: 7}},
-        "has '<|im_start|>' as token 7, and in tokenizer.json it is token 0",
+        "has '<|im_start|>' as token 7, but in tokenizer.json it is token 0",
     ),
     "another number in the decoder": (
         {"tokenizer_config.json": {"added_tokens_decoder": {"1": _OBJECT}}},
-        "has '<|im_start|>' as token 1, and in tokenizer.json it is token 0",
+        "has '<|im_start|>' as token 1, but in tokenizer.json it is token 0",
     ),
     "another flag": (
         {"tokenizer_config.json": {"added_tokens_decoder": {"0": {**_OBJECT, "lstrip": True}}}},
-        "with lstrip = True, and in tokenizer.json it is False",
+        "with lstrip = True, but in tokenizer.json it is False",
     ),
 }
 ORDINARY: dict[str, Files] = {
-    # As in the folders of Qwen2: each file has all of them.
+    # As in the folders of Qwen2: each file has all tokens.
     "Qwen2": {
         "added_tokens.json": {START: 0, END: 1},
         "special_tokens_map.json": {"additional_special_tokens": [START, END], "eos_token": END},
@@ -75,12 +75,12 @@ ORDINARY: dict[str, Files] = {
             **{"bos_token": None, "unk_token": None, "add_bos_token": False, "errors": "replace"},
         },
     },
-    # As in those of Llama: objects in the map, no added_tokens.json.
+    # As in the folders of Llama: objects in the map, no added_tokens.json.
     "Llama": {
         "special_tokens_map.json": {"bos_token": {"content": START, **_FLAGS}},
         "tokenizer_config.json": {"bos_token": START, "legacy": False, "add_bos_token": True},
     },
-    # transformers reads neither where tokenizer_config.json has added_tokens_decoder.
+    # transformers ignores both files if tokenizer_config.json has added_tokens_decoder.
     "files of before": {
         "added_tokens.json": {_NEW: 300},
         "special_tokens_map.json": {"unk_token": _NEW},
@@ -126,7 +126,7 @@ def test_files_that_agree_give_transformers_tokens(case: str, folder: Path) -> N
     assert tokenizer.encode_one(text.encode()).tolist() == transformers_tokens(folder, text)
 
 
-def test_what_is_refused_is_other_tokens_in_transformers_and_its_own_command_repairs_it(
+def test_refused_files_give_other_tokens_in_transformers_and_the_fix_repairs_them(
     folder: Path,
 ) -> None:
     from transformers import AutoTokenizer

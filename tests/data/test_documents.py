@@ -8,7 +8,7 @@ import random
 import pytest
 
 from payload.data.sources import documents
-from payload.data.sources.documents import cut_at, read_pieces
+from payload.data.sources.documents import last_safe_cut, read_pieces
 from payload.data.tokenizers.gpt2 import gpt2_encoding
 
 SPACES = [" ", "  ", "\n", "\n\n ", "\t", "\u00a0", "\u3000 ", " \u2028", "\r\n"]
@@ -24,7 +24,7 @@ def test_pieces_have_the_tokens_of_the_whole(seed: int) -> None:
     encoding = gpt2_encoding()
     tokens: list[int] = []
     while len(data) > 100:
-        place = cut_at(data[: chosen.randint(90, len(data))])
+        place = last_safe_cut(data[: chosen.randint(90, len(data))])
         if place is None:
             break
         tokens += encoding.encode_ordinary(data[:place].decode())
@@ -34,8 +34,8 @@ def test_pieces_have_the_tokens_of_the_whole(seed: int) -> None:
 
 
 def test_text_without_white_space_has_no_place_to_cut() -> None:
-    assert cut_at(b"x" * 1000) is None
-    assert cut_at(b" x") is None
+    assert last_safe_cut(b"x" * 1000) is None
+    assert last_safe_cut(b" x") is None
 
 
 def test_unbroken_text_is_cut_between_characters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""gigatoken against tiktoken, and what happens when they differ."""
+"""gigatoken compared with tiktoken, and the fallback if they differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from payload.data.tokenizers.gpt2 import (
     Gpt2Fast,
     gpt2_encoding,
     gpt2_tokenizer,
-    is_unsettled,
+    may_differ,
 )
 from payload.data.writing import encode
 from payload.data.writing.encode import (
@@ -50,7 +50,7 @@ def test_special_token_text_is_ordinary_text() -> None:
     assert encoded.tokens.tolist() == gpt2_encoding().encode_ordinary(text)
 
 
-def test_documents_with_characters_that_they_see_differently_go_to_tiktoken() -> None:
+def test_documents_with_characters_that_may_differ_go_to_tiktoken() -> None:
     odd = f"{UNICODE_17_LETTER}\u8b9b"
     texts = ["before", odd, "after"]
     encoded = fast_encoder().encode([text.encode() for text in texts])
@@ -60,9 +60,9 @@ def test_documents_with_characters_that_they_see_differently_go_to_tiktoken() ->
 
 
 @pytest.mark.slow
-def test_every_other_code_point_is_seen_alike(tmp_path: Path) -> None:
-    # With these ranks, a letter, digit or sign joined to the character behind it shows as one token
-    # of both, so equal tokens mean that the character is of the same class.
+def test_both_encoders_agree_on_every_other_code_point(tmp_path: Path) -> None:
+    # With these ranks, a letter, digit or sign joined to the next character is one token of both.
+    # So equal tokens mean that the character is in the same class.
     ranks = {bytes([byte]): byte for byte in range(256)}
     for before in b"a1!":
         for byte in range(256):
@@ -72,7 +72,7 @@ def test_every_other_code_point_is_seen_alike(tmp_path: Path) -> None:
     exact = tiktoken.Encoding("probe", pat_str=_PATTERN, mergeable_ranks=ranks, special_tokens={})
     fast = gigatoken.Tokenizer.from_tiktoken(path, pretokenizer="gpt2", special_tokens={})
     characters = [chr(c) for c in range(0x110000) if not 0xD800 <= c <= 0xDFFF]
-    settled = [c for c in characters if not is_unsettled(c.encode())]
+    settled = [c for c in characters if not may_differ(c.encode())]
     assert 6_000 > len(characters) - len(settled) > 0
     probes = [f"a{c}\n1{c}\n!{c}\n" for c in settled]
     for start in range(0, len(probes), 4096):
@@ -81,10 +81,10 @@ def test_every_other_code_point_is_seen_alike(tmp_path: Path) -> None:
         assert same, f"between U+{ord(settled[start]):04X} and the next 4096"
 
 
-def test_memory_is_given_back_by_a_new_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_tokenizer_frees_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = fast_encoder()
     before = encoder._tokenizer
-    monkeypatch.setattr(encode, "_RENEW_AT_MOST_EVERY_BYTES", 10)
+    monkeypatch.setattr(encode, "_MIN_RENEWAL_BYTES", 10)
     monkeypatch.setattr(encode, "_GROWTH_BYTES", 10**15)
     encoder.encode([b"some text, longer than that"])
     assert encoder._tokenizer is before
@@ -111,7 +111,7 @@ class _Layout:
 
 
 class _WrongOnZebra:
-    """A tokenizer that is right about everything but one word."""
+    """A tokenizer that encodes only the text "zebra" incorrectly."""
 
     @classmethod
     def from_tiktoken(cls, path: Path, **_: object) -> _WrongOnZebra:
@@ -128,7 +128,7 @@ def test_a_wrong_token_in_a_sample_is_noticed() -> None:
     encoder = fast_encoder(_WrongOnZebra)
     encoder.check_sample([b"a horse"], encoder.encode([b"a horse"]))
     wrong = encoder.encode([b"a zebra"])
-    with pytest.raises(EncoderMismatchError, match="other tokens for b'a zebra'"):
+    with pytest.raises(EncoderMismatchError, match="different tokens for b'a zebra'"):
         encoder.check_sample([b"a zebra"], wrong)
 
 
@@ -138,6 +138,6 @@ def test_an_encoder_that_fails_the_first_check_is_not_used(
     monkeypatch.setattr(gigatoken, "Tokenizer", _WrongOnZebra)
     monkeypatch.setattr(encode, "NASTY", ("a zebra",))
     said: list[str] = []
-    chosen = choose_encoder(gpt2_tokenizer(), seed=0, say=said.append)
+    chosen = choose_encoder(gpt2_tokenizer(), seed=0, log=said.append)
     assert isinstance(chosen, ReferenceEncoder)
-    assert said == ["tokenizer: tiktoken; gigatoken differs from it in a check: other tokens"]
+    assert said == ["tokenizer: tiktoken; gigatoken failed a comparison with it: different tokens"]

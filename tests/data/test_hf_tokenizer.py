@@ -1,4 +1,4 @@
-"""prepare --tokenizer: any tokenizer.json, with gigatoken where it gives the same tokens."""
+"""prepare --tokenizer with any tokenizer.json, and gigatoken if its tokens are the same."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def trained_tokenizer(kind: str, *, bos: bool) -> str:
 
 
 def write_tokenizer(folder: Path, *, kind: str = "gpt2", bos: bool = False) -> Path:
-    """A small tokenizer trained on real text, in the Hugging Face layout."""
+    """Write a small tokenizer trained on real text, in the Hugging Face layout."""
     folder.mkdir(parents=True)
     (folder / "tokenizer.json").write_text(trained_tokenizer(kind, bos=bos), encoding="utf-8")
     config = {
@@ -69,7 +69,7 @@ def write_tokenizer(folder: Path, *, kind: str = "gpt2", bos: bool = False) -> P
     return folder
 
 
-@pytest.mark.processes  # of the kept model, where the cache is empty
+@pytest.mark.processes  # one makes the cached model, if the cache is empty
 def test_prepare_gives_transformers_own_tokens_of_real_text(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -102,7 +102,7 @@ def test_gigatoken_gives_the_tokens_of_tokenizers(tmp_path: Path, kind: str) -> 
     tokenizer = load_tokenizer(str(write_tokenizer(tmp_path / kind, kind=kind)))
     texts = [t.encode() for t in (*NASTY, *stdlib_texts(min_bytes=1)[::8], "½½  ½1 x", "</s>a")]
 
-    encoder = choose_encoder(tokenizer, seed=0, say=lambda note: None)
+    encoder = choose_encoder(tokenizer, seed=0, log=lambda note: None)
     found, exact = encoder.encode(texts), ReferenceEncoder(tokenizer).encode(texts)
 
     assert isinstance(encoder, GigatokenEncoder)
@@ -124,7 +124,7 @@ def test_the_last_of_many_added_tokens_is_compared_too(tmp_path: Path, flag: str
     tokenizer = load_tokenizer(str(folder))
     text = b"a food is  foo in food. (foo)"
 
-    encoder = choose_encoder(tokenizer, seed=0, say=lambda note: None)
+    encoder = choose_encoder(tokenizer, seed=0, log=lambda note: None)
 
     assert encoder.encode([text]).tokens.tolist() == tokenizer.encode_one(text).tolist()
 
@@ -134,7 +134,7 @@ def test_a_tokenizer_that_gives_other_tokens_each_time_is_refused(tmp_path: Path
     raw = json.loads((folder / "tokenizer.json").read_text())
     raw["model"]["dropout"] = 0.5
     (folder / "tokenizer.json").write_text(json.dumps(raw))
-    with pytest.raises(DataError, match=r"model\.dropout = 0\.5: it gives a text other tokens"):
+    with pytest.raises(DataError, match=r"model\.dropout = 0\.5 makes tokens random"):
         load_tokenizer(str(folder))
     raw["model"]["dropout"] = 0.0
     (folder / "tokenizer.json").write_text(json.dumps(raw))
@@ -148,7 +148,7 @@ def added(number: int) -> dict[str, Any]:
 
 
 def failing(folder: Path) -> Path:
-    """Write a tokenizer that raises on unknown words, and whose decoder panics."""
+    """Write a tokenizer that raises for unknown words, and whose decoder panics."""
     folder.mkdir()
     vocabulary = {"a b": 0, "</s>": 1, "a": 2}
     model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<gone>"}
@@ -168,7 +168,7 @@ def test_a_tokenizer_that_fails_on_a_text_is_one_line(tmp_path: Path) -> None:
     calls: list[Any] = [
         lambda: tokenizer.encode_one(b"zebra"),
         lambda: tokenizer.encodings(["zebra"]),
-        lambda: tokenizer.decode([2]),  # PanicException, which is no Exception
+        lambda: tokenizer.decode([2]),  # PanicException, not a subclass of Exception
     ]
     for call in calls:
         with pytest.raises(DataError, match="it fails on a text: ") as caught:
@@ -191,15 +191,17 @@ def test_prepare_with_a_tokenizer_that_fails_ends_in_one_line(tmp_path: Path, ta
     assert "it fails on a text: " in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_tokenizer_that_gigatoken_does_not_know_goes_through_tokenizers(tmp_path: Path) -> None:
+def test_a_tokenizer_that_gigatoken_does_not_support_goes_through_tokenizers(
+    tmp_path: Path,
+) -> None:
     tokenizer = load_tokenizer(str(write_tokenizer(tmp_path / "own", kind="own")))
     said: list[str] = []
 
-    encoder = choose_encoder(tokenizer, seed=0, say=said.append)
+    encoder = choose_encoder(tokenizer, seed=0, log=said.append)
 
     assert isinstance(encoder, ReferenceEncoder)
     assert said[0].startswith(
-        "tokenizer: tokenizers; the faster gigatoken cannot be used for this one: Unknown"
+        "tokenizer: tokenizers; the faster gigatoken cannot be used for this tokenizer: Unknown"
     )
 
 
@@ -293,7 +295,7 @@ def test_a_damaged_tokenizer_of_the_data_is_noticed(tmp_path: Path) -> None:
         ("tokenizer.json", b'{"model": {"type": "Martian"}}', "cannot be loaded"),
         ("tokenizer.json", b"[" * 100_000, "nested too deeply"),
         ("tokenizer.json", None, "but no tokenizer.json. Make it with"),
-        ("tokenizer_config.json", None, "names an eos_token"),
+        ("tokenizer_config.json", None, "no eos_token, which ends every document"),
         ("tokenizer_config.json", b"7", "expected an object, got 7"),
         ("tokenizer_config.json", b'{"eos_token": "<gone>"}', "'<gone>' is not in tokenizer.json"),
         ("tokenizer_config.json", b'{"eos_token_id": -1}', "eos_token_id = -1 is not in"),
@@ -333,7 +335,7 @@ def test_a_link_out_of_the_folder_is_refused_and_one_of_the_hubs_cache_is_not(
 
 
 def small_tokenizer(tmp_path: Path) -> Path:
-    """A vocabulary of one word, made without training."""
+    """Write a vocabulary with a single word, made without training."""
     folder = tmp_path / "small"
     folder.mkdir()
     model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "</s>": 2}, "merges": []}
@@ -344,12 +346,12 @@ def small_tokenizer(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["./gone", "/nowhere/at/all", "no such name"])
-def test_a_name_that_stands_for_nothing_is_one_line(tmp_path: Path, name: str) -> None:
+def test_an_unknown_tokenizer_name_is_one_line(tmp_path: Path, name: str) -> None:
     done = run_here("prepare", "--source", "stdlib", "--tokenizer", name, "--out", tmp_path / "o")
 
     assert done.returncode == 10
     assert done.stderr.count("\n") == 1
-    assert "there is no such folder" in done.stderr
+    assert "the folder does not exist" in done.stderr
     assert not (tmp_path / "o").exists()
 
 
@@ -361,5 +363,5 @@ def test_a_file_of_the_user_is_never_replaced(tmp_path: Path) -> None:
     done = run_here("prepare", "--source", "stdlib", "--tokenizer", folder, "--out", out)
 
     assert done.returncode == 10
-    assert "no earlier run wrote it" in done.stderr
+    assert "a different tokenizer file that no earlier run wrote" in done.stderr
     assert contents(out) == {"tokenizer.json": b"mine"}

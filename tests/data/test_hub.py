@@ -1,4 +1,4 @@
-"""`hf` and `openwebtext`: local folders, and a hub that answers on a local port."""
+"""`hf` and `openwebtext`: local folders, and a fake hub on a local port."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.data.running import read_bin, reference_tokens, run_here
 
 pytestmark = pytest.mark.processes
 
-Asked = tuple[Path, dict[str, subprocess.CompletedProcess[str]]]
+HubCommands = tuple[Path, dict[str, subprocess.CompletedProcess[str]]]
 
 TEXTS = [f"Document {i}: caf\u00e9 {'word ' * (i % 40)}" for i in range(3000)]
 
 
 def write_dataset(root: Path, texts: Sequence[str], *, files: int = 3) -> Path:
-    """Parquet files as the hub has them, with another column."""
+    """Write parquet files as on the hub, with another column."""
     folder = root / "plain_text"
     folder.mkdir(parents=True)
     size = -(-len(texts) // files)
@@ -84,7 +84,7 @@ def test_folder_that_datasets_saved_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
-def test_reading_goes_on_at_any_cursor(
+def test_reading_resumes_at_any_cursor(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("payload.data.sources.documents.BATCH_BYTES", 100_000)
@@ -111,10 +111,10 @@ def test_reading_goes_on_at_any_cursor(
 
 @contextmanager
 def hub_at(endpoint: str, *, home: Path) -> Iterator[None]:
-    """Have the hub's client ask this address, with an empty cache of its own.
+    """Point the hub's client at this address, with a new empty cache.
 
-    It takes both from the environment when it is imported, as `datasets` does. The environment is
-    for the process that reads parquet files.
+    The client and `datasets` read both from the environment when they are imported. The environment
+    is for the process that reads parquet files.
     """
     places = {
         "HF_HOME": str(home),
@@ -144,8 +144,8 @@ def hub_at(endpoint: str, *, home: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Asked:
-    """Commands with a hub on a local port, then some without any; all write below one folder."""
+def hub_commands(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> HubCommands:
+    """Commands with a hub on a local port, then some without a hub; all write below one folder."""
     root = tmp_path_factory.mktemp("asked")
     words = ["prepare", "--source", "hf", "--input", OPENWEBTEXT, "--out", root / "out"]
     other = ["prepare", "--source", "hf", "--input", "no/such", "--out", root / "b"]
@@ -158,7 +158,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Asked:
             "named": run_here(*words),
             "missing": run_here(*other),
         }
-        # A cloned project has folders of the names, with texts of its own.
+        # A cloned project has folders with these names that contain other texts.
         for name in (OPENWEBTEXT, "a/b"):
             (root / "clone" / name).mkdir(parents=True)
             (root / "clone" / name / "train.jsonl").write_text('{"text": "planted"}\n' * 300)
@@ -175,8 +175,8 @@ def asked(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> Asked:
     return root, done
 
 
-def test_the_hub_is_asked_for_parquet_at_a_fixed_commit(asked: Asked) -> None:
-    root, done = asked
+def test_parquet_is_requested_at_a_fixed_commit(hub_commands: HubCommands) -> None:
+    root, done = hub_commands
     assert done["named"].returncode == 0, done["named"].stderr
     meta = load_meta(root / "out")
     assert meta.revision == COMMIT
@@ -184,23 +184,23 @@ def test_the_hub_is_asked_for_parquet_at_a_fixed_commit(asked: Asked) -> None:
     assert all_tokens(root / "out") == sorted(reference_tokens(TEXTS).tolist())
     assert done["missing"].returncode == 10
     assert "has no public dataset no/such. Check the name" in done["missing"].stderr
-    # What was made once needs no hub to be found ready.
+    # A finished folder is found ready without a hub.
     assert done["ready"].returncode == 0, done["ready"].stderr
     assert "nothing to do" in done["ready"].stderr
 
 
-def test_openwebtext_is_pinned(asked: Asked) -> None:
+def test_openwebtext_is_pinned(hub_commands: HubCommands) -> None:
     source = build_source(SourceRequest(kind="openwebtext"))
     assert source.identity()[-2:] == [OPENWEBTEXT, OPENWEBTEXT_REVISION]
-    root, done = asked
+    root, done = hub_commands
     assert done["pinned"].returncode == 0, done["pinned"].stderr
     meta = load_meta(root / "pinned")
     assert meta.revision == OPENWEBTEXT_REVISION
     assert meta.train_documents + meta.val_documents == len(TEXTS), "not the clone's folder"
 
 
-def test_no_folder_here_is_taken_for_a_dataset_of_the_hub(asked: Asked) -> None:
-    root, done = asked
+def test_a_local_folder_never_replaces_a_dataset_of_the_hub(hub_commands: HubCommands) -> None:
+    root, done = hub_commands
     assert done["ambiguous"].returncode == ExitCode.USAGE
     assert done["ambiguous"].stderr == (
         "error: --input = 'a/b' is ambiguous: a local folder, and possibly a hub dataset. Use "
@@ -211,8 +211,8 @@ def test_no_folder_here_is_taken_for_a_dataset_of_the_hub(asked: Asked) -> None:
     assert (meta.source, meta.revision) == ("hf: folder ./a/b, split train", None)
 
 
-def test_unreachable_hub_is_one_clear_line(asked: Asked) -> None:
-    result = asked[1]["unreachable"]
+def test_unreachable_hub_is_one_clear_line(hub_commands: HubCommands) -> None:
+    result = hub_commands[1]["unreachable"]
     assert result.returncode == 10
     assert result.stderr.startswith("error: the Hugging Face hub cannot be reached for a/b (")
     assert "--input FOLDER" in result.stderr
@@ -222,15 +222,15 @@ def test_unreachable_hub_is_one_clear_line(asked: Asked) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--split", "test"], "no split 'test'; splits there: train"),
+        (["--split", "test"], "split 'test' not found. Choose one with --split: train"),
         pytest.param(
             ["--text-column", "id"], "column 'id' is int64, not text", marks=pytest.mark.slow
         ),
-        (["--text-column", "body"], "no column 'body'; columns there: 'id', 'text'"),
+        (["--text-column", "body"], "no column 'body'; its columns: 'id', 'text'"),
         (["--config", "other"], "'other' not found"),
     ],
 )
-def test_wrong_choices_within_a_dataset_say_what_there_is(
+def test_a_wrong_choice_within_a_dataset_lists_the_valid_ones(
     more: list[str],
     message: str,
     dataset: Path,
@@ -276,7 +276,7 @@ def test_a_card_names_no_data_outside_of_its_folder(
         words = ["prepare", "--source", "hf", "--input", str(folder), "--quiet"]
         assert main([*words, "--out", str(tmp_path / "out")]) == 10
     message = capsys.readouterr().err
-    assert f"{folder / form}: it names " in message and "outside of it" in message
+    assert f"{folder / form}: the data file " in message and "outside of the folder" in message
     assert message.count("\n") == 1 and not requests and not (tmp_path / "out").exists()
 
 
@@ -305,7 +305,7 @@ def test_a_link_in_a_dataset_does_not_lead_out_of_it(
     args = ["--source", "hf", f"--input={tmp_path / 'set'}", f"--out={tmp_path / 'out'}"]
     assert main(["prepare", *args, "--quiet"]) == 10
     message = capsys.readouterr().err
-    assert "as data, which is outside of it" in message and message.count("\n") == 1
+    assert "is outside of the folder. Move" in message and message.count("\n") == 1
 
 
 def test_a_card_at_the_hub_names_no_file_of_this_machine(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""JSON lines: damaged .gz files, lines that are too long, and going on after them."""
+"""JSON Lines: damaged .gz files, lines that are too long, and resuming after them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def line(text: str) -> bytes:
 
 
 def read(path: Path, cursor: dict[str, Any] | None = None) -> list[Batch]:
-    """All batches from `cursor` on, with bad documents left out."""
+    """Return all batches from `cursor` on, with bad documents skipped."""
     source = build_source(SourceRequest(kind="jsonl", inputs=(str(path),), skip_bad=True))
     source.identity()
     source.survey()
@@ -33,7 +33,7 @@ def read(path: Path, cursor: dict[str, Any] | None = None) -> list[Batch]:
 
 
 def documents(batches: Sequence[Batch]) -> list[tuple[int, bytes]]:
-    """Numbers and texts, and the numbers of bad ones with their complaints."""
+    """Return numbers and texts, and the numbers of bad documents with their messages."""
     good = [pair for b in batches for pair in zip(b.numbers, b.pieces, strict=True)]
     bad = [(number, said.encode()) for b in batches for number, _, said in b.skipped]
     return sorted([*good, *bad], key=lambda entry: entry[0])
@@ -41,7 +41,7 @@ def documents(batches: Sequence[Batch]) -> list[tuple[int, bytes]]:
 
 @pytest.fixture
 def long_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Lines just around the limit and far beyond it, each between others."""
+    """Write lines just around the limit and far beyond it, between short lines."""
     monkeypatch.setattr("payload.data.sources.jsonl.LINE_BYTES", LINE_BYTES)
     monkeypatch.setattr("payload.data.sources.documents.BATCH_BYTES", 1)
     path = tmp_path / "in.jsonl"
@@ -53,14 +53,14 @@ def long_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_line_that_is_too_long_takes_no_other_with_it(long_lines: Path) -> None:
+def test_a_line_that_is_too_long_affects_no_other_line(long_lines: Path) -> None:
     found = documents(read(long_lines))
     texts = [*(f"before {i}" for i in range(6)), "last"]
     assert found[::2] == [(2 * i, text.encode()) for i, text in enumerate(texts)]
     assert len(found) == 13
 
 
-def test_reading_goes_on_at_any_cursor_behind_a_line_that_is_too_long(long_lines: Path) -> None:
+def test_reading_resumes_at_any_cursor_after_a_line_that_is_too_long(long_lines: Path) -> None:
     batches = read(long_lines)
     assert len(batches) > 6
     for index, batch in enumerate(batches[:-1]):
@@ -72,7 +72,7 @@ def test_a_damaged_gz_is_named_wherever_the_damage_is(tmp_path: Path) -> None:
     sound = gzip.compress(b"".join(map(line, stdlib_texts(min_bytes=20_000)[:20])), mtime=0)
     path = tmp_path / "in.jsonl.gz"
     by_zlib = 0
-    # The first ten bytes are the header, which is not covered by a checksum.
+    # The first ten bytes are the header, which no checksum covers.
     for place in range(10, len(sound), len(sound) // 40):
         damaged = bytearray(sound)
         damaged[place] ^= 0xFF

@@ -1,4 +1,4 @@
-"""A link in a stranger's folder has no file read, or copied, that lies elsewhere."""
+"""A link in an untrusted folder never makes the program read or copy a file outside of it."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_prepare_writes_through_no_link_and_opens_no_pipe(
     words = ["prepare", "--source", "jsonl", "--input", str(rows), "--out", str(out), "--quiet"]
     assert main([*words, "--task", task]) == ExitCode.CONFIG
     message = capsys.readouterr().err
-    assert f"{out / name}: a link, or no regular file, where prepare writes" in message
+    assert f"{out / name}: a link or not a regular file, so prepare does not" in message
     assert (tmp_path / "secret").read_text() == SECRET and not (out / "train.bin").exists()
 
 
@@ -177,7 +177,9 @@ def test_without_hashes_of_ranges_the_whole_file_is_compared(tmp_path: Path) -> 
     assert not TokenData.open(folder, sequence_length=8).has_range_hashes()
     path = folder / "train.bin"
     path.write_bytes(bytes(path.stat().st_size))
-    with pytest.raises(DataError, match=r"train\.bin: its content is not what meta\.json has"):
+    with pytest.raises(
+        DataError, match=r"train\.bin: its SHA-256 differs from the one in meta\.json\. "
+    ):
         TokenData.open(folder, sequence_length=8)
 
 
@@ -204,7 +206,7 @@ def test_a_format_that_reads_further_files_is_not_read_from_a_folder(
     words += ["--text-column", "instruction", "--out", str(tmp_path / "out")]
     assert main(words) == ExitCode.CONFIG
     message = capsys.readouterr().err
-    assert "takes its files for the format harbor, which may read others too" in message
+    assert "detects the format harbor, which can read files outside of the folder" in message
     assert not (tmp_path / "out").exists()
 
 

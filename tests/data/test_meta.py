@@ -1,4 +1,4 @@
-"""meta.json and what is said when a data folder is not fit."""
+"""meta.json, and the errors for a data folder that cannot be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""prepare refuses a tokenizer whose tokens do not stand for the text, and says what it measured."""
+"""prepare rejects a tokenizer whose tokens do not represent the text, and reports measurements."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def empty(folder: Path) -> Path:
 
 
 def words(folder: Path, *known: str, **parts: object) -> Path:
-    """Write a tokenizer with one token a word, and one for unknown words."""
+    """Write a tokenizer with one token for each known word, and a token for unknown words."""
     vocabulary = {word: number for number, word in enumerate(["</s>", "<unk>", *known])}
     model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"}
     return odd_tokenizer(folder, model, **{"pre_tokenizer": {"type": "Whitespace"}, **parts})
@@ -100,8 +100,8 @@ def test_the_flag_continues_with_a_note(tmp_path: Path) -> None:
     done = prepare(tmp_path, empty(tmp_path / "model"), "--allow-odd-tokenizer", task="classify")
 
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("Continuing by --allow-odd-tokenizer.") == 3
-    assert "1,830 bytes of text became 0 tokens, no token: expected 0.5 to 20." in done.stderr
+    assert done.stderr.count("Continuing because of --allow-odd-tokenizer.") == 3
+    assert "1,830 bytes of text became 0 tokens, no tokens: expected 0.5 to 20." in done.stderr
     meta = load_meta(tmp_path / "out")
     assert meta.train_tokens + meta.val_tokens == 40
 
@@ -112,7 +112,7 @@ def test_unknown_tokens_are_measured(tmp_path: Path) -> None:
     done = prepare(tmp_path, words(tmp_path / "model", *known))
 
     assert done.returncode == 10
-    assert "2.5% of the tokens are the unknown token 1, more than 1%" in done.stderr
+    assert "2.5% of the tokens are the unknown token 1; the limit is 1%" in done.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -124,7 +124,7 @@ def test_a_vocabulary_of_all_words_is_accepted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("copies", [1, 50])
 def test_text_that_decoding_loses_is_measured(tmp_path: Path, copies: int) -> None:
-    """Also of documents of 80 kB, whose beginnings are looked at."""
+    """Documents of 80 kB are included, of which the beginnings are decoded."""
     known = [*_SENTENCE.split(), *map(str, range(40))]
     cut = {
         "type": "Sequence",
@@ -154,7 +154,8 @@ def test_text_that_decoding_loses_is_measured(tmp_path: Path, copies: int) -> No
 
     assert done.returncode == 10
     assert re.search(
-        r"decoding the tokens loses 8\.\d% of a sample's characters, more than 1%", done.stderr
+        r"decoding the tokens loses 8\.\d% of the characters of a sample, .* limit is 1%",
+        done.stderr,
     ), done.stderr
 
 
@@ -172,7 +173,7 @@ def test_what_the_normalizer_changes_is_no_loss(tmp_path: Path) -> None:
 def test_odd_rates_of_bytes_a_token_are_refused(
     tmp_path: Path, content: str, measured: str
 ) -> None:
-    """Whole lines as words, and characters that become five each."""
+    """Whole lines as tokens, and characters that become five tokens each."""
     known = ["x", "x" * 50]
     parts: dict[str, object] = {}
     if len(content) < 50:
@@ -185,7 +186,7 @@ def test_odd_rates_of_bytes_a_token_are_refused(
             }
         }
     tokenizer = load_tokenizer(str(words(tmp_path / "model", *known, **parts)))
-    check = TokenizerCheck(tokenizer, allow_odd=False, say=lambda note: None)
+    check = TokenizerCheck(tokenizer, allow_odd=False, log=lambda note: None)
     texts = [content.encode()] * 8
     encoded = ReferenceEncoder(tokenizer).encode(texts)
     check.add(texts, encoded.tokens, encoded.offsets)
@@ -202,7 +203,7 @@ def test_the_vocabulary_fits_the_model_beside_it(tmp_path: Path, rows: int, is_f
     done = prepare(tmp_path, folder)
 
     assert (done.returncode == 0) == is_fit
-    said = f"it has tokens up to 50, and the config.json beside it has vocab_size = {rows}"
+    said = f"it has tokens up to 50, but config.json next to it has vocab_size = {rows}"
     assert (said in done.stderr) != is_fit
 
 
@@ -211,7 +212,7 @@ def test_a_text_of_spaces_or_of_what_a_normalizer_removes_may_become_no_token(
 ) -> None:
     normalizer = {"type": "Replace", "pattern": {"String": "\u200b"}, "content": ""}
     tokenizer = load_tokenizer(str(words(tmp_path / "model", "x", normalizer=normalizer)))
-    check = TokenizerCheck(tokenizer, allow_odd=False, say=lambda note: None)
+    check = TokenizerCheck(tokenizer, allow_odd=False, log=lambda note: None)
     texts = [each.encode() for each in ("x x x", "", " \n", "\u200b")]
 
     check.add_rows(texts, tokenizer.encode_texts(texts))
@@ -221,7 +222,7 @@ def test_a_text_of_spaces_or_of_what_a_normalizer_removes_may_become_no_token(
 @pytest.mark.parametrize("name", ["gpt2", "smollm2"])
 def test_a_real_tokenizer_on_real_text_is_not_odd(name: str) -> None:
     tokenizer = load_tokenizer("gpt2" if name == "gpt2" else str(smollm2_folder()))
-    check = TokenizerCheck(tokenizer, allow_odd=False, say=lambda note: None)
+    check = TokenizerCheck(tokenizer, allow_odd=False, log=lambda note: None)
     texts = [text.encode() for text in stdlib_texts(min_bytes=1)[::40]]
     encoded = ReferenceEncoder(tokenizer).encode(texts)
 

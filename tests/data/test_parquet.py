@@ -1,4 +1,4 @@
-"""Parquet files that are damaged: a clean refusal or a good read, and never the end of us."""
+"""Damaged parquet files cause a clear error or are read, and never crash the process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def footer_bits(path: Path) -> range:
-    """Every bit of the footer: its length is in the four bytes before the last four."""
+    """Return every bit of the footer, whose length is in the four bytes before the last four."""
     content = path.read_bytes()
     size = int.from_bytes(content[-8:-4], "little")
     return range((len(content) - 8 - size) * 8, len(content) * 8)
@@ -39,7 +39,7 @@ def flipped(path: Path, bit: int, target: Path) -> Path:
 
 
 def outcome(reader: ParquetReader, place: Path) -> str:
-    """Survey and read a file; return the outcome. Any other exception fails the test."""
+    """Survey and read a file, and return the outcome. Any other exception fails the test."""
     try:
         rows, size = reader.survey(str(place))
         assert rows >= 0 and size >= 0
@@ -58,7 +58,7 @@ def outcome(reader: ParquetReader, place: Path) -> str:
 def test_a_flipped_bit_of_a_footer_is_a_clean_error_or_a_good_read(
     every: int, good: Path, tmp_path: Path
 ) -> None:
-    """Arrow 26 aborts for one in two hundred of them, in std::vector or in thrift."""
+    """Arrow 26 aborts for one in two hundred of these bits, in std::vector or in thrift."""
     seen: dict[str, int] = {}
     deadly = None
     with ParquetReader("text") as reader:
@@ -99,7 +99,7 @@ def test_the_reading_process_ends_with_its_reader_also_in_the_middle_of_a_file(
 def test_what_arrow_says_in_many_lines_is_one_short_line(
     failed: str, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its message may quote the file; so the process that reads it is one that says anything."""
+    """Arrow's message can quote the file, so a fake worker process returns a long message."""
     said = "Couldn't deserialize thrift\x1b[2J\r\n" + "x" * 20_000
     answer = {"end": True, "failed": failed, "reason": said, "errno": None, "types": []}
     worker = tmp_path / "worker.py"
@@ -144,7 +144,7 @@ def test_two_columns_of_one_name_are_refused(column: str | None, tmp_path: Path)
     pq.write_table(table, place)
     with (
         ParquetReader(column) as reader,
-        pytest.raises(DamagedFileError, match="two of its columns are called 'text'"),
+        pytest.raises(DamagedFileError, match="two of its columns are named 'text'"),
     ):
         list(reader.read(str(place), skip_rows=0) if column else reader.read_rows(str(place)))
 

@@ -1,4 +1,4 @@
-"""`prepare --task preference`: formats, the answers' tokens, truncation, and what is refused."""
+"""`prepare --task preference`: formats, answer tokens, truncation, and rejected input."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.chat_data import MARKED_TEMPLATE, make_tokenizer, turn, write
 from tests.support.preference_data import pairs
 
 prepare = partial(chat_data.prepare, task="preference")
-pytestmark = pytest.mark.processes  # the template is rendered by one
+pytestmark = pytest.mark.processes  # a process renders the template
 
 LENGTH = 64
 ROWS = pairs(40)
@@ -101,7 +101,7 @@ def test_other_sources_have_the_same_pairs(
 def test_the_loss_covers_the_answers_and_nothing_before_or_behind(
     folder: Path, tokenizer: Path, tmp_path: Path
 ) -> None:
-    """Earlier answers are a part of the prompt."""
+    """Earlier answers are part of the prompt."""
     earlier = turn("red add", "blue add")
     rows = [
         {name: [*earlier, *turn(row["prompt"], row[name])] for name in ("chosen", "rejected")}

@@ -1,4 +1,4 @@
-"""`python -m payload.data prepare`, as a process, on text that was made or found here."""
+"""`python -m payload.data prepare` as a process, on generated text and Python's library."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    """About 2 MB of source, and some that are short."""
+    """About 2 MB of source code, and some short texts."""
     return [*stdlib_texts(min_bytes=1)[::4], "", "caf\u00e9 \U0001f600 \u65e5\u672c", "x\r\ny"]
 
 
@@ -138,7 +138,7 @@ def test_source_of_unknown_length_is_split_by_hash_and_meta_says_so(
 
 @pytest.mark.slow
 def test_memory_stays_bounded_on_words_that_never_repeat(tmp_path: Path) -> None:
-    # 120 MB of them take gigatoken alone to 1.45 GB.
+    # 120 MB of distinct words would take 1.45 GB in one gigatoken tokenizer.
     generator = np.random.default_rng(0)
     source = tmp_path / "words.jsonl"
     with source.open("wb") as file:
@@ -147,7 +147,7 @@ def test_memory_stays_bounded_on_words_that_never_repeat(tmp_path: Path) -> None
             letters[:, 0] = ord(" ")
             for text in letters.reshape(-1, 8_000):
                 file.write(b'{"text":"' + text.tobytes() + b'"}\n')
-    # A child's ru_maxrss begins with its parent's memory; VmHWM is the program's own.
+    # A child's ru_maxrss includes its parent's memory; VmHWM is only the program's.
     program = (
         "import sys; from payload.data.__main__ import main; status = main(sys.argv[1:]); "
         "print(open('/proc/self/status').read()); sys.exit(status)"
@@ -235,22 +235,22 @@ def test_a_folder_made_by_default_is_ready_however_its_share_is_asked_for(
     args = ["prepare", "--source", "jsonl", f"--input={source}", f"--out={out}"]
     for first, then, used, few in (
         ([], ["--val-fraction", "0.1"], 0.1, True),
-        # The default of before, for every source.
+        # The former default for every source.
         (["--val-fraction", "0.0005"], [], 0.0005, True),
         (["--val-fraction", "0.2"], ["--val-fraction", "0.2"], 0.2, False),
     ):
         assert main([*args, *first, "--force"]) == 0
         assert load_meta(out).split.val_fraction == used
-        assert ("for validation; a loss over so few" in capsys.readouterr().err) is few
+        assert ("for validation, too few for a reliable loss" in capsys.readouterr().err) is few
         assert main([*args, *then]) == 0
         said = capsys.readouterr().err
         assert "nothing to do" in said
-        assert ("for validation; a loss over so few" in said) is few
+        assert ("for validation, too few for a reliable loss" in said) is few
     assert main(args) == 10
     assert "--val-fraction 0.2, --seed 2357)" in capsys.readouterr().err
 
 
-def test_dry_run_says_what_would_be_done_and_writes_nothing(corpus: Path, tmp_path: Path) -> None:
+def test_dry_run_shows_the_plan_and_writes_nothing(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     args = ["--source", "jsonl", "--input", corpus, "--out", out, "--dry-run"]
     result = run_here("prepare", *args)
@@ -261,7 +261,7 @@ def test_dry_run_says_what_would_be_done_and_writes_nothing(corpus: Path, tmp_pa
     assert told["need_bytes"] == 2 * told["tokens"]
 
 
-def test_results_go_to_stdout_and_talk_to_stderr(corpus: Path, tmp_path: Path) -> None:
+def test_results_go_to_stdout_and_messages_to_stderr(corpus: Path, tmp_path: Path) -> None:
     args = ["--source", "jsonl", "--input", corpus, "--out", tmp_path / "out"]
     result = run_data("prepare", *args)
     assert result.stdout.count("\n") == 1
@@ -271,12 +271,12 @@ def test_results_go_to_stdout_and_talk_to_stderr(corpus: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("place", ["file", "file/below"])
-def test_a_file_in_the_way_is_named(
+def test_a_file_at_the_output_path_is_named(
     place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
     assert main(["prepare", "--source", "stdlib", "--out", str(tmp_path / place)]) == 10
-    assert "a file is in the way" in capsys.readouterr().err
+    assert "the path or a parent folder is a file" in capsys.readouterr().err
 
 
 def test_help_is_fast_because_it_loads_no_library() -> None:

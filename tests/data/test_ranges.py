@@ -1,4 +1,4 @@
-"""The content of a data folder: compared with meta.json whenever training first reads a part."""
+"""Training compares each range of a data folder with meta.json before its first use."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ BLOCKS_A_RANGE = RANGE_BYTES // (2 * LENGTH)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder of four ranges, the last one short."""
+    """A folder of four ranges, the last one shorter."""
     made = make_data_folder(tmp_path / "data", num_train_tokens=450_000, vocab_size=512)
     assert len(load_meta(made).files["train.bin"].range_sha256) == 4
     return made
 
 
 def forget_range_hashes(folder: Path) -> None:
-    """As a release before them made the folder."""
+    """Write meta.json in the format of older releases, without hashes of ranges."""
     path = folder / "meta.json"
     raw = json.loads(path.read_text())
     for entry in raw["files"].values():
@@ -68,7 +68,9 @@ def test_a_file_of_zeros_of_the_same_size_never_trains_to_finished(
     tmp_path: Path, tiny_config: Path, folder: Path, name: str
 ) -> None:
     fill_with_zeros(folder / name)
-    with pytest.raises(DataError, match=rf"{name}: bytes 0 to [\d,]+ are not those .* damaged"):
+    with pytest.raises(
+        DataError, match=rf"{name}: the hash of bytes 0 to [\d,]+ differs .* damaged"
+    ):
         train_alone(tmp_path / "run", tiny_config, f"data.dir={folder}", "train.steps=3")
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
 
@@ -76,7 +78,7 @@ def test_a_file_of_zeros_of_the_same_size_never_trains_to_finished(
 def test_a_file_that_becomes_zeros_while_a_run_reads_it_ends_the_run(
     tmp_path: Path, tiny_config: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of it was read before: the step after the change is the one that fails."""
+    """All of the file was read before, so the step after the change fails."""
     from payload.train.trainer import Trainer
 
     train_step, seen = Trainer._train_step, []
@@ -91,7 +93,7 @@ def test_a_file_that_becomes_zeros_while_a_run_reads_it_ends_the_run(
         return stopping
 
     monkeypatch.setattr(Trainer, "_train_step", spoiled)
-    with pytest.raises(DataError, match=r"train\.bin: bytes 0 to 262,143 are not those"):
+    with pytest.raises(DataError, match=r"train\.bin: the hash of bytes 0 to 262,143 differs"):
         train_alone(tmp_path / "run", tiny_config, f"data.dir={folder}", "train.steps=5")
     assert seen == [1, 2]
 
@@ -105,7 +107,7 @@ def test_a_flipped_bit_is_found_when_its_range_is_read_and_hurts_no_other(folder
     data = TokenData.open(folder, sequence_length=LENGTH)
     read(data, 0, BLOCKS_A_RANGE, data.train.num_full_blocks() - 1)
     for block in (2 * BLOCKS_A_RANGE, 3 * BLOCKS_A_RANGE - 1, 2 * BLOCKS_A_RANGE - 1):
-        with pytest.raises(DataError, match=r"train\.bin: bytes 524,288 to 786,431 are not those"):
+        with pytest.raises(DataError, match=r"the hash of bytes 524,288 to 786,431 differs"):
             read(data, block)
 
 
@@ -113,7 +115,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_no_signal(folder: P
     data = TokenData.open(folder, sequence_length=LENGTH)
     read(data, 0)
     os.truncate(folder / "train.bin", 10)
-    with pytest.raises(DataError, match=r"train\.bin: 10 bytes now, meta\.json says 900,000"):
+    with pytest.raises(DataError, match=r"train\.bin: 10 bytes; meta\.json records 900,000"):
         read(data, data.train.num_full_blocks() - 1)
 
 

@@ -1,4 +1,4 @@
-"""Killed runs, full disks, and folders that hold something already."""
+"""Killed runs, full disks, and folders that already hold files."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from tests.support.waiting import wait_until
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """About 4 MB: more than one shard of 1 MiB."""
+    """About 4 MB: several shards of 1 MiB."""
     path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
     return write_jsonl(path, stdlib_texts(min_bytes=1)[::2])
 
 
 @pytest.fixture(scope="module")
 def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Large enough for a kill to come before the end, on a busy machine too."""
+    """Large enough for a kill before the end, even on a busy machine."""
     lines = write_jsonl(
         tmp_path_factory.mktemp("big") / "part.jsonl", stdlib_texts(min_bytes=7_500_000)
     )
@@ -47,14 +47,14 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.processes
-def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(big: Path, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_and_ends_with_the_same_bytes(big: Path, tmp_path: Path) -> None:
     args = ["--source", "jsonl", "--input", big, "--shard-mib", "1"]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert run_here("prepare", *args, "--out", whole).returncode == 0
 
     shards: list[int] = []
     for _ in range(2):
-        # More than it had: it may be stopped later than at the second shard.
+        # Several shards: the kill can come later than at the second one.
         wanted = max(shards, default=0) + 2
         killed = subprocess.Popen(
             data_command("prepare", *args, "--out", broken),
@@ -76,7 +76,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(big: Path, tmp_path: 
 
     last = run_here("prepare", *args, "--out", broken)
     assert last.returncode == 0, last.stderr
-    assert "going on after" in last.stderr
+    assert "resuming after" in last.stderr
     assert contents(broken) == contents(whole)
 
 
@@ -121,7 +121,7 @@ def test_a_ready_folder_is_left_alone_and_another_source_is_refused(
     assert load_meta(out).split.seed == 1
 
 
-def test_ctrl_c_says_how_to_go_on_and_force_begins_anew(
+def test_ctrl_c_shows_how_to_resume_and_force_starts_from_scratch(
     corpus: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -132,13 +132,13 @@ def test_ctrl_c_says_how_to_go_on_and_force_begins_anew(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for again, goes_on in (([], True), (["--force"], False)):
+    for again, resumes in (([], True), (["--force"], False)):
         with monkeypatch.context() as patch:
             patch.setattr("payload.data.writing.prepare._Run._check_result", interrupted)
             assert main([*args, "--force", "--shard-mib", "1"]) == 130
-        assert "the same command without --force goes on" in capsys.readouterr().err
+        assert "without --force, to resume from the last shard" in capsys.readouterr().err
         assert main([*args, *again]) == 0
-        assert ("going on after" in capsys.readouterr().err) is goes_on
+        assert ("resuming after" in capsys.readouterr().err) is resumes
 
 
 def test_an_unfinished_run_of_another_source_is_not_overwritten(
@@ -173,7 +173,7 @@ def test_a_lost_partial_file_is_named(
     killed.wait()
     (tmp_path / "out" / "train.bin.partial").unlink()
     assert main([*args, "--quiet"]) == 10
-    assert "train.bin.partial: gone, though the journal lists it" in capsys.readouterr().err
+    assert "train.bin.partial: missing, but the journal lists it" in capsys.readouterr().err
     assert main([*args, "--quiet", "--force", "--max-documents", "50"]) == 0
 
 
@@ -197,14 +197,14 @@ def test_a_train_bin_that_someone_else_made_is_not_overwritten(
     assert (out / "train.bin").read_bytes() == b"precious"
 
 
-def test_two_at_once_in_one_folder_are_refused(corpus: Path, tmp_path: Path) -> None:
+def test_two_runs_in_one_folder_at_the_same_time_are_refused(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     with locked(out):
         second = run_here("prepare", "--source", "jsonl", "--input", corpus, "--out", out)
     assert second.returncode == 10
     assert second.stderr.endswith(
-        f"error: {out}: another prepare is writing to it. Wait for it (--wait), or choose "
+        f"error: {out}: another prepare is writing to it. Wait with --wait, or choose "
         "another --out.\n"
     )
     assert list(out.iterdir()) == []
@@ -215,7 +215,7 @@ def open_files(pid: int) -> list[str]:
 
 
 @pytest.mark.processes
-def test_one_that_waits_begins_when_the_other_has_ended(corpus: Path, tmp_path: Path) -> None:
+def test_a_waiting_run_starts_when_the_other_has_ended(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     args = ["--source", "jsonl", "--input", corpus, "--out", out, "--wait"]
@@ -229,7 +229,7 @@ def test_one_that_waits_begins_when_the_other_has_ended(corpus: Path, tmp_path: 
     assert (out / "meta.json").exists()
 
 
-def test_a_full_disk_is_one_line_and_the_run_can_go_on(corpus: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line_and_the_run_can_resume(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     args = ["--source", "jsonl", "--input", corpus, "--out", out]
 
@@ -257,6 +257,6 @@ def test_too_small_a_disk_is_noticed_before_writing(
     args = ["--source", "jsonl", f"--input={corpus}", f"--out={tmp_path / 'out'}", "--quiet"]
     assert main(["prepare", *args]) == 10
     complaint = capsys.readouterr().err
-    assert "MiB are needed for" in complaint
+    assert "tokens need about 2.1 MiB, but" in complaint
     assert "976.6 KiB are free" in complaint
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""One text file as many documents: where it is cut, that nothing is lost, and what is said."""
+"""One text file split into documents: the cuts, completeness, and messages."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def test_a_play_in_one_file_is_prepared_as_its_speeches_and_the_command_says_how
     out = tmp_path / "out"
     command = ["prepare", "--source", "text", "--input", str(path), "--out", str(out)]
     assert main([*command, "--dry-run"]) == ExitCode.OK
-    assert "is one file: it is divided into" in capsys.readouterr().out
+    assert "is a single file: it was split into" in capsys.readouterr().out
     assert main(command) == ExitCode.OK
     said = capsys.readouterr().err
-    assert f"note: {path} is one file: it is divided into" in said and "at a blank line" in said
+    assert f"note: {path} is a single file: it was split into" in said and "at a blank line" in said
     meta = load_meta(out)
     assert meta.train_documents + meta.val_documents >= 150
     assert meta.val_documents >= 15
@@ -55,7 +55,7 @@ def test_a_play_in_one_file_is_prepared_as_its_speeches_and_the_command_says_how
         assert gpt2_encoding().decode(document[:-1].tolist()) in SPEECH * 500
 
 
-def test_a_stopped_command_goes_on_in_the_middle_of_the_file(tmp_path: Path) -> None:
+def test_a_stopped_command_resumes_in_the_middle_of_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, SPEECH * 200_000)
     source = TextSource([path], glob=None, skip_bad=False)
     source.identity()
@@ -95,7 +95,7 @@ def test_every_character_of_the_text_is_in_exactly_one_document(
     assert cuts in divide(path).note
 
 
-def test_form_feeds_divide_before_anything_else_does(tmp_path: Path) -> None:
+def test_form_feeds_divide_first(tmp_path: Path) -> None:
     path = write(tmp_path, "first\n\npart\fsecond\f \n\f\f third\n\n\f")
     assert cut(path) == [b"first\n\npart", b"second", b" third\n\n"]
     assert "2 at a form feed" in divide(path).note or "3 at a form feed" in divide(path).note
@@ -109,7 +109,7 @@ def test_a_file_with_nothing_to_divide_is_refused_as_too_little(
 ) -> None:
     command = ["prepare", "--source", "text", "--input", str(write(tmp_path, text))]
     assert main([*command, "--out", str(tmp_path / "out")]) == ExitCode.CONFIG
-    assert "1 document; at least 2 are needed" in capsys.readouterr().err
+    assert "1 document; training and validation need at least 2" in capsys.readouterr().err
 
 
 def test_a_byte_that_is_not_utf8_is_named_by_its_line_and_its_section_can_be_left_out(

@@ -1,4 +1,4 @@
-"""The special tokens that a chat template writes are those of transformers, from both files."""
+"""A chat template's special tokens are those of transformers, from both files."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tests.support.chat_data import (
 )
 from tests.support.preference_data import pairs
 
-pytestmark = pytest.mark.processes  # the template is rendered by one
+pytestmark = pytest.mark.processes  # a process renders the template
 
 _NAMES = (
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
     *("image_token", "sound_token"),
 )
 SHOWS_ALL = "".join(f"[{{{{ {name} }}}}]" for name in _NAMES) + "{{ messages[0].content }}"
-# transformers takes a token that no file names for empty; here it is refused, so it is null.
+# transformers treats a token that no file defines as empty. Here it is an error, so it is null.
 _NULL: dict[str, Any] = dict.fromkeys(_NAMES)
 _OBJECT = {"content": START, "lstrip": False, "rstrip": False, "normalized": False}
 
@@ -81,7 +81,7 @@ def test_a_template_writes_what_transformers_writes(case: str, tmp_path: Path) -
 
 def test_a_template_that_writes_a_token_that_no_file_names_is_refused(tmp_path: Path) -> None:
     folder = make_tokenizer(tmp_path, template="{{ messages[0].content }}{{ sep_token }}")
-    with pytest.raises(DataError, match="it writes sep_token, which neither tokenizer_config"):
+    with pytest.raises(DataError, match="it uses sep_token, which is missing in tokenizer_config"):
         read_chat_template(folder)
     (folder / "chat_template.jinja").write_text(
         "{% set sep_token = '|' %}{{ messages[0].content }}{{ sep_token }}"

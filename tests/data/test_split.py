@@ -1,4 +1,4 @@
-"""Which documents are for validation."""
+"""The choice of the validation documents."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def test_unknown_number_of_documents_is_split_by_a_keyed_hash() -> None:
 @pytest.mark.parametrize(
     ("documents", "fraction", "message"),
     [
-        (0, 0.5, "0 documents; at least 2"),
-        (1, 0.0005, "1 document; at least 2"),
-        (3, 0.9, "leaves nothing to train on. Lower it"),
+        (0, 0.5, "0 documents; training and validation need at least 2"),
+        (1, 0.0005, "1 document; training and validation need at least 2"),
+        (3, 0.9, "leaves none to train on. Use a lower"),
     ],
 )
 def test_too_few_documents_are_refused(documents: int, fraction: float, message: str) -> None:

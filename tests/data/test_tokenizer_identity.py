@@ -1,4 +1,4 @@
-"""Two tokenizers are the same when all that changes tokens is: more than the vocabulary."""
+"""Two tokenizers are the same if all settings that change tokens are equal."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ SAME: Mapping[str, Change] = {
 
 
 def in_make_test(changes: Mapping[str, Change], *names: str) -> list[Any]:
-    """Return all as parameters; those without a name here are left to `make test-all`.
+    """Return all as parameters; those without a name here run only in `make test-all`.
 
-    GPT-2's tokenizer takes a second to be read and hashed.
+    Reading and hashing GPT-2's tokenizer takes a second.
     """
     slow = pytest.mark.slow
     return [
@@ -212,7 +212,7 @@ def test_older_data_that_carries_its_tokenizer_is_compared_with_that(tmp_path: P
     meta = replace(load_meta(out), tokenizer_pipeline_sha256="")
     path = folder / "tokenizer.json"
     raw = json.loads(path.read_bytes())
-    # A token that the packaged text lacks: an older version let such a sibling pass.
+    # A token that the packaged text lacks: older versions accepted such a tokenizer.
     more = {"id": 9999, "content": "<|more|>", "special": True, **_FLAGS}
     path.write_text(json.dumps({**raw, "added_tokens": [*raw["added_tokens"], more]}))
     require_same_tokens(meta, data=out, folder=folder, init="one")
@@ -299,7 +299,7 @@ def test_a_file_that_is_nested_deeply_is_one_line() -> None:
 
 
 def old_folder(folder: Path, *, first: str | None = None) -> Path:
-    """Write GPT-2's vocab.json and merges.txt alone; `first` changes places with the last word."""
+    """Write only GPT-2's vocab.json and merges.txt; `first` is swapped with the last token."""
     folder.mkdir(parents=True)
     model = json.loads(packaged()["tokenizer.json"])["model"]
     vocabulary, merges = model["vocab"], model["merges"]
@@ -324,7 +324,10 @@ def test_a_vocabulary_without_tokenizer_json_is_compared(tmp_path: Path) -> None
     other = old_folder(tmp_path / "other", first="!")
     with pytest.raises(CheckpointError, match=r"'other' has vocab\.json and no tokenizer\.json, "):
         require_same_tokenizer(meta, data=data, folder=other, init="other", error=CheckpointError)
-    with pytest.raises(CheckpointError, match=r"and that is not GPT-2's\. Make it with: python"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"which is not GPT-2's, but no tokenizer\.json\. Make it with: python",
+    ):
         find_codec(other)
 
 
@@ -346,7 +349,7 @@ def test_a_vocabulary_that_cannot_be_the_datas_is_refused(
         (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=r"no tokenizer\.json, and .* not known to be the same"):
         require_same_tokenizer(load_meta(data), data=data, folder=tmp_path, init="model")
-    find = "and that is not GPT-2's"
+    find = "which is not GPT-2's, but no tokenizer"
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(CheckpointError, match=find):
         find_codec(tmp_path)

@@ -1,4 +1,4 @@
-"""A checkpoint has the chat template of its data, wherever that stood, and whatever its model's."""
+"""A checkpoint has the chat template of its data, from whichever file, not of its model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.chat_data import (
 )
 from tests.support.preference_data import pairs
 
-pytestmark = pytest.mark.processes  # the template is rendered by one
+pytestmark = pytest.mark.processes  # a process renders the template
 
 TRAINED = PLAIN_TEMPLATE.replace("message['role']", "'to ' + message['role']").replace(
     "assistant\n", "to assistant\n"
@@ -31,7 +31,7 @@ TRAINED = PLAIN_TEMPLATE.replace("message['role']", "'to ' + message['role']").r
 
 
 def config_with_template(folder: Path) -> Path:
-    """Write a tokenizer whose template stands in tokenizer_config.json."""
+    """Write a tokenizer whose template is in tokenizer_config.json."""
     make_tokenizer(folder, template=None)
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TRAINED}))
@@ -103,7 +103,7 @@ def test_a_checkpoint_ends_and_fills_up_texts_with_the_tokens_of_its_data(
     raw = json.loads(config.read_text())
     config.write_text(json.dumps({**raw, "bos_token": "<|im_start|>"}))
     found = tokenizer_files(load_meta(out), data=out, source=other, context=64)
-    assert "bos_token" in json.loads(found["tokenizer_config.json"])  # the model's own
+    assert "bos_token" in json.loads(found["tokenizer_config.json"])  # from the model
     config.write_text(json.dumps({**raw, name: "<|im_start|>"}))
     found = tokenizer_files(load_meta(out), data=out, source=other, context=64)
     assert json.loads(found["tokenizer_config.json"])[name] == "<|im_end|>"
@@ -115,5 +115,5 @@ def test_data_without_its_template_is_refused(tmp_path: Path) -> None:
     meta = load_meta(out)
     assert meta.chat is not None
     other = replace(meta, chat=replace(meta.chat, template_sha256="0" * 64))
-    with pytest.raises(DataError, match="no file has the chat template of its conversations"):
+    with pytest.raises(DataError, match="the chat template of its conversations is missing"):
         tokenizer_files(other, data=out, source=model, context=64)

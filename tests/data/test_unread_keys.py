@@ -1,4 +1,4 @@
-"""A row says no more than is trained: a key or column that is not read is refused or named."""
+"""A key or column that is not read is an error, or is listed in a note."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.preference_data import pairs
 
 
 def chat(**more: object) -> dict[str, Any]:
-    """Return a row whose answer has more keys."""
+    """Return a row whose answer has additional keys."""
     asked, answer = turn("a", "b")
     return {"messages": [asked, {**answer, **more}]}
 
@@ -31,11 +31,17 @@ def chat(**more: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        ({"weight": 0}, r"messages\[1\]: weight = 0, .* role 'assistant' is trained"),
+        (
+            {"weight": 0},
+            r"messages\[1\]: weight = 0 is not supported: .* role 'assistant' is trained",
+        ),
         ({"weight": 0.5}, r"weight = 0\.5"),
         ({"train": False}, r"train = False"),
-        ({"weight": "0"}, r"does not read 'weight' \('0'\)"),
-        ({"tool_calls": [{"id": "a"}], "content": ""}, r"\[1\]: .* does not read 'tool_calls'"),
+        ({"weight": "0"}, r"the key 'weight' \('0'\) is not supported"),
+        (
+            {"tool_calls": [{"id": "a"}], "content": ""},
+            r"\[1\]: the key 'tool_calls' .* is not supported",
+        ),
         ({"reasoning_content": "I count."}, r"'reasoning_content' \('I count\.'\)"),
         ({"function_call": {"name": "add"}}, "'function_call'"),
         ({"images": ["duck.jpg"]}, "'images'"),
@@ -69,9 +75,13 @@ def test_a_key_of_a_message_that_is_not_read_is_refused(
     ],
 )
 def test_a_row_that_says_that_it_is_not_trained_is_refused(more: dict[str, Any]) -> None:
-    with pytest.raises(BadConversationError, match="this version would train the row"):
+    with pytest.raises(
+        BadConversationError, match="excludes the row from training, which is not supported"
+    ):
         conversation_of({"messages": turn("a", "b"), **more})
-    with pytest.raises(BadConversationError, match="this version would train the row"):
+    with pytest.raises(
+        BadConversationError, match="excludes the row from training, which is not supported"
+    ):
         preference_of({"prompt": "a", "chosen": "b", "rejected": "c", **more})
 
 
@@ -80,7 +90,7 @@ def test_an_answer_to_avoid_is_not_trained_as_a_good_one() -> None:
     others = ({"messages": turn("a", "b")}, {"instruction": "a", "output": "b"})
     for bad in (False, 0, "False", "0", -1.0):
         for each in (row, *others):
-            with pytest.raises(BadConversationError, match="the answer is one of those to avoid"):
+            with pytest.raises(BadConversationError, match="marks a bad answer"):
                 conversation_of({**each, "label": bad})
     for fine in ("True", "1", 2, "no", "", None):
         assert conversation_of({**row, "label": fine, "weight": "0.5"}) == turn("a", "b")
@@ -89,7 +99,7 @@ def test_an_answer_to_avoid_is_not_trained_as_a_good_one() -> None:
 
 def test_a_key_of_sharegpt_that_is_not_read_is_refused() -> None:
     row = {"conversations": [{"from": "human", "value": "a", "weight": 1}]}
-    problem = r"conversations\[0\]: weight = 1, .* role 'user' is not trained"
+    problem = r"conversations\[0\]: weight = 1 is not supported: .* role 'user' is not trained"
     with pytest.raises(BadConversationError, match=problem):
         conversation_of(row)
 
@@ -97,10 +107,10 @@ def test_a_key_of_sharegpt_that_is_not_read_is_refused() -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        # As parquet gives absent keys, and as OpenAI's answers have them.
+        # As parquet returns absent keys, and as in OpenAI's answers.
         chat(weight=None, tool_calls=None, refusal=None, annotations=[], reasoning_content=""),
         chat(weight=1, train=True, name="Ada", id="m7", parent_id=6, created_at=1.5, model="m"),
-        # As in SlimOrca: the weights are those of every trainer.
+        # As in SlimOrca: the same weights that every trainer assumes.
         {
             "conversations": [
                 {"from": "human", "value": "a", "weight": 0.0},
@@ -136,7 +146,7 @@ def test_a_system_column_goes_first_in_a_pair() -> None:
     assert [each["role"] for each in preference_of(row).prompt] == ["system", "user"]
 
 
-@pytest.mark.processes  # a template is rendered by one
+@pytest.mark.processes  # a process renders a template
 @pytest.mark.parametrize("task", ["chat", "preference"])
 def test_columns_that_are_not_read_are_named_once(task: str, tmp_path: Path) -> None:
     rows = [{"messages": each} for each in conversations(9)] if task == "chat" else pairs(9)
@@ -151,7 +161,7 @@ def test_columns_that_are_not_read_are_named_once(task: str, tmp_path: Path) -> 
     words.remove("--quiet")
     done = run_here(*words)
     assert done.returncode == ExitCode.OK
-    assert done.stderr.count("note: columns that are not read: 'tools' (9 rows)\n") == 1
+    assert done.stderr.count("note: ignored columns: 'tools' (9 rows)\n") == 1
 
 
 @pytest.mark.parametrize("task", ["text", "classify"])
@@ -162,7 +172,7 @@ def test_a_key_twice_in_a_json_row_is_refused(
     path.write_text('{"text": "a", "label": 1}\n{"text": "b", "label": 1, "text": "c"}\n')
     words = ["prepare", "--task", task, "--source", "jsonl", "--input", str(path), "--quiet"]
     assert data([*words, "--out", str(tmp_path / "out")]) == ExitCode.CONFIG
-    assert "line 2: not JSON: the key 'text' stands there twice." in capsys.readouterr().err
+    assert "line 2: not JSON: the key 'text' is repeated." in capsys.readouterr().err
 
 
 def test_copies_and_unfinished_files_of_a_folder_are_left_out(tmp_path: Path) -> None:
@@ -174,7 +184,7 @@ def test_copies_and_unfinished_files_of_a_folder_are_left_out(tmp_path: Path) ->
         request = SourceRequest(kind="jsonl", inputs=(str(given),), glob=glob)
         return [Path(each[0]).name for each in open_rows(request).identity()]
 
-    # What cannot be read stops the command; only what is no data by its name is left out.
+    # An unreadable file is an error; only files with backup suffixes are skipped.
     assert found() == ["a.jsonl", "b.jsonl.gz", "d.jsonl.zst"]
     assert found(glob="*.bak") == found(given=tmp_path / "a.jsonl.bak") == ["a.jsonl.bak"]
 
@@ -187,6 +197,6 @@ def test_absent_shards_are_named(source: str, tmp_path: Path) -> None:
         path.write_text("".join(f'{{"text": "text {n}"}}\n' for n in range(20)))
     words = ("prepare", "--source", source, "--input", tmp_path / "in", "--out", tmp_path / "out")
     done = run_here(*words, "--dry-run", "--json")
-    note = f"not all files are there: {tmp_path}/in/train-*-of-00003.jsonl: 2 of 3 files"
+    note = f"files are missing: {tmp_path}/in/train-*-of-00003.jsonl: 2 of 3 files"
     assert json.loads(done.stdout)["note"] == note
     assert missing_shards([f"a-{n}-of-2.jsonl" for n in range(2)] + ["b.jsonl"]) is None

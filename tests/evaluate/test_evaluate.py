@@ -1,4 +1,4 @@
-"""`python -m payload.evaluate`: transformers' own loss, on one rank and on two."""
+"""`python -m payload.evaluate` returns transformers' loss, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def last_line(printed: str) -> dict[str, Any]:
 
 
 def losses_of_transformers(checkpoint: Path, data: Path, *, length: int) -> list[float]:
-    """transformers' loss of each whole block, the token after it included."""
+    """Return transformers' loss of each whole block, including the token after it."""
     from transformers import GPT2LMHeadModel
 
     model: Any = GPT2LMHeadModel.from_pretrained(checkpoint)
@@ -119,7 +119,7 @@ def test_two_ranks_find_what_one_finds(
 
 
 def complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the one line that a mistake of the user's ends in."""
+    """Return the single error line of a user's mistake."""
     assert main(arguments, {}) == ExitCode.CONFIG
     said = capsys.readouterr()
     assert said.out == ""
@@ -134,7 +134,7 @@ def test_a_wrong_length_names_the_longest(
     arguments = ["--checkpoint", str(checkpoint), "--data", str(data)]
     line = complaint([*arguments, "--sequence-length", "65"], capsys)
     assert "context is 64 tokens" in line
-    assert "below one block" in complaint([*arguments, "--max-tokens", "63"], capsys)
+    assert "less than one block" in complaint([*arguments, "--max-tokens", "63"], capsys)
 
 
 def test_folders_that_do_not_fit_are_refused(
@@ -175,7 +175,7 @@ def test_weights_with_nan_are_one_clear_error(
         model.ln_f.weight[3] = torch.nan
     save_hf(model, tmp_path)
     assert evaluate(tmp_path, data) == ExitCode.CONFIG
-    assert "training diverged" in capsys.readouterr().err
+    assert "Training diverged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", [["--max-tokens", "0"], ["--dtype", "fp8"], ["--data"]])

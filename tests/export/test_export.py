@@ -1,4 +1,4 @@
-"""`python -m payload.export`: what transformers reads back is what was exported, rounded."""
+"""`python -m payload.export`: transformers reads back the exported weights, rounded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from payload.core.errors import CheckpointError, ExitCode
 from payload.data.tokenizers import load_hf_tokenizer
 from payload.data.tokenizers.hf import hf_tokenizer
 from payload.export.__main__ import main
-from payload.export.tensors import whole_or_absent
+from payload.export.tensors import atomic_path
 from payload.export.vocabulary import Vocabulary, read_vocabulary
 from payload.models.gguf import plan_gguf
 from payload.models.gpt2.spec import Gpt2Spec
@@ -58,10 +58,10 @@ def files_of_llama(kind: str) -> dict[str, bytes]:
     """Return the files of a small random model of one family, with GPT-2's tokenizer."""
     import transformers
 
-    # transformers' GGUF reader takes these widths for granted.
+    # transformers' GGUF reader assumes these widths.
     extra: dict[str, dict[str, Any]] = {
         "Qwen3": {"head_dim": 128},
-        # With a tied head its embedding, scaled up, would repeat the last token.
+        # With a tied head its scaled embedding would repeat the last token.
         "Gemma3Text": {
             "head_dim": 256,
             "num_hidden_layers": 6,
@@ -69,7 +69,7 @@ def files_of_llama(kind: str) -> dict[str, bytes]:
             "tie_word_embeddings": False,
         },
         "Mistral": {"sliding_window": None},
-        # The fourth layer has no rotation.
+        # The fourth layer has no rotary embedding.
         "SmolLM3": {"num_hidden_layers": 5},
     }
     prefix = kind.removesuffix("Text")
@@ -107,12 +107,12 @@ def write(folder: Path, files: Mapping[str, bytes]) -> Path:
 
 
 def make_llama(folder: Path, kind: str) -> Path:
-    """A small random model of one family, with GPT-2's tokenizer."""
+    """Write a small random model of one family, with GPT-2's tokenizer."""
     return write(folder, files_of_llama(kind))
 
 
 def make_gpt2(folder: Path) -> Path:
-    """A small random GPT-2 with its tokenizer."""
+    """Write a small random GPT-2 with its tokenizer."""
     return write(folder, files_of_gpt2())
 
 
@@ -136,7 +136,7 @@ def greedy(model: Any, *, tokens: int = 20) -> list[int]:
 
 
 def expected_of(model: Any, dtype: str) -> Mapping[str, torch.Tensor]:
-    """The weights as the format says that they are rounded: matrices alone, but for positions."""
+    """Return the weights rounded as in the format: matrices except positions."""
     import gguf
 
     found = {}
@@ -145,7 +145,7 @@ def expected_of(model: Any, dtype: str) -> Mapping[str, torch.Tensor]:
             found[name] = value
         elif dtype == "q8_0":
             kind = gguf.GGMLQuantizationType.Q8_0
-            # GPT-2's file has these matrices the other way round than transformers.
+            # GPT-2's file transposes these matrices relative to transformers.
             is_turned = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
             matrix = (value.t() if is_turned else value).contiguous().numpy()
             back = torch.from_numpy(gguf.dequantize(gguf.quantize(matrix, kind), kind).copy())
@@ -186,8 +186,8 @@ def test_transformers_reads_the_exported_weights_and_gives_their_tokens(
     "dtype", ["bf16", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[1:])]
 )
 def test_a_smollm3_has_llama_cpps_names_and_order_of_rows(dtype: str, tmp_path: Path) -> None:
-    # transformers' reader does not know this model: the package gguf reads it. llama.cpp itself is
-    # compared by `python -m benchmarks.llama_cpp`.
+    # transformers' reader does not support this model, so the package gguf reads it. `python -m
+    # benchmarks.llama_cpp` compares with llama.cpp itself.
     import gguf
 
     source, file = make(tmp_path / "model", "SmolLM3"), tmp_path / "out.gguf"
@@ -209,7 +209,7 @@ def test_a_smollm3_has_llama_cpps_names_and_order_of_rows(dtype: str, tmp_path: 
     for name in expected.keys() - tied:
         value = found[names.get_name(name, try_suffixes=(".weight",)) or ""]
         if name.endswith(("q_proj.weight", "k_proj.weight")):
-            # Neighbours of a pair there, halves of a head here.
+            # Adjacent rows of a pair in the file, halves of a head here.
             value = value.view(-1, 8, 2, value.shape[-1]).transpose(1, 2).reshape(value.shape)
         torch.testing.assert_close(value.view_as(expected[name]), expected[name], rtol=0, atol=1e-6)
 
@@ -287,7 +287,7 @@ def test_q8_0_in_a_folder_for_transformers_is_refused(
 ) -> None:
     code = export(tmp_path, tmp_path / "out", "--dtype", "q8_0", format_="hf")
     assert code == ExitCode.USAGE
-    assert "transformers' folders have no such weights" in complaint(code, capsys)
+    assert "the Hugging Face layout does not support q8_0" in complaint(code, capsys)
 
 
 def change_config(folder: Path, **changes: Any) -> None:
@@ -302,7 +302,7 @@ def change_config(folder: Path, **changes: Any) -> None:
         ({"attention_bias": True}, "attention_bias"),
         ({"num_hidden_layers": 3}, "layers"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "yarn"),
-        ({"vocab_size": 100}, "another model's tokenizer"),
+        ({"vocab_size": 100}, "Put the tokenizer of this model next to its weights"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     ],
 )
@@ -354,7 +354,7 @@ DAMAGES: Mapping[str, Callable[[dict[str, torch.Tensor], str], object]] = {
 
 
 def damage(folder: Path, kind: str, name: str = MATRIX) -> str:
-    """Damage the weights in a folder; return the message with which loading refuses them."""
+    """Damage the weights in a folder, and return the loading error."""
     tensors = load_file(folder / "model.safetensors")
     DAMAGES[kind](tensors, name)
     save_file(tensors, folder / "model.safetensors")
@@ -458,7 +458,7 @@ def change_tokenizer(folder: Path, name: str, **changes: Any) -> None:
 
 
 def around(before: list[str], after: list[str], ids: Mapping[str, int]) -> dict[str, Any]:
-    """A post-processor that puts tokens around a text."""
+    """Return a post-processor that puts tokens around a text."""
     single = [{"SpecialToken": {"id": text, "type_id": 0}} for text in before]
     single += [{"Sequence": {"id": "A", "type_id": 0}}]
     single += [{"SpecialToken": {"id": text, "type_id": 0}} for text in after]
@@ -481,9 +481,9 @@ def test_tokens_around_a_text_are_those_of_the_gguf_file_or_refused(tmp_path: Pa
     found = vocabulary(bos="!", before=[], after=[])
     assert not found.adds_bos and not found.adds_eos
     for before, after, words in (
-        (["#"], [], "it puts '#' before each text: a GGUF file has its bos_token"),
+        (["#"], [], "it puts '#' before each text, but a GGUF file supports only its bos_token"),
         (["!", "#"], [], "it puts '!', '#' before"),
-        (["!"], ["#"], "it puts '#' behind each text: a GGUF file has its eos_token"),
+        (["!"], ["#"], "it puts '#' after each text, but a GGUF file supports only its eos_token"),
     ):
         with pytest.raises(CheckpointError, match=words):
             vocabulary(bos="!", before=before, after=after)
@@ -530,12 +530,14 @@ def test_a_pre_tokenizer_unknown_to_llama_cpp_is_refused(
     raw = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
     raw["pre_tokenizer"] = {"type": "Whitespace"}
     (source / "tokenizer.json").write_text(json.dumps(raw), encoding="utf-8")
-    assert "no pre-tokenizer like" in complaint(export(source, tmp_path / "o.gguf"), capsys)
+    assert "llama.cpp does not support its pre-tokenizer" in complaint(
+        export(source, tmp_path / "o.gguf"), capsys
+    )
     (source / "tokenizer.json").unlink()
     assert "needs the tokenizer" in complaint(export(source, tmp_path / "o.gguf"), capsys)
 
 
-@pytest.mark.parametrize(("bad", "expected"), [(torch.nan, "NaN"), (1e30, "beyond f16")])
+@pytest.mark.parametrize(("bad", "expected"), [(torch.nan, "NaN"), (1e30, "too large for f16")])
 def test_weights_that_the_format_cannot_hold_leave_no_file(
     bad: float, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -614,12 +616,12 @@ def test_a_head_that_gguf_leaves_out_must_be_the_embedding(
 
 
 def test_an_interrupted_write_leaves_nothing_and_a_file_that_is_there_stays(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), whole_or_absent(tmp_path / "out") as partial:
+    with pytest.raises(KeyboardInterrupt), atomic_path(tmp_path / "out") as partial:
         partial.write_text("half")
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "out").write_text("mine")
-    with pytest.raises(CheckpointError, match="exists"), whole_or_absent(tmp_path / "out"):
+    with pytest.raises(CheckpointError, match="exists"), atomic_path(tmp_path / "out"):
         pass
     assert (tmp_path / "out").read_text() == "mine"
 
@@ -629,7 +631,7 @@ def test_a_link_in_the_place_of_the_unfinished_file_is_not_written_through(tmp_p
     victim.write_text("theirs")
     (tmp_path / f".model.gguf.{os.getpid()}.partial").symlink_to(victim)
     path = tmp_path / "model.gguf"
-    with whole_or_absent(path) as partial:
+    with atomic_path(path) as partial:
         partial.write_text("weights")
     assert victim.read_text() == "theirs"
     assert path.read_text() == "weights" and not path.is_symlink()

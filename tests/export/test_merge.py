@@ -1,4 +1,4 @@
-"""`payload.export --merge`: one model in place of a base and its adapter."""
+"""`payload.export --merge` writes one model from a base and its adapter."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_classifiers_adapter_becomes_a_whole_classifier(tmp_path: Path) -> Non
     model = Classifier(load(base), labels=("bad", "good"), pad_token=0)
     adapted(model, base, folder)
     add_tokenizer(folder)
-    # Of a config.json beside an adapter the labels count alone.
+    # Only the labels of a config.json next to an adapter are used.
     change_config(folder, rms_norm_eps=0.5, vocab_size=7)
     assert merge(folder, out, "--dtype", "fp32") == ExitCode.OK
     found, info = AutoModelForSequenceClassification.from_pretrained(out, output_loading_info=True)
@@ -257,9 +257,9 @@ def test_an_adapter_without_merge_says_what_to_do(
     for format_ in ("hf", "gguf"):
         code = main(["--checkpoint", str(folder), "--format", format_])
         said = complaint(code, capsys)
-        assert "it is an adapter without its base's weights. Add --merge" in said
+        assert "an adapter without the weights of its base. Add --merge" in said
     said = complaint(merge(base, tmp_path / "out"), capsys)
-    assert "it is no adapter, there is nothing to merge" in said
+    assert "not an adapter, so there is nothing to merge" in said
 
 
 def test_a_base_of_another_size_or_without_the_tensors_is_refused(
@@ -336,7 +336,7 @@ def test_a_merge_refuses_the_adapters_that_loading_refuses(
 
 
 @pytest.mark.parametrize("kind", ["GPT2", "Llama"])
-def test_how_the_linears_are_stored_is_the_familys_and_not_the_files_to_say(
+def test_the_family_and_not_the_file_decides_how_linears_are_stored(
     kind: str, tmp_path: Path
 ) -> None:
     base, folder = make(tmp_path / "base", kind), tmp_path / "adapter"
@@ -422,7 +422,7 @@ def test_the_base_has_the_weights_that_training_began_with(
 def test_an_adapter_names_no_model_of_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The attack: an adapter that was found had a private model exported, and trained from."""
+    """The attack: a downloaded adapter made export read, and training use, a private model."""
     monkeypatch.delenv(BASE_VARIABLE)
     base, folder, out = tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
     make(base, "GPT2")
@@ -451,14 +451,14 @@ def test_an_adapter_names_no_model_of_this_machine(
     assert merge(folder, out) == ExitCode.CONFIG
     trainer.write_text(json.dumps({"base": {"sha256": weights_sha256(base)}}))
     capsys.readouterr()
-    assert merge(folder, out) == ExitCode.OK  # as a run's checkpoint has it
+    assert merge(folder, out) == ExitCode.OK  # like a run's checkpoint
     assert f"note: the base is {tmp_path / 'gpt2'}" in capsys.readouterr().err
     trainer.unlink()
     monkeypatch.setenv(BASE_VARIABLE, str(tmp_path))
     for number, name in enumerate(("gpt2", "./gpt2", f"gpt2@{'0' * 40}")):
         settings = json.loads(path.read_text()) | {"base_model_name_or_path": name}
         path.write_text(json.dumps(settings))
-        if number == 2:  # the hub's, whatever lies here
+        if number == 2:  # the hub's, not a local folder's
             (tmp_path / name).symlink_to(base)
             assert base_name(folder) == name
             break

@@ -1,4 +1,4 @@
-"""The choices of payload.finetune from numbers alone."""
+"""The choices of payload.finetune, made from numbers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from payload.config.run_config import parse_run_config
 from payload.core.errors import DataError
 from payload.finetune.choices import (
-    Amount,
     Choice,
-    amount,
+    DataSize,
     batch,
+    data_size,
     method_choices,
     rate,
     render,
@@ -21,7 +21,7 @@ from payload.finetune.choices import (
     sequence_length,
     steps,
 )
-from payload.finetune.recognise import Asked, recognise
+from payload.finetune.recognise import DataOptions, detect_data
 from payload.models.registry import spec_of
 from tests.support.chat_data import write_rows
 
@@ -46,26 +46,26 @@ def test_little_plain_text_gets_shorter_sequences() -> None:
 @pytest.mark.parametrize("sequences", [1, 5, 40, 400, 8000, 10**6])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_batch_and_steps_go_through_the_data_one_to_three_times(sequences: int, ranks: int) -> None:
-    data = Amount(sequences=sequences, tokens=sequences * 512)
+    data = DataSize(sequences=sequences, tokens=sequences * 512)
     size = batch("chat", data, length=512, ranks=ranks).value
     assert size % ranks == 0 and size * 512 <= max(16384, ranks * 512)
-    number = steps("chat", data, batch_size=size, asked=None).value
+    number = steps("chat", data, batch_size=size, requested=None).value
     epochs = number * size / sequences
     assert epochs <= 3 or number == 3, "no text is read more often"
     assert number >= 100 or epochs > 2 or sequences < 3 * size
 
 
 def test_labelled_texts_are_read_twice_and_the_rate_falls_to_zero() -> None:
-    data = amount("classify", tokens=80_000, documents=8889, length=64)
-    assert steps("classify", data, batch_size=64, asked=None).value == 250
-    assert steps("chat", data, batch_size=64, asked=None).value == 125
+    data = data_size("classify", tokens=80_000, documents=8889, length=64)
+    assert steps("classify", data, batch_size=64, requested=None).value == 250
+    assert steps("chat", data, batch_size=64, requested=None).value == 125
     found = {each.key: each.value for each in schedule("classify", 250, method="full", lr=1e-4)}
     assert found["optimizer.min_lr"] == 0
 
 
-def test_steps_can_be_given_and_the_epochs_are_said() -> None:
-    data = amount("chat", tokens=51_200, documents=None, length=512)
-    chosen = steps("chat", data, batch_size=10, asked=25)
+def test_steps_can_be_given_and_the_epochs_are_shown() -> None:
+    data = data_size("chat", tokens=51_200, documents=None, length=512)
+    chosen = steps("chat", data, batch_size=10, requested=25)
     assert chosen.value == 25 and chosen.reason == "--steps; 2.5 epochs"
 
 
@@ -134,27 +134,27 @@ def test_a_jsonl_file_is_recognised_by_its_columns(
     tmp_path: Path, row: dict[str, object], task: str, columns: tuple[str | None, str | None]
 ) -> None:
     path = write_rows(tmp_path / "x.jsonl", [row])
-    found = recognise(str(path), Asked())
+    found = detect_data(str(path), DataOptions())
     assert (found.task, found.source) == (task, "jsonl")
     assert (found.text_column, found.label_column) == columns
 
 
-def test_what_the_command_line_says_goes_before_what_is_found(tmp_path: Path) -> None:
+def test_the_command_line_overrides_detection(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "x.jsonl", [{"text": "a", "label": 1, "body": "b", "stars": 3}])
-    asked = Asked(task="classify", text_column="body", label_column="stars")
-    found = recognise(str(path), asked)
+    asked = DataOptions(task="classify", text_column="body", label_column="stars")
+    found = detect_data(str(path), asked)
     assert (found.text_column, found.label_column) == ("body", "stars")
-    assert recognise(str(path), Asked(task="text")).words()[:4] == [
+    assert detect_data(str(path), DataOptions(task="text")).arguments()[:4] == [
         *("--task", "text", "--source", "jsonl")
     ]
 
 
 def test_files_and_folders_are_known_by_their_names(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("text,label\na,1\n")
-    assert recognise(str(tmp_path / "table.csv"), Asked()).task == "classify"
-    assert recognise(str(tmp_path), Asked()).source == "csv"
+    assert detect_data(str(tmp_path / "table.csv"), DataOptions()).task == "classify"
+    assert detect_data(str(tmp_path), DataOptions()).source == "csv"
     (tmp_path / "notes.md").write_text("words")
-    assert recognise(str(tmp_path / "notes.md"), Asked()).words() == [
+    assert detect_data(str(tmp_path / "notes.md"), DataOptions()).arguments() == [
         *("--task", "text", "--source", "text", "--input", str(tmp_path / "notes.md"))
     ]
 
@@ -162,26 +162,51 @@ def test_files_and_folders_are_known_by_their_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "asked", "problem"),
     [
-        ("x.jsonl", '{"a": 1, "b": 2}', Asked(), "among the columns 'a', 'b' is none that is know"),
-        ("x.jsonl", "", Asked(), "it has no rows"),
-        ("x.jsonl", "{broken", Asked(), "x.jsonl line 1"),
-        ("x.json", "[]", Asked(), ".json is not read. Write it as jsonl"),
-        ("x.txt", "words", Asked(task="chat"), "plain text, which has no columns for --task chat"),
-        ("x.csv", "text,label\na,1", Asked(label_column="stars"), "'stars'; name another one"),
-        ("x.csv", "text,n\na,1", Asked(task="classify"), "with its labels; name it with --label"),
-        ("x.csv", "a,b,label\na,1,2", Asked(), "with its text; name it with --text-column"),
+        (
+            "x.jsonl",
+            '{"a": 1, "b": 2}',
+            DataOptions(),
+            "no known column found in the columns 'a', 'b'. Choose the task",
+        ),
+        ("x.jsonl", "", DataOptions(), "no rows. Use a file with data"),
+        ("x.jsonl", "{broken", DataOptions(), "x.jsonl line 1"),
+        ("x.json", "[]", DataOptions(), ".json is not supported. Convert it to jsonl"),
+        (
+            "x.txt",
+            "words",
+            DataOptions(task="chat"),
+            "plain text has no columns for --task chat",
+        ),
+        (
+            "x.csv",
+            "text,label\na,1",
+            DataOptions(label_column="stars"),
+            "no column 'stars' found in the columns 'text', 'label'. Choose another one",
+        ),
+        (
+            "x.csv",
+            "text,n\na,1",
+            DataOptions(task="classify"),
+            "no label column found in the columns 'text', 'n'. Choose one with --label-column",
+        ),
+        (
+            "x.csv",
+            "a,b,label\na,1,2",
+            DataOptions(),
+            "no text column found in the columns 'a', 'b', 'label'. Choose one with --text-column",
+        ),
     ],
 )
-def test_data_that_is_not_understood_says_what_to_give(
-    tmp_path: Path, name: str, content: str, asked: Asked, problem: str
+def test_unsupported_data_is_one_line_with_a_fix(
+    tmp_path: Path, name: str, content: str, asked: DataOptions, problem: str
 ) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError) as caught:
-        recognise(str(tmp_path / name), asked)
+        detect_data(str(tmp_path / name), asked)
     assert problem in str(caught.value)
 
 
 def test_a_path_that_is_not_there_is_no_name_on_the_hub() -> None:
     for given in ("nowhere.jsonl", "./nowhere", "nowhere"):
-        with pytest.raises(DataError, match="there is no such file or folder here"):
-            recognise(given, Asked())
+        with pytest.raises(DataError, match="file or folder not found"):
+            detect_data(given, DataOptions())

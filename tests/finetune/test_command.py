@@ -1,4 +1,4 @@
-"""`python -m payload.finetune` as it is typed: from a file to a checkpoint."""
+"""`python -m payload.finetune` from a file to a checkpoint, as a user runs it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.waiting import wait_until
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small model and data for it, not to be changed."""
+    """A folder with a small model and data for it, which tests must not change."""
     folder = tmp_path_factory.mktemp("finetune")
     make_model(folder / "model")
     chats = conversations(60)
@@ -68,7 +68,9 @@ def environment() -> dict[str, str]:
 
 
 def run_here(words: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
-    """Run `python -m payload.data` or `payload.orchestrate` in this process, which has torch."""
+    """Run `python -m payload.data` or `payload.orchestrate` in this process, which has imported
+    torch.
+    """
     python, *flags, name = words[:4]
     rest = words[4:]
     assert (python, *flags) == (sys.executable, "-P", "-m")
@@ -82,7 +84,7 @@ def run_here(words: Sequence[str], **_: object) -> subprocess.CompletedProcess[s
 
 @pytest.fixture
 def in_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`main` queries the other programs in this process; the current folder is `tmp_path`."""
+    """`main` runs the other programs in this process; the current folder is `tmp_path`."""
     monkeypatch.chdir(tmp_path)
     programs = SimpleNamespace(run=run_here, DEVNULL=subprocess.DEVNULL)
     monkeypatch.setattr("payload.finetune.__main__.subprocess", programs)
@@ -96,7 +98,7 @@ def test_a_dry_run_prints_everything_and_writes_nothing(
     assert main(command(place, "--data", place / "chats.jsonl", "--dry-run")[3:]) == 0
     out = capsys.readouterr().out
     assert "task chat, because its rows have the column 'messages'" in out
-    assert "method  training of all weights, as it fits into" in out
+    assert "method  full fine-tuning, as it fits into" in out
     assert 'micro_batch_size = "auto"' in out
     assert "payload.data prepare --task chat" in out
     assert list(tmp_path.iterdir()) == []
@@ -115,21 +117,21 @@ def test_where_nothing_fits_the_smallest_method_is_named_and_in_fp32_the_smaller
     for dtype in ("fp32", "bf16"):
         assert main(command(place, *words, "--set", f"precision.dtype={dtype}")[3:]) == 0
         out = capsys.readouterr().out
-        assert "beside a base of 4 bits, though the estimate is above the memory: " in out
-        is_named = "--set precision.dtype=bf16 takes less memory" in out
+        assert "with a 4-bit base, although the estimate exceeds the memory: " in out
+        is_named = "--set precision.dtype=bf16 needs less memory" in out
         assert is_named is (dtype == "fp32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finetuned:
-    """The files that one whole command left."""
+    """The output files of one complete command."""
 
     cwd: Path
     words: tuple[object, ...]
     stderr: str
     prepare: str
     again: str
-    """The two commands that it printed, as a shell reads them."""
+    """The two printed commands, parsed as by a shell."""
 
     def newest(self) -> RunPaths:
         """Return the newest run."""
@@ -138,7 +140,7 @@ class Finetuned:
 
 @pytest.fixture(scope="module")
 def finetuned(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Finetuned:
-    """Conversations made into a checkpoint with samples."""
+    """Fine-tune on conversations, with samples."""
     cwd = tmp_path_factory.mktemp("whole")
     words = ("--data", place / "chats.jsonl", "--steps", 3, "--set", "adapter.kind=lora")
     done = finetune(place, *words, "--out", "out", cwd=cwd)
@@ -172,7 +174,7 @@ def test_one_command_goes_from_conversations_to_a_checkpoint_and_keeps_an_edited
     out.write_text(written)
     assert refused == ExitCode.CONFIG
     said = capsys.readouterr().err
-    assert "says something else, perhaps your own edits. Run it with: " in said
+    assert "exists with other settings, perhaps edited. Run it with: " in said
 
 
 @pytest.mark.slow
@@ -246,18 +248,21 @@ def test_a_signal_reaches_the_run_and_its_exit_code_is_the_command_s(
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (("--data", "nowhere.jsonl"), "--data nowhere.jsonl: there is no such file"),
-        (("--data", "chats.jsonl", "--set", "data.dir=x"), "give it as --out"),
+        (("--data", "nowhere.jsonl"), "--data nowhere.jsonl: file or folder not found"),
+        (
+            ("--data", "chats.jsonl", "--set", "data.dir=x"),
+            "data.dir=x': set by --out. Use that option",
+        ),
         (("--data", "chats.jsonl", "--set", "train.stepz=3"), "Did you mean train.steps?"),
         (("--data", "chats.jsonl", "--set", "adapter.rank=4096"), "above the width"),
         (("--data", "chats.jsonl", "--set", "data.sequence_length=9999"), "positions of"),
         (("--data", "chats.jsonl", "--set", "batch.global_batch_size=0"), "must be at least 1"),
         (("--data", "chats.jsonl", "--set", "batch.global_batch_size=abc"), "whole number is"),
         (("--data", "chats.jsonl", "--set", "optimizer.lr=abc"), "optimizer.lr = 'abc': a number"),
-        (("--data", "pairs.jsonl"), "row 2: no rejected among the columns 'prompt', 'chosen'"),
-        (("--data", "chats.jsonl", "--task", "classify"), "with its labels; name it"),
+        (("--data", "pairs.jsonl"), "row 2: no rejected in the columns 'prompt', 'chosen'"),
+        (("--data", "chats.jsonl", "--task", "classify"), "no label column found"),
         (("--data", "chats.jsonl", "--model", "nowhere/"), "nowhere"),
-        (("--data", "chats.jsonl", "--model", "scratch"), "begins with weights"),
+        (("--data", "chats.jsonl", "--model", "scratch"), "fine-tuning needs weights"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_10(

@@ -1,4 +1,4 @@
-"""Which prompts of the validation data a run's samples begin with."""
+"""The choice of prompts for a run's samples from the validation data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.chat_data import conversations, make_tokenizer, prepare, writ
 
 
 def prepared(tmp_path: Path, task: str, rows: list[dict[str, str]], *flags: str) -> Path:
-    """A data folder of these rows."""
+    """Return a data folder of these rows."""
     source = write_rows(tmp_path / "rows.jsonl", rows)
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     words = ["prepare", "--task", task, "--source", "jsonl", "--input", str(source), *flags]
@@ -48,5 +48,5 @@ def test_a_conversation_s_prompt_ends_where_the_answer_begins(tmp_path: Path) ->
 def test_labelled_texts_have_no_prompts(tmp_path: Path) -> None:
     rows = [{"text": f"red {number}", "label": "ab"[number % 2]} for number in range(40)]
     folder = prepared(tmp_path, "classify", rows, "--label-column", "label")
-    with pytest.raises(ConfigError, match="samples are for --task text and chat, not classify"):
+    with pytest.raises(ConfigError, match="samples need --task text or chat, not classify"):
         find_prompts(folder)

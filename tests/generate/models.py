@@ -9,7 +9,7 @@ from payload.train.families.gpt2.model import GPT
 
 
 def make_model(*, sequence_length: int = 64, vocab_size: int = 50257, seed: int = 0) -> GPT:
-    """Random weights, large enough that the likeliest tokens are well apart."""
+    """Return a model with random weights, large enough that logits are well separated."""
     torch.manual_seed(seed)
     model = GPT(
         Gpt2Spec(

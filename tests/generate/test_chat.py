@@ -1,4 +1,4 @@
-"""`python -m payload.generate --chat`: a conversation by the model's own template."""
+"""`python -m payload.generate --chat` chats with the model's chat template."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ CHATML = (
     "message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# transformers writes its "no limit" as this integer of 31 digits.
+# transformers writes "no limit" as this integer of 31 digits.
 CONFIG = '{"eos_token": "<|endoftext|>", "model_max_length": 1000000000000000019884624838656}'
 
-pytestmark = pytest.mark.processes  # the template is rendered by one
+pytestmark = pytest.mark.processes  # a process renders the template
 
 Talk = Callable[..., int]
 
@@ -77,10 +77,10 @@ def test_a_conversation_that_outgrows_the_context_forgets_its_oldest_messages(
     assert talk("word " * 110 + "\n" + "more " * 110 + "\n" + "last\n", "--json") == ExitCode.OK
     said = capsys.readouterr()
     assert len(said.out.splitlines()) == 3
-    assert "no longer fit the context" in said.err
+    assert "no longer fit into the context" in said.err
 
 
-def test_a_message_that_is_too_long_is_refused_and_the_conversation_goes_on(
+def test_a_message_that_is_too_long_is_refused_and_the_conversation_continues(
     talk: Talk, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert talk("word " * 400 + "\nHello\n", "--json") == ExitCode.OK
@@ -98,7 +98,7 @@ def test_the_template_gives_what_transformers_gives(folder: Path) -> None:
         {"role": "assistant", "content": "x"},
     ]
     for add in (True, False):
-        # Any: its annotation says one string for what is a list of them.
+        # Any: the annotation has one string, but the value is a list of strings.
         rendered: Any = render_jinja_template(
             [messages], chat_template=CHATML, add_generation_prompt=add
         )

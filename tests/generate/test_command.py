@@ -1,4 +1,4 @@
-"""`python -m payload.generate`, called as a person would, with good and bad input."""
+"""`python -m payload.generate`, with valid and invalid input."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Damage = Callable[[Path], None]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in the Hugging Face layout, which no test changes."""
+    """A folder in the Hugging Face layout, which tests must not change."""
     path = tmp_path_factory.mktemp("saved")
     save_hf(make_model(), path)
     return path
@@ -44,12 +44,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(saved: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """A copy of that folder."""
     return shutil.copytree(saved, tmp_path / "hf")
 
 
 def run_with_weights(root: Path, *, steps: tuple[int, ...]) -> RunPaths:
-    """A run folder with a checkpoint after each of `steps`, every one with other weights."""
+    """Make a run folder with a checkpoint after each of `steps`, each with different weights."""
     paths = RunPaths(root)
     paths.checkpoints.mkdir(parents=True)
     for step in steps:
@@ -77,7 +77,7 @@ def generate(*arguments: str, source: Path) -> int:
     return main(["--checkpoint", str(source), "--max-new-tokens", "8", *arguments])
 
 
-def test_text_goes_to_stdout_and_talk_to_stderr(
+def test_text_goes_to_stdout_and_messages_to_stderr(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert generate("--prompt", "def ", "--num-samples", "2", source=folder) == ExitCode.OK
@@ -90,7 +90,7 @@ def test_text_goes_to_stdout_and_talk_to_stderr(
 
 @contextmanager
 def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The command at work on a text without an end."""
+    """Yield the command while it generates an endless text."""
     words = [sys.executable, "-m", "payload.generate", "--checkpoint", str(folder)]
     words += ["--prompt", "def ", "--max-new-tokens", "1000000", *arguments]
     process = subprocess.Popen(
@@ -110,7 +110,7 @@ def test_text_is_printed_as_it_is_made_and_ctrl_c_keeps_it(folder: Path, samples
         assert process.stdout is not None and process.stderr is not None
         first = b""
         while len(first) < 100:
-            # The command never comes to its end: whatever can be read was streamed.
+            # The command never ends, so all output that can be read was streamed.
             more = process.stdout.read(10)
             assert more, process.stderr.read()
             first += more
@@ -139,13 +139,13 @@ def test_a_signal_leaves_whole_json_of_what_was_made(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """In this process, with the signal raised while text is generated."""
-    say = command._say_model
+    print_model = command._print_model
 
-    def say_and_interrupt(weights: str, model: CausalLM) -> None:
-        say(weights, model)
+    def print_and_interrupt(weights: str, model: CausalLM) -> None:
+        print_model(weights, model)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(command, "_say_model", say_and_interrupt)
+    monkeypatch.setattr(command, "_print_model", print_and_interrupt)
     assert generate("--json", source=folder) == 130
     done = capfd.readouterr()
     assert done.err.startswith("model: ") and "Traceback" not in done.err
@@ -181,7 +181,7 @@ def test_the_prompt_can_come_from_a_file(
 
 
 class Terminal(io.StringIO):
-    """Stands for a terminal."""
+    """A fake terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -217,7 +217,7 @@ def test_a_prompt_that_outgrows_the_context_is_said_to_be_cut(
     assert "the model reads the last 64" in capsys.readouterr().err
 
 
-def test_a_run_stands_for_its_newest_sound_checkpoint(
+def test_a_run_means_its_newest_valid_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths = run_with_weights(tmp_path / "run", steps=(1, 2, 3))
@@ -245,7 +245,7 @@ def test_weights_with_nan_are_one_clear_error(
     said = capsys.readouterr()
     assert said.out == ""
     (error,) = (line for line in said.err.splitlines() if line.startswith("error: "))
-    assert "gives NaN or infinity instead of logits" in error
+    assert "the model's logits are NaN or infinite" in error
 
 
 def cut_weights(folder: Path) -> None:
@@ -360,7 +360,7 @@ def test_a_wrong_argument_is_a_usage_error(
     assert "_positive" not in message
 
 
-def test_the_help_has_every_default_and_none_that_is_none(
+def test_the_help_has_every_default_except_none(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
@@ -385,7 +385,7 @@ def test_top_k_of_zero_chooses_among_all(folder: Path, capsys: pytest.CaptureFix
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_a_model_of_another_vocabulary_is_remarked_on(
+def test_a_model_with_another_vocabulary_gets_a_note(
     tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     larger = tmp_path / "larger"

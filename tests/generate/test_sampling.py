@@ -1,4 +1,4 @@
-"""Sampling: equal to transformers when greedy, equal with and without the cache, repeatable."""
+"""Sampling is equal to transformers when greedy, equal with and without the cache, repeatable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from payload.generate.sampling import (
     SamplingOptions,
     add_tokens,
     choose,
-    penalised,
+    penalise,
     sample,
 )
 from payload.train.models.hf_weights import save_hf
@@ -38,7 +38,7 @@ def draw(
     seed: int = 7,
     max_new_tokens: int = 20,
 ) -> list[list[int]]:
-    """Samples of a small random model."""
+    """Return samples of a small random model."""
     options = SamplingOptions(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -60,7 +60,7 @@ def test_greedy_tokens_equal_those_of_transformers(tmp_path: Path) -> None:
     from transformers import GPT2LMHeadModel
 
     save_hf(make_model(), tmp_path)
-    # Any: transformers' own annotations do not let `generate` be called on this class.
+    # Any: transformers' annotations do not allow calling `generate` on this class.
     reference: Any = GPT2LMHeadModel.from_pretrained(tmp_path)
     expected = reference.generate(
         torch.tensor([PROMPT]), max_new_tokens=40, do_sample=False, pad_token_id=END_OF_TEXT
@@ -133,7 +133,7 @@ def test_logits_that_are_not_finite_are_an_error_of_the_checkpoint(
     logits = torch.tensor([[0.0, 1.0], [bad, 1.0]])
     options = SamplingOptions(temperature=temperature, num_samples=2)
     generators = [torch.Generator() for _ in range(2)]
-    with pytest.raises(CheckpointError, match=r"gives NaN or infinity .* another checkpoint"):
+    with pytest.raises(CheckpointError, match=r"logits are NaN or infinite.* another checkpoint"):
         choose(logits, options=options, generators=generators)
 
 
@@ -157,7 +157,7 @@ def test_rows_of_the_embedding_beyond_the_vocabulary_are_never_drawn() -> None:
 def continued(
     prompts: list[list[int]], *, num_samples: int = 2, **changes: float
 ) -> list[list[int]]:
-    """Every row that several prompts get when they are continued together."""
+    """Return every row when several prompts are continued together."""
     fields: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0, "top_k": None, "seed": 7}
     options = SamplingOptions(**fields | {"num_samples": num_samples} | changes)
     sampler = Sampler(
@@ -200,7 +200,7 @@ def test_a_repetition_penalty_is_that_of_transformers() -> None:
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(3))
     seen = torch.tensor([[1, 2, 2, 7], [0, 49, 3, 3]])
     expected = RepetitionPenaltyLogitsProcessor(1.3)(seen, logits.clone())
-    assert torch.equal(penalised(logits, seen, penalty=1.3), expected)
+    assert torch.equal(penalise(logits, seen, penalty=1.3), expected)
 
 
 def test_a_repetition_penalty_makes_a_greedy_text_repeat_itself_less() -> None:
@@ -211,7 +211,7 @@ def test_a_repetition_penalty_makes_a_greedy_text_repeat_itself_less() -> None:
     assert len(set(varied)) > len(set(plain))
 
 
-def test_a_reader_goes_on_from_what_it_has_read_and_starts_over_for_another_text() -> None:
+def test_a_reader_continues_its_text_and_starts_over_for_another_one() -> None:
     model = make_model()
     reader = Reader(model)
     first, longer = torch.tensor([PROMPT]), torch.tensor([[*PROMPT, 5, 6, 7]])

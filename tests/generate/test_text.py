@@ -1,4 +1,4 @@
-"""Streamed text is the whole text, whatever the tokenizer and wherever a token cuts a character."""
+"""Streamed text is complete, for any tokenizer and wherever a token cuts a character."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from payload.generate.detokenizer import StopText, TextStream
 
 
 def decode_bytes(tokens: Sequence[int]) -> str:
-    """A tokenizer whose every token is one byte."""
+    """Decode with a tokenizer of one byte a token."""
     return bytes(tokens).decode("utf-8", errors="replace")
 
 
 def decode_words(tokens: Sequence[int]) -> str:
-    """One that drops the space before the first word, as SentencePiece's do."""
+    """Decode with a tokenizer that drops the space before the first word, like SentencePiece."""
     return "".join(f" w{token}" for token in tokens).removeprefix(" ")
 
 

@@ -1,8 +1,8 @@
-"""Runs a Python program in a fork of tests.support.fork_server: forked.py -m MODULE | FILE WORDS.
+"""Runs a Python program in a fork of tests.support.fork_server: forked.py -m MODULE | FILE ARGS.
 
-The import of torch takes 1.5 s of processor time, most of a short run. This process stands for
-the fork: it passes signals on and ends as the fork ends, and the fork ends with it. Without a
-server, or where a variable that is read at the start of a program differs, it becomes Python.
+Importing torch takes 1.5 s of processor time, most of a short run. This process represents the
+fork: it forwards signals, and each ends with the other. Without a server, or if a variable that is
+read at start-up differs, it becomes Python.
 
 `python -I -S` starts it in milliseconds.
 """
@@ -18,9 +18,9 @@ import sys
 from collections.abc import Mapping
 
 VARIABLE = "TILEFORGE_TESTS_FORK_SERVER"
-"""The server's name in the abstract namespace of Unix sockets."""
+"""Name of the server in the abstract namespace of Unix sockets."""
 GROUP = "TILEFORGE_TESTS_FORK_GROUP"
-"""Set: the fork leads a process group, and all of it gets the signals, SIGKILL among them."""
+"""If set, the fork leads a process group, and signals go to the whole group, also SIGKILL."""
 _READ_AT_START = (
     *("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "GOMP_", "MKL_"),
     *("TORCH_", "HF_", "TRANSFORMERS_", "HOME", "XDG_", "LANG", "LC_"),
@@ -34,7 +34,7 @@ def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run the program and end as it does."""
+    """Run the program and end with its exit status."""
     environment = dict(os.environ)
     name = environment.pop(VARIABLE, None)
     group = environment.pop(GROUP, None) is not None
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def _connected(name: str, environment: Mapping[str, str]) -> socket.socket | None:
-    """Connect to the server where a fork of it has the variables that are read at a start."""
+    """Connect to the server, if its forks have the same start-up variables."""
     server = socket.socket(socket.AF_UNIX)
     try:
         server.connect(f"\0{name}")

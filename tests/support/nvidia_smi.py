@@ -55,7 +55,7 @@ def make_nvidia_smi(
 ) -> Path:
     """Put the program into `folder` and return the folder, for PATH.
 
-    It prints `said` before its rows, or in place of them where it fails with `status`.
+    It prints `said` before its rows, or instead of them if it fails with `status`.
     """
     rows = [
         {"index": str(index), "uuid": f"GPU-{index:08x}-0000-0000-0000-000000000000", **gpu}
@@ -70,7 +70,7 @@ def make_nvidia_smi(
 
 
 def make_torch(folder: Path, *, version: str = "2.13.0+cu130", cuda: str | None = "13.0") -> Path:
-    """Write the version.py of a torch into `folder`, in the form of the real one."""
+    """Write a version.py of torch into `folder`, in the real format."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "version.py"
     path.write_text(

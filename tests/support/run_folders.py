@@ -25,7 +25,7 @@ def make_run(
 
 
 def write_state(paths: RunPaths, **fields: Any) -> None:
-    """Write state.json: a running run of now, but for `fields`."""
+    """Write state.json of a run that is running now, changed by `fields`."""
     now = time.time()
     usual = {"status": "running", "supervisor_pid": 1, "node": "a"}
     times = {"started_unix": now, "updated_unix": now}

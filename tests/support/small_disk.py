@@ -1,4 +1,4 @@
-"""A file system of its own, in memory, that a test can fill."""
+"""A small file system in memory, which a test can fill."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIZE_MB = 64
 
 
 class SmallDisk:
-    """Mounted at `path` for as long as it is entered; needs root on Linux."""
+    """Mounts a file system at `path` while entered; needs root on Linux."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -31,11 +31,11 @@ class SmallDisk:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # Lazily, as a test that failed may have left a process with a file open.
+        # Lazily, because a failed test may have left a process with an open file.
         subprocess.run(["umount", "--lazy", self.path], check=True)
 
     def fill(self) -> None:
-        """Leave no block free."""
+        """Fill all free blocks."""
         with self._filler.open("ab", buffering=0) as file:
             with contextlib.suppress(OSError):
                 while True:
@@ -47,5 +47,5 @@ class SmallDisk:
                 assert error.errno == errno.ENOSPC
 
     def free(self) -> None:
-        """Give back what `fill` took."""
+        """Free the blocks that `fill` used."""
         self._filler.unlink()

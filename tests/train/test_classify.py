@@ -275,10 +275,10 @@ def test_a_checkpoint_of_ours_may_have_another_number_of_labels_of_its_base(
     ("words", "code", "problem"),
     [
         (("--classify",), 2, "--classify needs texts: --input FILE"),
-        (("--classify", "--chat"), 2, "--classify takes texts from --input or --prompt alone"),
+        (("--classify", "--chat"), 2, "--classify reads texts only from --input or --prompt"),
         (("--input", "x"), 2, "Add --classify"),
         (("--classify", "--input", "nowhere"), 10, "--input nowhere: No such file"),
-        ((), 10, "it is a classifier"),
+        ((), 10, ": a classifier, which cannot continue a text"),
     ],
 )
 def test_generate_refuses_what_does_not_go_together(
@@ -297,7 +297,7 @@ def test_a_language_model_gives_no_labels(
     base: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert generate_main(["--classify", "--checkpoint", str(base), "--prompt", "x"]) == 10
-    assert "it is a language model without labels" in capsys.readouterr().err
+    assert "a language model without labels" in capsys.readouterr().err
     assert evaluate_main(["--checkpoint", str(base), "--data", str(data)], {}) == 10
     assert torch.is_grad_enabled()
 

@@ -344,7 +344,7 @@ def test_a_resume_without_its_reference_is_refused(config: Path, tmp_path: Path)
     shutil.copy(tmp_path / "kept" / "reference.json", data)
     values = data / "reference.fp32.bin"
     values.write_bytes(values.read_bytes()[:-8] + bytes(8))
-    with pytest.raises(DataError, match=r"is not what reference\.json has the hash of"):
+    with pytest.raises(DataError, match=r"its SHA-256 differs from the one in reference\.json"):
         train_alone(tmp_path / "run", config, "train.steps=3")
 
 

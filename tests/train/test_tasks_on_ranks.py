@@ -236,4 +236,4 @@ def test_evaluate_gives_the_numbers_of_one_rank(
         for key in ("val_loss", "accuracy", "margin", "chosen_reward", "rejected_reward"):
             assert row[key] == pytest.approx(last["val_" + key.removeprefix("val_")], abs=1e-5)
         assert evaluate(words(name, evaluated, tasks)[:-1], {}) == 0
-        assert "of the better answers have the higher reward" in capsys.readouterr().out
+        assert "of the chosen answers have the higher reward" in capsys.readouterr().out

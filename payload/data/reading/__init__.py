@@ -1,1 +1,1 @@
-"""A data folder as training reads it: blocks of tokens, their ranges, pairs and labels."""
+"""Readers of a prepared data folder: blocks of tokens, checked ranges, pairs and labels."""

@@ -1,7 +1,7 @@
-"""Token files as blocks, and the order in which training visits them.
+"""Blocks of a token file, and the order in which training visits them.
 
-The order is a pure function of (seed, epoch, sample index): it does not depend on how many ranks
-share the work or how large their micro-batches are, and a run is resumed by one integer.
+The order is a pure function of (seed, epoch, sample index). It does not depend on the number of
+ranks or the micro-batch size, so one integer is enough to resume a run.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ _FEISTEL_ROUNDS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockOrder:
-    """A keyed permutation of `num_blocks` blocks for every epoch, without storing it."""
+    """A keyed permutation of `num_blocks` blocks for every epoch, computed without storing it."""
 
     num_blocks: int
     seed: int
 
     def blocks(self, samples: Indices) -> Indices:
-        """Block ids for global sample indices, counted from the start of training."""
+        """Return the block ids of global sample indices, counted from the start of training."""
         epochs, positions = np.divmod(samples, self.num_blocks)
         result = np.empty_like(samples)
-        # A step of a million passes over little data has a thousand epochs: each is looked at once.
+        # A large step over little data can span a thousand epochs: permute each epoch's samples
+        # together.
         bounds = [0, *(np.flatnonzero(np.diff(epochs)) + 1).tolist(), len(samples)]
         for first, last in pairwise(bounds):
             if first < last:
@@ -53,9 +54,9 @@ class BlockOrder:
         return result
 
     def _permute(self, positions: Indices, *, epoch: int) -> Indices:
-        """A Feistel network on the next even power of two, walked until it falls in range."""
+        """Permute positions by a Feistel network on the next power of four, with cycle walking."""
         half_bits = max(1, (max(1, self.num_blocks - 1).bit_length() + 1) // 2)
-        # Mixed one after the other: seed 0 in epoch 1 is not seed 1 in epoch 0.
+        # Mixed one after the other, so that seed 0 in epoch 1 differs from seed 1 in epoch 0.
         seeded = _mix(np.full(_FEISTEL_ROUNDS, self.seed, dtype=np.uint64))
         seeded = _mix(seeded ^ np.full(_FEISTEL_ROUNDS, epoch, dtype=np.uint64))
         rounds: _U64 = np.arange(_FEISTEL_ROUNDS, dtype=np.uint64)
@@ -69,7 +70,7 @@ class BlockOrder:
 
 
 def _feistel(values: _U64, *, keys: _U64, half_bits: int) -> _U64:
-    """A bijection on numbers of 2 x half_bits bits."""
+    """Apply a bijection on numbers of 2 x half_bits bits."""
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for key in keys:
@@ -78,7 +79,7 @@ def _feistel(values: _U64, *, keys: _U64, half_bits: int) -> _U64:
 
 
 def _mix(values: _U64) -> _U64:
-    """splitmix64's finaliser, https://prng.di.unimi.it/splitmix64.c; wraps around at 64 bits."""
+    """Mix by splitmix64's finaliser, modulo 2**64: https://prng.di.unimi.it/splitmix64.c."""
     with np.errstate(over="ignore"):
         mixed = values + np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -87,32 +88,32 @@ def _mix(values: _U64) -> _U64:
 
 
 class Blocks(Protocol):
-    """The blocks of one split, as an evaluation visits them."""
+    """Blocks of one split, as an evaluation reads them."""
 
     @property
     def path(self) -> Path:
-        """The split's token file."""
+        """Token file of the split."""
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of a block."""
+        """Tokens in a block."""
 
     def num_full_blocks(self) -> int:
-        """Return the number of blocks that have every target."""
+        """Return the number of blocks with a target at every position."""
 
     def num_blocks(self) -> int:
         """Return the number of all blocks."""
 
     def gather(self, blocks: Indices) -> tuple[torch.Tensor, ...]:
-        """Return tokens and targets, then what else the model takes. Raises DataError."""
+        """Return tokens, targets and any other inputs of the model. Raises DataError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBlocks:
     """One token file, cut into blocks of `sequence_length` that do not overlap.
 
-    B blocks, T sequence_length. A block's targets reach one token into the next block, so that
-    every token but the file's first is predicted exactly once.
+    B blocks, T sequence_length. The targets of a block include the first token of the next block,
+    so every token except the first of the file is predicted exactly once.
     """
 
     path: Path
@@ -120,22 +121,21 @@ class TokenBlocks:
     sequence_length: int
     vocab_size: int
     check: RangeCheck | None = None
-    """Compares what is read with meta.json; None where that has no hashes of ranges."""
+    """Compares the bytes read with meta.json; None if meta.json has no hashes of ranges."""
 
     def num_full_blocks(self) -> int:
-        """Blocks with sequence_length targets."""
+        """Return the number of blocks with `sequence_length` targets."""
         return (len(self.tokens) - 1) // self.sequence_length
 
     def num_blocks(self) -> int:
-        """All blocks, a shorter last one included."""
+        """Return the number of all blocks, including a shorter last one."""
         return -(-(len(self.tokens) - 1) // self.sequence_length)
 
     def gather(self, blocks: Indices) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of these blocks, both (B, T) int64.
+        """Return inputs and targets of these blocks, both (B, T) int64.
 
-        What a short last block lacks is token 0 with the target `IGNORED_TARGET`. Raises DataError
-        when the file is not the one that meta.json describes, and on a token outside the
-        vocabulary.
+        A short last block is padded with token 0 and the target `IGNORED_TARGET`. Raises DataError
+        if the file does not match meta.json, or for a token outside the vocabulary.
         """
         length = self.sequence_length
         if self.check is not None:
@@ -146,13 +146,13 @@ class TokenBlocks:
             span = self.tokens[block * length : (block + 1) * length + 1]
             inputs[row, : len(span) - 1] = span[:-1]
             targets[row, : len(span) - 1] = span[1:]
-        self._require_known(max(int(inputs.max()), int(targets.max())))
+        self._require_in_vocabulary(max(int(inputs.max()), int(targets.max())))
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
     def whole(self, blocks: Indices) -> Indices:
-        """Return the tokens of these whole blocks, (B, T), without the target behind the last.
+        """Return the tokens of these full blocks, (B, T), without the next block's first token.
 
-        Raises DataError as `gather` does.
+        Raises DataError like `gather`.
         """
         if self.check is not None:
             self.check.require([self._span(block) for block in blocks.tolist()])
@@ -160,24 +160,24 @@ class TokenBlocks:
         found = np.stack(
             [self.tokens[block * length : (block + 1) * length] for block in blocks.tolist()]
         ).astype(np.int64)
-        self._require_known(int(found.max()))
+        self._require_in_vocabulary(int(found.max()))
         return found
 
-    def _require_known(self, largest: int) -> None:
+    def _require_in_vocabulary(self, largest: int) -> None:
         if largest >= self.vocab_size:
             raise DataError(
                 f"{self.path}: token {largest} is outside the vocabulary of {self.vocab_size}. The "
-                "file is damaged or was made with another tokenizer; prepare the data again."
+                "file is damaged or from another tokenizer. Prepare the data again."
             )
 
     def is_checked(self) -> bool:
-        """Say whether what is read is compared with meta.json's hashes."""
+        """Return True if the bytes read are compared with the hashes of meta.json."""
         return self.check is not None
 
     def expect(self, blocks: Indices) -> None:
-        """Have the system bring these blocks from the disk meanwhile; `gather` then finds them.
+        """Start reading these blocks into the page cache, so that `gather` finds them there.
 
-        Blocks are visited in random order, so that nothing else reads ahead.
+        Blocks are visited in random order, so the system's readahead does not help.
         """
         file = self.tokens.base
         if not isinstance(file, mmap.mmap) or not hasattr(mmap, "MADV_WILLNEED"):
@@ -186,12 +186,12 @@ class TokenBlocks:
             start, end = self._span(block)
             if self.check is not None:
                 start, end = self.check.extended(start, end)
-            # The system takes whole pages only.
+            # madvise accepts only whole pages.
             start = start // mmap.PAGESIZE * mmap.PAGESIZE
             file.madvise(mmap.MADV_WILLNEED, start, end - start)
 
     def _span(self, block: int) -> tuple[int, int]:
-        """Return the first byte of a block with its targets, and the one after its last."""
+        """Return the byte range of a block with its targets; the end is exclusive."""
         block_bytes = self.sequence_length * self.tokens.itemsize
         end = (block + 1) * block_bytes + self.tokens.itemsize
         return block * block_bytes, min(end, self.tokens.nbytes)
@@ -207,12 +207,12 @@ class TokenData:
     val: TokenBlocks
 
     def has_range_hashes(self) -> bool:
-        """Say whether what training reads is compared with meta.json."""
+        """Return True if the bytes that training reads are compared with meta.json."""
         return self.train.is_checked() and self.val.is_checked()
 
     @classmethod
     def open(cls, folder: Path, *, sequence_length: int) -> TokenData:
-        """Map both files into memory. Raises DataError when they are not what meta.json says."""
+        """Map both files into memory. Raises DataError if they do not match meta.json."""
         meta = load_meta(folder)
         require_task(folder, meta, task="text")
         train, val = (
@@ -222,14 +222,14 @@ class TokenData:
         if train.num_full_blocks() < 1:
             raise DataError(
                 f"{train.path}: {len(train.tokens)} tokens are fewer than one sequence of "
-                f"data.sequence_length + 1 = {sequence_length + 1}. Shorten the sequence or "
+                f"data.sequence_length + 1 = {sequence_length + 1}. Use a shorter sequence or "
                 "prepare more text."
             )
         return cls(folder=folder, meta=meta, train=train, val=val)
 
 
 def open_tokens(path: Path, *, meta: DataMeta, sequence_length: int) -> TokenBlocks:
-    """Map one of a folder's two token files into memory. Raises DataError for an empty one."""
+    """Map one token file of a folder into memory. Raises DataError for fewer than two tokens."""
     file = meta.files[path.name]
     dtype = np.dtype(meta.dtype).newbyteorder("<")
     if file.bytes < 2 * dtype.itemsize:

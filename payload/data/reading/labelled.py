@@ -1,8 +1,9 @@
-"""Labelled texts of a data folder, in batches padded to their longest text.
+"""Labelled texts of a data folder, in batches padded to the longest text.
 
-A token file has the texts one behind the other; the file of examples has two numbers a text: the
-place behind its last token, and its label.
-B texts, T tokens of a batch's longest text.
+A token file holds the texts one after the other. The file of examples holds two numbers a text: the
+index of the token after its last one, and its label.
+
+B texts, T tokens of the longest text of a batch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class LabelledTexts:
     tokens: npt.NDArray[np.unsignedinteger]
     starts: Indices
     lengths: Indices
-    """Tokens of each text that are read: its first ones, `sequence_length` at most."""
+    """Number of tokens read of each text, from its start: at most `sequence_length`."""
     labels: Indices
     vocab_size: int
     pad_token: int
@@ -46,8 +47,8 @@ class LabelledTexts:
     def gather(self, chosen: Indices) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens (B, T) and labels (B,) of these texts, both int64.
 
-        Raises DataError when the file is not the one that meta.json describes, and on a token
-        outside the vocabulary.
+        Raises DataError if the file does not match meta.json, or for a token outside the
+        vocabulary.
         """
         starts, lengths = self.starts[chosen], self.lengths[chosen]
         if self.check is not None:
@@ -69,23 +70,23 @@ class LabelledTexts:
 
 
 def open_labelled(path: Path, *, meta: DataMeta, sequence_length: int) -> LabelledTexts:
-    """Map one split's files into memory. Raises DataError when they are not what meta.json says."""
+    """Map the files of one split into memory. Raises DataError if they do not match meta.json."""
     assert meta.classify is not None
     blocks = open_tokens(path, meta=meta, sequence_length=sequence_length)
     examples = path.with_name(EXAMPLES_NAMES[path.name])
     content = examples.read_bytes()
     if hashlib.sha256(content).hexdigest() != meta.files[examples.name].sha256:
         raise DataError(
-            f"{examples}: its content is not what meta.json has the hash of. "
+            f"{examples}: its SHA-256 differs from the one in meta.json. "
             f"{how_to_make_again(path.parent, source=meta.source)}"
         )
     ends, labels = np.frombuffer(content, dtype=EXAMPLE_DTYPE).reshape(-1, 2).T.astype(np.int64)
     starts = np.concatenate(([0], ends[:-1]))
     whole = ends - starts
-    is_odd = (whole < 1).any() or ends[-1] != len(blocks.tokens)
-    if is_odd or labels.min() < 0 or labels.max() >= len(meta.classify.labels):
+    is_invalid = (whole < 1).any() or ends[-1] != len(blocks.tokens)
+    if is_invalid or labels.min() < 0 or labels.max() >= len(meta.classify.labels):
         raise DataError(
-            f"{examples}: its places or labels do not fit {path.name}. "
+            f"{examples}: its text ends or labels do not match {path.name}. "
             f"{how_to_make_again(path.parent, source=meta.source)}"
         )
     return LabelledTexts(

@@ -1,4 +1,4 @@
-"""Blocks of whole conversations, with what each token is: trained, first of its document, padding.
+"""Blocks of whole conversations, with a mark for each token: trained, document start, padding.
 
 B blocks, T tokens of a block.
 """
@@ -28,7 +28,7 @@ from payload.formats.data_folder import (
 )
 
 TRAINED, FIRST, PADDING = 1, 2, 4
-"""Bits of a token's mark. The loss covers a trained token, which is never a document's first."""
+"""Bits of a token's mark. The loss covers trained tokens; a document's first token is never one."""
 
 _FILES = {"train": (TRAIN_NAME, TRAIN_MARKS_NAME), "val": (VAL_NAME, VAL_MARKS_NAME)}
 
@@ -46,12 +46,12 @@ class PackedBlocks:
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of a block."""
+        """Tokens in a block."""
         return self.tokens.sequence_length
 
     @property
     def path(self) -> Path:
-        """The split's token file."""
+        """Token file of the split."""
         return self.tokens.path
 
     def num_blocks(self) -> int:
@@ -59,14 +59,14 @@ class PackedBlocks:
         return len(self.marks) // self.sequence_length
 
     def num_full_blocks(self) -> int:
-        """Return the same: a block has all its targets within it."""
+        """Return the number of blocks: the targets of a block are all within it."""
         return self.num_blocks()
 
     def gather(self, blocks: Indices) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return tokens, targets and starts of these blocks, each (B, T) int64.
 
-        A position's start is the first token of its document in the block: positions count from
-        there, and attention does not reach further back. Raises DataError.
+        The start of a position is the index of the first token of its document in the block.
+        Position numbers restart there, and attention does not cross it. Raises DataError.
         """
         marks = self.marks_of(blocks)
         tokens = self.tokens.whole(blocks)
@@ -84,15 +84,15 @@ class PackedBlocks:
         return int(((self.marks_of(blocks) & TRAINED) != 0).sum())
 
     def num_tokens(self, blocks: Indices) -> int:
-        """Return the number of tokens, padding left out."""
+        """Return the number of tokens without padding."""
         return int(((self.marks_of(blocks) & PADDING) == 0).sum())
 
     def expect(self, blocks: Indices) -> None:
-        """Have the system read these blocks' tokens ahead; the marks are small."""
+        """Start reading the tokens of these blocks into the page cache; the marks are small."""
         self.tokens.expect(blocks)
 
     def is_checked(self) -> bool:
-        """Say whether what is read is compared with meta.json's hashes."""
+        """Return True if the bytes read are compared with the hashes of meta.json."""
         return self.tokens.is_checked() and self.marks_check is not None
 
     def marks_of(self, blocks: Indices) -> Marks:
@@ -107,19 +107,19 @@ class PackedBlocks:
 def open_packed(folder: Path, *, split: Split, sequence_length: int) -> PackedBlocks:
     """Map one split of a folder into memory.
 
-    Raises DataError for a damaged folder, and ConfigError for one that was prepared for another
+    Raises DataError for a damaged folder, and ConfigError if the folder was prepared for another
     task or length.
     """
     meta = load_meta(folder)
     require_task(folder, meta, task="chat")
-    assert meta.chat is not None, "load_meta refuses the task without its record"
+    assert meta.chat is not None, "load_meta requires the record of the task"
     require_prepared_length(folder, meta, sequence_length=sequence_length)
     name, marks_name = _FILES[split]
     path, file = folder / marks_name, meta.files[marks_name]
     if not file.bytes or file.bytes % sequence_length:
         raise DataError(
-            f"{path}: {file.bytes:,} tokens are no whole blocks of {sequence_length}. Prepare the "
-            "data again with --force."
+            f"{path}: {file.bytes:,} marks are not a multiple of the block length "
+            f"{sequence_length}. Prepare the data again with --force."
         )
     return PackedBlocks(
         tokens=open_tokens(folder / name, meta=meta, sequence_length=sequence_length),

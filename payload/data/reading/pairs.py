@@ -1,8 +1,9 @@
-"""Preference pairs of a data folder, in batches padded to their longest conversation.
+"""Preference pairs of a data folder, in batches padded to the longest conversation.
 
-A token file has a pair's two conversations one behind the other, the better one first; the file of
-pairs has the places behind both; the file of marks says which tokens are the answers'.
-P pairs, T tokens of a batch's longest conversation.
+A token file holds the two conversations of each pair, the chosen one first. The file of pairs holds
+the end of each conversation, as a token index; the file of marks marks the tokens of the answers.
+
+P pairs, T tokens of the longest conversation of a batch.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class Pairs:
     tokens: npt.NDArray[np.unsignedinteger]
     marks: npt.NDArray[np.uint8]
     starts: Indices
-    """(pairs, 2) first token of the better and of the worse conversation."""
+    """(pairs, 2) first token of the chosen and of the rejected conversation."""
     lengths: Indices
-    """(pairs, 2) tokens of both."""
+    """(pairs, 2) number of tokens of both conversations."""
     vocab_size: int
     pad_token: int
     check: RangeCheck | None
@@ -58,26 +59,26 @@ class Pairs:
         return len(self.starts)
 
     def num_tokens(self, chosen: Indices) -> int:
-        """Return the number of tokens of both conversations, padding left out."""
+        """Return the number of tokens of both conversations, without padding."""
         return int(self.lengths[chosen].sum())
 
     def longest(self, chosen: Indices) -> Indices:
-        """Return the length of each pair's longer conversation."""
+        """Return the length of the longer conversation of each pair."""
         return np.asarray(self.lengths[chosen].max(axis=1), dtype=np.int64)
 
     def is_checked(self) -> bool:
-        """Say whether what is read is compared with meta.json's hashes."""
+        """Return True if the bytes read are compared with the hashes of meta.json."""
         return self.check is not None and self.marks_check is not None
 
     def gather(self, chosen: Indices) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return tokens, targets and starts of these pairs, each (2P, T) int64.
 
-        The better conversations come first, then the worse ones in the same order. Targets are
-        the answers' tokens; starts are as in `CausalLM.hidden`, and a padding token is a document
-        of its own. Raises DataError when a file is not the one that meta.json describes.
+        The chosen conversations come first, then the rejected ones in the same order. Targets are
+        the tokens of the answers. Starts are as in `CausalLM.hidden`; each padding token is a
+        separate document. Raises DataError if a file does not match meta.json.
         """
         starts, lengths = self.starts[chosen].T.flatten(), self.lengths[chosen].T.flatten()
-        self._require_sound(starts, starts + lengths)
+        self._require_intact(starts, starts + lengths)
         size = (len(starts), int(lengths.max()))
         tokens = np.full(size, self.pad_token, dtype=np.int64)
         targets = np.full(size, IGNORED_TARGET, dtype=np.int64)
@@ -91,11 +92,11 @@ class Pairs:
                 f"{self.path}: token {int(tokens.max())} is outside the vocabulary of "
                 f"{self.vocab_size}. Prepare the data again."
             )
-        places = np.arange(size[1], dtype=np.int64)
-        documents = np.where(places < lengths[:, None], 0, places)
+        positions = np.arange(size[1], dtype=np.int64)
+        documents = np.where(positions < lengths[:, None], 0, positions)
         return torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(documents)
 
-    def _require_sound(self, starts: Indices, ends: Indices) -> None:
+    def _require_intact(self, starts: Indices, ends: Indices) -> None:
         for check, size in ((self.check, self.tokens.itemsize), (self.marks_check, 1)):
             if check is not None:
                 spans = zip((starts * size).tolist(), (ends * size).tolist(), strict=True)
@@ -105,25 +106,25 @@ class Pairs:
 def open_pairs(folder: Path, *, split: Literal["train", "val"], sequence_length: int) -> Pairs:
     """Map one split of a folder into memory.
 
-    Raises DataError for a damaged folder, and ConfigError for one that was prepared for another
+    Raises DataError for a damaged folder, and ConfigError if the folder was prepared for another
     task or length.
     """
     meta = load_meta(folder)
     require_task(folder, meta, task="preference")
-    assert meta.preference is not None, "load_meta refuses the task without its record"
+    assert meta.preference is not None, "load_meta requires the record of the task"
     require_prepared_length(folder, meta, sequence_length=sequence_length)
     name, marks_name = _FILES[split]
     blocks = open_tokens(folder / name, meta=meta, sequence_length=sequence_length)
-    places = folder / PAIRS_NAMES[name]
+    pairs_file = folder / PAIRS_NAMES[name]
     remedy = how_to_make_again(folder, source=meta.source)
-    content = places.read_bytes()
-    if hashlib.sha256(content).hexdigest() != meta.files[places.name].sha256:
-        raise DataError(f"{places}: its content is not what meta.json has the hash of. {remedy}")
+    content = pairs_file.read_bytes()
+    if hashlib.sha256(content).hexdigest() != meta.files[pairs_file.name].sha256:
+        raise DataError(f"{pairs_file}: its SHA-256 differs from the one in meta.json. {remedy}")
     ends = np.frombuffer(content, dtype=_PAIR_DTYPE).astype(np.int64)
     starts = np.concatenate(([0], ends[:-1]))
     lengths = ends - starts
     if (lengths < 2).any() or (lengths > sequence_length).any() or ends[-1] != len(blocks.tokens):
-        raise DataError(f"{places}: its places do not fit {name}. {remedy}")
+        raise DataError(f"{pairs_file}: its offsets do not match {name}. {remedy}")
     return Pairs(
         path=folder / name,
         tokens=blocks.tokens,

@@ -1,4 +1,4 @@
-"""Hashes of a token file's parts: made while it is written, compared when a step reads a part."""
+"""Hashes of the ranges of a token file, which training checks when it reads them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from payload.formats.prepare_hints import how_to_make_again
 
 
 class RangeHasher:
-    """The hashes of a growing file's ranges."""
+    """Hashes the ranges of a growing file."""
 
     def __init__(self) -> None:
         self._whole: list[str] = []
@@ -30,29 +30,29 @@ class RangeHasher:
             self._last_bytes += len(part)
             start += len(part)
             if self._last_bytes == RANGE_BYTES:
-                self._whole.append(_digits(self._last))
+                self._whole.append(_hash_digits(self._last))
                 self._last, self._last_bytes = hashlib.sha256(), 0
 
     def hashes(self) -> tuple[str, ...]:
-        """Return the hash of each range so far, a shorter last one included."""
-        return (*self._whole, *([_digits(self._last)] if self._last_bytes else []))
+        """Return the hash of each range so far, including a shorter last one."""
+        return (*self._whole, *([_hash_digits(self._last)] if self._last_bytes else []))
 
 
 class RangeCheck:
-    """Compares the ranges of one token file with meta.json, each before it is first used.
+    """Compares each range of one token file with meta.json before its first use.
 
-    A file that somebody writes to meanwhile is compared from the beginning again.
+    After the file has been modified, all its ranges are compared again.
     """
 
     def __init__(
         self, path: Path, *, size_bytes: int, hashes: tuple[str, ...], source: str
     ) -> None:
-        """`source` is meta.json's, for the message. Raises DataError when it cannot be opened."""
+        """Open the file; messages name `source`, from meta.json. Raises DataError if that fails."""
         self.path = path
         self._size_bytes = size_bytes
         self._hashes = hashes
         self._source = source
-        self._is_good = bytearray(len(hashes))
+        self._is_checked = bytearray(len(hashes))
         try:
             self._file = path.open("rb", buffering=0)
         except OSError as error:
@@ -60,20 +60,23 @@ class RangeCheck:
         self._changed_ns = self._stat().st_mtime_ns
 
     def require(self, spans: list[tuple[int, int]]) -> None:
-        """Check what these bytes, (start, end) each, lie in. Raises DataError."""
+        """Check the ranges that contain these byte spans, (start, end) each. Raises DataError."""
         found = self._stat()
         if found.st_mtime_ns != self._changed_ns:
             self._changed_ns = found.st_mtime_ns
-            self._is_good = bytearray(len(self._hashes))
-        # Beyond the end of a file that was cut, its memory is a signal that ends the process.
+            self._is_checked = bytearray(len(self._hashes))
+        # Reading mapped memory beyond the end of a truncated file would end the process with
+        # SIGBUS.
         if found.st_size != self._size_bytes:
-            raise self._damaged(f"{found.st_size:,} bytes now, meta.json says {self._size_bytes:,}")
+            raise self._damage_error(
+                f"{found.st_size:,} bytes; meta.json records {self._size_bytes:,}"
+            )
         for start, end in spans:
             for number in self._unchecked(start, end):
                 self._check(number)
 
     def extended(self, start: int, end: int) -> tuple[int, int]:
-        """Return the bytes that reading (start, end) takes, the ranges to check included."""
+        """Return the byte range that reading (start, end) needs, including the ranges to check."""
         numbers = self._unchecked(start, end)
         if not numbers:
             return start, end
@@ -82,7 +85,7 @@ class RangeCheck:
 
     def _unchecked(self, start: int, end: int) -> list[int]:
         first, last = start // RANGE_BYTES, (end - 1) // RANGE_BYTES
-        return [number for number in range(first, last + 1) if not self._is_good[number]]
+        return [number for number in range(first, last + 1) if not self._is_checked[number]]
 
     def _check(self, number: int) -> None:
         start = number * RANGE_BYTES
@@ -90,26 +93,28 @@ class RangeCheck:
         try:
             content = os.pread(self._file.fileno(), size, start)
         except OSError as error:
-            raise self._damaged(f"cannot be read at byte {start:,} ({error.strerror})") from None
-        if _digits(hashlib.sha256(content)) != self._hashes[number]:
-            raise self._damaged(
-                f"bytes {start:,} to {start + size - 1:,} are not those that meta.json has the "
-                "hash of"
+            raise self._damage_error(
+                f"cannot be read at byte {start:,} ({error.strerror})"
+            ) from None
+        if _hash_digits(hashlib.sha256(content)) != self._hashes[number]:
+            raise self._damage_error(
+                f"the hash of bytes {start:,} to {start + size - 1:,} differs from the one in "
+                "meta.json"
             )
-        self._is_good[number] = 1
+        self._is_checked[number] = 1
 
     def _stat(self) -> os.stat_result:
         return os.fstat(self._file.fileno())
 
-    def _damaged(self, problem: str) -> DataError:
+    def _damage_error(self, problem: str) -> DataError:
         remedy = how_to_make_again(self.path.parent, source=self._source)
         return DataError(f"{self.path}: {problem}. The file is damaged. {remedy}")
 
 
 def open_check(path: Path, file: DataFile, *, source: str) -> RangeCheck | None:
-    """Return the check of a file's ranges; a file without hashes of them is compared whole, here.
+    """Return the check of a file's ranges, or None after checking the whole file.
 
-    Raises DataError.
+    The whole file is checked if meta.json has no hashes of its ranges. Raises DataError.
     """
     if file.range_sha256:
         return RangeCheck(path, size_bytes=file.bytes, hashes=file.range_sha256, source=source)
@@ -118,20 +123,20 @@ def open_check(path: Path, file: DataFile, *, source: str) -> RangeCheck | None:
 
 
 def require_content(path: Path, file: DataFile, *, source: str) -> None:
-    """Raise DataError when the whole file is not the one that meta.json has the hash of."""
+    """Raise DataError unless the SHA-256 of the file is the one in meta.json."""
     try:
         found = sha256_of(path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}.") from None
     if found != file.sha256:
         raise DataError(
-            f"{path}: its content is not what meta.json has the hash of. "
+            f"{path}: its SHA-256 differs from the one in meta.json. "
             f"{how_to_make_again(path.parent, source=source)}"
         )
 
 
 def damaged_ranges(found: tuple[str, ...], expected: tuple[str, ...]) -> str:
-    """Say which ranges of RANGE_BYTES differ, as in `bytes 0 to 262,143 (1 of 7 ranges)`."""
+    """Return which ranges differ, as in ` (within bytes 0 to 262,143: 1 of 7 ranges)`."""
     numbers = [i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b]
     if not numbers:
         return ""
@@ -139,5 +144,5 @@ def damaged_ranges(found: tuple[str, ...], expected: tuple[str, ...]) -> str:
     return f" (within bytes {first:,} to {last:,}: {len(numbers)} of {len(expected)} ranges)"
 
 
-def _digits(digest: Any) -> str:
+def _hash_digits(digest: Any) -> str:
     return str(digest.hexdigest()[:HASH_DIGITS])

@@ -1,1 +1,1 @@
-"""Rows of conversations, pairs and labels: reading and checking them."""
+"""Reads and checks rows of conversations, pairs and labels."""

@@ -1,4 +1,4 @@
-"""Conversations in the formats that instruction data comes in, as messages with roles."""
+"""Converts rows of instruction data, in its common formats, to messages with roles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from payload.core.printable_text import shown
 
 Messages = list[dict[str, str]]
-"""Each with `role` (system, user or assistant) and `content`."""
+"""Each message has `role` (system, user or assistant) and `content`."""
 
 ROLES = ("system", "user", "assistant")
 FORMATS = "messages; conversations (ShareGPT); prompt, completion; instruction, output (Alpaca)"
@@ -23,30 +23,30 @@ _SHAREGPT_ROLES = {
     "assistant": "assistant",
 }
 _KEYS_SHOWN = 6
-_SYSTEM = "system"
-"""A column with the system message of any format."""
+_SYSTEM_COLUMN = "system"
+"""Column that holds the system message in any format."""
 _COLUMNS = (
     ("messages",),
     ("conversations",),
     ("prompt", "completion"),
     ("instruction", "output", "input"),
 )
-"""Columns that each format reads, the first that a row has; the optional ones behind two."""
-_ABOUT = re.compile(
+"""Columns that each format reads; a row has the first format that matches. A third is optional."""
+_METADATA_KEYS = re.compile(
     r"(?!(?:.*_)?(?:no|non|un|is)?(?:train|weight|loss|mask))"
     r"(?:name|model|id|ids|uuid|index|idx|turn|.*_(id|ids|identifier|index|at|time|ip)"
     r"|timestamp|date|time|created|updated|lang|language|country)"
 )
-"""Keys of a message that are about it, and no part of what a template renders.
+"""Keys with metadata of a message, which templates do not render.
 
-A key with a part about training, as in `no_train_id`, is never one of them.
+A key with a part about training, such as `no_train_id`, never matches.
 """
-_TRAINED = ("weight", "train")
-"""Keys that say whether a message is trained."""
+_TRAIN_KEYS = ("weight", "train")
+"""Keys that mark whether a message is trained."""
 
 
 class BadConversationError(ValueError):
-    """A row that is no conversation; the text is the complaint, a sentence or two."""
+    """Raised for a row that is not a valid conversation; the text describes the fault."""
 
 
 def conversation_of(row: Mapping[str, Any]) -> Messages:
@@ -55,14 +55,16 @@ def conversation_of(row: Mapping[str, Any]) -> Messages:
     columns = columns_of(row)
     if columns and _is_negative(row.get("label")):
         raise BadConversationError(
-            f"label = {shown(row['label'])}: the answer is one of those to avoid, and would be "
-            "trained as a good one. Leave such rows out, or make pairs of chosen and rejected. If "
-            "the label is about something else, remove the column."
+            f"label = {shown(row['label'])} marks a bad answer, which would be trained as a good "
+            "one. Remove such rows, or make pairs of chosen and rejected. If the label means "
+            "something other than quality, remove the column."
         )
     if columns == ("messages",):
-        messages = _chat(row["messages"], "messages", role="role", content="content", names=None)
+        messages = _message_list(
+            row["messages"], "messages", role="role", content="content", names=None
+        )
     elif columns == ("conversations",):
-        messages = _chat(
+        messages = _message_list(
             row["conversations"],
             "conversations",
             role="from",
@@ -76,26 +78,27 @@ def conversation_of(row: Mapping[str, Any]) -> Messages:
         messages = _alpaca(row)
     else:
         keys = ", ".join(shown(key) for key in list(row)[:_KEYS_SHOWN]) or "none"
-        raise BadConversationError(f"no conversation among the columns {keys}. Known: {FORMATS}.")
+        raise BadConversationError(f"no conversation in the columns {keys}. Formats: {FORMATS}.")
     if not any(message["role"] == "assistant" for message in messages):
         raise BadConversationError(
-            "no message of the assistant, so nothing to train on. Add its answer."
+            "no message of the assistant, so nothing to train on. Add the assistant's answer."
         )
     return with_system(row, messages)
 
 
 def require_trained(row: Mapping[str, Any]) -> None:
-    """Raise BadConversationError for a row that says of itself that it is not trained."""
-    for key in _TRAINED:
+    """Raise BadConversationError for a row that is marked as not trained."""
+    for key in _TRAIN_KEYS:
         value = row.get(key)
         if _is_negative(value):
             raise BadConversationError(
-                f"{key} = {shown(value)}, and this version would train the row. Leave it out."
+                f"{key} = {shown(value)} excludes the row from training, which is not supported. "
+                "Remove the row."
             )
 
 
 def _is_negative(value: object) -> bool:
-    """Return True for false, and for a number that is not over 0, also as the text of a CSV."""
+    """Return True for false and for numbers up to 0, also as text from a CSV file."""
     if isinstance(value, str) and value.strip().lower() == "false":
         return True
     if not isinstance(value, (str, bool, int, float, Decimal)):
@@ -107,28 +110,28 @@ def _is_negative(value: object) -> bool:
 
 
 def unread_columns(row: Mapping[str, Any], read: Sequence[str]) -> list[str]:
-    """Return the row's columns with a value, without those in `read` and `system`."""
+    """Return the row's non-empty columns, except `system` and those in `read`."""
     return [
         name
         for name, value in row.items()
-        if name not in read and name != _SYSTEM and not _is_absent(value)
+        if name not in read and name != _SYSTEM_COLUMN and not _is_absent(value)
     ]
 
 
 def with_system(row: Mapping[str, Any], messages: Messages) -> Messages:
-    """Return the messages behind that of the column `system`, where they have none of their own.
+    """Prepend the message of the column `system`, unless the messages begin with a system message.
 
     Raises BadConversationError.
     """
-    given = row.get(_SYSTEM)
+    given = row.get(_SYSTEM_COLUMN)
     if _is_absent(given) or messages[0]["role"] == "system":
         return messages
-    text = _text(given, _SYSTEM)
+    text = _require_text(given, _SYSTEM_COLUMN)
     return [{"role": "system", "content": text}, *messages] if text.strip() else messages
 
 
 def columns_of(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the columns of the row's format; none for a row that is no conversation."""
+    """Return the columns of the row's format; empty if the row matches no format."""
     for columns in _COLUMNS:
         is_one = len(columns) == 1
         if row.get(columns[0]) is not None if is_one else all(each in row for each in columns[:2]):
@@ -137,31 +140,31 @@ def columns_of(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _is_absent(value: object) -> bool:
-    """Say whether a key has a value that says no more than its absence."""
+    """Return True for a null or empty value, which means the same as an absent key."""
     return value is None or (isinstance(value, (str, Sequence, Mapping)) and not value)
 
 
 def _alpaca(row: Mapping[str, Any]) -> Messages:
-    question = _text(row["instruction"], "instruction")
+    question = _require_text(row["instruction"], "instruction")
     if row.get("input") not in (None, ""):
-        question += "\n\n" + _text(row["input"], "input")
+        question += "\n\n" + _require_text(row["input"], "input")
     return [
         {"role": "user", "content": question},
-        {"role": "assistant", "content": _text(row["output"], "output")},
+        {"role": "assistant", "content": _require_text(row["output"], "output")},
     ]
 
 
 def messages_of(row: Mapping[str, Any], column: str, role: str) -> Messages:
-    """Return a column as messages; a text is one message of `role`.
+    """Return a column as messages; a text becomes one message of `role`.
 
     Raises BadConversationError.
     """
     if isinstance(row[column], str):
         return [{"role": role, "content": row[column]}]
-    return _chat(row[column], column, role="role", content="content", names=None)
+    return _message_list(row[column], column, role="role", content="content", names=None)
 
 
-def _chat(
+def _message_list(
     given: Any, column: str, *, role: str, content: str, names: Mapping[str, str] | None
 ) -> Messages:
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
@@ -180,41 +183,44 @@ def _message(
 ) -> dict[str, str]:
     if not isinstance(given, Mapping) or role not in given or content not in given:
         raise BadConversationError(
-            f"{where} is {shown(given)}. A message has {role!r} and {content!r}."
+            f"{where} is {shown(given)}. A message needs the keys {role!r} and {content!r}."
         )
-    said = given[role]
+    given_role = given[role]
     known = dict(zip(ROLES, ROLES, strict=True)) if names is None else names
-    if not isinstance(said, str) or said not in known:
+    if not isinstance(given_role, str) or given_role not in known:
         raise BadConversationError(
-            f"{where}: unknown role {shown(said)}. Known: {', '.join(known)}."
+            f"{where}: unknown role {shown(given_role)}. Use one of: {', '.join(known)}."
         )
     for key, value in given.items():
-        _require_nothing_lost(key, value, where, role=known[said], read=(role, content))
-    return {"role": known[said], "content": _text(given[content], f"{where} {content}")}
+        _require_supported_key(key, value, where, role=known[given_role], read=(role, content))
+    return {
+        "role": known[given_role],
+        "content": _require_text(given[content], f"{where} {content}"),
+    }
 
 
-def _require_nothing_lost(
+def _require_supported_key(
     key: str, value: object, where: str, *, role: str, read: tuple[str, str]
 ) -> None:
-    """Raise BadConversationError for a key that would change what is trained, and is not read."""
-    if key in read or _is_absent(value) or _ABOUT.fullmatch(key):
+    """Raise BadConversationError for a key that is not read, although it would change training."""
+    if key in read or _is_absent(value) or _METADATA_KEYS.fullmatch(key):
         return
-    if key in _TRAINED and isinstance(value, (bool, int, float)):
+    if key in _TRAIN_KEYS and isinstance(value, (bool, int, float)):
         if value == (role == "assistant"):
             return
         done = "is trained" if role == "assistant" else "is not trained"
         raise BadConversationError(
-            f"{where}: {key} = {shown(value)}, and this version does not read it: a message of "
-            f"role {role!r} {done}."
+            f"{where}: {key} = {shown(value)} is not supported: a message of role {role!r} "
+            f"{done}. Remove the key."
         )
     raise BadConversationError(
-        f"{where}: this version does not read {shown(key)} ({shown(value)}), so training would "
+        f"{where}: the key {shown(key)} ({shown(value)}) is not supported, and training would "
         "lose it. Remove the key."
     )
 
 
-def _text(value: Any, where: str) -> str:
+def _require_text(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise BadConversationError(f"{where} is {shown(value)}, not text.")
-    # A lone surrogate from a \u escape has no bytes; replaced as tokenizers do it.
+    # A lone surrogate from a \u escape cannot be encoded; replaced as tokenizers does.
     return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,4 +1,4 @@
-"""Documents into blocks of one length: best-fit decreasing, as Best-fit Packing has it.
+"""Packs documents into blocks of one length by best-fit decreasing.
 
 Source: Ding et al., Fewer Truncations Improve Language Modeling, 2024 (arXiv:2404.10830).
 """
@@ -9,16 +9,16 @@ from collections.abc import Sequence
 
 
 def best_fit(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
-    """Return the documents of each block, by number; none is longer than `capacity`.
+    """Return the documents of each block, by number; `capacity` must fit the longest.
 
-    The longest document comes first, and each goes into the fullest block that has room for it.
-    The result follows from the lengths alone. It takes time proportional to their number: bit n of
-    one integer says whether a block has room for exactly n more tokens.
+    Documents are placed longest first, each into the fullest block that has room for it. The result
+    depends only on the lengths. The time is linear in the number of documents: bit n of one integer
+    is set if a block has room for exactly n more tokens.
     """
     blocks: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = 0
-    # The sort is stable: documents of one length keep their order.
+    # The sort is stable: documents of equal length keep their order.
     for document in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
         length = lengths[document]
         fitting = rooms >> length

@@ -1,4 +1,4 @@
-"""Preference pairs in the formats that they come in: a prompt, a better answer and a worse one."""
+"""Converts rows of preference data to a prompt, a chosen and a rejected answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KEYS_SHOWN = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
-    """Messages of a prompt, and what follows it in each of two conversations."""
+    """The messages of a prompt, and the messages that follow it in each of two conversations."""
 
     prompt: Messages
     chosen: Messages
@@ -39,42 +39,42 @@ def preference_of(row: Mapping[str, Any]) -> Preference:
     if missing:
         keys = ", ".join(shown(key) for key in list(row)[:_KEYS_SHOWN]) or "none"
         raise BadConversationError(
-            f"no {' and no '.join(missing)} among the columns {keys}. Known: {FORMATS}."
+            f"no {' and no '.join(missing)} in the columns {keys}. Formats: {FORMATS}."
         )
     chosen, rejected = (messages_of(row, name, "assistant") for name in ANSWERS)
     if row.get("prompt") is not None:
         prompt = messages_of(row, "prompt", "user")
         chosen, rejected = (
-            _behind(prompt, each, name)
+            _without_prompt(prompt, each, name)
             for each, name in zip((chosen, rejected), ANSWERS, strict=True)
         )
     else:
         if isinstance(row["chosen"], str) or isinstance(row["rejected"], str):
             raise BadConversationError(
-                "chosen and rejected are texts, and there is no prompt. Add a column 'prompt', or "
+                "chosen and rejected are plain texts without a prompt. Add a column 'prompt', or "
                 "write each as a whole conversation."
             )
-        count = _num_shared(chosen, rejected)
+        count = _num_common_messages(chosen, rejected)
         prompt, chosen, rejected = chosen[:count], chosen[count:], rejected[count:]
     _require_answers(prompt, chosen, rejected)
     prompt = with_system(row, prompt)
     return Preference(prompt=prompt, chosen=chosen, rejected=rejected)
 
 
-def _behind(prompt: Messages, given: Messages, column: str) -> Messages:
-    """Return the messages behind the prompt: some data sets repeat it in each answer."""
+def _without_prompt(prompt: Messages, given: Messages, column: str) -> Messages:
+    """Return the messages after the prompt, which some data sets repeat in each answer."""
     if given[0]["role"] == "assistant":
         return given
     if given[: len(prompt)] == prompt:
         return given[len(prompt) :]
     raise BadConversationError(
-        f"{column} begins with a message of role {given[0]['role']!r} that is not the prompt's. "
-        "Begin it with the assistant's answer, or with the whole prompt."
+        f"{column} begins with a message of role {given[0]['role']!r} that the prompt does not "
+        "have. Begin it with the assistant's answer, or with the whole prompt."
     )
 
 
-def _num_shared(chosen: Messages, rejected: Messages) -> int:
-    """Return how many messages both conversations begin with."""
+def _num_common_messages(chosen: Messages, rejected: Messages) -> int:
+    """Return the number of leading messages that both conversations share."""
     count = 0
     for one, other in zip(chosen, rejected, strict=False):
         if one != other:
@@ -85,15 +85,15 @@ def _num_shared(chosen: Messages, rejected: Messages) -> int:
 
 def _require_answers(prompt: Messages, chosen: Messages, rejected: Messages) -> None:
     if chosen == rejected:
-        raise BadConversationError("chosen and rejected are equal, so there is nothing to prefer.")
+        raise BadConversationError("chosen and rejected are equal. Remove the row.")
     if not prompt:
         raise BadConversationError(
-            "chosen and rejected do not begin with the same prompt. Begin both with the same "
-            "messages."
+            "chosen and rejected do not begin with the same message. Begin both with the same "
+            "prompt."
         )
     for name, answer in zip(ANSWERS, (chosen, rejected), strict=True):
         if not answer or answer[0]["role"] != "assistant":
             found = f"a message of role {answer[0]['role']!r}" if answer else "nothing"
             raise BadConversationError(
-                f"{name} has {found} behind the prompt. Add the assistant's answer there."
+                f"{name} has {found} after the prompt. Add the assistant's answer."
             )

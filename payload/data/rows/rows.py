@@ -1,4 +1,4 @@
-"""Rows of several columns, for tasks that need more than a document's text."""
+"""Rows of several columns, for tasks that need more than the text of a document."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from payload.core.errors import DataError, UsageError
 from payload.core.printable_text import shown
-from payload.data.sources.jsonl import damaged_named, open_jsonl, parse_line, read_lines
+from payload.data.sources.jsonl import convert_gzip_errors, open_jsonl, parse_line, read_lines
 from payload.data.sources.request import SourceRequest, check_flags
 from payload.data.sources.text_files import ColumnFiles, missing_shards
 
@@ -20,46 +20,49 @@ _GLOBS = {"jsonl": "*.jsonl*", "parquet": "*.parquet", "csv": "*.csv"}
 _FIELD_BYTES = 2**26
 _BATCH_CHARS = 2**22
 _COLUMNS_SHOWN = 8
-_SKIP = "Correct it, or leave such rows out with --skip-bad."
+_SKIP = "Correct it, or skip such rows with --skip-bad."
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row; its number is its place in the source, from 0."""
+    """One row; `number` is its index in the source, from 0."""
 
     number: int
     where: str
-    """For messages: file and line."""
+    """File and line, for messages."""
     values: Mapping[str, Any]
 
 
 class Rows(ABC):
-    """The rows of one source. Bad ones raise DataError, or are counted with `skip_bad`."""
+    """The rows of one source. A bad row raises DataError, or is counted with `skip_bad`."""
 
     label: str
-    """Kind and place, for people and meta.json."""
+    """Kind and location, for messages and meta.json."""
     revision: str | None = None
 
     def __init__(self, request: SourceRequest) -> None:
         self._skip_bad = request.skip_bad
         self.skipped: list[str] = []
-        """Complaints about the rows that were left out."""
+        """One message for each skipped row."""
         self.num_rows = 0
-        """Rows read so far, bad ones included."""
+        """Rows read so far, including bad rows."""
         self._unread: Counter[str] = Counter()
 
     @abstractmethod
     def identity(self) -> list[Any]:
-        """Return JSON that changes when the rows do. Raises DataError when they are absent."""
+        """Return JSON that changes when the rows change.
+
+        Raises DataError if the source is missing.
+        """
 
     @abstractmethod
     def read(self) -> Iterator[Row]:
-        """Yield every row, after `identity`. Raises DataError on a bad one."""
+        """Yield every row; call `identity` first. Raises DataError for a bad row."""
 
     def skip(self, where: str, complaint: str) -> None:
-        """Leave a bad row out. Raises DataError where the user did not allow that."""
+        """Skip a bad row. Raises DataError unless the user allowed that."""
         message = f"{where}: {complaint}"
         if not self._skip_bad:
             raise DataError(f"{message} {_SKIP}")
@@ -70,7 +73,7 @@ class Rows(ABC):
         self._unread.update(columns)
 
     def notes(self) -> list[str]:
-        """Return notes for the user on the rows that were read."""
+        """Return notes for the user about the rows that were read."""
         shards = self.missing_shards()
         found = [] if shards is None else [f"note: {shards}"]
         if not self._unread:
@@ -81,19 +84,19 @@ class Rows(ABC):
         ]
         more = len(self._unread) - len(names)
         rest = f" and {more} more columns" if more else ""
-        return [*found, f"note: columns that are not read: {', '.join(names)}{rest}"]
+        return [*found, f"note: ignored columns: {', '.join(names)}{rest}"]
 
     def missing_shards(self) -> str | None:
-        """Return a note on files of the source that are not there."""
+        """Return a note about missing files of the source, if any."""
         return None
 
     def require_some(self) -> None:
-        """Raise DataError when the source had no rows to read."""
+        """Raise DataError if the source had no rows."""
         if not self.num_rows:
-            raise DataError(f"{self.label}: it has no rows. Add some, or name another source.")
+            raise DataError(f"{self.label}: no rows. Add some, or use another source.")
 
     def _row(self, where: str, values: Mapping[str, Any] | str) -> Iterator[Row]:
-        """Count a row and yield it; a text is the complaint about it."""
+        """Count a row and yield it; `values` is an error message for a bad row."""
         number = self.num_rows
         self.num_rows += 1
         if isinstance(values, str):
@@ -117,10 +120,10 @@ class Rows(ABC):
 def in_batches(
     items: Iterable[_T | None], *, count: int, chars: Callable[[_T], int]
 ) -> Iterator[list[_T]]:
-    """Yield the items in lists of at most `count`, without None, to tokenize together.
+    """Yield the items in lists of at most `count`, without None, to be tokenized together.
 
-    `chars` is an item's length: a list ends once it has enough of them. The package's result takes
-    some 150 bytes a token.
+    `chars` returns the length of an item, and limits the size of a list: tokenizing needs about 150
+    bytes a token.
     """
     batch: list[_T] = []
     size = 0
@@ -137,20 +140,23 @@ def in_batches(
 
 
 def open_rows(request: SourceRequest) -> Rows:
-    """Return the source's rows, not yet looked at. Raises UsageError for flags that do not fit."""
+    """Return the rows of a source without opening it.
+
+    Raises UsageError for flags that do not fit.
+    """
     check_flags(request)
     if request.kind == "hf":
         return _HubRows(request)
     if request.kind not in _GLOBS:
         raise UsageError(
-            f"--source {request.kind} has documents without columns. Use one of "
-            f"{', '.join([*_GLOBS, 'hf'])} for this task."
+            f"--source {request.kind} has no columns. For this task use one of "
+            f"{', '.join([*_GLOBS, 'hf'])}."
         )
     return _FileRows(request)
 
 
 class _FileRows(Rows):
-    """Rows of files: jsonl, parquet, csv."""
+    """Rows of jsonl, parquet or csv files."""
 
     def __init__(self, request: SourceRequest) -> None:
         super().__init__(request)
@@ -171,7 +177,7 @@ class _FileRows(Rows):
         return missing_shards(self._files.paths())
 
     def _jsonl(self, path: Path) -> Iterator[Row]:
-        with open_jsonl(path) as file, damaged_named(path):
+        with open_jsonl(path) as file, convert_gzip_errors(path):
             for number, (line, _) in enumerate(read_lines(file), 1):
                 if not line.isspace():
                     example = '{"COLUMN": ...}'
@@ -184,7 +190,7 @@ class _FileRows(Rows):
             yield from self._tables(reader.read_rows(str(path)), where=str(path))
 
     def _csv(self, path: Path) -> Iterator[Row]:
-        """Yield the rows behind the header line; quotes are those of RFC 4180."""
+        """Yield the rows after the header line, with quoting as in RFC 4180."""
         csv.field_size_limit(_FIELD_BYTES)
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, strict=True)
@@ -194,21 +200,21 @@ class _FileRows(Rows):
                 try:
                     fields = next(reader, None)
                 except (csv.Error, UnicodeDecodeError) as error:
-                    # What lies behind broken quotes cannot be told apart any more.
+                    # After broken quotes the remaining rows cannot be separated.
                     raise DataError(
-                        f"{path} line {line}: not CSV in UTF-8: {error}. Correct its quotes: a "
-                        'field with commas or line ends stands in "...", with " inside as "".'
+                        f"{path} line {line}: not CSV in UTF-8: {error}. Correct its quotes: put a "
+                        'field with commas or line ends in "...", and write " inside it as "".'
                     ) from None
                 if fields is None:
                     return
                 if header is None:
                     header = _header(fields, path)
                 elif fields:
-                    yield from self._row(f"{path} line {line}", _named(fields, header))
+                    yield from self._row(f"{path} line {line}", _by_column(fields, header))
 
 
 class _Files(ColumnFiles):
-    """Finding the files, as the text sources do."""
+    """Finds the files as the text sources do."""
 
     def paths(self) -> list[Path]:
         """Return the files that `identity` found."""
@@ -216,7 +222,7 @@ class _Files(ColumnFiles):
 
 
 class _HubRows(Rows):
-    """Rows of a dataset of the Hugging Face hub, or of a folder in its formats."""
+    """Rows of a dataset of the Hugging Face hub, or of a local folder in its formats."""
 
     def __init__(self, request: SourceRequest) -> None:
         from payload.data.sources.hub import HubSource
@@ -241,13 +247,13 @@ def _header(fields: Sequence[str], path: Path) -> list[str]:
     names = [name.strip() for name in fields]
     if len(set(names)) < len(names) or not all(names):
         raise DataError(
-            f"{path} line 1: {', '.join(map(repr, names[:8]))}: a CSV file begins with a line of "
-            "different column names. Add it."
+            f"{path} line 1: {', '.join(map(repr, names[:8]))}: column names are missing or "
+            "repeated. Begin the file with a line of unique column names."
         )
     return names
 
 
-def _named(fields: Sequence[str], header: Sequence[str]) -> dict[str, str] | str:
+def _by_column(fields: Sequence[str], header: Sequence[str]) -> dict[str, str] | str:
     if len(fields) != len(header):
         return f"{len(fields)} fields, but {len(header)} columns ({', '.join(header[:8])})."
     return dict(zip(header, fields, strict=True))

@@ -1,1 +1,1 @@
-"""Sources of documents, a file for each kind."""
+"""Sources of documents, one module for each kind."""

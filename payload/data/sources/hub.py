@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub, or local folders in its formats, through `datasets`."""
+"""Datasets of the Hugging Face hub, or local folders in its formats, read with `datasets`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from payload.core.regular_files import read_bytes
 from payload.core.validation.names import GIT_COMMIT
 from payload.data.sources.documents import Batch, Batcher, Cursor, Survey
 from payload.data.sources.parquet import (
-    ROWS_AT_ONCE,
+    BATCH_ROWS,
     LostRows,
     ParquetReader,
     add_column,
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
     from datasets import DatasetBuilder, IterableDataset
 
 OPENWEBTEXT = "Skylion007/openwebtext"
-# The commit that holds 80 parquet files, plain_text/train-*-of-00080.parquet, and no script;
-# before it the repository was tar files behind a script that datasets >= 4 refuses (nanoGPT #633).
+# This commit holds 80 parquet files, plain_text/train-*-of-00080.parquet, and no script. Earlier
+# commits hold tar files and a script that datasets >= 4 rejects (nanoGPT #633).
 OPENWEBTEXT_REVISION = "79d93d786212f7344586290adb811d4ae6a1762c"
-_FOOTERS_AT_MOST = 256
-"""Files whose rows are counted over the network beforehand, at two requests each."""
+_MAX_FOOTERS = 256
+"""Maximum number of files whose rows are counted over the network, at two requests each."""
 _FORMATS = ("parquet", "json", "csv", "text", "arrow", "xml", "webdataset")
-"""Formats of `datasets` that read the files that they are given, and no other file beside them."""
+"""Formats of `datasets` that read only the given files."""
 
 
 class HubSource:
-    """Every row of one split is a document; rows are streamed, not downloaded first."""
+    """A split of a dataset: every row is a document. Rows are streamed, not downloaded first."""
 
     def __init__(self, request: SourceRequest) -> None:
         given = request.inputs[0] if request.inputs else OPENWEBTEXT
         if request.inputs:
             require_one_meaning(given, setting="--input", kind="dataset", error=UsageError)
-        # Without --input nothing here is looked at.
+        # Without --input no local folder is used.
         self._folder = Path(given) if request.inputs and Path(given).is_dir() else None
         self._dataset = given
         self._request = request
@@ -63,16 +63,16 @@ class HubSource:
         self.label = f"{request.kind}: {where}, split {self._split}"
         if self._folder is None and request.inputs and Path(given).exists():
             raise UsageError(
-                f"--input {given} is a file; --source {request.kind} takes a folder or a dataset's "
-                "name. For files there are --source text, jsonl and parquet."
+                f"--input {given} is a file; --source {request.kind} needs a folder or a dataset's "
+                "name. For files use --source text, jsonl or parquet."
             )
         if self._folder is None and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", given):
             raise UsageError(
-                f"--input {given!r} is neither a folder nor a dataset's name like owner/name."
+                f"--input {given!r} is neither a folder nor a dataset's name. Use owner/name."
             )
 
     def identity(self) -> list[Any]:
-        """The commit, or place, size and time of a local folder's files. Raises DataError."""
+        """Return the commit, or the path, size and time of each local file. Raises DataError."""
         where = [self._request.subset, self._split]
         if self._folder is not None:
             files = sorted(p for p in self._folder.rglob("*") if p.is_file())
@@ -82,44 +82,44 @@ class HubSource:
         return [*where, self._dataset, self.revision]
 
     def survey(self) -> Survey:
-        """Rows as far as the files' footers or the dataset's card know them."""
+        """Return the number of rows, if the files or the dataset card record it."""
         column, skip_bad = self._request.column(), self._request.skip_bad
         places = self._parquet_places()
-        if places and (self._folder is not None or len(places) <= _FOOTERS_AT_MOST):
-            with self._explained("opening"):
+        if places and (self._folder is not None or len(places) <= _MAX_FOOTERS):
+            with self._convert_errors("opening"):
                 survey = survey_parquet(places, column, skip_bad=skip_bad)
             return replace(survey, note=self.note())
         if self._folder is not None:
-            with self._explained("reading"):
+            with self._convert_errors("reading"):
                 return Survey(documents=self._count_rows(), text_bytes=None, note=self.note())
         known = (self._prepared_builder().info.splits or {}).get(self._split)
         return Survey(documents=known.num_examples if known else None, text_bytes=None)
 
     def note(self) -> str | None:
-        """Return a note on shards of the split that are not there. Raises DataError."""
+        """Return a note about missing shards of the split, if any. Raises DataError."""
         files = self._prepared_builder().config.data_files or {}
         return missing_shards(list(map(str, files.get(self._split, ()))))
 
     def batches(self, cursor: Cursor) -> Iterator[Batch]:
-        """Row after row."""
+        """Yield the rows as documents."""
         column, skip_bad = self._request.column(), self._request.skip_bad
         places = self._parquet_places()
-        with self._explained("reading"):
+        with self._convert_errors("reading"):
             if places:
-                # `datasets` would decode a whole row group at once: gigabytes, in some files.
+                # `datasets` would decode a whole row group in one step: gigabytes, in some files.
                 yield from read_parquet(places, column, cursor, skip_bad=skip_bad)
             else:
                 yield from self._stream(cursor)
 
     def _stream(self, cursor: Cursor) -> Iterator[Batch]:
-        """Yield files other than parquet, through `datasets`; the cursor carries its state."""
+        """Yield batches of files other than parquet; the cursor holds the state of `datasets`."""
         column = self._request.column()
         rows = self._open_rows()
         if "state" in cursor:
             rows.load_state_dict(cursor["state"])
         batcher = Batcher(skip_bad=self._request.skip_bad)
         number = cursor.get("document", 0)
-        for table in rows.iter(batch_size=ROWS_AT_ONCE):
+        for table in rows.iter(batch_size=BATCH_ROWS):
             check_column(table.schema, column, where=self._dataset)
             values = table.column(column)
             add_column(values, batcher, number=number, row=number, where=self._dataset)
@@ -129,26 +129,29 @@ class HubSource:
         yield batcher.take({"state": rows.state_dict(), "document": number})
 
     def rows(self) -> Iterator[list[dict[str, Any]] | LostRows]:
-        """Yield all columns of the split's rows, in stretches. Raises DataError."""
+        """Yield all columns of the split's rows, in lists. Raises DataError."""
         places = self._parquet_places()
-        with self._explained("reading"):
+        with self._convert_errors("reading"):
             if places:
                 with ParquetReader(None) as reader:
                     for place in places:
                         yield from reader.read_rows(place)
             else:
-                for table in self._open_rows().iter(batch_size=ROWS_AT_ONCE):
+                for table in self._open_rows().iter(batch_size=BATCH_ROWS):
                     yield table.to_pylist()
 
     def _count_rows(self) -> int:
-        return sum(len(table) for table in self._open_rows().iter(batch_size=ROWS_AT_ONCE))
+        return sum(len(table) for table in self._open_rows().iter(batch_size=BATCH_ROWS))
 
     def _open_rows(self) -> IterableDataset:
         builder = self._prepared_builder()
         return builder.as_streaming_dataset(split=self._split).with_format("arrow")
 
     def _parquet_places(self) -> list[str]:
-        """The split's files, where all are parquet; else none. Raises DataError."""
+        """Return the files of the split if all are parquet, otherwise an empty list.
+
+        Raises DataError.
+        """
         from datasets.packaged_modules.parquet.parquet import ParquetConfig
 
         builder = self._prepared_builder()
@@ -157,18 +160,19 @@ class HubSource:
         by_split = builder.config.data_files or {}
         if self._split not in by_split:
             raise DataError(
-                f"{self._dataset}: no split {self._split!r}; splits there: "
-                f"{', '.join(map(str, by_split))}. Choose one with --split."
+                f"{self._dataset}: split {self._split!r} not found. Choose one with --split: "
+                f"{', '.join(map(str, by_split))}."
             )
         return [str(place) for place in by_split[self._split]]
 
     def _prepared_builder(self) -> DatasetBuilder:
         if self._builder is None:
-            with self._explained("opening"):
+            with self._convert_errors("opening"):
                 if self._folder is not None:
                     _check_cards(self._folder)
                 builder = _load_builder(
-                    # `datasets` would take a folder of the name before the hub's.
+                    # For a bare name `datasets` would prefer a local folder of that name to the
+                    # hub.
                     self._dataset if self._folder is not None else f"hf://datasets/{self._dataset}",
                     subset=self._request.subset,
                     revision=self.revision,
@@ -179,27 +183,29 @@ class HubSource:
         return self._builder
 
     def _resolve_revision(self) -> str:
-        """The commit that the asked revision, or the newest, stands for."""
-        asked = self._request.revision
-        if asked is not None and GIT_COMMIT.fullmatch(asked):
-            return asked
+        """Return the commit of --revision, or the newest commit."""
+        revision = self._request.revision
+        if revision is not None and GIT_COMMIT.fullmatch(revision):
+            return revision
         from huggingface_hub import HfApi
 
-        with self._explained("finding"):
-            found = HfApi().dataset_info(self._dataset, revision=asked).sha
+        with self._convert_errors("finding"):
+            found = HfApi().dataset_info(self._dataset, revision=revision).sha
         if found is None:
-            raise DataError(f"dataset {self._dataset}: the hub names no commit; pass --revision.")
+            raise DataError(
+                f"dataset {self._dataset}: the hub returned no commit. Set one with --revision."
+            )
         return found
 
     @contextmanager
-    def _explained(self, doing: str) -> Iterator[None]:
-        """Turn what `datasets` and the hub's client raise into one DataError."""
+    def _convert_errors(self, action: str) -> Iterator[None]:
+        """Convert exceptions of `datasets` and of the hub's client to one DataError."""
         import pyarrow as pa
         import yaml
         from datasets.exceptions import DatasetsError
         from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # imported there
 
-        # Their warnings repeat at every retry; the last error says it once.
+        # Both libraries log a warning at every retry; the final error has the same information.
         for name in ("datasets", "huggingface_hub"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         try:
@@ -207,41 +213,45 @@ class HubSource:
         except DataError:
             raise
         except (OSError, HTTPError, DatasetsError, pa.ArrowException, yaml.YAMLError) as error:
-            raise DataError(self._explain(error, doing)) from None
+            raise DataError(self._explain(error, action)) from None
         except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{doing} {self._dataset}: {one_line(error)}") from None
+            raise DataError(f"{action} {self._dataset}: {one_line(error)}") from None
 
-    def _explain(self, error: Exception, doing: str) -> str:
+    def _explain(self, error: Exception, action: str) -> str:
         if self._folder is not None:
-            return f"{doing} {self._dataset}: {one_line(error)}"
+            return f"{action} {self._dataset}: {one_line(error)}"
         message = one_line(error)
         if _is_unreachable(error):
             return (
-                f"the Hugging Face hub cannot be reached for {self._dataset} ({message}) Check the "
-                "network and run the same command again, without --force, or name a local copy: "
-                "--input FOLDER."
+                f"the Hugging Face hub cannot be reached for {self._dataset} "
+                f"({message.rstrip('.')}). Check the network and run the same command again, "
+                "without --force, or use a local copy: --input FOLDER."
             )
         if type(error).__name__ in ("RepositoryNotFoundError", "DatasetNotFoundError"):
             return (
-                f"the Hugging Face hub has no public dataset {self._dataset}. Check the name; "
-                "for a private or gated one log in first: hf auth login."
+                f"the Hugging Face hub has no public dataset {self._dataset}. Check the name. For "
+                "a private or gated dataset log in first: hf auth login."
             )
         if type(error).__name__ == "RevisionNotFoundError":
-            return f"dataset {self._dataset} has no revision {self._request.revision!r}."
-        return f"{doing} dataset {self._dataset} at the Hugging Face hub: {message}"
+            return (
+                f"dataset {self._dataset} has no revision {self._request.revision!r}. Choose "
+                "another with --revision."
+            )
+        return f"{action} dataset {self._dataset} of the Hugging Face hub: {message}"
 
 
-def _outside(dataset: object, place: str) -> str:
+def _outside_error(dataset: object, place: str) -> str:
     return (
-        f"{dataset}: it names {shown(place)} as data, which is outside of it. Put the file into "
-        "it, or name it with --source jsonl, parquet or text."
+        f"{dataset}: the data file {shown(place)} is outside of the folder. Move the file into "
+        "the folder, or read it with --source jsonl, parquet or text."
     )
 
 
 def _check_cards(folder: Path) -> None:
-    """Raise DataError for a card that names data outside of the folder.
+    """Raise DataError for a dataset card that names data outside of the folder.
 
-    Before `datasets` reads it: that looks for the files of every pattern, over the network too.
+    This runs before `datasets` reads the card, because `datasets` resolves every pattern, also over
+    the network.
     """
     import yaml
     from datasets import config
@@ -259,33 +269,33 @@ def _check_cards(folder: Path) -> None:
             configs = card.get("configs") if isinstance(card, dict) else None
         given = [each for each in configs or () if isinstance(each, dict)]
         for place in _texts([[each.get("data_files"), each.get("data_dir")] for each in given]):
-            is_out = Path(place).is_absolute() or ".." in Path(place).parts
-            if is_out or "://" in place or "::" in place:
-                raise DataError(_outside(path, place))
+            is_outside = Path(place).is_absolute() or ".." in Path(place).parts
+            if is_outside or "://" in place or "::" in place:
+                raise DataError(_outside_error(path, place))
 
 
 def _check_places(folder: Path, builder: DatasetBuilder) -> None:
-    """Raise DataError for a data file outside of the folder, as behind a link.
+    """Raise DataError for a data file outside of the folder, for example behind a link.
 
-    Other formats than `_FORMATS` read files that nobody has named, such as those of a task beside
-    its task.toml. Of a dataset at the hub `datasets` checks that itself.
+    Formats other than `_FORMATS` also read files that are not listed, for example those next to a
+    task.toml. For datasets of the hub, `datasets` checks this itself.
     """
     if builder.name not in _FORMATS:
         raise DataError(
-            f"{folder}: `datasets` takes its files for the format {shown(builder.name)[1:-1]}, "
-            f"which may read others too. Known: {', '.join(_FORMATS)}. Name the files with "
-            "--source jsonl, parquet or text."
+            f"{folder}: `datasets` detects the format {shown(builder.name)[1:-1]}, which can read "
+            f"files outside of the folder. Supported: {', '.join(_FORMATS)}. Or read the files "
+            "with --source jsonl, parquet or text."
         )
     for places in (builder.config.data_files or {}).values():
         for place in map(str, places):
             try:
                 inside_folder(Path(place), home=folder)
             except OSError:
-                raise DataError(_outside(folder, place)) from None
+                raise DataError(_outside_error(folder, place)) from None
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield every text in lists and objects."""
+    """Yield every text in nested lists and objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (list, dict)):
@@ -302,11 +312,11 @@ def _load_builder(dataset: str, *, subset: str | None, revision: str | None) -> 
 
 def _is_unreachable(error: BaseException) -> bool:
     """Return True if a connection failed, anywhere in the chain of causes."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, (ConnectionError, TimeoutError)):
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (ConnectionError, TimeoutError)):
             return True
-        if type(seen).__name__ in ("ConnectError", "ConnectTimeout", "LocalEntryNotFoundError"):
+        if type(cause).__name__ in ("ConnectError", "ConnectTimeout", "LocalEntryNotFoundError"):
             return True
-        seen = seen.__cause__ or seen.__context__
+        cause = cause.__cause__ or cause.__context__
     return False

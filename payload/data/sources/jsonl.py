@@ -1,4 +1,4 @@
-"""JSON Lines: one object a line, its text in one key. `.gz` files are read as they are."""
+"""JSON Lines: one object a line, with the text under one key. `.gz` files are decompressed."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from payload.data.sources.request import SourceRequest
 from payload.data.sources.text_files import ColumnFiles, missing_shards
 
 LINE_BYTES = 64 * MIB
-"""A longer line is bad: JSON has to be parsed whole, at up to four bytes a character."""
+"""Longer lines are rejected: JSON is parsed whole, and needs up to four bytes a character."""
 _KEYS_SHOWN = 5
 
 
 class JsonlSource(ColumnFiles):
-    """Every line that is not blank is a document."""
+    """Documents of JSON Lines files: every line that is not blank."""
 
     def __init__(self, given: Sequence[Path], request: SourceRequest) -> None:
         super().__init__("jsonl", given, glob="*.jsonl*", request=request)
 
     def survey(self) -> Survey:
-        """Count the lines; a compressed file is not opened for that."""
+        """Count the lines, unless a file is compressed."""
         size = sum(path.stat().st_size for path in self._files)
         if any(_is_compressed(path) for path in self._files):
             return Survey(documents=None, text_bytes=None, note=missing_shards(self._files))
@@ -38,13 +38,13 @@ class JsonlSource(ColumnFiles):
         return Survey(documents=sum(map(_count_lines, self._files)), text_bytes=size, note=note)
 
     def batches(self, cursor: Cursor) -> Iterator[Batch]:
-        """Line after line."""
+        """Yield the lines as documents."""
         batcher = Batcher(skip_bad=self._skip_bad)
         number, line_number = cursor.get("document", 0), cursor.get("line", 0)
         offset = cursor.get("offset", 0)
         for index in range(cursor.get("file", 0), len(self._files)):
             path = self._files[index]
-            with open_jsonl(path) as file, damaged_named(path):
+            with open_jsonl(path) as file, convert_gzip_errors(path):
                 file.seek(offset)
                 for line, read in read_lines(file):
                     line_number += 1
@@ -62,10 +62,10 @@ class JsonlSource(ColumnFiles):
         yield batcher.take({"file": len(self._files), "document": number})
 
     def _add(self, line: bytes, batcher: Batcher, *, number: int, where: str) -> None:
-        """One document, or its complaint."""
-        text = _text_of(line, self._column)
+        """Add one document, or skip it with a message."""
+        text = _parse_text(line, self._column)
         if text is None:
-            batcher.skip(f"{where}: {_complaint_about(line, self._column)}", number=number)
+            batcher.skip(f"{where}: {_describe_fault(line, self._column)}", number=number)
             return
         if len(text) <= LINE_BYTES // 8:
             batcher.add(text, number=number)
@@ -74,8 +74,8 @@ class JsonlSource(ColumnFiles):
             batcher.add(piece, number=number, is_last=is_last)
 
 
-def _text_of(line: bytes, column: str) -> bytes | None:
-    """The document of one line, or None when there is none."""
+def _parse_text(line: bytes, column: str) -> bytes | None:
+    """Return the text of one line, or None for a bad line."""
     if len(line) > LINE_BYTES:
         return None
     try:
@@ -87,22 +87,22 @@ def _text_of(line: bytes, column: str) -> bytes | None:
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError:
-        # A lone surrogate from a \\u escape; replaced as tiktoken does it.
+        # A lone surrogate from a \\u escape; replaced as tiktoken does.
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode("utf-8")
 
 
-def _complaint_about(line: bytes, column: str) -> str:
+def _describe_fault(line: bytes, column: str) -> str:
     value = parse_line(line, example=f"{{{json.dumps(column)}: ...}}")
     if isinstance(value, str):
         return value
     if column not in value:
         keys = ", ".join(shown(key) for key in list(value)[:_KEYS_SHOWN]) or "none"
-        return f"no key {column!r}; keys there: {keys}. Choose one with --text-column."
+        return f"no key {column!r}; its keys: {keys}. Choose one with --text-column."
     return f"{column!r} is {type(value[column]).__name__}, not text."
 
 
 def parse_line(line: bytes, *, example: str) -> dict[str, Any] | str:
-    """Return a line's object, or the complaint about it; `example` is an object as it should be."""
+    """Return the object of a line, or an error message; `example` is a valid object."""
     if len(line) > LINE_BYTES:
         return f"longer than {LINE_BYTES // MIB} MiB."
     try:
@@ -110,7 +110,7 @@ def parse_line(line: bytes, *, example: str) -> dict[str, Any] | str:
     except UnicodeDecodeError as error:
         return f"byte {error.start} of the line (0x{line[error.start]:02x}) is not UTF-8."
     except RecursionError:
-        return "JSON nested too deep."
+        return "the JSON is nested too deeply."
     except ValueError as error:
         place = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
         return f"not JSON: {getattr(error, 'msg', error)}{place}."
@@ -120,16 +120,16 @@ def parse_line(line: bytes, *, example: str) -> dict[str, Any] | str:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raises ValueError for a key that stands there twice."""
+    """Return a JSON object. Raises ValueError for a repeated key."""
     found = dict(pairs)
     if len(found) < len(pairs):
         ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"the key {shown(name)} stands there twice")
+        raise ValueError(f"the key {shown(name)} is repeated")
     return found
 
 
 def read_lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
-    """Lines and their bytes in the file; of one above LINE_BYTES only that much and a byte more."""
+    """Yield each line and its size in the file; longer lines are cut after LINE_BYTES + 1 bytes."""
     while line := file.readline(LINE_BYTES + 1):
         read = len(line)
         is_whole = read <= LINE_BYTES or line.endswith(b"\n")
@@ -140,8 +140,8 @@ def read_lines(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
 
 
 @contextmanager
-def damaged_named(path: Path) -> Iterator[None]:
-    """Turn what reading a damaged .gz raises into a DataError."""
+def convert_gzip_errors(path: Path) -> Iterator[None]:
+    """Convert the errors of a damaged .gz file to a DataError."""
     try:
         yield
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -158,5 +158,5 @@ def _is_compressed(path: Path) -> bool:
 
 
 def open_jsonl(path: Path) -> BinaryIO:
-    """Open for reading, decompressed."""
+    """Open a file for reading, decompressed."""
     return cast(BinaryIO, gzip.open(path, "rb")) if _is_compressed(path) else path.open("rb")

@@ -1,4 +1,4 @@
-"""Parquet files: one document a row."""
+"""Reads parquet files, one document a row, through a worker process."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from payload.data.sources.documents import (
 )
 from payload.data.sources.request import SourceRequest
 from payload.data.sources.text_files import ColumnFiles, missing_shards
-from payload.data.sources.worker_exit import end_worker, how_it_ended
+from payload.data.sources.worker_exit import describe_exit, end_worker
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-ROWS_AT_ONCE = 1024
-"""Rows that are decoded together; few enough for rows of 100 kB."""
+BATCH_ROWS = 1024
+"""Rows decoded together; small enough for rows of 100 kB."""
 _NAMES_SHOWN = 5
 _READ_BUFFER_BYTES = 8 * MIB
 _WORKER = Path(__file__).with_name("parquet_worker.py")
@@ -44,25 +44,28 @@ _UNREACHABLE = frozenset(
 
 
 class ParquetSource(ColumnFiles):
-    """Every row is a document."""
+    """Documents of parquet files: every row."""
 
     def __init__(self, given: Sequence[Path], request: SourceRequest) -> None:
         super().__init__("parquet", given, glob="*.parquet", request=request)
 
     def survey(self) -> Survey:
-        """Rows and text sizes from the files' own footers. Raises DataError on a damaged one."""
+        """Return rows and text sizes from the footers of the files.
+
+        Raises DataError for a damaged file.
+        """
         places = [str(path) for path in self._files]
         survey = survey_parquet(places, self._column, skip_bad=self._skip_bad)
         return replace(survey, note=missing_shards(places))
 
     def batches(self, cursor: Cursor) -> Iterator[Batch]:
-        """Row after row."""
+        """Yield the rows as documents."""
         places = [str(path) for path in self._files]
         yield from read_parquet(places, self._column, cursor, skip_bad=self._skip_bad)
 
 
 def survey_parquet(places: Sequence[str], column: str, *, skip_bad: bool) -> Survey:
-    """Rows and text sizes from the files' footers. Raises DataError."""
+    """Return rows and text sizes from the footers of the files. Raises DataError."""
     rows = text_bytes = 0
     with ParquetReader(column) as reader:
         for place in places:
@@ -70,9 +73,7 @@ def survey_parquet(places: Sequence[str], column: str, *, skip_bad: bool) -> Sur
                 more_rows, more_bytes = reader.survey(place)
             except DamagedFileError as error:
                 if not skip_bad:
-                    raise DataError(
-                        f"{error} Copy it again, or leave it out with --skip-bad."
-                    ) from None
+                    raise DataError(f"{error} Copy it again, or skip it with --skip-bad.") from None
                 continue
             rows, text_bytes = rows + more_rows, text_bytes + more_bytes
     return Survey(documents=rows, text_bytes=text_bytes)
@@ -81,7 +82,7 @@ def survey_parquet(places: Sequence[str], column: str, *, skip_bad: bool) -> Sur
 def read_parquet(
     places: Sequence[str], column: str, cursor: Cursor, *, skip_bad: bool
 ) -> Iterator[Batch]:
-    """Row after row of the files at `places`: paths, or URLs that fsspec opens."""
+    """Yield the rows of the files at `places`: paths, or URLs that fsspec opens."""
     batcher = Batcher(skip_bad=skip_bad)
     number, row = cursor.get("document", 0), cursor.get("row", 0)
     with ParquetReader(column) as reader:
@@ -110,7 +111,7 @@ class DamagedFileError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class LostRows:
-    """The rest of a row group behind a damaged page."""
+    """The remaining rows of a row group after a damaged page."""
 
     count: int
     reason: str
@@ -120,16 +121,16 @@ class LostRows:
 
 
 class ParquetReader:
-    """Reads one text column, or all columns, of parquet files in a process of its own.
+    """Reads one text column, or all columns, of parquet files in a worker process.
 
-    A damaged file may end that process, and not this one.
+    A damaged file can crash the worker, but not this process.
 
-    Every method raises DamagedFileError for such a file, DataError where the column is not there,
-    and OSError where the disk or the network fails.
+    Every method raises DamagedFileError for such a file, DataError if the column is missing, and
+    OSError if the disk or the network fails.
     """
 
     def __init__(self, column: str | None) -> None:
-        """A column of None is all of them, for `read_rows`."""
+        """Read `column`; None reads all columns, for `read_rows`."""
         self._column = column
         self._worker: subprocess.Popen[bytes] | None = None
 
@@ -145,43 +146,43 @@ class ParquetReader:
         self._end_worker()
 
     def survey(self, place: str) -> tuple[int, int]:
-        """Return the rows of the file, and the column's bytes."""
+        """Return the number of rows of the file, and the size of the column in bytes."""
         end: dict[str, Any] = {}
-        for answer in self._ask("survey", place, skip_rows=0):
-            if isinstance(answer, dict):
-                end = answer
+        for response in self._request("survey", place, skip_rows=0):
+            if isinstance(response, dict):
+                end = response
         return int(end["rows"]), int(end["bytes"])
 
     def read(self, place: str, *, skip_rows: int) -> Iterator[pa.Array | LostRows]:
-        """Yield the column behind `skip_rows` rows, in stretches of at most ROWS_AT_ONCE."""
-        for answer in self._ask("read", place, skip_rows=skip_rows):
-            if isinstance(answer, dict):
-                if answer.get("lost"):
-                    yield LostRows(answer["lost"], one_line(answer["reason"]))
-            elif answer.num_rows:
-                yield answer.column(0)
+        """Yield the column after `skip_rows` rows, in arrays of at most BATCH_ROWS."""
+        for response in self._request("read", place, skip_rows=skip_rows):
+            if isinstance(response, dict):
+                if response.get("lost"):
+                    yield LostRows(response["lost"], one_line(response["reason"]))
+            elif response.num_rows:
+                yield response.column(0)
 
     def read_rows(self, place: str) -> Iterator[list[dict[str, Any]] | LostRows]:
-        """Yield the file's rows by column, in stretches of at most ROWS_AT_ONCE."""
-        for answer in self._ask("read", place, skip_rows=0):
-            if isinstance(answer, dict):
-                if answer.get("lost"):
-                    yield LostRows(answer["lost"], one_line(answer["reason"]))
-            elif answer.num_rows:
-                yield answer.to_pylist()
+        """Yield the rows of the file with all columns, in lists of at most BATCH_ROWS."""
+        for response in self._request("read", place, skip_rows=0):
+            if isinstance(response, dict):
+                if response.get("lost"):
+                    yield LostRows(response["lost"], one_line(response["reason"]))
+            elif response.num_rows:
+                yield response.to_pylist()
 
-    def _ask(
-        self, what: str, place: str, *, skip_rows: int
+    def _request(
+        self, operation: str, place: str, *, skip_rows: int
     ) -> Iterator[dict[str, Any] | pa.RecordBatch]:
-        """Yield the frames of an answer; the first one has the file's schema, which is checked."""
+        """Yield the frames of a response; the schema of the first table is checked."""
         import pyarrow as pa
 
         request = {
-            "do": what,
+            "do": operation,
             "place": place,
             "column": self._column,
             "skip_rows": skip_rows,
-            "rows": ROWS_AT_ONCE,
+            "rows": BATCH_ROWS,
             "buffer_bytes": _READ_BUFFER_BYTES,
         }
         is_whole = False
@@ -191,10 +192,10 @@ class ParquetReader:
             while not is_whole:
                 kind, content = self._frame(place)
                 if kind == b"J":
-                    answer = json.loads(content)
-                    is_whole = "end" in answer
-                    _raise_failure(answer, place)
-                    yield answer
+                    response = json.loads(content)
+                    is_whole = "end" in response
+                    _raise_failure(response, place)
+                    yield response
                     continue
                 batch = pa.ipc.open_stream(content).read_next_batch()
                 if is_first:
@@ -204,7 +205,7 @@ class ParquetReader:
                 yield batch
         finally:
             if not is_whole:
-                # The rest of the answer would be taken for the next one's.
+                # The next request would read the rest of this response as its own.
                 self._end_worker()
 
     def _send(self, request: Mapping[str, Any]) -> None:
@@ -220,7 +221,7 @@ class ParquetReader:
             self._worker.stdin.write(json.dumps(request).encode() + b"\n")
             self._worker.stdin.flush()
         except BrokenPipeError:
-            pass  # Its end is noticed when its answer is read.
+            pass  # Reading the response reports that the worker has ended.
 
     def _frame(self, place: str) -> tuple[bytes, bytes]:
         assert self._worker is not None and self._worker.stdout is not None
@@ -234,7 +235,7 @@ class ParquetReader:
         status = self._worker.wait()
         raise DamagedFileError(
             f"{place}: not a readable parquet file: the process that read it ended with "
-            f"{how_it_ended(status)}. Write the file again."
+            f"{describe_exit(status)}. Write the file again."
         )
 
     def _end_worker(self) -> None:
@@ -243,31 +244,31 @@ class ParquetReader:
             end_worker(worker)
 
 
-def _raise_failure(answer: Mapping[str, Any], place: str) -> None:
-    """Raise what ended an answer, if it failed."""
-    failed = answer.get("failed")
+def _raise_failure(response: Mapping[str, Any], place: str) -> None:
+    """Raise the error that ended a response, if any."""
+    failed = response.get("failed")
     if failed is None:
         return
-    reason = one_line(answer["reason"])
+    reason = one_line(response["reason"])
     if failed == "damaged":
         raise DamagedFileError(
             f"{place}: not a readable parquet file: {reason.rstrip('.')}. Write the file again."
         )
-    if _UNREACHABLE & set(answer["types"]):
+    if _UNREACHABLE & set(response["types"]):
         raise ConnectionError(reason)
-    if answer["errno"] is not None and "://" not in place:
-        raise OSError(answer["errno"], os.strerror(answer["errno"]), place)
+    if response["errno"] is not None and "://" not in place:
+        raise OSError(response["errno"], os.strerror(response["errno"]), place)
     raise OSError(reason)
 
 
 def check_column(schema: pa.Schema, column: str, *, where: str) -> None:
-    """Raise DataError unless there is such a column and it holds text."""
+    """Raise DataError unless the schema has this column and it holds text."""
     import pyarrow as pa
 
     if column not in schema.names:
         names = ", ".join(shown(name) for name in schema.names[:_NAMES_SHOWN]) or "none"
         raise DataError(
-            f"{where}: no column {column!r}; columns there: {names}. Choose one with --text-column."
+            f"{where}: no column {column!r}; its columns: {names}. Choose one with --text-column."
         )
     kind = schema.field(column).type
     if pa.types.is_dictionary(kind):
@@ -278,14 +279,14 @@ def check_column(schema: pa.Schema, column: str, *, where: str) -> None:
 
 
 def _kind_name(kind: pa.DataType) -> str:
-    """Return a type's name; a struct's own contains the names of its fields."""
+    """Return the name of a type on one line; a struct's name contains its field names."""
     return one_line(kind).rstrip(".")
 
 
 def add_column(
     column: pa.Array | pa.ChunkedArray, batcher: Batcher, *, number: int, row: int, where: str
 ) -> None:
-    """Every row of a text column as a document; the first is `where`'s row `row`, from 0."""
+    """Add every row of a text column as a document; `row` is the index of the first."""
     import pyarrow as pa
 
     try:

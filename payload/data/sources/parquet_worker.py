@@ -1,10 +1,11 @@
-"""Reads parquet files for the process that started it.
+"""Worker process that reads parquet files for its parent.
 
-A bit that is wrong in a footer can make Arrow abort the process that reads it, so it is a process
-of its own that does. It stands alone: it is started as a file, and imports nothing of ours.
-Requests are JSON lines on stdin. Answers are frames on stdout: a letter, the length in eight bytes,
-the content. `J` is a JSON object, `A` an Arrow stream with one batch. The last frame of an answer
-is a JSON object with `end`.
+A damaged footer can make Arrow abort the process, so files are read in a separate process. This
+file is run as a script and has no imports from the project.
+
+Requests are JSON lines on stdin. Responses are frames on stdout: a letter, the length in eight
+bytes, the content. `J` is a JSON object, `A` an Arrow stream with one batch. The last frame of a
+response is a JSON object with `end`.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ _PIECE_BYTES = 64 * 2**20
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
-    # A file of some bytes can stand for any number of them.
+    """Serve requests until stdin is closed."""
+    # A small file can decompress to any size.
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     limit = _MEMORY_BYTES if most == resource.RLIM_INFINITY else min(_MEMORY_BYTES, most)
     resource.setrlimit(resource.RLIMIT_AS, (limit, most))
-    # Ctrl-C is for the parent, whose end closes stdin.
+    # Ctrl-C is handled by the parent; stdin is closed when the parent ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for line in sys.stdin.buffer:
         request = json.loads(line)
@@ -37,13 +38,13 @@ def main() -> None:
         except BrokenPipeError:
             return
         except Exception as error:
-            _send_json(_failure(error, is_remote="://" in request["place"]))
+            _send_json(_failure_response(error, is_remote="://" in request["place"]))
 
 
 def _survey(request: dict[str, Any]) -> dict[str, Any]:
-    """Send the schema; return the rows and the column's bytes, uncompressed.
+    """Send the schema; return the number of rows and the uncompressed size of the column.
 
-    That is less than the text's own where it is stored as a dictionary.
+    For a dictionary column this is less than the size of the text.
     """
     with _open(request) as file:
         _send_schema(file)
@@ -56,14 +57,14 @@ def _survey(request: dict[str, Any]) -> dict[str, Any]:
                     column_bytes += max(0, entry.total_uncompressed_size)
         rows = file.metadata.num_rows
         if rows < 0 or rows != sum(max(0, group.num_rows) for group in groups):
-            raise ValueError("its row groups do not add up to its rows")
+            raise ValueError("the row counts of its row groups do not add up")
     return {"rows": rows, "bytes": column_bytes}
 
 
 def _read(request: dict[str, Any]) -> dict[str, Any]:
-    """Send the schema, then the column behind `skip_rows` rows; what is damaged as lost rows.
+    """Send the schema, then the column after `skip_rows` rows, with damaged rows reported as lost.
 
-    A column of None is all of them.
+    `column` None reads all columns.
     """
     import pyarrow as pa
 
@@ -97,9 +98,9 @@ def _read(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _send_rows(batch: Any, *, whole: bool) -> None:
-    """Send rows without dictionaries, and those that cannot be read as lost.
+    """Send rows with dictionaries decoded; unreadable rows are reported as lost.
 
-    `whole`: all columns, which the other side turns into Python's values.
+    `whole`: all columns, which the parent converts to Python values.
     """
     if batch.num_rows > 1 and _decoded_bytes(batch) > _PIECE_BYTES:
         half = batch.num_rows // 2
@@ -111,7 +112,7 @@ def _send_rows(batch: Any, *, whole: bool) -> None:
         if whole:
             batch.to_pylist()
     except Exception as error:
-        # Such as a date that Python does not know, or more than fits into memory.
+        # For example a date outside of Python's range, or a value larger than memory.
         if batch.num_rows > 1:
             for row in range(batch.num_rows):
                 _send_rows(batch.slice(row, 1), whole=whole)
@@ -122,7 +123,7 @@ def _send_rows(batch: Any, *, whole: bool) -> None:
 
 
 def _decoded_bytes(batch: Any) -> int:
-    """Return the bytes of a batch without dictionaries."""
+    """Return the size of a batch with dictionaries decoded, in bytes."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -159,21 +160,21 @@ def _open(request: dict[str, Any]) -> Any:
         import fsspec
 
         source = fsspec.open(source, "rb").open()
-    # Without pre_buffer a row group is read a page at a time, however large it is.
+    # Without pre_buffer a row group is read page by page, whatever its size.
     return pq.ParquetFile(source, pre_buffer=False, buffer_size=request["buffer_bytes"])
 
 
-def _failure(error: Exception, *, is_remote: bool) -> dict[str, Any]:
+def _failure_response(error: Exception, *, is_remote: bool) -> dict[str, Any]:
     import pyarrow as pa
 
-    # pyarrow also reports a bad footer as an OSError, one without a number.
+    # pyarrow also raises OSError for a bad footer, but without an errno.
     of_system = isinstance(error, OSError) and (is_remote or error.errno is not None)
     outside = of_system or (is_remote and not isinstance(error, pa.ArrowException))
     types: set[str] = set()
-    seen: BaseException | None = error
-    while seen is not None and len(types) < 100:
-        types |= {each.__name__ for each in type(seen).__mro__}
-        seen = seen.__cause__ or seen.__context__
+    cause: BaseException | None = error
+    while cause is not None and len(types) < 100:
+        types |= {each.__name__ for each in type(cause).__mro__}
+        cause = cause.__cause__ or cause.__context__
     return {
         "end": True,
         "failed": "system" if outside else "damaged",
@@ -192,10 +193,10 @@ def _send_schema(file: Any) -> None:
     import pyarrow as pa
 
     schema = file.schema_arrow.remove_metadata()
-    names = schema.names  # raises where one is not UTF-8
+    names = schema.names  # raises if a name is not UTF-8
     if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"two of its columns are called {twice!r}")
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two of its columns are named {repeated!r}")
     _send_batch(pa.RecordBatch.from_pylist([], schema=schema))
 
 

@@ -1,4 +1,4 @@
-"""Makes the source that was asked for."""
+"""Builds the source that the command line selects."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from payload.data.sources.request import SourceRequest, check_flags
 
 
 def build_source(request: SourceRequest) -> Source:
-    """The source, not yet looked at. Raises UsageError for flags that do not go together."""
+    """Return the source without reading it.
+
+    Raises UsageError for flags that do not fit together.
+    """
     check_flags(request)
     if request.kind == "csv":
         raise UsageError(
-            "--source csv has rows of several columns, and --task text reads documents. Write the "
-            "text as --source jsonl, or choose another --task."
+            "--source csv cannot be used with --task text. Convert the file to JSON Lines and use "
+            "--source jsonl, or choose another --task."
         )
     if request.kind == "stdlib":
         from payload.data.sources.text_files import stdlib_source

@@ -1,4 +1,4 @@
-"""Which documents are for validation."""
+"""Chooses the documents for validation."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ Numbers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 PERMUTATION_LIMIT = 50_000_000
-"""Above it a permutation of all numbers would take more than 0.4 GB."""
+"""Above it a permutation of all numbers would need more than 0.4 GB."""
 
 NANOGPT_VAL_FRACTION = 0.0005
-"""For openwebtext's 8 million documents: 4,007."""
+"""4,007 of the 8 million documents of openwebtext."""
 _SMALL_VAL_FRACTION = 0.1
 _VAL_DOCUMENTS = 100
 
 
 class Split(Protocol):
-    """A choice that depends on nothing but a document's number."""
+    """A choice of documents that depends only on their numbers."""
 
     @property
     def record(self) -> SplitRecord:
-        """For meta.json."""
+        """Record for meta.json."""
 
     def val_mask(self, numbers: Numbers) -> Mask:
-        """True where the document is for validation."""
+        """Return True for each document for validation."""
 
 
 @dataclass(frozen=True, slots=True)
 class PermutationSplit:
-    """The documents that `datasets.Dataset.train_test_split` would choose, as nanoGPT has it.
+    """Chooses the same documents as `datasets.Dataset.train_test_split`, as nanoGPT does.
 
     Source: datasets 5.2, arrow_dataset.py: the first ceil(fraction x n) of
     numpy.random.default_rng(seed).permutation(n).
@@ -47,53 +47,53 @@ class PermutationSplit:
     chosen: Mask
 
     def val_mask(self, numbers: Numbers) -> Mask:
-        """True where the document is for validation; one beyond the expected number never is."""
+        """Return True for each document for validation; larger numbers are False."""
         inside = numbers < len(self.chosen)
         return inside & self.chosen[np.where(inside, numbers, 0)]
 
 
 @dataclass(frozen=True, slots=True)
 class HashSplit:
-    """Each document by a keyed hash of its number: for sources that cannot be counted."""
+    """Chooses each document by a keyed hash of its number, for sources that cannot be counted."""
 
     record: SplitRecord
 
     def val_mask(self, numbers: Numbers) -> Mask:
-        """True where the document is for validation."""
+        """Return True for each document for validation."""
         key = _mix(np.array([self.record.seed], dtype=np.uint64))
         hashed = _mix(numbers.astype(np.uint64) ^ key)
-        # 53 bits: exact in a double.
+        # 53 bits are exact in a double.
         return (hashed >> np.uint64(11)).astype(np.float64) < self.record.val_fraction * 2.0**53
 
 
 def default_val_fraction(documents: int | None) -> float:
-    """The share for validation of a source with so many documents (None: not known).
+    """Return the share for validation of a source with `documents` documents (None: unknown).
 
-    A tenth, of more than 1,000 documents about 100, and nanoGPT's where that is more.
+    A tenth of up to 1,000 documents, about 100 of more, and at least nanoGPT's share.
     """
     if documents is None:
         return NANOGPT_VAL_FRACTION
     if documents * _SMALL_VAL_FRACTION <= _VAL_DOCUMENTS:
         return _SMALL_VAL_FRACTION
-    # Two digits: meta.json has it, and it can be asked for by --val-fraction.
+    # Rounded to two digits, so that --val-fraction can repeat the value in meta.json.
     return max(NANOGPT_VAL_FRACTION, float(f"{_VAL_DOCUMENTS / documents:.2g}"))
 
 
 def choose_split(*, documents: int | None, val_fraction: float, seed: int) -> Split:
-    """The split of `documents` documents (None: not known). Raises DataError when it is too few."""
+    """Return the split of `documents` documents (None: unknown). Raises DataError for too few."""
     if documents is None or documents > PERMUTATION_LIMIT:
         return HashSplit(SplitRecord(method="hash", val_fraction=val_fraction, seed=seed))
     if documents < 2:
         raise DataError(
-            f"the source has {documents} document{'' if documents == 1 else 's'}; at least 2 are "
-            "needed, one to train on and one to validate on. Add text, or divide it: by blank "
-            "lines for --source text, into lines for jsonl."
+            f"the source has {documents} document{'' if documents == 1 else 's'}; training and "
+            "validation need at least 2. Add text, or split it: by blank lines for --source text, "
+            "into lines for jsonl."
         )
     num_val = math.ceil(val_fraction * documents)
     if num_val >= documents:
         raise DataError(
-            f"--val-fraction {val_fraction} of {documents} documents leaves nothing to train on. "
-            "Lower it."
+            f"--val-fraction {val_fraction} of {documents} documents leaves none to train on. "
+            "Use a lower value."
         )
     chosen = np.zeros(documents, dtype=np.bool_)
     chosen[np.random.default_rng(seed).permutation(documents)[:num_val]] = True
@@ -102,7 +102,7 @@ def choose_split(*, documents: int | None, val_fraction: float, seed: int) -> Sp
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64's finalizer. Source: https://prng.di.unimi.it/splitmix64.c."""
+    """Mix by SplitMix64's finalizer. Source: https://prng.di.unimi.it/splitmix64.c."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

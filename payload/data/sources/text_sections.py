@@ -1,4 +1,4 @@
-"""One large text file as many documents: cut at form feeds, at blank lines, or by size."""
+"""Splits one large text file into documents: at form feeds, at blank lines, or by size."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from payload.data.sources.documents import MIB, PIECE_BYTES, character_start, cut_at
+from payload.data.sources.documents import MIB, PIECE_BYTES, character_start, last_safe_cut
 
 Cut = Literal["form feed", "blank line", "line end", "space", "size", "end"]
 
 _SECTIONS = 200
-"""With a tenth of them for validation, these are enough to measure a loss on."""
+"""Enough sections to measure a loss on a tenth of them."""
 _LARGEST_TARGET_BYTES = 64 * 1024
 _SMALLEST_LIMIT_BYTES = 4096
 _LIMIT_TARGETS = 8
@@ -25,10 +25,10 @@ _BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """How a file is cut; it follows from the file alone, so that a resume cuts it in the same way.
+    """Rules that split a file; they depend only on the file, so a resumed run splits it equally.
 
-    Without form feeds a section ends at the first blank line after `target_bytes`. Where there is
-    none up to `limit_bytes`, it ends at the last line end before, else at white space.
+    Without form feeds a section ends at the first blank line after `target_bytes`. If there is no
+    blank line before `limit_bytes`, it ends at the last line end, or otherwise at white space.
     """
 
     at_form_feeds: bool
@@ -38,7 +38,7 @@ class Division:
     note: str = ""
 
     def sections(self, path: Path, *, offset: int = 0) -> Iterator[tuple[bytes, int, Cut]]:
-        """Yield each section that is not blank, the offset behind it, and where it was cut."""
+        """Yield each non-blank section, the offset after it, and the kind of cut."""
         with path.open("rb") as file:
             file.seek(offset)
             held, at_end = b"", False
@@ -55,7 +55,7 @@ class Division:
                 yield held, offset + len(held), "end"
 
     def _cut(self, held: bytes, start: int) -> tuple[bytes, int, Cut] | None:
-        """Return the next section, the start of the one after, and what was cut at."""
+        """Return the next section, the start of the one after it, and the kind of cut."""
         limit = start + self.limit_bytes
         if self.at_form_feeds:
             place = held.find(b"\f", start, limit)
@@ -67,12 +67,12 @@ class Division:
                 return held[start : blank.end()], blank.end(), "blank line"
         if len(held) < limit + _LONGEST_CHARACTER_BYTES:
             return None
-        # Never before half the limit, so that few lines in much text make no tiny sections.
+        # Not before half the limit, so that rare line ends do not make tiny sections.
         place = held.rfind(b"\n", start + self.limit_bytes // 2, limit) + 1
         if place:
             return held[start:place], place, "line end"
         window = held[start:limit]
-        space = cut_at(window)
+        space = last_safe_cut(window)
         if space:
             return held[start : start + space], start + space, "space"
         place = character_start(held, limit)
@@ -80,19 +80,19 @@ class Division:
 
 
 def divide(path: Path) -> Division:
-    """Decide how to cut the file at `path`, and count what that makes. Raises OSError."""
+    """Choose the rules for the file at `path`, and count its sections. Raises OSError."""
     if _has_form_feed(path):
-        by_form_feeds = _counted(
+        by_form_feeds = _with_counts(
             path, Division(at_form_feeds=True, target_bytes=0, limit_bytes=PIECE_BYTES)
         )
         if by_form_feeds.documents > 1:
             return by_form_feeds
     target = max(1, min(_LARGEST_TARGET_BYTES, path.stat().st_size // _SECTIONS))
     limit = max(_SMALLEST_LIMIT_BYTES, _LIMIT_TARGETS * target)
-    return _counted(path, Division(at_form_feeds=False, target_bytes=target, limit_bytes=limit))
+    return _with_counts(path, Division(at_form_feeds=False, target_bytes=target, limit_bytes=limit))
 
 
-def _counted(path: Path, division: Division) -> Division:
+def _with_counts(path: Path, division: Division) -> Division:
     cuts: Counter[Cut] = Counter()
     size = 0
     for section, _, cut in division.sections(path):
@@ -102,9 +102,9 @@ def _counted(path: Path, division: Division) -> Division:
     del cuts["end"]
     how = ", ".join(f"{count:,} at a {cut}" for cut, count in cuts.most_common())
     note = (
-        f"{path} is one file: it is divided into {documents:,} documents of about "
-        f"{size // max(1, documents):,} bytes ({how.replace('at a size', 'by size')}). To divide "
-        "it yourself, give several files, or a line a document with --source jsonl."
+        f"{path} is a single file: it was split into {documents:,} documents of about "
+        f"{size // max(1, documents):,} bytes ({how.replace('at a size', 'by size')}). To control "
+        "the split, use several files, or one document a line with --source jsonl."
     )
     return replace(division, documents=documents, note=note)
 

@@ -1,4 +1,4 @@
-"""The end of a process that reads or renders for this one: a parquet file, a chat template."""
+"""Ends worker processes, which read a parquet file or render a chat template."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 
 
 def end_worker(worker: subprocess.Popen[bytes]) -> None:
-    """Kill it and close its pipes."""
+    """Kill a worker and close its pipes."""
     worker.kill()
     for pipe in (worker.stdin, worker.stdout):
         if pipe is not None:
@@ -17,6 +17,6 @@ def end_worker(worker: subprocess.Popen[bytes]) -> None:
     worker.wait()
 
 
-def how_it_ended(status: int) -> str:
-    """Return the signal's name or the exit code in words."""
+def describe_exit(status: int) -> str:
+    """Return the signal's name or the exit code as text."""
     return signal.Signals(-status).name if status < 0 else f"exit code {status}"

@@ -1,4 +1,4 @@
-"""Tasks that data is prepared for: one file each, behind `base.Task`."""
+"""Tasks that data is prepared for: one module each, with the interface `base.Task`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from payload.data.tasks.base import Task
 
 
 def task_of(kind: TaskKind) -> Task:
-    """Return the task of that name."""
+    """Return the task of this kind."""
     if kind == "chat":
         from payload.data.tasks.chat import ChatTask
 

@@ -1,4 +1,4 @@
-"""From the flags of `prepare` to what every task needs of them."""
+"""Converts the flags of `prepare` to the request and settings that every task needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT_LABEL_COLUMN = "label"
 
 
 def source_request(args: argparse.Namespace) -> SourceRequest:
-    """Return where the data comes from."""
+    """Return the source that the flags select."""
     return SourceRequest(
         kind=args.source,
         inputs=tuple(args.input),
@@ -40,7 +40,7 @@ def prepare_settings(
     val_fraction: float | None,
     shaping: tuple[str, ...],
 ) -> PrepareSettings:
-    """Return everything that is not the source; `shaping` is what else the output depends on."""
+    """Return the settings; `shaping` lists further values that the output depends on."""
     from payload.data.writing.plan import PrepareSettings
 
     return PrepareSettings(
@@ -58,20 +58,20 @@ def prepare_settings(
 
 
 def tokenizer_check(settings: PrepareSettings, *, quiet: bool) -> TokenizerCheck:
-    """Return the check of a prepare's tokens. Raises DataError for an unfit vocabulary."""
+    """Return the check of the prepared tokens. Raises DataError for an unfit vocabulary."""
     from payload.data.writing.progress import Reporter
     from payload.data.writing.tokenizer_check import TokenizerCheck
 
     return TokenizerCheck(
         settings.tokenizer,
         allow_odd=settings.allow_odd_tokenizer,
-        say=Reporter(quiet=quiet).say,
+        log=Reporter(quiet=quiet).log,
     )
 
 
 def positive_int(text: str) -> int:
-    """Return a flag's whole number above 0."""
+    """Parse a whole number above 0."""
     value = int(text) if text.isascii() and text.isdigit() else 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number above 0")
     return value

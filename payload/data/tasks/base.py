@@ -1,4 +1,4 @@
-"""The interface of a task of `prepare --task`: its flags, and its way to a data folder."""
+"""Interface of a task of `prepare --task`: its flags, and how it makes a data folder."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from payload.formats.data_folder import DataMeta
 
 if TYPE_CHECKING:
     from payload.data.writing.plan import Estimate
-    from payload.data.writing.prepare import Outcome
+    from payload.data.writing.prepare import PrepareResult
 
 AddFlag = Callable[..., Any]
-"""`add_argument` of the task's own group."""
+"""`add_argument` of the task's argument group."""
 
 
 class Task(ABC):
@@ -23,24 +23,24 @@ class Task(ABC):
 
     kind: ClassVar[TaskKind]
     summary: ClassVar[str]
-    """For `--help`: what is trained."""
+    """Training target, for `--help`."""
     flags: ClassVar[tuple[str, ...]] = ()
-    """Those that `add_flags` declares, as in `--packing`; other tasks refuse them."""
+    """The flags that `add_flags` declares, such as `--packing`; other tasks reject them."""
 
-    def add_flags(self, add: AddFlag) -> None:  # noqa: B027 - a task may have none
-        """Declare `flags`. Each has the default None, so that other tasks notice it."""
+    def add_flags(self, add: AddFlag) -> None:  # noqa: B027 - optional
+        """Declare `flags`. Each defaults to None, so that other tasks can detect its use."""
 
     @abstractmethod
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:
-        """Return the source's label and what `prepare` would do, for `--dry-run`."""
+        """Return the label of the source and the estimated sizes, for `--dry-run`."""
 
     @abstractmethod
-    def prepare(self, args: argparse.Namespace) -> Outcome:
-        """Make the data folder that the command line asks for.
+    def prepare(self, args: argparse.Namespace) -> PrepareResult:
+        """Make the data folder that the command line describes.
 
-        Raises DataError, and UsageError for flags that do not go together.
+        Raises DataError, and UsageError for flags that do not fit together.
         """
 
     def describe(self, meta: DataMeta) -> list[str]:
-        """Return lines about a folder of this task, besides its counts of tokens."""
+        """Return lines about a folder of this task, in addition to its token counts."""
         return []

@@ -1,4 +1,4 @@
-"""Conversations: rendered by the model's chat template, packed into blocks, answers marked."""
+"""The task `chat`: conversations rendered by the chat template, packed into blocks, and marked."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from payload.formats.data_folder import DataMeta
 
 if TYPE_CHECKING:
     from payload.data.writing.plan import Estimate
-    from payload.data.writing.prepare import Outcome
+    from payload.data.writing.prepare import PrepareResult
 
 
 class ChatTask(Task):
-    """Instruction tuning: the loss covers the assistant's tokens, in every turn."""
+    """Instruction tuning: the loss covers the assistant's tokens in every turn."""
 
     kind: ClassVar[TaskKind] = "chat"
     summary = "the assistant's tokens of conversations"
@@ -29,7 +29,7 @@ class ChatTask(Task):
             "--sequence-length",
             type=positive_int,
             metavar="TOKENS",
-            help=f"tokens of a block; training takes the same (default: {SEQUENCE_LENGTH})",
+            help=f"tokens in a block; training must use the same (default: {SEQUENCE_LENGTH})",
         )
         add(
             "--packing",
@@ -42,35 +42,35 @@ class ChatTask(Task):
             "--chat-template",
             type=Path,
             metavar="FILE",
-            help="Jinja file in place of the tokenizer's own template",
+            help="Jinja file to use instead of the tokenizer's template",
         )
         add(
             "--group-column",
             metavar="NAME",
-            help="column whose equal values stay together: a group is all for training or all for "
-            "validation (default: each conversation is on its own)",
+            help="column that groups conversations: a group is all for training or all for "
+            "validation (default: no groups)",
         )
 
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:
-        """Return the source's label and what a run would do: all but writing is done for it."""
+        """Return the label of the source and exact sizes; everything is done except writing."""
         from payload.data.tasks.chat_job import chat_job
         from payload.data.tasks.whole_folder_writer import estimate_whole
 
         return estimate_whole(chat_job(args))
 
-    def prepare(self, args: argparse.Namespace) -> Outcome:
-        """Make the data folder; a run that was stopped begins again."""
+    def prepare(self, args: argparse.Namespace) -> PrepareResult:
+        """Make the data folder; an interrupted run starts from scratch."""
         from payload.data.tasks.chat_job import chat_job
         from payload.data.tasks.whole_folder_writer import prepare_whole
         from payload.data.writing.progress import Reporter
 
         job = chat_job(args)
         reporter = Reporter(quiet=args.quiet)
-        reporter.say(f"template: {job.template.where}, {job.template.how_trained()}")
+        reporter.log(f"template: {job.template.where}, {job.template.how_trained()}")
         return prepare_whole(job.rows, job.settings, reporter, job.make)
 
     def describe(self, meta: DataMeta) -> list[str]:
-        """Return the record's counts."""
+        """Return lines with the counts of the record."""
         chat = meta.chat
         assert chat is not None
         padding = chat.train_padding_tokens / meta.train_tokens

@@ -1,4 +1,4 @@
-"""Texts with labels: the command line of `prepare --task classify`."""
+"""The task `classify`: its flags, and its data folder."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from payload.formats.data_folder import DataMeta
 
 if TYPE_CHECKING:
     from payload.data.writing.plan import Estimate
-    from payload.data.writing.prepare import Outcome
+    from payload.data.writing.prepare import PrepareResult
 
 
 class ClassifyTask(Task):
-    """A label for each text."""
+    """Text classification: the target is the label of a text."""
 
     kind: ClassVar[TaskKind] = "classify"
     summary = "a label for each text"
@@ -34,19 +34,19 @@ class ClassifyTask(Task):
             "--label-map",
             nargs="+",
             metavar="VALUES=LABEL",
-            help="labels for the column's values, as in 1,2=negative 4,5=positive 3= ; a value "
-            "without a label is left out, one that is not named is an error",
+            help="labels for the values of the column, as in 1,2=negative 4,5=positive 3= ; rows "
+            "with an empty label are skipped, a value that is not listed is an error",
         )
 
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:
-        """Return the source's label and what a run would do: all but writing is done for it."""
+        """Return the label of the source and exact sizes; everything is done except writing."""
         from payload.data.tasks.classify_job import classify_job
         from payload.data.tasks.whole_folder_writer import estimate_whole
 
         return estimate_whole(classify_job(args))
 
-    def prepare(self, args: argparse.Namespace) -> Outcome:
-        """Make the data folder; a run that was stopped begins again."""
+    def prepare(self, args: argparse.Namespace) -> PrepareResult:
+        """Make the data folder; an interrupted run starts from scratch."""
         from payload.data.tasks.classify_job import classify_job
         from payload.data.tasks.whole_folder_writer import prepare_whole
         from payload.data.writing.progress import Reporter
@@ -55,7 +55,7 @@ class ClassifyTask(Task):
         return prepare_whole(job.rows, job.settings, Reporter(quiet=args.quiet), job.make)
 
     def describe(self, meta: DataMeta) -> list[str]:
-        """Return the labels with their counts."""
+        """Return a line with the labels and their counts."""
         record = meta.classify
         assert record is not None
         counts = zip(record.labels, record.train_counts, record.val_counts, strict=True)

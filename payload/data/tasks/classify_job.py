@@ -1,4 +1,4 @@
-"""Texts with labels: read from two columns, divided for each label, tokenized whole."""
+"""Runs `prepare --task classify`: tokenizes labelled texts, with a split for each label."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from payload.formats.data_folder import (
 
 if TYPE_CHECKING:
     from payload.data.rows.rows import Row, Rows
-    from payload.data.tasks.whole_folder_writer import Made
+    from payload.data.tasks.whole_folder_writer import PreparedData
     from payload.data.tokenizers.base import TextTokenizer, Tokens
     from payload.data.writing.plan import PrepareSettings
     from payload.data.writing.tokenizer_check import TokenizerCheck
 
 _VAL_FRACTION = 0.1
-_AT_ONCE = 4096
-"""Texts that are tokenized together."""
+_BATCH_SIZE = 4096
+"""Number of texts that are tokenized together."""
 _SHOWN = 8
-_BEFORE_NAME = "label:"
-"""Stands before a name while its tokens are found."""
+_NAME_PREFIX = "label:"
+"""Text before a label's name when its tokens are determined."""
 
 
-def classify_job(args: argparse.Namespace) -> _Job:
-    """Return what these arguments ask for. Raises UsageError, DataError."""
+def classify_job(args: argparse.Namespace) -> _ClassifyJob:
+    """Return the job that the command line describes. Raises UsageError, DataError."""
     from payload.data.rows.rows import open_rows
     from payload.data.tokenizers import load_tokenizer
 
@@ -57,7 +57,7 @@ def classify_job(args: argparse.Namespace) -> _Job:
     label_column = args.label_column or DEFAULT_LABEL_COLUMN
     if text_column == label_column:
         raise UsageError(
-            f"--text-column and --label-column are both {text_column!r}. Name two columns."
+            f"--text-column and --label-column are both {text_column!r}. Use two different columns."
         )
     names = label_map(args.label_map)
     rows = open_rows(request)
@@ -68,7 +68,7 @@ def classify_job(args: argparse.Namespace) -> _Job:
         val_fraction=_VAL_FRACTION,
         shaping=(*shaping, str(args.skip_bad)),
     )
-    return _Job(
+    return _ClassifyJob(
         rows,
         settings,
         tokenizer_check(settings, quiet=args.quiet),
@@ -79,7 +79,7 @@ def classify_job(args: argparse.Namespace) -> _Job:
 
 
 def label_map(entries: Sequence[str] | None) -> dict[str, str] | None:
-    """Return the label of each value that --label-map names; empty = left out.
+    """Return the label of each value in --label-map; an empty label skips the row.
 
     Raises UsageError.
     """
@@ -90,7 +90,7 @@ def label_map(entries: Sequence[str] | None) -> dict[str, str] | None:
         values, equals, label = entry.rpartition("=")
         for value in values.split(","):
             if not equals or not value.strip() or value.strip() in found:
-                problem = "named twice" if value.strip() in found else "not VALUES=LABEL"
+                problem = "repeated" if value.strip() in found else "not VALUES=LABEL"
                 raise UsageError(
                     f"--label-map {shown(entry)}: {shown(value)} is {problem}. Write each value "
                     "once, as in 1,2=negative 4,5=positive."
@@ -101,26 +101,26 @@ def label_map(entries: Sequence[str] | None) -> dict[str, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """One labelled text."""
+    """The tokens of one text, and its label."""
 
     tokens: Tokens
     label: str
 
 
-class _SplitRecorded:
-    """A split that was chosen label by label, as `Made` takes one."""
+class _StratifiedSplit:
+    """A split that was made label by label, with the interface of `Split`."""
 
     def __init__(self, record: SplitRecord, is_val: npt.NDArray[np.bool_]) -> None:
         self.record = record
         self._is_val = is_val
 
     def val_mask(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return True for the validation texts among these."""
+        """Return True for each validation text."""
         return self._is_val[numbers]
 
 
-class _Job:
-    """One prepare: from rows to the folder's arrays."""
+class _ClassifyJob:
+    """One prepare run, from rows to the arrays of the folder."""
 
     def __init__(
         self,
@@ -140,9 +140,9 @@ class _Job:
         self._names = names
         self._text_bytes = 0
 
-    def make(self) -> Made:
-        """Read and tokenize everything. Raises DataError."""
-        from payload.data.tasks.whole_folder_writer import Made
+    def make(self) -> PreparedData:
+        """Read and tokenize all texts. Raises DataError."""
+        from payload.data.tasks.whole_folder_writer import PreparedData
 
         texts = self._texts()
         labels = self._labels(texts)
@@ -154,7 +154,7 @@ class _Job:
         fields: dict[str, Any] = {"text_bytes": self._text_bytes, "task": "classify"}
         counts: dict[str, tuple[int, ...]] = {}
         for name, prefix, chosen in ((TRAIN_NAME, "train", ~is_val), (VAL_NAME, "val", is_val)):
-            mine = [texts[place].tokens for place in np.flatnonzero(chosen)]
+            mine = [texts[index].tokens for index in np.flatnonzero(chosen)]
             ends = np.cumsum([len(each) for each in mine], dtype=np.int64)
             files[name] = np.concatenate(mine).astype(self.settings.dtype())
             files[EXAMPLES_NAMES[name]] = np.stack((ends, numbers[chosen]), axis=1)
@@ -164,27 +164,27 @@ class _Job:
         fields["classify"] = ClassifyRecord(
             labels=labels,
             pad_token=pad_token(self.settings.tokenizer),
-            label_tokens=name_tokens(self.settings.tokenizer, labels),
+            label_tokens=label_name_tokens(self.settings.tokenizer, labels),
             **counts,
         )
         record = SplitRecord(method="stratified", val_fraction=fraction, seed=seed)
-        return Made(
+        return PreparedData(
             files=files,
-            split=_SplitRecorded(record, is_val),
+            split=_StratifiedSplit(record, is_val),
             fields=fields,
             encoder=self.settings.tokenizer.reference_name,
         )
 
     def _texts(self) -> list[_Text]:
-        """Return every text with a label."""
+        """Return all labelled texts."""
         from payload.data.rows.rows import in_batches
 
         rows = islice(self.rows.read(), self.settings.max_documents)
         found: list[_Text] = []
         labelled = map(self._pair, rows)
-        for pairs in in_batches(labelled, count=_AT_ONCE, chars=lambda pair: len(pair[0])):
+        for pairs in in_batches(labelled, count=_BATCH_SIZE, chars=lambda pair: len(pair[0])):
             self._text_bytes += sum(len(text) for text, _ in pairs)
-            encoded = self._tokenized([text for text, _ in pairs])
+            encoded = self._tokenize([text for text, _ in pairs])
             found += [
                 _Text(tokens, label) for tokens, (_, label) in zip(encoded, pairs, strict=True)
             ]
@@ -192,20 +192,20 @@ class _Job:
         if not found:
             self.rows.require_some()
             raise DataError(
-                f"no text with a label in {self.rows.label}: {self.rows.num_rows:,} rows, "
+                f"no labelled text in {self.rows.label}: {self.rows.num_rows:,} rows, "
                 f"{len(self.rows.skipped):,} of them bad. Check --text-column and --label-column."
             )
         return found
 
-    def _tokenized(self, texts: Sequence[bytes]) -> list[Tokens]:
+    def _tokenize(self, texts: Sequence[bytes]) -> list[Tokens]:
         """Return the checked tokens of each text."""
         tokenizer = self.settings.tokenizer
         rows = tokenizer.encode_texts(texts) if texts else []
         self._check.add_rows(texts, rows)
-        return [around(tokenizer, row) for row in rows]
+        return [with_special_tokens(tokenizer, row) for row in rows]
 
     def _pair(self, row: Row) -> tuple[bytes, str] | None:
-        """Return a row's text and label; None for one that is left out."""
+        """Return the text and label of a row; None for a skipped row."""
         for column, flag in (
             (self._text_column, "--text-column"),
             (self._label_column, "--label-column"),
@@ -213,7 +213,7 @@ class _Job:
             if column not in row.values:
                 keys = ", ".join(shown(key) for key in list(row.values)[:_SHOWN]) or "none"
                 raise DataError(
-                    f"{row.where}: no column {column!r}; columns there: {keys}. Choose one with "
+                    f"{row.where}: no column {column!r}; its columns: {keys}. Choose one with "
                     f"{flag}."
                 )
         text, label = row.values[self._text_column], label_of(row.values[self._label_column])
@@ -223,7 +223,7 @@ class _Job:
             return None
         if label is None:
             given = shown(row.values[self._label_column])
-            self.rows.skip(row.where, f"{self._label_column!r} is {given}: no name or number.")
+            self.rows.skip(row.where, f"{self._label_column!r} is {given}, not a name or number.")
             return None
         if self._names is not None:
             if label not in self._names:
@@ -235,21 +235,21 @@ class _Job:
         return text.encode("utf-8", "replace"), label
 
     def _labels(self, texts: Sequence[_Text]) -> tuple[str, ...]:
-        """Return the labels in their order. Raises DataError where they cannot be learned."""
+        """Return the labels in order. Raises DataError if there are too few texts to learn them."""
         counts: dict[str, int] = {}
         for text in texts:
             counts[text.label] = counts.get(text.label, 0) + 1
         if len(counts) < 2:
             raise DataError(
                 f"{self.rows.label}: every text has the label {next(iter(counts))!r}. A classifier "
-                "needs two or more; check --label-column and --label-map."
+                "needs two or more labels. Check --label-column and --label-map."
             )
         alone = [label for label, count in counts.items() if count < 2]
         if alone:
             others = f" and {len(alone) - 1:,} more have" if len(alone) > 1 else " has"
             raise DataError(
-                f"{self.rows.label}: label {alone[0]!r}{others} a single text, which validation "
-                "would lack. Add texts, or merge labels with --label-map."
+                f"{self.rows.label}: label {alone[0]!r}{others} only one text, which leaves none "
+                "for validation. Add texts, or merge labels with --label-map."
             )
         if self._names is not None:
             return tuple(label for label in dict.fromkeys(self._names.values()) if label in counts)
@@ -257,32 +257,38 @@ class _Job:
 
 
 def tokenize(tokenizer: TextTokenizer, texts: Sequence[bytes]) -> list[Tokens]:
-    """Return the tokens of each text as transformers' tokenizer gives them."""
-    return [around(tokenizer, row) for row in tokenizer.encode_texts(texts)] if texts else []
+    """Return the tokens of each text as transformers' tokenizer does."""
+    return (
+        [with_special_tokens(tokenizer, row) for row in tokenizer.encode_texts(texts)]
+        if texts
+        else []
+    )
 
 
-def around(tokenizer: TextTokenizer, tokens: Tokens) -> Tokens:
-    """Return a text's tokens with the tokenizer's own around them, or the end's where none are."""
+def with_special_tokens(tokenizer: TextTokenizer, tokens: Tokens) -> Tokens:
+    """Return a text's tokens with special tokens around them, or the end token if empty."""
     before, after = (np.array(each, dtype=np.uint32) for each in (tokenizer.begin, tokenizer.after))
     whole = np.concatenate((before, tokens, after))
     return whole if len(whole) else np.array(tokenizer.end[-1:], dtype=np.uint32)
 
 
-def name_tokens(tokenizer: TextTokenizer, labels: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens that each label's name has behind a word; () where one has none.
+def label_name_tokens(
+    tokenizer: TextTokenizer, labels: Sequence[str]
+) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of each label's name after a prefix; () if one has no tokens.
 
-    Of a name that has more than `MOST_NAME_TOKENS`, the first ones.
+    Names are cut to `MOST_NAME_TOKENS` tokens.
     """
-    # Llama-2's tokenizer puts a space before a text, so that " name" alone would begin with two.
-    word = tokenizer.encode_one(_BEFORE_NAME.encode())
-    behind, alone = (
+    # Llama 2's tokenizer puts a space before a text, so " name" alone would begin with two spaces.
+    word = tokenizer.encode_one(_NAME_PREFIX.encode())
+    prefixed, alone = (
         tokenizer.encode_texts([f"{before} {label}".encode() for label in labels])
-        for before in (_BEFORE_NAME, "")
+        for before in (_NAME_PREFIX, "")
     )
-    # Where a tokenizer joins the word's end and the space to one token, the name goes alone.
+    # If a tokenizer merges the end of the prefix with the space, the name is encoded alone.
     found = [
         long[len(word) :] if np.array_equal(long[: len(word)], word) else short
-        for long, short in zip(behind, alone, strict=True)
+        for long, short in zip(prefixed, alone, strict=True)
     ]
     if not all(map(len, found)):
         return ()
@@ -290,7 +296,7 @@ def name_tokens(tokenizer: TextTokenizer, labels: Sequence[str]) -> tuple[tuple[
 
 
 def pad_token(tokenizer: TextTokenizer) -> int:
-    """Return the token that fills up a batch: the tokenizer's own, else its end of document."""
+    """Return the padding token of the tokenizer, or its end-of-document token."""
     from payload.data.tokenizers.hf import HfTokenizer
 
     if isinstance(tokenizer, HfTokenizer):
@@ -305,9 +311,9 @@ def pad_token(tokenizer: TextTokenizer) -> int:
 def stratified(
     labels: npt.NDArray[np.int64], *, val_fraction: float, seed: int
 ) -> npt.NDArray[np.bool_]:
-    """Return which texts are for validation: a share of each label's, but one at least.
+    """Return True for the texts for validation: a share of each label, and at least one text.
 
-    `labels` has each text's label by number; every label has two texts or more.
+    `labels` has the label number of each text; every label has two texts or more.
     """
     is_val = np.zeros(len(labels), dtype=np.bool_)
     for label in range(int(labels.max()) + 1):
@@ -319,7 +325,7 @@ def stratified(
 
 
 def label_of(value: object) -> str | None:
-    """Return a column's value as a label's name, or None when it cannot be one."""
+    """Return the label name of a column's value, or None for a value that cannot be a label."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float) and value.is_integer():
@@ -332,12 +338,12 @@ def label_of(value: object) -> str | None:
 
 
 def _as_utf8(text: str) -> str:
-    """Return a text in which half surrogate pairs are question marks: meta.json holds none."""
+    """Replace lone surrogates by question marks, because meta.json is UTF-8."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _label_order(label: str) -> tuple[float, str]:
-    """Sort numbers as numbers, before names."""
+    """Return a sort key: numbers by value, before names."""
     try:
         return float(label), label
     except ValueError:

@@ -1,4 +1,4 @@
-"""Preference pairs: the command line of `prepare --task preference`."""
+"""The task `preference`: its flags, and its data folder."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from payload.formats.data_folder import DataMeta
 
 if TYPE_CHECKING:
     from payload.data.writing.plan import Estimate
-    from payload.data.writing.prepare import Outcome
+    from payload.data.writing.prepare import PrepareResult
 
 
 class PreferenceTask(Task):
-    """A better and a worse answer to each prompt."""
+    """Preference pairs: a chosen and a rejected answer to each prompt."""
 
     kind: ClassVar[TaskKind] = "preference"
-    summary = "the better one of two answers (DPO); its flags are chat's"
+    summary = "the chosen one of two answers (DPO); same flags as chat"
     flags = ("--sequence-length", "--chat-template", "--group-column")
 
     def add_flags(self, add: AddFlag) -> None:
-        """Declare nothing: the task `chat` has the same flags."""
+        """Declare no flags: the task `chat` declares the same ones."""
 
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:
-        """Return the source's label and what a run would do: all but writing is done for it."""
+        """Return the label of the source and exact sizes; everything is done except writing."""
         from payload.data.tasks.preference_job import preference_job
         from payload.data.tasks.whole_folder_writer import estimate_whole
 
         return estimate_whole(preference_job(args))
 
-    def prepare(self, args: argparse.Namespace) -> Outcome:
-        """Make the data folder; a run that was stopped begins again."""
+    def prepare(self, args: argparse.Namespace) -> PrepareResult:
+        """Make the data folder; an interrupted run starts from scratch."""
         from payload.data.tasks.preference_job import preference_job
         from payload.data.tasks.whole_folder_writer import prepare_whole
         from payload.data.writing.progress import Reporter
 
         job = preference_job(args)
         reporter = Reporter(quiet=args.quiet)
-        reporter.say(f"template: {job.template.where}, {job.template.how_trained()}")
+        reporter.log(f"template: {job.template.where}, {job.template.how_trained()}")
         return prepare_whole(job.rows, job.settings, reporter, job.make)
 
     def describe(self, meta: DataMeta) -> list[str]:
-        """Return the record's counts."""
+        """Return lines with the counts of the record."""
         pairs = meta.preference
         assert pairs is not None
         return [
             f"{meta.train_documents:,} pairs for training, {meta.val_documents:,} for validation, "
-            f"of conversations of at most {pairs.sequence_length} tokens; answers' tokens: "
+            f"with at most {pairs.sequence_length} tokens a conversation; answer tokens: "
             f"{pairs.train_trained_tokens:,} and {pairs.val_trained_tokens:,}",
             f"truncated: {pairs.truncated_answers:,} answers by {pairs.truncated_tokens:,} tokens",
         ]

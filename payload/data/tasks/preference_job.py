@@ -1,4 +1,4 @@
-"""The work of `prepare --task preference`: rows in, pairs of conversations and marks out."""
+"""Runs `prepare --task preference`: turns rows into pairs of conversations and marks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from payload.data.tasks.arguments import (
 )
 from payload.data.tasks.chat_job import (
     Groups,
+    in_spans,
     load_tokenizer_and_template,
     token_starts,
-    within,
 )
 from payload.data.tasks.classify_job import pad_token
-from payload.data.tasks.whole_folder_writer import Made
+from payload.data.tasks.whole_folder_writer import PreparedData
 from payload.data.templates.chat_template import ChatTemplate, Span
 from payload.data.tokenizers.hf import HfTokenizer
 from payload.data.writing.plan import PrepareSettings
@@ -44,17 +44,17 @@ from payload.formats.data_folder import (
 )
 
 _MARKS_NAMES = {TRAIN_NAME: TRAIN_MARKS_NAME, VAL_NAME: VAL_MARKS_NAME}
-_AT_ONCE = 128
-"""Pairs that are tokenized together."""
+_BATCH_SIZE = 128
+"""Number of pairs that are tokenized together."""
 
 
 def preference_job(args: argparse.Namespace) -> PreferenceJob:
-    """Return what the command line asks for. Raises DataError, UsageError."""
+    """Return the job that the command line describes. Raises DataError, UsageError."""
     request = source_request(args)
     if request.text_column is not None:
         raise UsageError(
-            "--text-column is for --task text and classify; pairs are found by their columns' "
-            "names (prompt, chosen, rejected)."
+            "--text-column is not used by --task preference. Use the column names prompt, chosen "
+            "and rejected."
         )
     rows = open_rows(request)
     tokenizer, template = load_tokenizer_and_template(args)
@@ -73,7 +73,7 @@ def preference_job(args: argparse.Namespace) -> PreferenceJob:
 
 @dataclass(frozen=True, slots=True)
 class _Rendered:
-    """A row's two conversations as text, and which of it are the answers."""
+    """The two conversations of a row as text, with the character spans of the answers."""
 
     row: Row
     group: int
@@ -83,17 +83,17 @@ class _Rendered:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """Two conversations, the better one first, and which of their tokens are the answers'."""
+    """Two conversations, the chosen one first, and which of their tokens belong to the answers."""
 
     group: int
-    """The split's key: the row's number, or that of its group."""
+    """Key of the split: the number of the row or of its group."""
     tokens: tuple[npt.NDArray[np.uint32], ...]
     trained: tuple[npt.NDArray[np.bool_], ...]
 
 
 @dataclass(slots=True)
 class PreferenceJob:
-    """One prepare: from rows to the folder's arrays."""
+    """One prepare run, from rows to the arrays of the folder."""
 
     rows: Rows
     settings: PrepareSettings
@@ -106,8 +106,8 @@ class PreferenceJob:
     truncated_tokens: int = 0
     text_bytes: int = 0
 
-    def make(self) -> Made:
-        """Read, render and tokenize everything. Raises DataError."""
+    def make(self) -> PreparedData:
+        """Read, render and tokenize all rows. Raises DataError."""
         pairs = self._pairs()
         count = self.groups.count(self.rows)
         split = self.settings.split(Survey(documents=count, text_bytes=None))
@@ -116,11 +116,11 @@ class PreferenceJob:
         fields: dict[str, Any] = {"text_bytes": self.text_bytes, "task": "preference"}
         trained: dict[str, int] = {}
         for name, prefix, chosen in ((TRAIN_NAME, "train", ~is_val), (VAL_NAME, "val", is_val)):
-            mine = [pairs[place] for place in np.flatnonzero(chosen)]
+            mine = [pairs[index] for index in np.flatnonzero(chosen)]
             if not mine:
                 raise DataError(
-                    f"of {len(pairs):,} pairs none is left to "
-                    f"{'train on' if prefix == 'train' else 'validate on'}; change --val-fraction."
+                    f"no pair of {len(pairs):,} is left to "
+                    f"{'train on' if prefix == 'train' else 'validate on'}. Change --val-fraction."
                 )
             tokens = [each for pair in mine for each in pair.tokens]
             marks = np.concatenate([each for pair in mine for each in pair.trained])
@@ -138,17 +138,19 @@ class PreferenceJob:
             pad_token=pad_token(self.tokenizer),
             **trained,
         )
-        return Made(files=files, split=split, fields=fields, encoder=self.tokenizer.reference_name)
+        return PreparedData(
+            files=files, split=split, fields=fields, encoder=self.tokenizer.reference_name
+        )
 
     def _pairs(self) -> list[_Pair]:
-        """Return every pair, cut to the length of a conversation."""
+        """Return every pair, truncated to the sequence length."""
         rows = islice(self.rows.read(), self.settings.max_documents)
         found: list[_Pair] = []
-        rendered = map(self._rendered, rows)
-        for some in in_batches(
-            rendered, count=_AT_ONCE, chars=lambda each: sum(map(len, each.texts))
+        rendered = map(self._render, rows)
+        for batch in in_batches(
+            rendered, count=_BATCH_SIZE, chars=lambda each: sum(map(len, each.texts))
         ):
-            found += self._tokenized(some)
+            found += self._tokenize(batch)
         self.check.finish()
         if not found:
             self.rows.require_some()
@@ -159,7 +161,7 @@ class PreferenceJob:
             )
         return found
 
-    def _rendered(self, row: Row) -> _Rendered | None:
+    def _render(self, row: Row) -> _Rendered | None:
         try:
             pair = preference_of(row.values)
             before = len(self.template.render_for_training(pair.prompt)[1])
@@ -174,14 +176,14 @@ class PreferenceJob:
         return _Rendered(row, self.groups.number_of(row), texts, spans)
 
     def _answer(self, prompt: Messages, answer: Messages, before: int) -> tuple[str, list[Span]]:
-        """Return a whole conversation, and what the assistant wrote behind the prompt.
+        """Return a whole conversation, and the spans of the assistant's text after the prompt.
 
-        `before` counts what the assistant wrote in the prompt.
+        `before` is the number of spans in the prompt.
         """
         text, spans = self.template.render_for_training([*prompt, *answer])
         return text, spans[before:]
 
-    def _tokenized(self, rendered: list[_Rendered]) -> list[_Pair]:
+    def _tokenize(self, rendered: list[_Rendered]) -> list[_Pair]:
         texts = [text for each in rendered for text in each.texts]
         encoded = self.tokenizer.encodings(texts)
         rows = [np.array(each.ids, dtype=np.uint32) for each in encoded]
@@ -193,32 +195,32 @@ class PreferenceJob:
             for spans in each.spans:
                 encoding = next(encodings)
                 tokens.append(np.array(encoding.ids, dtype=np.uint32))
-                trained.append(within(token_starts(encoding.offsets), spans))
-                # Nothing comes before the first token that could predict it.
+                trained.append(in_spans(token_starts(encoding.offsets), spans))
+                # No token precedes the first one to predict it.
                 trained[-1][:1] = False
             pair = _Pair(each.group, tuple(tokens), tuple(trained))
-            if self._is_sound(pair, each.row):
+            if self._is_comparable(pair, each.row):
                 self.text_bytes += sum(len(text.encode()) for text in each.texts)
-                found.append(self._cut(pair))
+                found.append(self._truncate(pair))
         return found
 
-    def _is_sound(self, pair: _Pair, row: Row) -> bool:
-        """Say whether both answers have tokens to compare; else the row is left out, or raises."""
+    def _is_comparable(self, pair: _Pair, row: Row) -> bool:
+        """Return True if both answers have tokens to compare; otherwise skip the row, or raise."""
         length = self.length
         for name, trained in zip(ANSWERS, pair.trained, strict=True):
             if not trained.any():
                 self.rows.skip(
                     row.where,
-                    f"{name} has no token of the assistant in the template's text: all tokens "
-                    "are masked. Write an answer, or check the template.",
+                    f"{name} has no trained token: the template renders no text of the assistant. "
+                    "Write an answer, or check the template.",
                 )
                 return False
             prompt = int(trained.argmax())
             if prompt >= length:
                 self.rows.skip(
                     row.where,
-                    f"the prompt has {prompt:,} tokens, which leaves none of --sequence-length "
-                    f"{length} for the answer. Raise it.",
+                    f"the prompt has {prompt:,} tokens, which leaves no room for the answer in "
+                    f"--sequence-length {length}. Raise --sequence-length.",
                 )
                 return False
         one, other = (tokens[:length] for tokens in pair.tokens)
@@ -226,12 +228,12 @@ class PreferenceJob:
             self.rows.skip(
                 row.where,
                 f"chosen and rejected have the same first {len(one):,} tokens. Raise "
-                f"--sequence-length {length}, or correct one.",
+                f"--sequence-length {length}, or correct an answer.",
             )
             return False
         return True
 
-    def _cut(self, pair: _Pair) -> _Pair:
+    def _truncate(self, pair: _Pair) -> _Pair:
         beyond = [max(0, len(tokens) - self.length) for tokens in pair.tokens]
         self.truncated += sum(each > 0 for each in beyond)
         self.truncated_tokens += sum(beyond)

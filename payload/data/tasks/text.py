@@ -1,4 +1,4 @@
-"""Plain text: documents one behind the other, every token predicted from those before it."""
+"""The task `text`: documents one after the other, every token a target."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from payload.data.tasks.base import Task
 if TYPE_CHECKING:
     from payload.data.sources.documents import Source
     from payload.data.writing.plan import Estimate, PrepareSettings
-    from payload.data.writing.prepare import Outcome
+    from payload.data.writing.prepare import PrepareResult
 
 
 class TextTask(Task):
-    """The default."""
+    """Language modelling of plain text, the default task."""
 
     kind: ClassVar[TaskKind] = "text"
     summary = "the next token of plain text"
 
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:
-        """Return the source's label and what a run would do."""
+        """Return the label of the source and the estimated sizes."""
         from payload.data.writing.plan import estimate
 
         source, settings = _source_and_settings(args)
         return source.label, estimate(source, settings)
 
-    def prepare(self, args: argparse.Namespace) -> Outcome:
-        """Make the data folder, or go on making it."""
+    def prepare(self, args: argparse.Namespace) -> PrepareResult:
+        """Make the data folder, or resume making it."""
         from payload.data.writing.prepare import prepare
         from payload.data.writing.progress import Reporter
 

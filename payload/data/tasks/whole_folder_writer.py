@@ -1,4 +1,4 @@
-"""A data folder written whole: for tasks whose data fits into memory while it is prepared."""
+"""Writes a data folder whose data fits into memory while it is prepared."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from payload.data.writing.plan import (
     fingerprint_of,
     new_folder,
 )
-from payload.data.writing.prepare import Outcome, say_few
+from payload.data.writing.prepare import PrepareResult, warn_if_few
 from payload.data.writing.progress import Reporter
 from payload.data.writing.resumable_token_files import locked, writing_to
 from payload.data.writing.write import EXAMPLES_KEPT
@@ -32,37 +32,37 @@ from payload.formats.data_folder import META_NAME, DataFile, DataMeta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
-    """The arrays and counts that a task made of the rows."""
+class PreparedData:
+    """Contents of a data folder: the arrays and counts that a task made from the rows."""
 
     files: Mapping[str, npt.NDArray[Any]]
-    """Each file's content, in its own dtype."""
+    """Array of each file, in the dtype of the file."""
     split: Split
     fields: Mapping[str, Any]
-    """DataMeta's counts of tokens, documents and bytes, its task, and the task's record."""
+    """Token, document and byte counts of DataMeta, its task, and the task's record."""
     encoder: str
-    """The encoder that made the tokens."""
+    """Name of the encoder that made the tokens."""
     tokenizer_files: Mapping[str, bytes] | None = None
-    """In place of the tokenizer's own, where the task changes one."""
+    """Tokenizer files that replace those of the tokenizer, if the task changes them."""
 
 
 class WholeJob(Protocol):
-    """One prepare that makes all its arrays in memory."""
+    """A prepare run that makes all arrays in memory."""
 
     @property
     def rows(self) -> Rows:
-        """The rows that it reads."""
+        """The rows to read."""
 
     @property
     def settings(self) -> PrepareSettings:
         """The settings of the command line."""
 
-    def make(self) -> Made:
-        """Return the folder's arrays and fields. Raises DataError."""
+    def make(self) -> PreparedData:
+        """Return the arrays and fields of the folder. Raises DataError."""
 
 
 def estimate_whole(job: WholeJob) -> tuple[str, Estimate]:
-    """Return the source's label and what a run would do: all but writing is done for it."""
+    """Return the label of the source and exact sizes; everything is done except writing."""
     job.rows.identity()
     made = job.make()
     return job.rows.label, Estimate(
@@ -76,32 +76,36 @@ def estimate_whole(job: WholeJob) -> tuple[str, Estimate]:
 
 
 def prepare_whole(
-    rows: Rows, settings: PrepareSettings, reporter: Reporter, make: Callable[[], Made]
-) -> Outcome:
-    """Make the data folder from rows, or find that it is there. Raises DataError.
+    rows: Rows, settings: PrepareSettings, reporter: Reporter, make: Callable[[], PreparedData]
+) -> PrepareResult:
+    """Make the data folder from rows, unless it already holds this data. Raises DataError.
 
-    A run that is stopped leaves nothing behind and begins again.
+    An interrupted run leaves no output and starts from scratch.
     """
-    reporter.say(f"source: {rows.label}")
+    reporter.log(f"source: {rows.label}")
     started_s = time.monotonic()
     try:
         identity = rows.identity()
         with new_folder(settings.out), locked(settings.out, wait=settings.wait):
             ready = check_folder(settings, identity)
             if ready is None:
-                meta = _written(rows, settings, fingerprint_of(identity, settings), make())
+                meta = _write_all(rows, settings, fingerprint_of(identity, settings), make())
                 for note in rows.notes():
-                    reporter.say(note)
-                say_few(meta, reporter)
+                    reporter.log(note)
+                warn_if_few(meta, reporter)
                 worked_s = time.monotonic() - started_s
-                return Outcome(meta=meta, was_ready=False, worked_s=worked_s)
+                return PrepareResult(meta=meta, was_ready=False, worked_s=worked_s)
     except OSError as error:
         raise DataError(f"{error.filename or rows.label}: {error.strerror or error}.") from None
-    reporter.say(f"{settings.out} already holds this data; nothing to do (--force makes it again)")
-    return Outcome(meta=ready, was_ready=True)
+    reporter.log(
+        f"{settings.out} already holds this data; nothing to do (--force prepares it again)"
+    )
+    return PrepareResult(meta=ready, was_ready=True)
 
 
-def _written(rows: Rows, settings: PrepareSettings, fingerprint: str, made: Made) -> DataMeta:
+def _write_all(
+    rows: Rows, settings: PrepareSettings, fingerprint: str, made: PreparedData
+) -> DataMeta:
     """Write the files, then meta.json."""
     out, tokenizer = settings.out, settings.tokenizer
     files = tokenizer.files if made.tokenizer_files is None else made.tokenizer_files

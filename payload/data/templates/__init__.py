@@ -1,1 +1,1 @@
-"""Chat templates, rendered by a process of their own."""
+"""Chat templates, rendered in separate processes."""

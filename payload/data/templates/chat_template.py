@@ -1,7 +1,7 @@
-"""A model's chat template: messages in, the text that the model was trained on out.
+"""A model's chat template: renders messages to the text format that the model was trained on.
 
-A template is a Jinja program that came with somebody's model. It runs in Jinja's sandbox, with the
-functions that transformers gives it, in a process that has little memory and time.
+A template is a Jinja program from the model's author, and is not trusted. It runs in Jinja's
+sandbox, with the functions that transformers provides, in a process with limited memory and time.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from payload.core.printable_text import one_line
 from payload.core.regular_files import read_bytes
 from payload.data.templates.template_process import (
     TemplateFailedError,
-    TemplateHopelessError,
     TemplateProcess,
+    TemplateUnusableError,
 )
 from payload.data.tokenizers.special_tokens import (
     CONFIG_FILE,
@@ -32,15 +32,15 @@ from payload.data.tokenizers.special_tokens import (
 
 TEMPLATE_FILE = "chat_template.jinja"
 _FIX = (
-    "Use a model that was trained for chats, name a template with --chat-template (prepare), or "
+    "Use a model that was trained for chat, set a template with --chat-template (prepare), or "
     "leave --chat out (generate)."
 )
 
 Message = Mapping[str, str]
-"""`role` (system, user or assistant) and `content`."""
+"""Has `role` (system, user or assistant) and `content`."""
 
 Span = tuple[int, int]
-"""Characters of a text: the first one, and the one behind the last."""
+"""Range of characters of a text: the first one, and the end (exclusive)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,51 +49,52 @@ class ChatTemplate:
 
     where: str
     source: str
-    """The Jinja program."""
+    """Text of the Jinja program."""
     process: TemplateProcess
 
     def sha256(self) -> str:
-        """Return the program's hash."""
+        """Return the hash of the program."""
         return hashlib.sha256(self.source.encode()).hexdigest()
 
     def how_trained(self) -> str:
-        """Say how the assistant's part of a text is found."""
+        """Describe how the trained text is determined."""
         if self.process.is_marked:
-            return "which marks the assistant's part with {% generation %}"
-        return "whose text grows with every message: what an answer adds is trained"
+            return "trained text: its {% generation %} blocks"
+        return "trained text: the text that each answer adds"
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """Return the conversation as text, which ends where the assistant's answer begins.
+        """Return the conversation as text, up to where the assistant's answer begins.
 
-        Raises DataError with the template's own words when it refuses these messages.
+        Raises DataError with the template's message if it rejects the conversation.
         """
-        text: str = self._ask(
-            "render", messages=_plain(messages), add_generation_prompt=add_generation_prompt
+        text: str = self._call(
+            "render", messages=_as_dicts(messages), add_generation_prompt=add_generation_prompt
         )
         return text
 
     def render_for_training(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        """Return the conversation as text, and the parts of it that the assistant wrote.
+        """Return the conversation as text, and the spans that the assistant wrote.
 
-        They are those in the template's `{% generation %}` blocks. A template without such blocks
-        is rendered up to and including each answer: what the answer adds is its part. Raises
-        DataError also where that rewrites what came before.
+        The spans are the template's `{% generation %}` blocks. A template without such blocks is
+        rendered up to and including each answer, and the added text is the answer's span. Raises
+        DataError if this changes the earlier text.
         """
-        text, spans = self._ask("render_for_training", messages=_plain(messages))
+        text, spans = self._call("render_for_training", messages=_as_dicts(messages))
         return text, [(start, end) for start, end in spans]
 
-    def _ask(self, what: str, **request: object) -> Any:
+    def _call(self, method: str, **request: object) -> Any:
         try:
-            return self.process.ask(what, **request)
-        except TemplateHopelessError as error:
-            # No DataError: the rows that follow would cost as much, so none of them is left out.
+            return self.process.call(method, **request)
+        except TemplateUnusableError as error:
+            # Not a DataError: the rows that follow would fail at the same cost, so they are not
+            # skipped.
             raise ConfigError(f"{self.where}: {one_line(error)} {_FIX}") from None
         except TemplateFailedError as error:
             raise DataError(f"{self.where}: {one_line(error)} {_FIX}") from None
 
 
 def templates_of(files: Mapping[str, bytes]) -> list[str]:
-    """Return the chat templates in a tokenizer's files, the one that counts first."""
+    """Return the chat templates in a tokenizer's files; the first one takes precedence."""
     config = json.loads(files.get(CONFIG_FILE, b"{}"))
     found = [files[TEMPLATE_FILE].decode("utf-8")] if TEMPLATE_FILE in files else []
     other = _default(config.get("chat_template")) if isinstance(config, dict) else None
@@ -101,7 +102,7 @@ def templates_of(files: Mapping[str, bytes]) -> list[str]:
 
 
 def _default(given: object) -> object:
-    """Return the template that transformers takes where a model has several by name."""
+    """Return the template that transformers uses of a model with several named templates."""
     if not isinstance(given, list):
         return given
     named = [each for each in given if isinstance(each, dict) and each.get("name") == "default"]
@@ -111,7 +112,7 @@ def _default(given: object) -> object:
 def read_chat_template(folder: Path) -> ChatTemplate:
     """Return the template of the tokenizer in `folder`.
 
-    Raises DataError when there is none, or when it is damaged.
+    Raises DataError if the template is missing or damaged.
     """
     config = read_tokenizer_config(folder)
     path = folder / TEMPLATE_FILE
@@ -121,7 +122,7 @@ def read_chat_template(folder: Path) -> ChatTemplate:
         text = _default(config.get("chat_template"))
         path = folder / CONFIG_FILE
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({one_line(error)}) {_FIX}") from None
+        raise DataError(f"{path}: cannot be read ({one_line(error).rstrip('.')}). {_FIX}") from None
     if not isinstance(text, str) or not text.strip():
         raise DataError(f"{folder}: the model has no chat template ({TEMPLATE_FILE}). {_FIX}")
     return _chat_template(text, path, config, tokenizer=folder)
@@ -135,7 +136,9 @@ def load_chat_template(path: Path, *, tokenizer: Path) -> ChatTemplate:
     try:
         text = read_bytes(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({one_line(error)}) Name a Jinja file.") from None
+        raise DataError(
+            f"{path}: cannot be read ({one_line(error).rstrip('.')}). Use a Jinja file."
+        ) from None
     return _chat_template(text, path, read_tokenizer_config(tokenizer), tokenizer=tokenizer)
 
 
@@ -146,16 +149,16 @@ def _chat_template(
     try:
         process = TemplateProcess(text, special_tokens(config))
     except TemplateFailedError as error:
-        raise DataError(f"{path}: is no template: {one_line(error)} {_FIX}") from None
+        raise DataError(f"{path}: is not a valid template: {one_line(error)} {_FIX}") from None
     unknown = sorted(set(process.named_tokens) - set(known))
     if unknown:
-        # transformers may have one of its own for this kind of tokenizer; here it would be empty.
+        # transformers may have a default for this kind of tokenizer; here the token would be empty.
         raise DataError(
-            f"{path}: it writes {unknown[0]}, which neither {CONFIG_FILE} nor {MAP_FILE} in "
-            f"{tokenizer} names. Add it to {CONFIG_FILE}, as null where the model has none."
+            f"{path}: it uses {unknown[0]}, which is missing in {CONFIG_FILE} and {MAP_FILE} of "
+            f"{tokenizer}. Add it to {CONFIG_FILE}, or null for a model without this token."
         )
     return ChatTemplate(where=str(path), source=text, process=process)
 
 
-def _plain(messages: Sequence[Message]) -> list[dict[str, str]]:
+def _as_dicts(messages: Sequence[Message]) -> list[dict[str, str]]:
     return [dict(message) for message in messages]

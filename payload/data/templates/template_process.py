@@ -1,4 +1,4 @@
-"""The process that renders a chat template, as the one sees it that started it."""
+"""Starts and calls the process that renders a chat template."""
 
 from __future__ import annotations
 
@@ -13,50 +13,50 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from payload.data.sources.worker_exit import end_worker, how_it_ended
+from payload.data.sources.worker_exit import describe_exit, end_worker
 
 CPU_SECONDS = 10
-"""Processor time for one conversation; the longest of real ones take some hundredths."""
+"""Processor time limit of a conversation; the longest real ones take hundredths of a second."""
 MEMORY_BYTES = 2**30
-"""Address space of the process, with Python's own 50 MiB."""
+"""Address space of the process, including 50 MiB for Python."""
 
 _WORKER = Path(__file__).with_name("template_worker.py")
 _MAX_ANSWER_BYTES = 512 * 2**20
 
 
-MOST_ENDED = 5
-"""Conversations one after the other that may end the process: each takes up to `CPU_SECONDS`."""
+MAX_CONSECUTIVE_ENDS = 5
+"""Limit of consecutive conversations that end the process: each can take `CPU_SECONDS`."""
 
 
 class TemplateFailedError(Exception):
-    """The template failed, in its own words or by what it cost."""
+    """The template raised an error, or exceeded its limits."""
 
 
-class TemplateHopelessError(TemplateFailedError):
-    """The template ended the process for many conversations one after the other."""
+class TemplateUnusableError(TemplateFailedError):
+    """The template ended the process for several consecutive conversations."""
 
 
-class _EndedError(TemplateFailedError):
+class _WorkerEndedError(TemplateFailedError):
     """The process ended."""
 
 
 class TemplateProcess:
-    """A process that has compiled one template. It is started again when a conversation ended it.
+    """A process with one compiled template, restarted after a conversation has ended it.
 
     Every method raises TemplateFailedError.
     """
 
     is_marked: bool
-    """The template has `{% generation %}` blocks."""
+    """True if the template has `{% generation %}` blocks."""
     named_tokens: list[str]
-    """Names like `bos_token` that the template reads and does not set."""
+    """Names like `bos_token` that the template reads but does not set."""
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        """`tokens` are those that the Jinja program `source` may name, such as `bos_token`."""
+        """Compile `source`, a Jinja program that can use the special tokens `tokens`."""
         self._template = {"source": source, "tokens": dict(tokens)}
         self._worker: subprocess.Popen[bytes] | None = None
         self._owner = 0
-        self._ended = 0
+        self._consecutive_ends = 0
         self.start()
 
     def start(self) -> None:
@@ -68,27 +68,27 @@ class TemplateProcess:
             stderr=subprocess.DEVNULL,
         )
         self._owner = os.getpid()
-        weakref.finalize(self, _end, self._worker, self._owner)
+        weakref.finalize(self, _end_owned, self._worker, self._owner)
         found = self._exchange({"do": "compile", **self._template})
         self.is_marked, self.named_tokens = found["is_marked"], found["named_tokens"]
 
-    def ask(self, what: str, **request: object) -> Any:
-        """Return what the worker's method `what` answers."""
+    def call(self, method: str, **request: object) -> Any:
+        """Return the result of the worker's `method`."""
         try:
-            # A fork has its parent's pipes: two that ask would get each other's answers.
+            # A fork shares the pipes of its parent: two callers would read each other's responses.
             if self._worker is None or self._owner != os.getpid():
                 self.start()
-            answer = self._exchange({"do": what, **request})
-        except _EndedError as error:
-            self._ended += 1
-            if self._ended < MOST_ENDED:
+            answer = self._exchange({"do": method, **request})
+        except _WorkerEndedError as error:
+            self._consecutive_ends += 1
+            if self._consecutive_ends < MAX_CONSECUTIVE_ENDS:
                 raise
-            reason = f"of {self._ended} conversations one after the other, each had this: {error}"
-            raise TemplateHopelessError(reason) from None
+            reason = f"{self._consecutive_ends} consecutive conversations failed: {error}"
+            raise TemplateUnusableError(reason) from None
         except TemplateFailedError:
-            self._ended = 0
+            self._consecutive_ends = 0
             raise
-        self._ended = 0
+        self._consecutive_ends = 0
         return answer
 
     def _exchange(self, request: Mapping[str, object]) -> Any:
@@ -102,29 +102,29 @@ class TemplateProcess:
             if not content:
                 worker.wait()
         except BaseException:
-            self._forget()
+            self._discard_worker()
             raise
         if not content.endswith(b"\n"):
-            # The rest of the answer would be taken for the next one's.
-            self._forget()
-            raise _EndedError(_cause_of_end(worker.returncode))
+            # The next request would read the rest of this response as its own.
+            self._discard_worker()
+            raise _WorkerEndedError(_describe_exit(worker.returncode))
         answer = json.loads(content)
         if "error" in answer:
             raise TemplateFailedError(answer["error"])
         return answer["answer"]
 
-    def _forget(self) -> None:
+    def _discard_worker(self) -> None:
         worker, self._worker = self._worker, None
         if worker is not None:
-            _end(worker, self._owner)
+            _end_owned(worker, self._owner)
 
 
-def _cause_of_end(status: int) -> str:
+def _describe_exit(status: int) -> str:
     if status == -signal.SIGPROF:
-        return f"it took over {CPU_SECONDS} s of processor time for one conversation."
-    return f"the process that renders it ended with {how_it_ended(status)}."
+        return f"it used over {CPU_SECONDS} s of processor time for one conversation."
+    return f"its process ended with {describe_exit(status)}."
 
 
-def _end(worker: subprocess.Popen[bytes], owner: int) -> None:
+def _end_owned(worker: subprocess.Popen[bytes], owner: int) -> None:
     if os.getpid() == owner:
         end_worker(worker)

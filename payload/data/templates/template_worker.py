@@ -1,10 +1,11 @@
-"""Renders one chat template, for the process that started it.
+"""Worker process that renders one chat template for its parent.
 
-A template is a program that came with somebody's model. Jinja's sandbox keeps it from files and
-from Python's insides, and not from a sum that never ends or a text that fills the memory. So it
-runs in a process of its own, with limits. That process stands alone: it is started as a file, and
-imports nothing of ours. Requests and answers are JSON lines on stdin and stdout: the first request
-has the template, each other one a conversation. An answer has `error` where the template failed.
+A template is a program from the model's author. Jinja's sandbox blocks access to files and to
+Python's internals, but not an endless loop or a text that fills the memory. So it runs in a
+separate process with limits. This file is run as a script and has no imports from the project.
+
+Requests and responses are JSON lines on stdin and stdout. The first request has the template, every
+later one a conversation. A response has `error` if the template failed.
 """
 
 from __future__ import annotations
@@ -23,31 +24,31 @@ if TYPE_CHECKING:
     from jinja2.ext import Extension
 
 _MAX_CHARS = 64 * 2**20
-# A system prompt of the template's own, and marks around every message.
-_OWN_CHARS = 2**20
+# Allowance for the template's system prompt and for marks around every message.
+_TEMPLATE_CHARS = 2**20
 _CHARS_PER_CHAR = 32
 
 Messages = Sequence[Mapping[str, Any]]
 
 
 class TemplateFailureError(Exception):
-    """The template cannot be used for this conversation; says why."""
+    """The template cannot be used for this conversation; the text gives the reason."""
 
 
 def main() -> None:
-    """Compile the template of the first request, then render until there are no more.
+    """Compile the template of the first request, then serve requests until stdin is closed.
 
-    Arguments: the processor time for a request in seconds, and the memory in bytes.
+    Arguments: processor time limit of a request in seconds, memory limit in bytes.
     """
     cpu_seconds, memory_bytes = map(int, sys.argv[1:])
     for kind, limit in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CORE, 0)):
         _, most = resource.getrlimit(kind)
         limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
         resource.setrlimit(kind, (limit, most))
-    # Ctrl-C is for the parent, whose end closes stdin.
+    # Ctrl-C is handled by the parent; stdin is closed when the parent ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     program = Program()
-    answers: dict[str, Callable[..., Any]] = {
+    methods: dict[str, Callable[..., Any]] = {
         "compile": program.compile,
         "render": program.render,
         "render_for_training": program.render_for_training,
@@ -55,9 +56,9 @@ def main() -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         try:
-            # Without a handler the signal ends this process, also in the middle of one operation.
+            # SIGPROF has no handler, so it ends this process even in the middle of one operation.
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-            answer = {"answer": answers[request.pop("do")](**request)}
+            answer = {"answer": methods[request.pop("do")](**request)}
             content = json.dumps(answer)
         except MemoryError:
             content = json.dumps({"error": f"it needs over {memory_bytes >> 20} MiB of memory."})
@@ -71,7 +72,7 @@ def main() -> None:
 
 
 class Program:
-    """A compiled template, with the special tokens that it may name."""
+    """A compiled template, with the special tokens that it can use."""
 
     def __init__(self) -> None:
         self._marks = ("", "")
@@ -79,9 +80,9 @@ class Program:
         self._now = datetime.datetime.now()
 
     def compile(self, source: str, tokens: Mapping[str, str]) -> dict[str, Any]:
-        """Take the Jinja program, and what `bos_token` and others are.
+        """Compile the Jinja program `source`; `tokens` holds `bos_token` and other special tokens.
 
-        Returns whether it has `{% generation %}` blocks, and the names like `bos_token` in it.
+        Returns whether it has `{% generation %}` blocks, and the token names that it uses.
         """
         from jinja2.ext import loopcontrols
         from jinja2.meta import find_undeclared_variables
@@ -99,7 +100,7 @@ class Program:
         self._template: Template = environment.from_string(source)
         self._tokens = tokens
         parsed = environment.parse(source)
-        # No other extension here makes such blocks.
+        # Only this extension creates such blocks.
         self._is_marked = any(
             block.find(ExtensionAttribute) for block in parsed.find_all(CallBlock)
         )
@@ -113,16 +114,16 @@ class Program:
         return self._text(messages, add_generation_prompt=add_generation_prompt)
 
     def render_for_training(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
-        """Return the conversation as text, and the parts of it that the assistant wrote.
+        """Return the conversation as text, and the spans that the assistant wrote.
 
-        They are what is in `{% generation %}`; without such blocks, what each answer adds.
+        They are the `{% generation %}` blocks, or otherwise the text that each answer adds.
         """
         self._now = datetime.datetime.now()
         whole = self._text(messages, add_generation_prompt=False)
         return whole, (self._marked if self._is_marked else self._added)(messages, whole)
 
     def _marked(self, messages: Messages, whole: str) -> list[tuple[int, int]]:
-        # Nobody's message can have the marks: they are others every time.
+        # Random marks: no message can contain them.
         name = secrets.token_hex(8)
         begin, end = self._marks = (f"\x02{name}\x02", f"\x03{name}\x03")
         try:
@@ -139,8 +140,8 @@ class Program:
             kept.append("".join((inner, *after)))
         if "".join(kept) != whole or any(part.count(end) != 1 for part in parts):
             raise TemplateFailureError(
-                "it changes what its {% generation %} blocks made, or has one in another, so the "
-                "assistant's part cannot be told from the text. Write them out as they are."
+                "it changes the text of its {% generation %} blocks, or nests them, so the "
+                "assistant's text cannot be located. Output the blocks unchanged."
             )
         return spans
 
@@ -153,10 +154,10 @@ class Program:
             after = self._text(messages[: number + 1], add_generation_prompt=False)
             if not (after.startswith(before) and whole.startswith(after)):
                 raise TemplateFailureError(
-                    f"it renders message {number + 1} of {len(messages)} otherwise "
-                    "when others follow, so the assistant's part cannot be told from the text. "
-                    "Put {% generation %} and {% endgeneration %} around that part in the "
-                    "template, and name the file with --chat-template."
+                    f"it renders message {number + 1} of {len(messages)} differently when more "
+                    "messages follow, so the assistant's text cannot be located. Put {% generation "
+                    "%} and {% endgeneration %} around that text in the template, and pass the "
+                    "file with --chat-template."
                 )
             spans.append((len(before), len(after)))
         return spans
@@ -168,14 +169,14 @@ class Program:
             **self._tokens,
         )
         given = sum(len(str(value)) for message in messages for value in message.values())
-        if len(text) > min(_MAX_CHARS, _OWN_CHARS + _CHARS_PER_CHAR * given):
+        if len(text) > min(_MAX_CHARS, _TEMPLATE_CHARS + _CHARS_PER_CHAR * given):
             raise TemplateFailureError(
-                f"it makes {len(text):,} characters of a conversation of {given:,}."
+                f"it renders {given:,} characters of messages to {len(text):,} characters."
             )
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise TemplateFailureError("its text has half of a surrogate pair.") from None
+            raise TemplateFailureError("its text has a lone surrogate.") from None
         return text
 
 
@@ -185,9 +186,9 @@ def _generation_extension(marks: Callable[[], tuple[str, str]]) -> type[Extensio
     from jinja2.parser import Parser
 
     class Generation(Extension):
-        """transformers' `{% generation %}` block, around what the assistant wrote."""
+        """The `{% generation %}` block of transformers, around the assistant's text."""
 
-        tags = {"generation"}  # noqa: RUF012 - Jinja wants it so
+        tags = {"generation"}  # noqa: RUF012 - Jinja's interface
 
         def parse(self, parser: Parser) -> nodes.Node:
             line = next(parser.stream).lineno
@@ -202,7 +203,7 @@ def _generation_extension(marks: Callable[[], tuple[str, str]]) -> type[Extensio
 
 
 def _to_json(value: object, indent: int | None = None, **_: object) -> str:
-    """Return JSON as transformers' filter does: without HTML's escapes, which Jinja's own has."""
+    """Return JSON like transformers' filter: Jinja's filter would escape HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

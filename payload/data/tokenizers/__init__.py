@@ -1,4 +1,4 @@
-"""Tokenizers: GPT-2's, and any tokenizer.json. `load_tokenizer` finds the one asked for."""
+"""Tokenizers: GPT-2's, and any tokenizer.json. `load_tokenizer` loads one by name."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from payload.data.tokenizers.base import TextTokenizer
     from payload.data.tokenizers.hf import HfTokenizer
 
-_FIX = "Name a folder with tokenizer.json, a run, a hub name (owner/name[@revision]) or gpt2."
+_FIX = "Use a folder with tokenizer.json, a run, a hub name (owner/name[@revision]) or gpt2."
 
 
 def load_tokenizer(name: str) -> TextTokenizer:
-    """Return the tokenizer that `name` stands for.
+    """Return the tokenizer called `name`.
 
-    `gpt2` is the packaged one. Else it is a folder with tokenizer.json, so a model or a checkpoint
-    too, a GGUF file, a run, or a name on the Hugging Face hub with an optional @revision. Files
-    that are GPT-2's in everything that changes tokens give the packaged one. Raises DataError, or
-    CheckpointError for a GGUF file.
+    `gpt2` is the packaged tokenizer. Other names are a folder with tokenizer.json (such as a model
+    or a checkpoint), a GGUF file, a run, or a name on the Hugging Face hub with an optional
+    @revision. If the files produce the same tokens as GPT-2's, the packaged tokenizer is returned.
+    Raises DataError, or CheckpointError for a GGUF file.
     """
     if name == TOKENIZER_NAME:
         return gpt2_tokenizer()
@@ -39,7 +39,7 @@ def load_tokenizer(name: str) -> TextTokenizer:
 
 
 def load_hf_tokenizer(name: str) -> tuple[HfTokenizer, Path]:
-    """Return the same tokenizer from its own files, and their folder; never the packaged one.
+    """Return a tokenizer loaded from its files, and their folder; never the packaged one.
 
     Raises DataError.
     """
@@ -47,17 +47,17 @@ def load_hf_tokenizer(name: str) -> tuple[HfTokenizer, Path]:
 
     if name == TOKENIZER_NAME:
         raise DataError(
-            f"--tokenizer {name}: GPT-2 has no chat template. Name the model's folder or hub name."
+            f"--tokenizer {name}: GPT-2 has no chat template. Use a model's folder or hub name."
         )
     folder, label = _find(name)
     return hf_tokenizer(folder, name=label), folder
 
 
 def _find(name: str) -> tuple[Path, str]:
-    """Return the folder, and what meta.json calls it."""
+    """Return the folder, and its name for meta.json."""
     require_one_meaning(name, setting="--tokenizer", kind="model", error=DataError)
-    if (known := hub_name(name)) is not None:
-        return _download(known)
+    if (hub_model := hub_name(name)) is not None:
+        return _download(hub_model)
     path = home_path(name)
     try:
         require_own(path)
@@ -70,23 +70,23 @@ def _find(name: str) -> tuple[Path, str]:
     if path.is_file():
         if path.name == "tokenizer.json":
             return path.parent, str(path.parent)
-        raise DataError(f"--tokenizer {shown(name)}: it is a file. {_FIX}")
-    raise DataError(f"--tokenizer {shown(name)}: there is no such folder. {_FIX}")
+        raise DataError(f"--tokenizer {shown(name)} is a file. {_FIX}")
+    raise DataError(f"--tokenizer {shown(name)}: the folder does not exist. {_FIX}")
 
 
 def _newest_checkpoint(folder: Path) -> Path:
-    """Return a run's newest checkpoint, or the folder itself when it is no run."""
+    """Return the newest checkpoint of a run, or the folder itself if it is not a run."""
     paths = RunPaths(folder)
     if not paths.checkpoints.is_dir():
         return folder
     newest = paths.newest_checkpoint()
     if newest is None:
-        raise DataError(f"--tokenizer {folder}: the run has no checkpoint that is whole. {_FIX}")
+        raise DataError(f"--tokenizer {folder}: the run has no complete checkpoint. {_FIX}")
     return newest
 
 
-def _download(wanted: HubName) -> tuple[Path, str]:
-    """Fetch the tokenizer's files from the hub, or take them from its cache."""
+def _download(hub: HubName) -> tuple[Path, str]:
+    """Return the folder of the tokenizer's files, from the hub's cache or downloaded."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # imported there
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # loaded lazily
@@ -96,34 +96,31 @@ def _download(wanted: HubName) -> tuple[Path, str]:
     disable_progress_bars()
     try:
         folder = snapshot_download(
-            wanted.name,
-            revision=wanted.revision,
+            hub.name,
+            revision=hub.revision,
             allow_patterns=[*TOKENIZER_FILES, CONFIG_FILE, "generation_config.json"],
         )
     except (OSError, HTTPError, ValueError) as error:
-        raise DataError(_explain(error, wanted)) from None
-    return Path(folder), f"{wanted.name}@{Path(folder).name}"
+        raise DataError(_explain(error, hub)) from None
+    return Path(folder), f"{hub.name}@{Path(folder).name}"
 
 
-def _explain(error: Exception, wanted: HubName) -> str:
+def _explain(error: Exception, hub: HubName) -> str:
     kind = type(error).__name__
-    what = f"--tokenizer {wanted.name}"
+    what = f"--tokenizer {hub.name}"
     if kind == "GatedRepoError":
         return (
-            f"{what}: the model is gated. Accept its terms on its page at the hub, then log in: "
-            "hf auth login."
+            f"{what}: the model is gated. Accept its terms on its hub page, then log in: hf auth "
+            "login."
         )
     if kind == "RepositoryNotFoundError":
-        return (
-            f"{what}: the Hugging Face hub has no such public model, and there is no such folder "
-            f"here. {_FIX}"
-        )
+        return f"{what}: neither a local folder nor a public model of the Hugging Face hub. {_FIX}"
     if kind == "RevisionNotFoundError":
-        revision = shown(wanted.revision)
-        return f"{what}: the Hugging Face hub has no revision {revision} of it. Correct it."
+        revision = shown(hub.revision)
+        return f"{what}: the model has no revision {revision} on the Hugging Face hub. Correct it."
     return (
-        f"{what}: there is no such folder here, and the Hugging Face hub cannot be reached "
-        f"({one_line(error).rstrip('.')}). Check the network, or name a folder with tokenizer.json."
+        f"{what}: not a local folder, and the Hugging Face hub cannot be reached "
+        f"({one_line(error).rstrip('.')}). Check the network, or use a folder with tokenizer.json."
     )
 
 

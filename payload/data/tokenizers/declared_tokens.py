@@ -1,9 +1,10 @@
-"""The tokens that a tokenizer's files declare, compared with those that its tokenizer.json makes.
+"""Compares the tokens that a tokenizer's files declare with those that tokenizer.json produces.
 
-Text is tokenized by tokenizer.json alone. transformers adds the tokens of the files beside it, so
-a token that only those have is one token there and several here.
-Source: `PreTrainedTokenizerBase._from_pretrained` and `TokenizersBackend.__init__` in
-transformers 5.
+Text is tokenized by tokenizer.json alone. transformers also adds the tokens of the other files, so
+a token that only they declare is one token in transformers and several here.
+
+Source: `PreTrainedTokenizerBase._from_pretrained` and `TokenizersBackend.__init__` in transformers
+5.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from payload.core.printable_text import shown
 from payload.core.validation.json_text import parse_json
 from payload.data.tokenizers.special_tokens import (
     CONFIG_FILE,
-    LISTED,
+    EXTRA_TOKEN_KEYS,
     MAP_FILE,
-    map_counts,
+    map_overrides_config,
     named_tokens,
     tokenizer_config,
 )
@@ -40,47 +41,48 @@ class _Declared:
 
     content: str
     number: int | None
-    """None where the file names the token without its number."""
+    """None if the file has the token without its number."""
     where: str
-    """The file, and what it calls the token."""
+    """The file, and the key of the token in it."""
     flags: Mapping[str, Any] | None = None
-    """Those by which it is found in a text; None where the file has none of its own."""
+    """Flags that control where the token matches in a text; None if the file has no flags."""
 
 
 def require_declared_tokens(
     folder: Path, files: Mapping[str, bytes], raw: Mapping[str, Any], backend: Tokenizer
 ) -> None:
-    """Raise DataError for a declared token that tokenizer.json lacks, or has by another id.
+    """Raise DataError for a declared token that is missing or different in tokenizer.json.
 
-    So it does where transformers takes special tokens in a text apart.
+    Also raises DataError for split_special_tokens, which is not supported.
 
-    `files` are the folder's, `raw` is the parsed tokenizer.json, and `backend` is made from it.
+    `files` are the files of the folder, `raw` is the parsed tokenizer.json, and `backend` is the
+    tokenizer built from it.
     """
     if tokenizer_config(files, folder=folder).get("split_special_tokens"):
         raise DataError(
-            f"tokenizer {folder}: split_special_tokens of {CONFIG_FILE} makes transformers split "
-            "special tokens; Tileforge does not. Remove the key."
+            f"tokenizer {folder}: split_special_tokens of {CONFIG_FILE} is not supported. Remove "
+            "the key."
         )
     known = {token.content: (n, token) for n, token in backend.get_added_tokens_decoder().items()}
     for each in _declared(folder, files, raw):
         number, token = known.get(each.content, (None, None))
-        wanted = "a token" if each.number is None else f"token {each.number}"
+        expected = "a token" if each.number is None else f"token {each.number}"
         if number is None:
-            found = f"no added token: its text becomes {_pieces(each.content, backend)}"
+            found = f"not an added token: its text becomes {_encode_as_text(each.content, backend)}"
         elif each.number not in (None, number):
             found = f"token {number}"
-        elif flag := _differing(each.flags, token):
-            wanted, found = f"with {flag} = {not getattr(token, flag)}", f"{getattr(token, flag)}"
+        elif flag := _first_different_flag(each.flags, token):
+            expected, found = f"with {flag} = {not getattr(token, flag)}", f"{getattr(token, flag)}"
         else:
             continue
         raise DataError(
-            f"tokenizer {folder}: {each.where} has {shown(each.content)} as {wanted}, and in "
-            f"{TOKENIZER_FILE} it is {found}. Correct one of them, or have all written again: "
-            f"{write_tokenizer_again(folder)}"
+            f"tokenizer {folder}: {each.where} has {shown(each.content)} as {expected}, but in "
+            f"{TOKENIZER_FILE} it is {found}. Correct one of the files, or write all of them "
+            f"again: {write_tokenizer_again(folder)}"
         )
 
 
-def _pieces(text: str, backend: Tokenizer) -> str:
+def _encode_as_text(text: str, backend: Tokenizer) -> str:
     try:
         return shown(backend.encode(text, add_special_tokens=False).ids)
     except BaseException as problem:
@@ -89,8 +91,8 @@ def _pieces(text: str, backend: Tokenizer) -> str:
         return "no tokens"
 
 
-def _differing(flags: Mapping[str, Any] | None, token: Any) -> str | None:
-    """Return the first flag with another value than the token's."""
+def _first_different_flag(flags: Mapping[str, Any] | None, token: Any) -> str | None:
+    """Return the first flag whose value differs from the token's."""
     return next(
         (each for each in _FLAGS if flags and bool(flags.get(each)) != getattr(token, each)), None
     )
@@ -99,36 +101,36 @@ def _differing(flags: Mapping[str, Any] | None, token: Any) -> str | None:
 def _declared(
     folder: Path, files: Mapping[str, bytes], raw: Mapping[str, Any]
 ) -> Iterator[_Declared]:
-    """Yield what the files declare, except where transformers does not read it."""
+    """Yield the declared tokens that transformers reads."""
     for entry in raw.get("added_tokens") or ():
-        # The package numbers new ones in their order, whatever number they have here.
-        yield from _one(entry, entry.get("id"), "its added_tokens")
+        # The package numbers new tokens in order, whatever their `id`.
+        yield from _parse_entry(entry, entry.get("id"), "its added_tokens")
     config = tokenizer_config(files, folder=folder)
     decoder = config.get("added_tokens_decoder")
     if isinstance(decoder, Mapping):
         for number, entry in decoder.items():
             if isinstance(entry, Mapping) and str(number).isdecimal():
                 where = f"added_tokens_decoder of {CONFIG_FILE}"
-                yield from _one(entry, int(number), where, flags=entry)
+                yield from _parse_entry(entry, int(number), where, flags=entry)
     for name, text in named_tokens(config).items():
-        yield from _one(text, None, f"{name} of {_source(config, name, files)}")
-    for name in LISTED:
+        yield from _parse_entry(text, None, f"{name} of {_source(config, name, files)}")
+    for name in EXTRA_TOKEN_KEYS:
         given = config.get(name)
         for entry in given if isinstance(given, list) else ():
-            yield from _one(entry, None, f"{name} of {_source(config, name, files)}")
-    if map_counts(config):
+            yield from _parse_entry(entry, None, f"{name} of {_source(config, name, files)}")
+    if map_overrides_config(config):
         added = parse_json(files.get(ADDED_FILE, b"{}"), where=ADDED_FILE, error=DataError)
         for text, number in added.items() if isinstance(added, Mapping) else ():
-            yield from _one(text, number, ADDED_FILE)
+            yield from _parse_entry(text, number, ADDED_FILE)
 
 
 def _source(config: Mapping[str, Any], name: str, files: Mapping[str, bytes]) -> str:
-    """Return the file that the value of `name` is from."""
-    is_in_map = map_counts(config) and f'"{name}"'.encode() in files.get(MAP_FILE, b"")
+    """Return the file that defines the value of `name`."""
+    is_in_map = map_overrides_config(config) and f'"{name}"'.encode() in files.get(MAP_FILE, b"")
     return MAP_FILE if is_in_map else CONFIG_FILE
 
 
-def _one(
+def _parse_entry(
     entry: object, number: object, where: str, *, flags: Mapping[str, Any] | None = None
 ) -> Iterator[_Declared]:
     text = entry.get("content") if isinstance(entry, Mapping) else entry

@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file, as the files of a folder in the Hugging Face layout."""
+"""Converts the tokenizer in a GGUF file to files in the Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from payload.data.tokenizers.pre_tokenizers import IGNORES_MERGES, pre_tokenizer
 from payload.models.gguf import read_gguf
 from payload.models.gguf_header import read_header
 
-_FIX = "Name a folder in the Hugging Face layout."
+_FIX = "Use a folder in the Hugging Face layout."
 
 
 def gguf_tokenizer_folder(path: Path) -> Path:
@@ -22,9 +22,9 @@ def gguf_tokenizer_folder(path: Path) -> Path:
 
 
 def write_tokenizer(path: Path, folder: Path) -> None:
-    """Write the file's tokenizer and chat template to `folder`.
+    """Write the tokenizer and chat template of a GGUF file to `folder`.
 
-    Raises CheckpointError for one that cannot be read, and OSError.
+    Raises CheckpointError for an unreadable tokenizer, and OSError.
     """
     from transformers import AutoTokenizer
 
@@ -36,7 +36,7 @@ def write_tokenizer(path: Path, folder: Path) -> None:
     except BaseException as error:
         if not is_failure(error):
             raise
-        # The reader trusts the file: a damaged one makes it raise anything.
+        # The reader does not validate the file: a damaged one can raise any exception.
         raise CheckpointError(
             f"{path}: transformers cannot read its tokenizer ({one_line(error).rstrip('.')}). "
             f"{_FIX}"
@@ -44,16 +44,18 @@ def write_tokenizer(path: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     values = read_header(path).values
     if values.get("tokenizer.ggml.model") == "gpt2":
-        _cut_words(folder / "tokenizer.json", values.get("tokenizer.ggml.pre"), where=str(path))
+        _set_pre_tokenizer(
+            folder / "tokenizer.json", values.get("tokenizer.ggml.pre"), where=str(path)
+        )
 
 
-def _cut_words(path: Path, name: object, *, where: str) -> None:
-    """Cut text into words as the file says: transformers' reader takes GPT-2's way for all."""
+def _set_pre_tokenizer(path: Path, name: object, *, where: str) -> None:
+    """Set the pre-tokenizer that the GGUF file names; transformers' reader always sets GPT-2's."""
     step = pre_tokenizer(name)
     if step is None:
         raise CheckpointError(
-            f"{where}: tokenizer.ggml.pre = {shown(name)}: this way of cutting text into words is "
-            f"not known here. {_FIX}"
+            f"{where}: tokenizer.ggml.pre = {shown(name)}: this pre-tokenizer is not supported. "
+            f"{_FIX}"
         )
     raw = json.loads(path.read_text(encoding="utf-8"))
     raw["pre_tokenizer"] = step

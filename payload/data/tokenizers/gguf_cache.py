@@ -1,4 +1,4 @@
-"""Folders in the user's cache with what a GGUF file was converted to, made once."""
+"""Caches the files converted from GGUF files, in folders of the user's cache."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from payload.core.errors import CheckpointError
 from payload.core.file_hash import sha256_of
 
 _RECIPE = "2"
-"""Part of a folder's name; raise it when a conversion changes."""
+"""Version of the conversion, part of a folder's name; increase it when a conversion changes."""
 
 
 def converted(
     path: Path, *, kind: str, build: Callable[[Path], None], cache: Path | None = None
 ) -> Path:
-    """Return the folder of this kind for a file's content, filled by `build` if it is not there.
+    """Return the folder of this kind for the content of a file; `build` fills a new folder.
 
-    `cache` keeps it; None is beside what the hub's client keeps. Raises CheckpointError.
+    `cache` is the parent folder; None means a folder next to the hub's cache. Raises
+    CheckpointError.
     """
     try:
         digest = sha256_of(path)
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}. Name a file that can be read.") from None
+        raise CheckpointError(f"{path}: {error.strerror}. Use a readable file.") from None
     cache = _default_cache() if cache is None else cache
     folder = cache / f"{digest[:32]}-{kind}-{_RECIPE}"
     if folder.is_dir():
@@ -35,8 +36,8 @@ def converted(
         partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".partial", dir=cache))
     except OSError as error:
         raise CheckpointError(
-            f"{cache}: {error.strerror}. What a GGUF file is converted to is kept there; set "
-            "HF_HOME to a folder that can be written."
+            f"{cache}: {error.strerror}. Converted GGUF files are cached there. Set HF_HOME to a "
+            "writable folder."
         ) from None
     try:
         build(partial)
@@ -45,7 +46,9 @@ def converted(
             partial.rename(folder)
     except OSError as error:
         if not folder.is_dir():
-            raise CheckpointError(f"{folder}: {error.strerror or error}. Free space.") from None
+            raise CheckpointError(
+                f"{folder}: {error.strerror or error}. Free disk space."
+            ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
@@ -53,10 +56,10 @@ def converted(
 
 @contextmanager
 def alone(path: Path) -> Iterator[Path]:
-    """Yield a link to a GGUF file in a folder without any other file.
+    """Yield a link to a GGUF file in a temporary folder without other files.
 
-    transformers reads a tokenizer.json, an adapter or a config beside a GGUF file in place of what
-    the file has, and the cache knows the file's content alone. Raises OSError.
+    transformers would read a tokenizer.json, an adapter or a config next to a GGUF file instead of
+    the file's contents, and the cache key covers only the file. Raises OSError.
     """
     with tempfile.TemporaryDirectory(prefix="tileforge-gguf-") as folder:
         link = Path(folder) / f"model{path.suffix}"

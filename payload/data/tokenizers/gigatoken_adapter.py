@@ -1,13 +1,13 @@
-"""gigatoken for a tokenizer.json: what it needs changed, and which texts it may not have.
+"""Adapts a tokenizer.json to gigatoken, and detects texts that it may encode differently.
 
-gigatoken 0.10 reads byte-level BPE with the split patterns of GPT-2, cl100k, o200k, Llama 3, Qwen
-2 and 3.5, OLMo 3, DeepSeek 3, Nemotron and Kimi, and SentencePiece BPE with byte fallback (Llama
-2, Gemma, Mistral). Two kinds of file need a change that leaves the tokens as they are:
+gigatoken 0.10 reads byte-level BPE with the split patterns of GPT-2, cl100k, o200k, Llama 3, Qwen 2
+and 3.5, OLMo 3, DeepSeek 3, Nemotron and Kimi, and SentencePiece BPE with byte fallback (Llama 2,
+Gemma, Mistral). Two kinds of file need a change that keeps the tokens:
 
-- A vocabulary without some of the 256 bytes. They get numbers behind the vocabulary; texts that
-  have such a byte go to the reference.
-- Digits cut apart before GPT-2's pattern (SmolLM, StarCoder). Each digit becomes an added token,
-  which divides a text in the same places.
+- A vocabulary that lacks some of the 256 bytes. They get ids after the vocabulary; texts with
+  such a byte go to the reference.
+- Digits split before GPT-2's pattern (SmolLM, StarCoder). Each digit becomes an added token,
+  which splits a text at the same positions.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from payload.core.printable_text import one_line
 from payload.data.tokenizers.base import Agree, FastTokenizer, NotFastError
 
 PRINTED_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-"""Bytes that stand for themselves in a byte-level vocabulary, and come first in GPT-2's."""
+"""Bytes that a byte-level vocabulary represents by themselves; they come first in GPT-2's."""
 _CODE_POINTS = 0x110000
 _DIGITS = "0123456789"
 _PROBES = ("a{}b", " {}", "  {}", "1{}2", "{}{}", "!{}!", "\n{}\n", "{}  a")
-"""Neighbours that a character of another class would be joined with or cut from."""
-_CHARACTERS_AT_ONCE = 4096
+"""Neighbours that a character is joined with or split from, depending on its class."""
+_CHARACTER_BATCH = 4096
 
 
 class HfFast(FastTokenizer):
     """gigatoken for one tokenizer.json.
 
-    The packages know different versions of Unicode. So the first text with a character beyond ASCII
-    has it compared between neighbours of every kind; texts with one that differs go to the
+    gigatoken and tokenizers use different versions of Unicode. So each new character beyond ASCII
+    is compared between neighbours of every kind. Texts with a character that differs go to the
     reference.
     """
 
     def __init__(self, tokenizer_class: Any, raw: Mapping[str, Any]) -> None:
-        """Raises NotFastError when gigatoken cannot read the file."""
+        """Raises NotFastError if gigatoken cannot read the file."""
         self._class = tokenizer_class
-        self._content, self._missing_bytes = _adapted(raw)
-        self._is_known: npt.NDArray[np.bool_] = np.zeros(_CODE_POINTS, dtype=np.bool_)
+        self._content, self._missing_bytes = _adapt(raw)
+        self._is_compared: npt.NDArray[np.bool_] = np.zeros(_CODE_POINTS, dtype=np.bool_)
         self._differs: npt.NDArray[np.bool_] = np.zeros(_CODE_POINTS, dtype=np.bool_)
 
     def make(self) -> Any:
@@ -58,41 +58,41 @@ class HfFast(FastTokenizer):
             raise NotFastError(one_line(error).rstrip(".")) from None
 
     def uncertain(self, texts: Sequence[bytes], agree: Agree) -> set[int]:
-        """Return the places of texts with bytes or characters that it may see differently."""
+        """Return the indices of texts that gigatoken may encode differently."""
         found = set()
         if self._missing_bytes:
-            for place, text in enumerate(texts):
+            for index, text in enumerate(texts):
                 if len(text.translate(None, self._missing_bytes)) != len(text):
-                    found.add(place)
-        for place, text in enumerate(texts):
+                    found.add(index)
+        for index, text in enumerate(texts):
             if not text.isascii() and self._has_different(_code_points(text), agree):
-                found.add(place)
+                found.add(index)
         return found
 
     def _has_different(self, characters: npt.NDArray[np.uint32], agree: Agree) -> bool:
-        unknown = characters[~self._is_known[characters]]
-        if len(unknown):
-            self._learn(np.unique(unknown), agree)
+        uncompared = characters[~self._is_compared[characters]]
+        if len(uncompared):
+            self._compare_characters(np.unique(uncompared), agree)
         return bool(self._differs[characters].any())
 
-    def _learn(self, characters: npt.NDArray[np.uint32], agree: Agree) -> None:
-        self._is_known[characters] = True
-        for start in range(0, len(characters), _CHARACTERS_AT_ONCE):
-            some = characters[start : start + _CHARACTERS_AT_ONCE]
-            # ASCII is compared in every run, by the nasty texts.
-            some = some[some >= 0x80]
-            probes = [probe.format(c, c).encode() for c in map(chr, some) for probe in _PROBES]
+    def _compare_characters(self, characters: npt.NDArray[np.uint32], agree: Agree) -> None:
+        self._is_compared[characters] = True
+        for start in range(0, len(characters), _CHARACTER_BATCH):
+            batch = characters[start : start + _CHARACTER_BATCH]
+            # NASTY covers ASCII in every run.
+            batch = batch[batch >= 0x80]
+            probes = [probe.format(c, c).encode() for c in map(chr, batch) for probe in _PROBES]
             if probes:
                 equal = np.array(agree(probes), dtype=np.bool_).reshape(-1, len(_PROBES))
-                self._differs[some] = ~equal.all(axis=1)
+                self._differs[batch] = ~equal.all(axis=1)
 
 
 def _code_points(text: bytes) -> npt.NDArray[np.uint32]:
     return np.frombuffer(text.decode("utf-8").encode("utf-32-le"), dtype="<u4")
 
 
-def _adapted(raw: Mapping[str, Any]) -> tuple[str, bytes]:
-    """Return the file as gigatoken can read it, and the bytes that the vocabulary lacks."""
+def _adapt(raw: Mapping[str, Any]) -> tuple[str, bytes]:
+    """Return the file changed for gigatoken, and the bytes that the vocabulary lacks."""
     model = raw["model"]
     if model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict):
         raise NotFastError(f"its model is {model.get('type')}, not BPE")
@@ -108,18 +108,18 @@ def _adapted(raw: Mapping[str, Any]) -> tuple[str, bytes]:
 def _add_missing_bytes(raw: dict[str, Any]) -> bytes:
     vocabulary = raw["model"]["vocab"]
     added = [int(each["id"]) for each in raw.get("added_tokens") or ()]
-    behind = max([*vocabulary.values(), *added]) + 1
+    next_id = max([*vocabulary.values(), *added]) + 1
     missing = []
     for byte, symbol in enumerate(byte_symbols()):
         if symbol not in vocabulary:
             missing.append(byte)
-            vocabulary[symbol] = behind
-            behind += 1
+            vocabulary[symbol] = next_id
+            next_id += 1
     return bytes(missing)
 
 
 def _replace_digits(raw: dict[str, Any]) -> None:
-    """Turn single digits cut apart before GPT-2's pattern into added tokens."""
+    """Replace the splitting of single digits before GPT-2's pattern by added tokens."""
     outer = raw.get("pre_tokenizer") or {}
     steps = outer.get("pretokenizers") or []
     if [step.get("type") for step in steps] != ["Digits", "ByteLevel"]:
@@ -140,7 +140,7 @@ def _replace_digits(raw: dict[str, Any]) -> None:
 
 
 def byte_symbols() -> list[str]:
-    """Return the character that stands for each byte in a byte-level vocabulary.
+    """Return the character that represents each byte in a byte-level vocabulary.
 
     Source: https://github.com/openai/gpt-2/blob/master/src/encoder.py.
     """

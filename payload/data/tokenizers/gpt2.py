@@ -1,4 +1,4 @@
-"""GPT-2's tokenizer, from the packaged ranks: no download, no cache folder, no network."""
+"""GPT-2's tokenizer from the packaged ranks, without a download or cache folder."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 TOKENIZER_NAME = "gpt2"
 END_OF_TEXT = 50256
-"""Written after every document."""
+"""Id of the end-of-text token, written after every document."""
 END_OF_TEXT_NAME = GPT2_END
 VOCAB_SIZE = 50257
 TOKENIZER_SHA256 = GPT2_SHA256
-"""SHA-256 of the ranks file: the value that tiktoken itself pins for r50k_base."""
+"""SHA-256 of the ranks file, the value that tiktoken pins for r50k_base."""
 REINSTALL = "Install the package again."
 RANKS_PATH = Path(__file__).parents[1] / "gpt2" / "r50k_base.tiktoken"
 
-# As in tiktoken_ext.openai_public: GPT-2's own pattern, rewritten there to run faster.
+# As in tiktoken_ext.openai_public: a faster equivalent of GPT-2's pattern.
 _PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 
 @functools.cache
 def gpt2_encoding() -> tiktoken.Encoding:
-    """tiktoken's GPT-2 encoding. Raises DataError when the packaged ranks are damaged."""
+    """Return tiktoken's GPT-2 encoding. Raises DataError if the packaged ranks are damaged."""
     import tiktoken
 
     return tiktoken.Encoding(
@@ -50,9 +50,10 @@ def gpt2_encoding() -> tiktoken.Encoding:
 
 
 def load_ranks(path: Path) -> dict[bytes, int]:
-    """Token bytes to rank, from a file that must have `TOKENIZER_SHA256`. Raises DataError.
+    """Return the rank of each token from a file with `TOKENIZER_SHA256`. Raises DataError.
 
-    tiktoken's own `load_tiktoken_bpe` keeps copies in a shared temporary folder, so it is not used.
+    tiktoken's `load_tiktoken_bpe` is not used, because it keeps copies in a shared temporary
+    folder.
     """
     try:
         content = path.read_bytes()
@@ -69,10 +70,10 @@ def load_ranks(path: Path) -> dict[bytes, int]:
 
 
 # Letters and digits that Unicode 17 added, as UTF-8 (in blocks of 64 above U+FFFF). gigatoken 0.10
-# knows them, tiktoken 0.14 does not yet, so the two cut words differently there; over all other
-# code points they agree, which tests/data/test_encode.py checks one by one. Documents with such a
-# character go to tiktoken. One pattern a first byte: 4 times the speed of one for all.
-_UNSETTLED = (
+# supports them, tiktoken 0.14 does not, so the two split words differently there. They agree on all
+# other code points (tests/data/test_encode.py). Documents with such a character go to tiktoken. One
+# pattern per first byte is 4 times as fast as one pattern for all.
+_UNICODE_17 = (
     re.compile(rb"\xe0(?:\xa2\x8f|\xb1\x9c|\xb3\x9c)"),
     re.compile(rb"\xea\x9f[\x8e\x8f\x92\x94\xb1]"),
     re.compile(
@@ -82,14 +83,14 @@ _UNSETTLED = (
 )
 
 
-def is_unsettled(text: bytes) -> bool:
-    """Say whether gigatoken and tiktoken may differ on a character in it."""
-    return not text.isascii() and any(pattern.search(text) for pattern in _UNSETTLED)
+def may_differ(text: bytes) -> bool:
+    """Return True if gigatoken and tiktoken may differ on a character in the text."""
+    return not text.isascii() and any(pattern.search(text) for pattern in _UNICODE_17)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpt2Tokenizer(TextTokenizer):
-    """GPT-2's tokenizer through tiktoken. Special tokens are never recognised in a text."""
+    """GPT-2's tokenizer through tiktoken; special tokens in a text are plain text."""
 
     def encode_texts(self, texts: Sequence[bytes]) -> list[Tokens]:
         """Return tiktoken's tokens of each text, on all cores."""
@@ -110,8 +111,8 @@ class Gpt2Tokenizer(TextTokenizer):
 
         return Gpt2Fast(Tokenizer)
 
-    def nasty(self) -> Sequence[str]:
-        """Return nothing: the texts for all have GPT-2's special token."""
+    def tricky_texts(self) -> Sequence[str]:
+        """Return no texts: NASTY contains GPT-2's special token."""
         return ()
 
 
@@ -126,12 +127,12 @@ class Gpt2Fast(FastTokenizer):
         return self._class.from_tiktoken(RANKS_PATH, pretokenizer="gpt2", special_tokens={})
 
     def uncertain(self, texts: Sequence[bytes], agree: Agree) -> set[int]:
-        """Return the places of texts with a character that is known to differ."""
-        return {place for place, text in enumerate(texts) if is_unsettled(text)}
+        """Return the indices of texts with a character that may differ."""
+        return {index for index, text in enumerate(texts) if may_differ(text)}
 
 
 def gpt2_tokenizer() -> Gpt2Tokenizer:
-    """Return GPT-2's tokenizer. Raises DataError when the packaged ranks are damaged."""
+    """Return GPT-2's tokenizer. Raises DataError if the packaged ranks are damaged."""
     gpt2_encoding()
     return Gpt2Tokenizer(
         name=TOKENIZER_NAME,

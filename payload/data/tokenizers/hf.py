@@ -1,7 +1,7 @@
 """Any tokenizer.json, through the package `tokenizers`.
 
-Special tokens are recognised in a text, and the tokens before a document are the tokenizer's own,
-as in transformers. The files are read as others wrote them.
+As in transformers, special tokens in a text are recognised, and the tokenizer defines the tokens
+before a document. The files are untrusted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from payload.data.tokenizers.declared_tokens import require_declared_tokens
 from payload.data.tokenizers.gigatoken_adapter import HfFast
 from payload.data.tokenizers.special_tokens import (
     MAP_FILE,
-    map_counts,
+    map_overrides_config,
     named_tokens,
     tokenizer_config,
 )
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 _CONFIG_FILES = ("tokenizer_config.json", "generation_config.json", "config.json")
-_FIX = "Repair the folder, or name another one."
+_FIX = "Repair the folder, or use another one."
 _BATCH_BYTES = 2**20
-"""The package's result takes some 150 bytes a token until it is converted."""
+"""Batch limit: a result needs about 150 bytes a token until it is converted."""
 _MAX_TOKEN = 2**24
 
 
@@ -67,27 +67,27 @@ class HfTokenizer(TextTokenizer):
         return found + self._encode(batch)
 
     def _encode(self, texts: list[str]) -> list[Tokens]:
-        with explained(self.name):
+        with convert_errors(self.name):
             encoded = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(each.ids, dtype=np.uint32) for each in encoded]
 
     def encodings(self, texts: Sequence[str]) -> list[Encoding]:
-        """Return the package's results for texts: tokens, and the characters of each.
+        """Return the encodings of texts: their tokens, and the characters of each token.
 
         Raises DataError.
         """
-        with explained(self.name):
+        with convert_errors(self.name):
             return self.backend.encode_batch(list(texts), add_special_tokens=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, special ones included."""
-        with explained(self.name):
+        """Return the text of tokens, including special tokens."""
+        with convert_errors(self.name):
             return str(self.backend.decode(list(tokens), skip_special_tokens=False))
 
     def normalized(self, text: str) -> str:
-        """Return a text as the file's normalizer changes it."""
+        """Return a text after the file's normalizer."""
         normalizer = self.backend.normalizer
-        with explained(self.name):
+        with convert_errors(self.name):
             return text if normalizer is None else str(normalizer.normalize_str(text))
 
     def fast(self) -> FastTokenizer:
@@ -96,15 +96,15 @@ class HfTokenizer(TextTokenizer):
 
         return HfFast(Gigatoken, self.raw)
 
-    def nasty(self) -> Sequence[str]:
-        """Return every added token between letters, spaces and its like."""
+    def tricky_texts(self) -> Sequence[str]:
+        """Return texts with every added token between letters, spaces and other copies of it."""
         contents = [str(each["content"]) for each in self.raw.get("added_tokens") or ()]
         return [f"a{c}b {c} \n{c}\n{c}{c}  {c}" for c in contents]
 
 
 @contextmanager
-def explained(name: object, *, error: type[TileforgeError] = DataError) -> Iterator[None]:
-    """Raise `error` where the package fails on a text: its bare Exceptions, and panics of Rust."""
+def convert_errors(name: object, *, error: type[TileforgeError] = DataError) -> Iterator[None]:
+    """Convert failures of the package to `error`: plain Exceptions, and panics of Rust."""
     try:
         yield
     except BaseException as problem:
@@ -114,13 +114,13 @@ def explained(name: object, *, error: type[TileforgeError] = DataError) -> Itera
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:
-    """Return a folder's tokenizer files by name. Raises DataError when there is no tokenizer.json.
+    """Return the tokenizer files of a folder by name, without the files of the model.
 
-    Its config.json and generation_config.json are not among them.
+    Raises DataError if tokenizer.json is missing.
     """
     files = read_tokenizer_files(folder, error=DataError)
     if TOKENIZER_FILE not in files:
-        raise DataError(_no_tokenizer(folder, files))
+        raise DataError(_describe_missing_tokenizer(folder, files))
     return files
 
 
@@ -130,18 +130,18 @@ def hf_tokenizer(folder: Path, *, name: str) -> HfTokenizer:
     raw = parse_tokenizer(files[TOKENIZER_FILE], where=str(folder / TOKENIZER_FILE))
     if dropout := raw["model"].get("dropout"):
         raise DataError(
-            f"{folder / TOKENIZER_FILE}: model.dropout = {shown(dropout)}: it gives a text other "
-            "tokens each time. Set it to null there."
+            f"{folder / TOKENIZER_FILE}: model.dropout = {shown(dropout)} makes tokens random. Set "
+            "it to null."
         )
     backend = build_backend(files[TOKENIZER_FILE], folder / TOKENIZER_FILE)
     vocabulary = backend.get_vocab(with_added_tokens=True)
     largest = max(vocabulary.values(), default=-1)
     if not 0 <= largest < _MAX_TOKEN:
-        raise DataError(f"{folder / TOKENIZER_FILE}: its largest token is {largest}. {_FIX}")
+        raise DataError(f"{folder / TOKENIZER_FILE}: its largest token id is {largest}. {_FIX}")
     identity = identity_of(raw)
-    end, place = _end_of_document(folder, files, backend)
+    end, file = _end_of_document(folder, files, backend)
     require_declared_tokens(folder, files, raw, backend)
-    with explained(name):
+    with convert_errors(name):
         before, after = tokens_around(backend)
         unknown = _unknown(raw["model"], backend)
     ends = after if after[-1:] == (end,) else (*after, end)
@@ -154,7 +154,7 @@ def hf_tokenizer(folder: Path, *, name: str) -> HfTokenizer:
         begin=before,
         after=after,
         end=ends,
-        end_note=f"documents end with {backend.id_to_token(end)!r} ({end}), eos_token of {place}",
+        end_note=f"documents end with {backend.id_to_token(end)!r} ({end}), eos_token of {file}",
         files=files,
         unknown=unknown,
         model_vocab_size=_model_vocab_size(folder, backend),
@@ -167,7 +167,7 @@ def hf_tokenizer(folder: Path, *, name: str) -> HfTokenizer:
 def build_backend(
     content: bytes, path: Path, *, error: type[TileforgeError] = DataError
 ) -> Tokenizer:
-    """Build the package's tokenizer. Raises `error` for its bare Exceptions, and panics of Rust."""
+    """Build the package's tokenizer. Raises `error` for its plain Exceptions and Rust panics."""
     from tokenizers import Tokenizer
 
     try:
@@ -185,11 +185,12 @@ def build_backend(
 def named_end(
     folder: Path, files: Mapping[str, bytes], backend: Tokenizer
 ) -> tuple[int, str] | None:
-    """Return the token that ends a document, and the file that names it; None where none does.
+    """Return the token that ends a document, and the file that defines it; None without one.
 
-    `files` are the tokenizer's, by name; the model's are read in `folder`. Raises DataError.
+    `files` are the tokenizer's files by name; the model's files are read from `folder`. Raises
+    DataError.
     """
-    has_map = map_counts(tokenizer_config(files, folder=folder))
+    has_map = map_overrides_config(tokenizer_config(files, folder=folder))
     for name in (MAP_FILE, *_CONFIG_FILES) if has_map else _CONFIG_FILES:
         content = _read(folder / name)
         if content is None:
@@ -205,13 +206,13 @@ def named_end(
 def _end_of_document(
     folder: Path, files: Mapping[str, bytes], backend: Tokenizer
 ) -> tuple[int, str]:
-    """Return `named_end`. Raises DataError where no file names one."""
+    """Return `named_end`. Raises DataError if no file defines it."""
     found = named_end(folder, files, backend)
     if found is not None:
         return found
     raise DataError(
-        f"tokenizer {folder}: none of {', '.join(_CONFIG_FILES)} names an eos_token, which ends "
-        'every document. Add "eos_token" to tokenizer_config.json.'
+        f"tokenizer {folder}: no eos_token, which ends every document, in "
+        f'{", ".join(_CONFIG_FILES)}. Add "eos_token" to tokenizer_config.json.'
     )
 
 
@@ -237,25 +238,26 @@ def _named_end(config: object, backend: Tokenizer, *, where: Path) -> int | None
     return first
 
 
-_RARE = "\U0010fffd\ue000"
-"""Text of characters that no vocabulary has as a whole."""
+_RARE_TEXT = "\U0010fffd\ue000"
+"""Characters that no vocabulary has as a whole."""
 
 
 def _unknown(model: Mapping[str, Any], backend: Tokenizer) -> int | None:
-    """Return the token that stands for unknown text; Unigram names it by its number."""
+    """Return the token for unknown text; Unigram models store its number."""
     token, number = model.get("unk_token"), model.get("unk_id")
     if isinstance(token, str):
         number = backend.token_to_id(token)
     if type(number) is not int:
         return None
-    # With all bytes in the vocabulary nothing is unknown, and the token may have another use.
-    return number if number in backend.encode(_RARE, add_special_tokens=False).ids else None
+    # With all bytes in the vocabulary no text is unknown, and the token may have another use.
+    return number if number in backend.encode(_RARE_TEXT, add_special_tokens=False).ids else None
 
 
 def _model_vocab_size(folder: Path, backend: Tokenizer) -> int | None:
-    """Return vocab_size of the folder's config.json and added tokens, where it has one.
+    """Return the vocab_size of the folder's config.json plus the number of added tokens.
 
-    Some models have added tokens above their own, for images. Raises DataError.
+    Some models have added tokens above vocab_size, for images. None without a config.json. Raises
+    DataError.
     """
     path = folder / CONFIG_FILE
     content = _read(path)
@@ -291,10 +293,10 @@ def _read(path: Path) -> bytes | None:
         raise DataError(f"{path}: {error.strerror or error}. {_FIX}") from None
 
 
-def _no_tokenizer(folder: Path, files: Mapping[str, bytes]) -> str:
+def _describe_missing_tokenizer(folder: Path, files: Mapping[str, bytes]) -> str:
     if not files:
-        return f"tokenizer {folder}: it has no {TOKENIZER_FILE}. Name a folder that has one."
+        return f"tokenizer {folder}: no {TOKENIZER_FILE}. Use a folder with this file."
     return (
-        f"tokenizer {folder}: it has {', '.join(files)} but no {TOKENIZER_FILE}. Make it with: "
+        f"tokenizer {folder}: has {', '.join(files)} but no {TOKENIZER_FILE}. Make it with: "
         f"{write_tokenizer_again(folder)}"
     )

@@ -1,7 +1,8 @@
-"""llama.cpp's pre-tokenizers of byte-level BPE, as tokenizer.json spells them.
+"""llama.cpp's pre-tokenizers of byte-level BPE, in the format of tokenizer.json.
 
-A GGUF file only names its own; the regular expressions are in llama.cpp's code. Source:
-https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp
+A GGUF file has only the name of its pre-tokenizer; the regular expressions are in llama.cpp.
+
+Source: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ TEKKEN = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 IGNORES_MERGES = ("llama-bpe",)
-"""Tokenizers in which a word of the vocabulary is one token, whatever the merges."""
+"""Tokenizers that encode a vocabulary entry as one token, whatever the merges."""
 
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _REGEXES: Mapping[str, str] = {
@@ -32,7 +33,7 @@ _REGEXES: Mapping[str, str] = {
 
 
 def pre_tokenizer(name: object) -> Mapping[str, Any] | None:
-    """Return tokenizer.json's `pre_tokenizer` for llama.cpp's name, or None for an unknown one."""
+    """Return the `pre_tokenizer` of tokenizer.json for llama.cpp's name, or None if unknown."""
     if name == "gpt-2":
         return _BYTES
     if name == "smollm":

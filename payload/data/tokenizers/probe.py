@@ -1,7 +1,7 @@
-"""A text of about 100 kB on which two tokenizers are compared: scripts, code, emoji, controls.
+"""A text of about 100 kB to compare two tokenizers on: scripts, code, emoji, controls.
 
-It is made by code alone and is the same everywhere. It has no special token's name. Its characters
-were in Unicode before 2011, so that packages with other versions of Unicode agree on them.
+It is generated, identical everywhere, and contains no special token. All characters were in Unicode
+before 2011, so packages with different versions of Unicode agree on them.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections.abc import Callable, Sequence
 Encode = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 """Return the tokens of each text."""
 
-# Blocks of code points with the step by which characters are taken from them: every letter of
-# alphabets, some of the large sets.
+# Ranges of code points and the sampling step: every letter of alphabets, a sample of the large
+# sets.
 _BLOCKS = (
     (0x0000, 0x0180, 1),  # ASCII, controls, Latin
     (0x0180, 0x0250, 2),
     (0x0250, 0x0370, 3),  # phonetic, modifiers, combining marks
     (0x0370, 0x0530, 1),  # Greek, Cyrillic
     (0x0531, 0x0700, 2),  # Armenian, Hebrew, Arabic
-    (0x0700, 0x1100, 3),  # Syriac to Georgian: the scripts of India and its neighbours
+    (0x0700, 0x1100, 3),  # Syriac to Georgian, including the scripts of India
     (0x1100, 0x1200, 7),  # Hangul's letters
     (0x1200, 0x1D00, 5),  # Ethiopic, Cherokee, Khmer, Mongolian
     (0x1D00, 0x1F00, 3),
-    (0x1F00, 0x2100, 1),  # Greek with accents, punctuation, digits above the line
+    (0x1F00, 0x2100, 1),  # Greek with accents, punctuation, superscript digits
     (0x2100, 0x2C00, 5),  # letterlike, numbers, arrows, mathematics, boxes, dingbats
     (0x2C00, 0x3000, 5),  # Glagolitic, Coptic, Tifinagh, radicals
     (0x3000, 0x3100, 1),  # Hiragana, Katakana
@@ -46,10 +46,10 @@ _BLOCKS = (
     (0x20000, 0x2A6D7, 499),
     (0xE0020, 0xE0080, 9),
 )
-_AT_ONCE = 24
-"""Characters of a text."""
+_CHARACTERS_PER_TEXT = 24
+"""Characters in one text."""
 
-_WRITTEN = (
+_FIXED_TEXTS = (
     "",
     " ",
     "\n",
@@ -117,17 +117,17 @@ _SYLLABLES = [
 ]
 _JOINTS = (" ", " ", " ", " ", " ", ", ", ". ", "-", "'", "\n", "  ", "/", "_", "; ")
 _WORDS = 6_000
-_WORDS_AT_ONCE = 100
+_WORDS_PER_TEXT = 100
 
 
 @functools.cache
 def probe_texts() -> tuple[str, ...]:
     """Return the texts."""
-    return (*_WRITTEN, _CODE, *_characters(), *_words())
+    return (*_FIXED_TEXTS, _CODE, *_characters(), *_words())
 
 
 def same_tokens(one: Encode, other: Encode) -> bool:
-    """Say whether two tokenizers give the same tokens of every text."""
+    """Return True if two tokenizers produce the same tokens of every text."""
     texts = probe_texts()
     return all(
         list(mine) == list(others) for mine, others in zip(one(texts), other(texts), strict=True)
@@ -135,21 +135,21 @@ def same_tokens(one: Encode, other: Encode) -> bool:
 
 
 def _characters() -> list[str]:
-    """Return texts with characters of each block: side by side, and between letters."""
+    """Return texts with characters of each block, next to each other and between letters."""
     found = []
-    for first, behind, step in _BLOCKS:
-        characters = [chr(code) for code in range(first, behind, step)]
-        for start in range(0, len(characters), _AT_ONCE):
-            some = characters[start : start + _AT_ONCE]
-            found.append("".join(some) + " " + " ".join(f"a{each}" for each in some))
+    for first, end, step in _BLOCKS:
+        characters = [chr(code) for code in range(first, end, step)]
+        for start in range(0, len(characters), _CHARACTERS_PER_TEXT):
+            group = characters[start : start + _CHARACTERS_PER_TEXT]
+            found.append("".join(group) + " " + " ".join(f"a{each}" for each in group))
     return found
 
 
 def _words() -> list[str]:
-    """Return words of random syllables in lower, upper and title case, and numbers."""
+    """Return texts of random syllables in lower, upper and title case, and of numbers."""
     found: list[str] = []
     state = 1
-    for place in range(_WORDS):
+    for index in range(_WORDS):
         # A linear congruential generator with the constants of Numerical Recipes.
         state = (1664525 * state + 1013904223) % 2**32
         value = state >> 8
@@ -158,7 +158,7 @@ def _words() -> list[str]:
         )
         kind = (state >> 27) % 8
         word = (word.upper(), word.title(), str(value % 10**5))[kind] if kind < 3 else word
-        if place % _WORDS_AT_ONCE == 0:
+        if index % _WORDS_PER_TEXT == 0:
             found.append("")
         found[-1] += word + _JOINTS[(state >> 20) % len(_JOINTS)]
     return found

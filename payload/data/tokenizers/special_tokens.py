@@ -1,4 +1,4 @@
-"""The special tokens that a tokenizer's files name, as transformers reads them.
+"""Reads the special tokens that a tokenizer's files define, as transformers does.
 
 Source: `PreTrainedTokenizerBase._from_pretrained` and its `special_tokens_map` in transformers 5.
 """
@@ -17,13 +17,17 @@ from payload.core.validation.json_text import parse_json
 
 CONFIG_FILE = "tokenizer_config.json"
 MAP_FILE = "special_tokens_map.json"
-LISTED = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
-"""Keys with further tokens: a list of them, or an object of named ones."""
-_FIX = "Repair the folder, or name another one."
+EXTRA_TOKEN_KEYS = (
+    "additional_special_tokens",
+    "extra_special_tokens",
+    "model_specific_special_tokens",
+)
+"""Keys with further tokens: a list, or an object of named tokens."""
+_FIX = "Repair the folder, or use another one."
 
 
 def read_tokenizer_config(folder: Path) -> Mapping[str, Any]:
-    """Return `tokenizer_config` of the files in a folder. Raises DataError for a damaged one."""
+    """Return `tokenizer_config` of the files in a folder. Raises DataError for a damaged file."""
     files = {}
     for name in (CONFIG_FILE, MAP_FILE):
         try:
@@ -36,9 +40,9 @@ def read_tokenizer_config(folder: Path) -> Mapping[str, Any]:
 
 
 def tokenizer_config(files: Mapping[str, bytes], *, folder: Path) -> Mapping[str, Any]:
-    """Return tokenizer_config.json with what special_tokens_map.json puts in its place.
+    """Return tokenizer_config.json, updated with special_tokens_map.json if that is in effect.
 
-    `files` are by name, and `folder` names them in messages. Raises DataError for a damaged one.
+    `files` are by name, and `folder` appears in messages. Raises DataError for a damaged file.
     """
     config, tokens = (
         parse_json(
@@ -53,18 +57,18 @@ def tokenizer_config(files: Mapping[str, bytes], *, folder: Path) -> Mapping[str
     for name, value in ((CONFIG_FILE, config), (MAP_FILE, tokens)):
         if not isinstance(value, dict):
             raise DataError(f"{folder / name}: expected an object, got {shown(value)}. {_FIX}")
-    return {**config, **tokens} if map_counts(config) else config
+    return {**config, **tokens} if map_overrides_config(config) else config
 
 
-def map_counts(config: Mapping[str, Any]) -> bool:
-    """Say whether special_tokens_map.json replaces values of tokenizer_config.json."""
+def map_overrides_config(config: Mapping[str, Any]) -> bool:
+    """Return True if special_tokens_map.json overrides tokenizer_config.json."""
     return "added_tokens_decoder" not in config
 
 
 def named_tokens(config: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return the text of each token that a config names; None for one that it has as null."""
+    """Return the text of each token that a config defines; None for a null token."""
     values = {name: value for name, value in config.items() if name.endswith("_token")}
-    for name in LISTED:
+    for name in EXTRA_TOKEN_KEYS:
         more = config.get(name)
         values |= more if isinstance(more, Mapping) else {}
     found: dict[str, str | None] = {}
@@ -76,5 +80,5 @@ def named_tokens(config: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the text of each token that a config names, those that are null left out."""
+    """Return the text of each token that a config defines, without null tokens."""
     return {name: text for name, text in named_tokens(config).items() if text is not None}

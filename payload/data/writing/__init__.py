@@ -1,1 +1,1 @@
-"""From documents to a data folder: the plan, the encoding, the journal and meta.json."""
+"""Writes documents to a data folder: plan, encoding, journal and meta.json."""

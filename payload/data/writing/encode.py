@@ -1,4 +1,4 @@
-"""Text to tokens: gigatoken where it proves equal to the tokenizer's own package, else that."""
+"""Encodes texts with gigatoken if it agrees with the tokenizer's package, otherwise with that."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from payload.core.errors import is_failure
 from payload.core.printable_text import one_line
-from payload.data.sources.documents import MIB, cut_at
+from payload.data.sources.documents import MIB, last_safe_cut
 from payload.data.tokenizers.base import FastTokenizer, NotFastError, TextTokenizer, Tokens
 
 Offsets = npt.NDArray[np.int64]
@@ -41,13 +41,13 @@ NASTY = (
     "a" * 3000,
     "ab1!" * 500,
 )
-"""Texts that tokenizers have been known to differ on; checked before every run."""
+"""Texts that tokenizers have disagreed on; both encoders are compared on them before every run."""
 
-# gigatoken remembers every word it saw: 320 MB of words that never repeat took 2.8 GB. A new
-# tokenizer costs 0.06 s and gives that memory back.
+# gigatoken caches every word: 320 MB of distinct words needed 2.8 GB. A new tokenizer costs 0.06 s
+# and frees that memory.
 _GROWTH_BYTES = 384 * MIB
-_RENEW_AT_MOST_EVERY_BYTES = 32 * MIB
-_RENEW_BLINDLY_EVERY_BYTES = 128 * MIB
+_MIN_RENEWAL_BYTES = 32 * MIB
+_RENEWAL_BYTES_WITHOUT_MEMORY_INFO = 128 * MIB
 
 _FIRST_SAMPLE_BYTES = 128 * 1024
 _SAMPLE_SHARE = 1 / 512
@@ -56,7 +56,7 @@ _SAMPLE_PREFIX_BYTES = 16 * 1024
 
 
 class EncoderMismatchError(Exception):
-    """The fast encoder gave other tokens than the reference; what it wrote is not to be used."""
+    """The fast encoder produced other tokens than the reference; its output must not be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,39 +68,39 @@ class Encoded:
 
 
 class Encoder(Protocol):
-    """Turns UTF-8 texts into tokens, without those before and after a document."""
+    """Encodes UTF-8 texts, without the tokens before and after a document."""
 
     @property
     def name(self) -> str:
         """Package and version, for meta.json."""
 
     def encode(self, texts: Sequence[bytes]) -> Encoded:
-        """The tokens of every text."""
+        """Return the tokens of every text."""
 
     def check_sample(self, texts: Sequence[bytes], encoded: Encoded) -> None:
-        """Compare some of what `encode` gave with the reference, before it is used.
+        """Compare a sample of the tokens from `encode` with the reference, before they are used.
 
-        Raises EncoderMismatchError. One thread may check while another encodes the next texts.
+        Raises EncoderMismatchError. One thread can check while another encodes the next texts.
         """
 
 
 class ReferenceEncoder:
-    """The tokenizer's own package: tiktoken or tokenizers."""
+    """The tokenizer's package: tiktoken or tokenizers."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.name = tokenizer.reference_name
         self._tokenizer = tokenizer
 
     def encode(self, texts: Sequence[bytes]) -> Encoded:
-        """The tokens of every text, on all cores."""
+        """Return the tokens of every text, on all cores."""
         return _join(self._tokenizer.encode_texts(texts))
 
     def check_sample(self, texts: Sequence[bytes], encoded: Encoded) -> None:
-        """Nothing to compare: this is the reference."""
+        """Do nothing: this is the reference."""
 
 
 class GigatokenEncoder:
-    """gigatoken with bounded memory, and the reference for what it may see differently."""
+    """gigatoken with bounded memory, and the reference for texts that it may encode differently."""
 
     def __init__(self, tokenizer: TextTokenizer, fast: FastTokenizer, *, seed: int) -> None:
         self.name = f"gigatoken {version('gigatoken')}"
@@ -109,27 +109,27 @@ class GigatokenEncoder:
         self._tokenizer = fast.make()
         self._random = random.Random(seed)
         self._first_sample_bytes = _FIRST_SAMPLE_BYTES
-        # With two cores, reading and writing fill the second: 0.2 s for 31 MB, against 0.3 s.
+        # With two cores, reading and writing use the second: 0.2 s for 31 MB, against 0.3 s.
         self._is_parallel = (os.cpu_count() or 1) > 2
         self._memory_at_start = resident_bytes()
         self._bytes_since_renewal = 0
 
     def encode(self, texts: Sequence[bytes]) -> Encoded:
-        """The tokens of every text. Raises EncoderMismatchError when gigatoken fails."""
+        """Return the tokens of every text. Raises EncoderMismatchError if gigatoken fails."""
         exact = self._fast.uncertain(texts, self._agree)
         encoded = self._encode_fast([b"" if i in exact else t for i, t in enumerate(texts)])
         return self._splice(texts, encoded, exact) if exact else encoded
 
     def check(self, texts: Sequence[bytes]) -> None:
-        """Compare every text's tokens. Raises EncoderMismatchError."""
+        """Compare the tokens of every text. Raises EncoderMismatchError."""
         fast, exact = self.encode(texts), _join(self._reference.encode_texts(texts))
         if not np.array_equal(fast.offsets, exact.offsets):
-            raise EncoderMismatchError("another number of tokens")
+            raise EncoderMismatchError("different number of tokens")
         if not np.array_equal(fast.tokens, exact.tokens):
-            raise EncoderMismatchError("other tokens")
+            raise EncoderMismatchError("different tokens")
 
     def check_sample(self, texts: Sequence[bytes], encoded: Encoded) -> None:
-        """Compare beginnings of random texts with the reference: 1/512, more at the start."""
+        """Compare random texts (1/512 of the bytes, more of the first batch) with the reference."""
         budget = max(sum(map(len, texts)) * _SAMPLE_SHARE, self._first_sample_bytes)
         self._first_sample_bytes = 0
         for i in self._random.sample(range(len(texts)), min(len(texts), _SAMPLE_TEXTS)):
@@ -137,14 +137,14 @@ class GigatokenEncoder:
                 return
             sample = texts[i]
             if len(sample) > _SAMPLE_PREFIX_BYTES:
-                sample = sample[: cut_at(sample[:_SAMPLE_PREFIX_BYTES]) or 0]
+                sample = sample[: last_safe_cut(sample[:_SAMPLE_PREFIX_BYTES]) or 0]
             budget -= len(sample)
             start, end = encoded.offsets[i], encoded.offsets[i + 1]
             exact = self._reference.encode_one(sample)
             if len(sample) < len(texts[i]):
                 end = start + len(exact)
             if not np.array_equal(encoded.tokens[start:end], exact):
-                raise EncoderMismatchError(f"other tokens for {sample[:40]!r}")
+                raise EncoderMismatchError(f"different tokens for {sample[:40]!r}")
 
     def _agree(self, texts: Sequence[bytes]) -> list[bool]:
         fast = self._encode_fast(texts)
@@ -177,40 +177,42 @@ class GigatokenEncoder:
     def _renew_when_large(self, text_bytes: int) -> None:
         self._bytes_since_renewal += text_bytes
         if self._memory_at_start is None:
-            due = self._bytes_since_renewal >= _RENEW_BLINDLY_EVERY_BYTES
+            due = self._bytes_since_renewal >= _RENEWAL_BYTES_WITHOUT_MEMORY_INFO
         else:
             grown = (resident_bytes() or 0) - self._memory_at_start
-            due = grown >= _GROWTH_BYTES and self._bytes_since_renewal >= _RENEW_AT_MOST_EVERY_BYTES
+            due = grown >= _GROWTH_BYTES and self._bytes_since_renewal >= _MIN_RENEWAL_BYTES
         if due:
             del self._tokenizer
             self._tokenizer = self._fast.make()
             self._bytes_since_renewal = 0
 
 
-def choose_encoder(tokenizer: TextTokenizer, *, seed: int, say: Callable[[str], None]) -> Encoder:
-    """gigatoken when it is installed and right about `NASTY`, else the tokenizer's own package.
+def choose_encoder(tokenizer: TextTokenizer, *, seed: int, log: Callable[[str], None]) -> Encoder:
+    """Return gigatoken if it is installed and correct on `NASTY`, otherwise the reference.
 
-    `say` tells why.
+    `log` receives the reason.
     """
     reference = ReferenceEncoder(tokenizer)
     package = tokenizer.reference_package
     try:
         encoder = GigatokenEncoder(tokenizer, tokenizer.fast(), seed=seed)
-        encoder.check([text.encode() for text in (*NASTY, *tokenizer.nasty())])
+        encoder.check([text.encode() for text in (*NASTY, *tokenizer.tricky_texts())])
     except ImportError as error:
-        say(f"tokenizer: {package}; the faster gigatoken cannot be used: {error}")
+        log(f"tokenizer: {package}; the faster gigatoken cannot be used: {error}")
     except NotFastError as error:
-        say(f"tokenizer: {package}; the faster gigatoken cannot be used for this one: {error}")
+        log(
+            f"tokenizer: {package}; the faster gigatoken cannot be used for this tokenizer: {error}"
+        )
     except (EncoderMismatchError, AttributeError, TypeError, ValueError, OSError) as error:
-        say(f"tokenizer: {package}; gigatoken differs from it in a check: {error}")
+        log(f"tokenizer: {package}; gigatoken failed a comparison with it: {error}")
     else:
-        say(f"tokenizer: {encoder.name}, checked against {package} on samples")
+        log(f"tokenizer: {encoder.name}, checked against {package} on samples")
         return encoder
     return reference
 
 
 def resident_bytes() -> int | None:
-    """This process's memory now, or None where the system does not say (not Linux)."""
+    """Return the memory of this process, or None if the system does not report it (not Linux)."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except OSError:

@@ -1,4 +1,4 @@
-"""meta.json of a data folder: written, and its files' hashes compared with it."""
+"""Writes meta.json of a data folder, and compares the files with its hashes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _READ_BYTES = 8 * 2**20
 
 
 def write_meta(folder: Path, meta: DataMeta) -> None:
-    """Write meta.json whole or not at all; what another task left in the folder goes."""
+    """Write meta.json atomically; delete the files of other tasks first."""
     for name in task_files() - set(meta.files):
         (folder / name).unlink(missing_ok=True)
     values = asdict(meta)
     if not meta.tokenizer_files:
-        # As releases wrote it that knew GPT-2's tokenizer alone.
+        # The format of releases that supported only GPT-2's tokenizer.
         del values["tokenizer_files"]
     if meta.task == "text":
-        # As releases wrote it that knew this task alone.
+        # The format of releases that supported only this task.
         del values["task"]
     for name in ("chat", "classify", "preference"):
         if values[name] is None:
@@ -36,7 +36,7 @@ def write_meta(folder: Path, meta: DataMeta) -> None:
 
 
 def write_tokenizer(folder: Path, files: Mapping[str, bytes]) -> dict[str, DataFile]:
-    """Write the tokenizer's files, remove those of an earlier run, describe them for meta.json."""
+    """Write the tokenizer files, delete those of an earlier run, and return them for meta.json."""
     for name in _earlier_tokenizer(folder) - set(files):
         (folder / name).unlink(missing_ok=True)
     described = {}
@@ -47,13 +47,13 @@ def write_tokenizer(folder: Path, files: Mapping[str, bytes]) -> dict[str, DataF
 
 
 def check_tokenizer_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Raise DataError when writing the tokenizer's files would replace somebody else's."""
+    """Raise DataError if the tokenizer files would overwrite files that prepare did not write."""
     for name in set(files) - _earlier_tokenizer(folder):
         path = folder / name
         if path.exists() and read_bytes(path) != files[name]:
             raise DataError(
-                f"{path}: another tokenizer's file is in the way, and no earlier run wrote it. "
-                "Choose another --out."
+                f"{path}: a different tokenizer file that no earlier run wrote. Choose another "
+                "--out."
             )
 
 
@@ -66,9 +66,9 @@ def _earlier_tokenizer(folder: Path) -> set[str]:
 
 
 def verify_files(folder: Path, meta: DataMeta) -> dict[str, DataFile]:
-    """Compare each file with its hashes in meta.json; return what was found.
+    """Compare each file with its hashes in meta.json, and return the hashes found.
 
-    Raises DataError naming the first that differs, and where.
+    Raises DataError with the first file that differs, and the range.
     """
     found = {name: _describe(folder / name) for name in meta.all_files()}
     for name, expected in meta.all_files().items():
@@ -76,14 +76,14 @@ def verify_files(folder: Path, meta: DataMeta) -> dict[str, DataFile]:
         where = damaged_ranges(found[name].range_sha256, expected.range_sha256)
         if whole != expected.sha256 or where:
             raise DataError(
-                f"{folder / name}: sha256 is {whole}, meta.json says {expected.sha256}{where}. "
-                f"{how_to_make_again(folder, source=meta.source)}"
+                f"{folder / name}: sha256 is {whole}, not {expected.sha256} as in "
+                f"meta.json{where}. {how_to_make_again(folder, source=meta.source)}"
             )
     return {name: found[name] for name in meta.files}
 
 
 def add_range_hashes(folder: Path) -> DataMeta:
-    """Verify the files, then write the hashes of their ranges, which older releases did not keep.
+    """Verify the files, then add to meta.json the hashes of their ranges, which old releases lack.
 
     Raises DataError.
     """

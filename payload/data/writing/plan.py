@@ -1,4 +1,4 @@
-"""The plan of a run, made before it starts: settings, limits, estimates, the folder."""
+"""The plan of a prepare run, made before it starts: settings, limits, estimates, the folder."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SHARD_BYTES = 64 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareSettings:
-    """Everything about a run that is not the source."""
+    """All settings of a prepare run except the source."""
 
     out: Path
     tokenizer: TextTokenizer
@@ -58,28 +58,28 @@ class PrepareSettings:
     """Share of the documents for validation; None: `default_val_fraction` of their number."""
     seed: int
     max_documents: int | None = None
-    """Only this many of the source's documents, from its start."""
+    """Limit of documents, from the start of the source."""
     force: bool = False
-    """Replace what the folder holds."""
+    """Replace the output of an earlier run in the folder."""
     wait: bool = False
-    """Let another run that writes to the folder finish first, instead of refusing."""
+    """Wait for another run that writes to the folder, instead of failing."""
     shard_bytes: int = SHARD_BYTES
-    """Output after which progress is saved."""
+    """Bytes of output after which progress is saved."""
     allow_odd_tokenizer: bool = False
-    """Continue where the tokenizer's tokens do not seem to stand for the text."""
+    """Continue although the tokens do not seem to represent the text."""
     shaping: tuple[str, ...] = ()
-    """Whatever else the output depends on, for the fingerprint."""
+    """Further values that the output depends on, for the fingerprint."""
 
     def dtype(self) -> TokenDtype:
-        """The type of a token in the files."""
+        """Return the type of a token in the files."""
         return token_dtype(self.tokenizer.vocab_size)
 
     def token_bytes(self) -> int:
-        """Size of a token in the files."""
+        """Return the size of a token in the files."""
         return int(np.dtype(self.dtype()).itemsize)
 
     def split(self, survey: Survey) -> Split:
-        """Which of the source's documents are for validation. Raises DataError."""
+        """Return which documents of the source are for validation. Raises DataError."""
         fraction = self.val_fraction
         if fraction is None:
             fraction = default_val_fraction(survey.documents)
@@ -99,14 +99,14 @@ class Estimate:
 
 
 def estimate(source: Source, settings: PrepareSettings) -> Estimate:
-    """Look at the source and encode its first batch; nothing is written. Raises DataError."""
+    """Survey the source and encode its first batch, without writing. Raises DataError."""
     source.identity()
     survey = limited(source.survey(), settings.max_documents)
     settings.split(survey)
     batches = limit(source.batches({}), settings.max_documents)
     first = next(batches, Batch())
     tokenizer = settings.tokenizer
-    encoder = choose_encoder(tokenizer, seed=settings.seed, say=lambda note: None)
+    encoder = choose_encoder(tokenizer, seed=settings.seed, log=lambda note: None)
     tokens = expected_tokens(survey, first, encoder.encode(first.pieces), tokenizer)
     return Estimate(
         documents=survey.documents,
@@ -119,7 +119,7 @@ def estimate(source: Source, settings: PrepareSettings) -> Estimate:
 
 
 def limit(batches: Iterator[Batch], max_documents: int | None) -> Iterator[Batch]:
-    """The batches without documents numbered `max_documents` or higher."""
+    """Yield the batches without documents numbered `max_documents` or higher."""
     for batch in batches:
         if max_documents is None or not batch.numbers or batch.numbers[-1] < max_documents:
             yield batch
@@ -134,7 +134,7 @@ def limit(batches: Iterator[Batch], max_documents: int | None) -> Iterator[Batch
 
 
 def limited(survey: Survey, max_documents: int | None) -> Survey:
-    """Return a source's survey, cut off at `max_documents`."""
+    """Return the survey of a source limited to `max_documents`."""
     if max_documents is None or (survey.documents or max_documents) <= max_documents:
         if survey.documents is not None or max_documents is None:
             return survey
@@ -148,9 +148,9 @@ def limited(survey: Survey, max_documents: int | None) -> Survey:
 def expected_tokens(
     survey: Survey, batch: Batch, encoded: Encoded, tokenizer: TextTokenizer
 ) -> int | None:
-    """Return the whole source's tokens at the first batch's rate; None for an unknown size."""
-    around = len(tokenizer.begin) + len(tokenizer.end)
-    in_batch = len(encoded.tokens) + sum(batch.ends) * around
+    """Return the source's tokens at the rate of its first batch; None if the size is unknown."""
+    num_around = len(tokenizer.begin) + len(tokenizer.end)
+    in_batch = len(encoded.tokens) + sum(batch.ends) * num_around
     if survey.text_bytes is not None and batch.text_bytes:
         return int(survey.text_bytes * in_batch / batch.text_bytes)
     if survey.documents is not None and any(batch.ends):
@@ -159,7 +159,7 @@ def expected_tokens(
 
 
 def fingerprint_of(identity: Sequence[Any], settings: PrepareSettings) -> str:
-    """sha256 over everything that shapes the output, from the source's identity."""
+    """Return the SHA-256 over the source's identity and all settings that change the output."""
     shaping: list[Any] = [
         identity,
         settings.val_fraction,
@@ -173,26 +173,28 @@ def fingerprint_of(identity: Sequence[Any], settings: PrepareSettings) -> str:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[None]:
-    """Make `out` with its parents; when it was not there and nothing came of it, it goes again.
+    """Make `out` and its parents; a new folder that stays empty is removed again.
 
     Raises DataError.
     """
-    was_there = out.exists()
+    existed = out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise DataError(f"--out {out}: a file is in the way. Choose another folder.") from None
+        raise DataError(
+            f"--out {out}: the path or a parent folder is a file. Choose another folder."
+        ) from None
     except OSError as error:
         raise DataError(f"--out {out}: {error.strerror}. Choose another folder.") from None
     try:
         yield
     finally:
-        if not was_there and not any(out.iterdir()):
+        if not existed and not any(out.iterdir()):
             out.rmdir()
 
 
 def check_folder(settings: PrepareSettings, identity: Sequence[Any]) -> DataMeta | None:
-    """The folder's meta when it already is what is wanted. Raises DataError when it is not free."""
+    """Return the meta of a folder that holds the output; None for a new one. Raises DataError."""
     out = settings.out
     check_tokenizer_files(out, settings.tokenizer.files)
     if settings.force:
@@ -204,7 +206,7 @@ def check_folder(settings: PrepareSettings, identity: Sequence[Any]) -> DataMeta
     if unfinished is not None:
         raise DataError(
             f"{out}: holds an unfinished run with another source or other settings. Choose another "
-            "--out, repeat that command without --force to finish it, or replace it with --force."
+            "--out, finish it with its own command without --force, or replace it with --force."
         )
     if (out / META_NAME).exists():
         meta = load_meta(out)
@@ -227,9 +229,9 @@ def check_folder(settings: PrepareSettings, identity: Sequence[Any]) -> DataMeta
 
 
 def _require_same_special_tokens(meta: DataMeta, settings: PrepareSettings) -> None:
-    """Raise DataError where the folder's tokenizer names other special tokens than the present one.
+    """Raise DataError if the folder's special tokens differ from the tokenizer's.
 
-    A chat template writes them into the text, and padding is one of them.
+    A chat template writes them into the text, and padding uses one of them.
     """
     if not meta.tokenizer_files:
         return
@@ -238,8 +240,8 @@ def _require_same_special_tokens(meta: DataMeta, settings: PrepareSettings) -> N
     name = next((each for each in {**was, **now} if was.get(each) != now.get(each)), None)
     if name is not None:
         raise DataError(
-            f"{settings.out}: holds data made with {name} = {shown(was.get(name))}, and the "
-            f"tokenizer {settings.tokenizer.name} has {shown(now.get(name))} now. Choose another "
+            f"{settings.out}: holds data made with {name} = {shown(was.get(name))}, but the "
+            f"tokenizer {settings.tokenizer.name} now has {shown(now.get(name))}. Choose another "
             "--out, or replace it with --force."
         )
 
@@ -247,12 +249,12 @@ def _require_same_special_tokens(meta: DataMeta, settings: PrepareSettings) -> N
 def _fingerprints_of_same(
     meta: DataMeta, settings: PrepareSettings, identity: Sequence[Any]
 ) -> set[str]:
-    """Return the fingerprints of `settings` in all spellings of the validation share."""
-    asked, used = settings.val_fraction, meta.split.val_fraction
-    shares = {asked}
-    if asked == used:
+    """Return the fingerprints of `settings` for all equivalent validation shares."""
+    requested, used = settings.val_fraction, meta.split.val_fraction
+    shares = {requested}
+    if requested == used:
         shares.add(None)
-    if asked is None and used == NANOGPT_VAL_FRACTION:
-        # The default for every source before `default_val_fraction`.
+    if requested is None and used == NANOGPT_VAL_FRACTION:
+        # This was the default for every source before `default_val_fraction`.
         shares.add(used)
     return {fingerprint_of(identity, replace(settings, val_fraction=share)) for share in shares}

@@ -1,4 +1,4 @@
-"""The work of `python -m payload.data prepare`: a source in, a data folder out."""
+"""Runs `python -m payload.data prepare` for the task `text`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ from payload.data.writing.plan import (
     new_folder,
 )
 from payload.data.writing.progress import Reporter, format_bytes
-from payload.data.writing.resumable_token_files import Store, locked, remove_unfinished, writing_to
+from payload.data.writing.resumable_token_files import (
+    ResumableTokenFiles,
+    locked,
+    remove_unfinished,
+    writing_to,
+)
 from payload.data.writing.tokenizer_check import TokenizerCheck
 from payload.data.writing.write import write_batch
 from payload.formats.data_folder import DataMeta
@@ -36,46 +41,47 @@ _FEW_VAL_DOCUMENTS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """The outcome of a run."""
+class PrepareResult:
+    """The result of a run."""
 
     meta: DataMeta
     was_ready: bool
-    """The folder already held it; nothing was done."""
+    """True if the folder already held the output."""
     worked_s: float = 0.0
-    """Tokenizing, writing and hashing, and reading where counting has not read all already;
-    without start-up and counting."""
+    """Time of tokenizing, writing and hashing, and of reading unless counting has read all."""
 
 
-def prepare(source: Source, settings: PrepareSettings, reporter: Reporter) -> Outcome:
-    """Make the data folder, or go on making it. Raises DataError."""
-    reporter.say(f"source: {source.label}")
+def prepare(source: Source, settings: PrepareSettings, reporter: Reporter) -> PrepareResult:
+    """Make the data folder, or resume making it. Raises DataError."""
+    reporter.log(f"source: {source.label}")
     if settings.tokenizer.end_note is not None:
-        reporter.say(f"tokenizer: {settings.tokenizer.name}; {settings.tokenizer.end_note}")
+        reporter.log(f"tokenizer: {settings.tokenizer.name}; {settings.tokenizer.end_note}")
     try:
         identity = source.identity()
         with new_folder(settings.out), locked(settings.out, wait=settings.wait):
             ready = check_folder(settings, identity)
             if ready is None:
                 fingerprint = fingerprint_of(identity, settings)
-                meta = _Run(source, settings, reporter, fingerprint).to_the_end()
-                say_few(meta, reporter)
-                return Outcome(meta=meta, was_ready=False, worked_s=reporter.worked_s)
+                meta = _Run(source, settings, reporter, fingerprint).run()
+                warn_if_few(meta, reporter)
+                return PrepareResult(meta=meta, was_ready=False, worked_s=reporter.worked_s)
     except OSError as error:
         place = error.filename or source.label
         raise DataError(f"{place}: {error.strerror or error}.") from None
-    reporter.say(f"{settings.out} already holds this data; nothing to do (--force makes it again)")
-    say_few(ready, reporter)
-    return Outcome(meta=ready, was_ready=True)
+    reporter.log(
+        f"{settings.out} already holds this data; nothing to do (--force prepares it again)"
+    )
+    warn_if_few(ready, reporter)
+    return PrepareResult(meta=ready, was_ready=True)
 
 
-def say_few(meta: DataMeta, reporter: Reporter) -> None:
-    """Warn about a validation set whose loss says little."""
+def warn_if_few(meta: DataMeta, reporter: Reporter) -> None:
+    """Warn about a validation set that is too small."""
     few, total = meta.val_documents, meta.train_documents + meta.val_documents
     if few < _FEW_VAL_DOCUMENTS:
-        reporter.say(
-            f"note: {few} of {total:,} documents are for validation; a loss over so few says "
-            "little. A higher --val-fraction with --force takes more."
+        reporter.log(
+            f"note: {few} of {total:,} documents are for validation, too few for a reliable loss. "
+            "Use a higher --val-fraction with --force."
         )
 
 
@@ -92,27 +98,29 @@ class _Run:
         self._encoder, survey = self._load_and_survey()
         self._survey = limited(survey, settings.max_documents)
         self._check = self._new_check()
-        self._store = Store(settings.out, fingerprint=fingerprint, encoder=self._encoder.name)
+        self._store = ResumableTokenFiles(
+            settings.out, fingerprint=fingerprint, encoder=self._encoder.name
+        )
 
     def _load_and_survey(self) -> tuple[Encoder, Survey]:
-        """At the same time: one waits for files, the other is busy with 50,000 tokens."""
+        """Load the encoder and survey the source at the same time: CPU work and file access."""
         settings = self._settings
         notes: list[str] = []
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load") as pool:
             loading = pool.submit(
-                choose_encoder, settings.tokenizer, seed=settings.seed, say=notes.append
+                choose_encoder, settings.tokenizer, seed=settings.seed, log=notes.append
             )
             survey = self._source.survey()
             encoder = loading.result()
         for note in notes:
-            self._reporter.say(note)
+            self._reporter.log(note)
         return encoder, survey
 
-    def to_the_end(self) -> DataMeta:
-        """Tokenize what is left, rename, write meta.json."""
+    def run(self) -> DataMeta:
+        """Tokenize the remaining documents, rename the files, write meta.json."""
         survey = self._survey
         split = self._settings.split(survey)
-        self._say_survey(survey, split)
+        self._log_survey(survey, split)
         try:
             self._open_store()
             if not self._store.is_complete:
@@ -129,18 +137,18 @@ class _Run:
         remove_unfinished(self._settings.out)
         return meta
 
-    def _say_survey(self, survey: Survey, split: Split) -> None:
+    def _log_survey(self, survey: Survey, split: Split) -> None:
         size = "" if survey.text_bytes is None else f", {format_bytes(survey.text_bytes)}"
         count = "not counted" if survey.documents is None else f"{survey.documents:,}"
         if survey.note is not None:
-            self._reporter.say(f"note: {survey.note}")
+            self._reporter.log(f"note: {survey.note}")
         chosen = split.record
         how = (
-            "as datasets' train_test_split chooses them"
+            "as chosen by datasets' train_test_split"
             if chosen.method == "permutation"
             else "by a hash of each document's number"
         )
-        self._reporter.say(
+        self._reporter.log(
             f"documents: {count}{size}; {chosen.val_fraction:g} of them for validation, {how} "
             f"(seed {chosen.seed})"
         )
@@ -150,9 +158,9 @@ class _Run:
             self._store.start()
             return
         done = self._store.totals
-        self._reporter.say(
-            f"going on after {done.documents:,} documents and {done.tokens:,} tokens "
-            "of an earlier run"
+        self._reporter.log(
+            f"resuming after {done.documents:,} documents and {done.tokens:,} tokens of an "
+            "earlier run"
         )
         if self._store.encoder.startswith(self._settings.tokenizer.reference_package):
             self._encoder = ReferenceEncoder(self._settings.tokenizer)
@@ -162,9 +170,9 @@ class _Run:
             self._tokenize_with_encoder(survey, split)
         except EncoderMismatchError as error:
             package = self._settings.tokenizer.reference_package
-            self._reporter.say(
-                f"tokenizer: gigatoken differs from {package} ({error}); "
-                f"starting again with {package} alone"
+            self._reporter.log(
+                f"tokenizer: gigatoken differs from {package} ({error}); restarting with "
+                f"{package} alone"
             )
             self._encoder = ReferenceEncoder(self._settings.tokenizer)
             self._store.encoder = self._encoder.name
@@ -173,7 +181,7 @@ class _Run:
             self._tokenize_with_encoder(survey, split)
 
     def _tokenize_with_encoder(self, survey: Survey, split: Split) -> None:
-        """Read, encode, and check and write three neighbouring batches at the same time."""
+        """Read, encode and write three consecutive batches at the same time."""
         batches = limit(self._source.batches(self._store.cursor), self._settings.max_documents)
         is_first = True
         self._reporter.start(survey, self._store.totals)
@@ -206,18 +214,18 @@ class _Run:
         tokens = expected_tokens(survey, batch, encoded, self._settings.tokenizer)
         free = free_bytes(self._settings.out)
         if tokens is None:
-            self._reporter.say(
-                f"disk: {format_bytes(free)} free; the output's size is not known beforehand"
+            self._reporter.log(
+                f"disk: {format_bytes(free)} free; the size of the output is unknown"
             )
             return
         need = max(0, tokens - self._store.totals.tokens) * self._settings.token_bytes()
         if need > free:
             raise DataError(
-                f"{self._settings.out}: about {format_bytes(need)} are needed for {tokens:,} "
-                f"tokens, {format_bytes(free)} are free. Free some, choose another --out, or take "
-                "fewer documents with --max-documents."
+                f"{self._settings.out}: {tokens:,} tokens need about {format_bytes(need)}, but "
+                f"{format_bytes(free)} are free. Free disk space, choose another --out, or limit "
+                "the documents with --max-documents."
             )
-        self._reporter.say(f"disk: about {format_bytes(need)} needed, {format_bytes(free)} free")
+        self._reporter.log(f"disk: about {format_bytes(need)} needed, {format_bytes(free)} free")
 
     def _check_result(self, survey: Survey) -> None:
         totals = self._store.totals
@@ -230,30 +238,30 @@ class _Run:
         elif totals.tokens == totals.documents * self._tokens_around():
             problem = f"all {totals.documents:,} documents of {self._source.label} are empty."
         elif not totals.val_documents or not totals.train_documents:
-            lacking = "train on" if totals.val_documents else "validate on"
+            purpose = "train on" if totals.val_documents else "validate on"
             problem = (
-                f"of {totals.documents:,} documents none is left to {lacking}; "
-                f"{'lower' if totals.val_documents else 'raise'} --val-fraction."
+                f"no document of {totals.documents:,} is left to {purpose}. "
+                f"{'Lower' if totals.val_documents else 'Raise'} --val-fraction."
             )
         if problem:
             self._store.discard()
             raise DataError(problem)
         self._check_tokens()
-        seen = totals.documents + totals.skipped_documents
-        if survey.documents is not None and seen != survey.documents:
-            self._reporter.say(
-                f"note: {seen:,} documents were there, {survey.documents:,} were expected"
+        num_read = totals.documents + totals.skipped_documents
+        if survey.documents is not None and num_read != survey.documents:
+            self._reporter.log(
+                f"note: {num_read:,} documents were read, {survey.documents:,} were expected"
             )
 
     def _check_tokens(self) -> None:
-        """Check this process's rates, and those of the whole corpus."""
+        """Check the token rates of this process, and of the whole corpus."""
         totals = self._store.totals
-        around = totals.documents * self._tokens_around()
+        num_around = totals.documents * self._tokens_around()
         try:
             self._check.finish()
-            self._check.check_rate(text_bytes=totals.text_bytes, tokens=totals.tokens - around)
+            self._check.check_rate(text_bytes=totals.text_bytes, tokens=totals.tokens - num_around)
         except DataError:
-            # All is tokenized: the next run would only find that it is complete.
+            # Everything is tokenized: the next run would accept it as complete.
             self._store.discard()
             raise
 
@@ -261,7 +269,7 @@ class _Run:
         return TokenizerCheck(
             self._settings.tokenizer,
             allow_odd=self._settings.allow_odd_tokenizer,
-            say=self._reporter.say,
+            log=self._reporter.log,
         )
 
     def _tokens_around(self) -> int:

@@ -1,4 +1,4 @@
-"""Progress of the preparation: a bar on a terminal, else a line now and then."""
+"""Shows the progress of a prepare run: a bar on a terminal, otherwise lines at intervals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINE_EVERY_S = 10.0
 
 
 class Reporter:
-    """Talks on stderr."""
+    """Prints messages and progress on stderr."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet
@@ -28,10 +28,10 @@ class Reporter:
         self._bytes_before = 0
         self._share_before = 0.0
         self.worked_s = 0.0
-        """From `start` to `stop`."""
+        """Seconds from `start` to `stop`."""
 
-    def say(self, line: str) -> None:
-        """One line, above the bar if there is one."""
+    def log(self, line: str) -> None:
+        """Print one line, above the progress bar if it is shown."""
         if self._quiet:
             return
         if self._progress is not None:
@@ -41,7 +41,7 @@ class Reporter:
             sys.stderr.flush()
 
     def start(self, survey: Survey, before: Totals) -> None:
-        """The work begins; `before` is what an earlier run has done."""
+        """Start the progress display; `before` has the totals of an earlier run."""
         self._survey = survey
         self._bytes_before, self._share_before = before.text_bytes, self._share(before) or 0.0
         self._started_s = self._last_line_s = time.monotonic()
@@ -50,7 +50,7 @@ class Reporter:
             self._progress.start()
 
     def update(self, totals: Totals) -> None:
-        """Show how far it is."""
+        """Show the current progress."""
         if self._progress is not None and self._task is not None:
             share = self._share(totals)
             self._progress.update(
@@ -63,17 +63,17 @@ class Reporter:
             self._last_line_s = time.monotonic()
             share = self._share(totals)
             percent = "" if share is None else f"{share:.1%}, "
-            self.say(f"preparing: {percent}{self._status(totals)}")
+            self.log(f"preparing: {percent}{self._status(totals)}")
 
     def stop(self) -> None:
-        """The work is over, well or badly."""
+        """Stop the progress display."""
         self.worked_s = time.monotonic() - self._started_s
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
     def _share(self, totals: Totals) -> float | None:
-        """How much of the source is done, 0 to 1; None when its size is not known."""
+        """Return the share of the source that is done, 0 to 1; None if its size is unknown."""
         survey = self._survey
         if survey.text_bytes and (survey.bytes_are_exact or survey.documents is None):
             return min(1.0, totals.text_bytes / survey.text_bytes)
@@ -97,7 +97,7 @@ class Reporter:
 
 
 def format_bytes(count: float) -> str:
-    """As in `1.5 GiB`."""
+    """Return a size as text, as in `1.5 GiB`."""
     if count < MIB:
         return f"{count / 1024:.1f} KiB"
     if count < 1024 * MIB:

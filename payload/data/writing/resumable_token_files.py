@@ -1,9 +1,9 @@
-"""train.bin and val.bin while they grow, and the journal from which a killed run resumes.
+"""Token files while they grow, and the journal from which a killed run resumes.
 
-The output so far is in *.partial files. After every shard they are flushed to disk and then the
-journal gets a line: how long they are, what is in them, and where the source goes on. A run that
-finds a journal cuts the files back to its last whole line and continues, so the result is the same
-as that of an unbroken run. At the end the files are renamed and meta.json is written last.
+The output is written to *.partial files. After every shard they are flushed to disk, and then the
+journal gets a line with their lengths, their contents, and the cursor of the source. A resumed run
+truncates the files to the last whole line of the journal and continues, so the result is the same
+as without interruption. Finally the files are renamed, and meta.json is written last.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LOCK_NAME = ".prepare.lock"
 
 @dataclass(slots=True, kw_only=True)
 class Totals:
-    """The output's contents so far."""
+    """Contents of the output so far."""
 
     train_tokens: int = 0
     val_tokens: int = 0
@@ -52,18 +52,18 @@ class Totals:
 
     @property
     def tokens(self) -> int:
-        """In both files."""
+        """Tokens in both files."""
         return self.train_tokens + self.val_tokens
 
     @property
     def documents(self) -> int:
-        """In both files."""
+        """Documents in both files."""
         return self.train_documents + self.val_documents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shard:
-    """One line of the journal: what the output held when a shard was finished."""
+    """One line of the journal: the contents of the output after a shard."""
 
     cursor: dict[str, Any]
     totals: Totals
@@ -73,7 +73,7 @@ class _Shard:
     """True if the next text continues a document."""
 
 
-class Store:
+class ResumableTokenFiles:
     """The growing output of one run in `folder`."""
 
     def __init__(self, folder: Path, *, fingerprint: str, encoder: str) -> None:
@@ -82,18 +82,18 @@ class Store:
         self.cursor: Cursor = {}
         self.is_complete = False
         self.in_document = False
-        """Return True if the next text continues a document."""
+        """True if the next text continues a document."""
         self.has_shards = False
-        """Return True if a later run can go on from what is on the disk."""
+        """True if a later run can resume from the disk."""
         self.encoder = encoder
-        """Return the encoder; a resumed run keeps to `tiktoken` once it had to fall back."""
+        """Encoder of the run; a resumed run keeps `tiktoken` after a fallback."""
         self._fingerprint = fingerprint
         self._files: dict[str, _GrowingFile] = {}
         self._journal: BinaryIO | None = None
         self._uncommitted_bytes = 0
 
     def start(self) -> None:
-        """Begin with nothing; what an earlier unfinished run left is removed."""
+        """Start from scratch, and remove the output of an earlier unfinished run."""
         self.close()
         self.totals, self.cursor = Totals(), {}
         self.is_complete = self.has_shards = self.in_document = False
@@ -104,7 +104,7 @@ class Store:
                 self._files[name] = _GrowingFile(self.folder, name, keep_bytes=0)
 
     def resume(self) -> bool:
-        """Go on from the last finished shard; False when there is none. Raises DataError."""
+        """Resume from the last finished shard; return False without one. Raises DataError."""
         lines = _read_journal(self.folder / JOURNAL_NAME)
         last = _shard(lines[-1]) if len(lines) > 1 else None
         if last is None or lines[0].get("fingerprint") != self._fingerprint:
@@ -118,25 +118,25 @@ class Store:
                 file = self._files[name] = _GrowingFile(self.folder, name, keep_bytes=entry.bytes)
                 if file.describe(with_ranges=False) != entry:
                     raise DataError(
-                        f"{_partial_path(self.folder, name)}: its content is not what the journal "
-                        "beside it has the hash of. Start again with --force."
+                        f"{_partial_path(self.folder, name)}: its SHA-256 differs from the one in "
+                        "the journal. Start again with --force."
                     )
         self._journal = _cut_journal(self.folder / JOURNAL_NAME, lines)
         return True
 
     def append(self, tokens: npt.NDArray[np.generic], *, is_val: bool) -> None:
-        """Write tokens behind the others of the same file."""
+        """Append tokens to one of the files."""
         with writing_to(self.folder):
             self._files[VAL_NAME if is_val else TRAIN_NAME].append(tokens)
         self._uncommitted_bytes += tokens.nbytes
 
     def commit_if_due(self, cursor: Cursor, *, shard_bytes: int) -> None:
-        """Finish a shard when there is enough for one."""
+        """Finish a shard if there is enough output."""
         if self._uncommitted_bytes >= shard_bytes:
             self.commit(cursor)
 
     def commit(self, cursor: Cursor, *, is_complete: bool = False) -> None:
-        """Put everything so far on the disk and say so in the journal."""
+        """Flush the output to disk, then record it in the journal."""
         with writing_to(self.folder):
             for file in self._files.values():
                 file.sync()
@@ -144,7 +144,7 @@ class Store:
                 {
                     "cursor": cursor,
                     "totals": asdict(self.totals),
-                    # The hashes of ranges follow from the files; all are needed at the end alone.
+                    # Hashes of ranges are needed only in the last line, and follow from the files.
                     "files": {
                         name: asdict(file.describe(with_ranges=is_complete))
                         for name, file in self._files.items()
@@ -157,9 +157,9 @@ class Store:
         self.is_complete, self.has_shards = is_complete, True
 
     def publish(self) -> dict[str, DataFile]:
-        """Rename the files into place, after `commit(is_complete=True)`.
+        """Rename the files to their final names, after `commit(is_complete=True)`.
 
-        A run killed in the middle of this does it again: what is renamed already stays.
+        A run killed in the middle repeats this; files already renamed stay.
         """
         last = _shard(_read_journal(self.folder / JOURNAL_NAME)[-1])
         assert last is not None, "commit() wrote it"
@@ -179,7 +179,7 @@ class Store:
         self.has_shards = False
 
     def close(self) -> None:
-        """Close all files; nothing is removed."""
+        """Close all files without removing them."""
         for file in self._files.values():
             file.close()
         self._files = {}
@@ -200,7 +200,7 @@ class _GrowingFile:
     def __init__(self, folder: Path, name: str, *, keep_bytes: int) -> None:
         path = _partial_path(folder, name)
         if keep_bytes and not path.exists():
-            raise DataError(f"{path}: gone, though the journal lists it. Start again with --force.")
+            raise DataError(f"{path}: missing, but the journal lists it. Start again with --force.")
         self._hash, self._ranges = hashlib.sha256(), RangeHasher()
         self.size = keep_bytes
         self._file = _open(path, "r+b" if keep_bytes else "wb")
@@ -212,9 +212,7 @@ class _GrowingFile:
         while chunk := self._file.read(8 * MIB):
             self._update(chunk)
         if self._file.tell() != keep_bytes or path.stat().st_size != keep_bytes:
-            raise DataError(
-                f"{path}: shorter than the journal beside it says. Start again with --force."
-            )
+            raise DataError(f"{path}: shorter than the journal records. Start again with --force.")
 
     def append(self, tokens: npt.NDArray[np.generic]) -> None:
         content = np.ascontiguousarray(tokens).view(np.uint8).data
@@ -235,31 +233,32 @@ class _GrowingFile:
         return DataFile(bytes=self.size, sha256=self._hash.hexdigest(), range_sha256=ranges)
 
     def close(self) -> None:
-        # After a failed write, closing fails as well; commit() has flushed what counts.
+        # After a failed write, closing fails as well; commit() has flushed what the journal
+        # records.
         with suppress(OSError):
             self._file.close()
 
 
 @contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Turn a failed write, as to a full disk, into a DataError that says how to go on."""
+    """Convert a failed write, for example to a full disk, to a DataError with a fix."""
     try:
         yield
     except OSError as error:
         free_mib = shutil.disk_usage(folder).free / MIB
         raise DataError(
-            f"{folder}: {error.strerror or error} while writing, {free_mib:,.1f} MiB free. "
-            "Fix that and run the same command again, without --force: it goes on from the last "
+            f"{folder}: {error.strerror or error} while writing, {free_mib:,.1f} MiB free. Fix "
+            "the cause and run the same command again, without --force. It resumes from the last "
             "finished shard."
         ) from None
 
 
 @contextmanager
 def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
-    """Keep a second `prepare` out of `folder`.
+    """Hold the lock of `folder` against a second `prepare`.
 
-    When one is there already: waits for its end with `wait`, else raises DataError. So it does for
-    anything but a regular file in the place of one that `prepare` opens there.
+    If another prepare holds it: waits with `wait`, otherwise raises DataError. Also raises
+    DataError if a file that `prepare` would open is not a regular file.
     """
     path = folder / LOCK_NAME
     partials = (_partial_path(folder, name) for name in (TRAIN_NAME, VAL_NAME))
@@ -274,10 +273,10 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
             raise DataError(
-                f"{folder}: another prepare is writing to it. Wait for it (--wait), or choose "
+                f"{folder}: another prepare is writing to it. Wait with --wait, or choose "
                 "another --out."
             ) from None
-        # The one before us may have removed the file between our open and our lock.
+        # The previous holder may have removed the file between our open and our lock.
         if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
             break
         file.close()
@@ -289,7 +288,7 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
 
 
 def unfinished_fingerprint(folder: Path) -> str | None:
-    """Return the fingerprint of the unfinished run in `folder`; None if it finished no shard."""
+    """Return the fingerprint of the unfinished run in `folder`; None before its first shard."""
     lines = _read_journal(folder / JOURNAL_NAME)
     return lines[0].get("fingerprint") if len(lines) > 1 else None
 
@@ -302,12 +301,12 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def _require_own(path: Path) -> None:
-    """Raise DataError for anything but a regular file: through a link another would be written."""
+    """Raise DataError unless a file is regular: writing through a link would change its target."""
     with suppress(FileNotFoundError):
         if not stat.S_ISREG(path.lstat().st_mode):
             raise DataError(
-                f"{path}: a link, or no regular file, where prepare writes a file of its own. "
-                "Remove it, or choose another --out."
+                f"{path}: a link or not a regular file, so prepare does not write to it. Remove "
+                "it, or choose another --out."
             )
 
 
@@ -320,7 +319,7 @@ def _partial_path(folder: Path, name: str) -> Path:
 
 
 def _read_journal(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a journal, up to one that a kill cut short or that is damaged."""
+    """Return the whole lines of a journal, up to a truncated or damaged one."""
     try:
         content = read_bytes(path)
     except FileNotFoundError:
@@ -339,7 +338,7 @@ def _read_journal(path: Path) -> list[dict[str, Any]]:
 
 
 def _shard(line: dict[str, Any]) -> _Shard | None:
-    """Return a line of the journal after its first, or None when it is damaged."""
+    """Return a shard line of the journal, or None if it is damaged."""
     try:
         shard = build(_Shard, line, where=JOURNAL_NAME, error=DataError)
     except DataError:
@@ -348,7 +347,7 @@ def _shard(line: dict[str, Any]) -> _Shard | None:
 
 
 def _cut_journal(path: Path, lines: list[dict[str, Any]]) -> BinaryIO:
-    """Open for appending behind `lines`."""
+    """Open the journal for appending after `lines`."""
     whole = b"".join(path.read_bytes().splitlines(keepends=True)[: len(lines)])
     file = _open(path, "r+b")
     file.truncate(len(whole))

@@ -1,4 +1,4 @@
-"""Encoded batches into the store: ends of documents, the split, the counts."""
+"""Writes encoded batches to the store: special tokens, split and counts."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from payload.data.sources.documents import Batch
 from payload.data.sources.split import Split
 from payload.data.tokenizers.base import TextTokenizer
 from payload.data.writing.encode import Encoded
-from payload.data.writing.resumable_token_files import Store
+from payload.data.writing.resumable_token_files import ResumableTokenFiles
 from payload.formats.data_folder import token_dtype
 
 EXAMPLES_KEPT = 20
-"""Complaints about bad documents that meta.json carries."""
+"""Number of messages about bad documents that meta.json keeps."""
 
 
 def write_batch(
-    store: Store, batch: Batch, encoded: Encoded, split: Split, tokenizer: TextTokenizer
+    store: ResumableTokenFiles,
+    batch: Batch,
+    encoded: Encoded,
+    split: Split,
+    tokenizer: TextTokenizer,
 ) -> None:
-    """Append one batch's tokens to the right files and count them."""
+    """Append the tokens of one batch to their files, and count them."""
     ends = np.array(batch.ends, dtype=np.bool_)
     is_val = split.val_mask(np.array(batch.numbers, dtype=np.int64))
     begins = np.ones(len(ends), dtype=np.bool_)
@@ -54,20 +58,20 @@ def with_tokens_around(
     begins: npt.NDArray[np.bool_],
     ends: npt.NDArray[np.bool_],
 ) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.int64]]:
-    """The tokens in the output's type, with the tokenizer's own before and after each document.
+    """Return the tokens in the output's type, with special tokens around each document.
 
-    `begins` and `ends` say which texts begin and end one.
+    `begins` and `ends` mark the texts that begin and end a document.
     """
     before, after = tokenizer.begin, tokenizer.end
     offsets = encoded.offsets.copy()
     offsets[1:] += np.cumsum(begins * len(before) + ends * len(after))
     tokens = np.empty(int(offsets[-1]), dtype=token_dtype(tokenizer.vocab_size))
     is_text = np.ones(len(tokens), dtype=np.bool_)
-    for place, token in enumerate(before):
-        places = offsets[:-1][begins] + place
-        is_text[places], tokens[places] = False, token
-    for place, token in enumerate(reversed(after)):
-        places = offsets[1:][ends] - 1 - place
-        is_text[places], tokens[places] = False, token
+    for shift, token in enumerate(before):
+        positions = offsets[:-1][begins] + shift
+        is_text[positions], tokens[positions] = False, token
+    for shift, token in enumerate(reversed(after)):
+        positions = offsets[1:][ends] - 1 - shift
+        is_text[positions], tokens[positions] = False, token
     tokens[is_text] = encoded.tokens
     return tokens, offsets

@@ -1,6 +1,6 @@
 """`python -m tests.support.prose [PATH ...]`: finds wordings of phrases.toml in the tracked files.
 
-Prints a line a finding, and ends with 1 where there is one. An exception that excuses nothing is a
+Prints one line per finding, and exits with 1 if there are findings. An unused exception is a
 finding, too.
 """
 
@@ -22,14 +22,14 @@ MOST_EXCEPTIONS = 20
 
 @dataclass(frozen=True, slots=True)
 class Phrase:
-    """A wording to avoid, with what to write instead."""
+    """A wording to avoid, with its replacement."""
 
     pattern: re.Pattern[str]
     better: str
     allowed: re.Pattern[str] | None
 
     def find(self, text: str) -> Iterator[re.Match[str]]:
-        """Yield the places of the wording, without those inside an allowed one."""
+        """Yield the matches of the wording, except those inside an allowed wording."""
         spans = [each.span() for each in self.allowed.finditer(text)] if self.allowed else []
         for match in self.pattern.finditer(text):
             if not any(start <= match.start() and match.end() <= end for start, end in spans):
@@ -38,7 +38,7 @@ class Phrase:
 
 @dataclass(frozen=True, slots=True)
 class Excuse:
-    """A text that may keep its wording: `contains` is a part of it. `reason` says why."""
+    """A text that may keep its wording, found by the part `contains`, with the reason."""
 
     path: str
     contains: str
@@ -68,7 +68,7 @@ def _words(pattern: str) -> re.Pattern[str]:
 
 
 def findings_in(texts: Sequence[Text], phrases: Sequence[Phrase]) -> Iterator[tuple[Text, str]]:
-    """Yield each text that has a wording to avoid, with a line about it."""
+    """Yield each text with a wording to avoid, and a line about it."""
     for text in texts:
         for phrase in phrases:
             for match in phrase.find(text.text):
