@@ -37,7 +37,7 @@ def test_a_case_of_no_model_is_named(model: str) -> None:
 
 @pytest.mark.parametrize(("estimate", "holds"), [(84, False), (86, True), (116, False)])
 def test_an_estimate_holds_within_15_percent_either_way(estimate: int, holds: bool) -> None:
-    result = summarise([Peak("tileforge", SMALL, 100, estimate)], accumulation=1)
+    result = summarise([Peak("tileforge", SMALL, 100, estimate)])
     assert result["estimates_hold"] is holds
     assert result["half_of_nanogpt"] is None
 
@@ -50,6 +50,6 @@ def test_half_of_nanogpt_is_asked_of_large_micro_batches(ours: int, holds: bool)
         Peak("tileforge", LARGE, ours, ours),
         Peak("nanogpt", LARGE, 100),
     ]
-    result = summarise(peaks, accumulation=1)
+    result = summarise(peaks)
     assert result["half_of_nanogpt"] is holds
     assert result["memory_vs_nanogpt"] == {"gpt2:1": 0.9, "gpt2:8": ours / 100}
