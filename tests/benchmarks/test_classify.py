@@ -91,7 +91,7 @@ def test_a_margin_has_the_error_of_paired_texts_that_are_clustered_by_source() -
     assert of_one.points == margin.points
     assert of_one.standard_error == pytest.approx(10 * ((2**2 + 2.5**2 + 0.5**2) * 3 / 2) ** 0.5)
     assert classify.Margin.of(ours, ours, each_its_own).p == 1
-    with pytest.raises(ValueError, match="tell no standard error"):
+    with pytest.raises(ValueError, match="too few for a standard error"):
         classify.Margin.of(ours, theirs, ["0"] * 10)
 
 
@@ -104,24 +104,26 @@ def test_texts_that_are_there_already_keep_their_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keeps", "again"), [(True, "it goes on from the last checkpoint"), (False, "--work DIR")]
+    ("keeps", "again"), [(True, "it resumes from the last checkpoint"), (False, "--work DIR")]
 )
 def test_a_training_that_was_stopped_is_not_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool, again: str
 ) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.json").write_text('{"status": "stopped"}')
-    monkeypatch.setattr(classify, "_run_quietly", lambda *words: None)
-    with pytest.raises(SystemExit, match=f"^error: the training ended as stopped, so .*{again}"):
+    monkeypatch.setattr(classify, "_run_quietly", lambda *options: None)
+    with pytest.raises(
+        SystemExit, match=f"^error: the training ended with status stopped. .*{again}"
+    ):
         classify._train(tmp_path, config=classify.CONFIG, sets=(), keeps=keeps)
 
 
 def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    for action in classify._parser()._actions:
+    for action in classify._benchmark().parser._actions:
         assert action.help, action.option_strings
     with pytest.raises(SystemExit):
         classify.main(["--help"])
-    assert "texts to choose a recipe by (default: 2,000)" in " ".join(
+    assert "validation texts, to choose a recipe (default: 2,000)" in " ".join(
         capsys.readouterr().out.split()
     )
 
