@@ -9,9 +9,9 @@ the form or the language of a package (libdevel, python, doc, ...): single words
 ("development files"), while a topic takes some knowledge of the world.
 
 Training texts, validation texts (`--on validation`, to choose a recipe) and held-out texts come
-from different source packages. With `--split texts` they do not: a third of the held-out texts then
-share a source with a training text and often differ from it by one word. `--peers` trains only the
-peers and reports the accuracy on both kinds of texts.
+from different source packages. With `--split texts` a third of the held-out texts share a source
+with a training text, from which they often differ by a single word. `--peers` trains only the peers
+and reports the accuracy on both kinds of texts.
 
 The peer is scikit-learn's logistic regression on the same texts. Its regularisation is the best for
 the measured texts, which favours it. The standard error of the margin is for paired texts clustered
@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
         texts = [row.text + arguments.ending for row in measured]
         ours = _labels(work, texts, model=arguments.model)
         (work / f"labels_{arguments.on}.json").write_text(json.dumps(ours))
-    result = {"texts": len(parts.train), "measured": len(measured)}
+    result: dict[str, Any] = {"texts": len(parts.train), "measured": len(measured)}
     result |= {"train_s": None if took_s is None else round(took_s, 1)}
     return _report(benchmark, result, measured, ours, dict(_peers(parts.train, measured)))
 

@@ -109,7 +109,7 @@ class Table:
         self._print(title, heads)
 
     def row(self, label: str, *cells: str) -> None:
-        """Print one row; missing cells at its end stay empty."""
+        """Print one row; missing last cells stay empty."""
         self._rows.append((label, *cells, *[""] * (len(self._widths) - len(cells))))
         self._print(label, cells)
 
@@ -223,7 +223,7 @@ def describe_machine() -> str:
 
 
 def machine_class() -> str:
-    """Return the class of CPU, whose results compare with each other; docs/speed.md has them."""
+    """Return the class of CPU; only results of one class are comparable."""
     flags = _cpu_field("flags").split()
     if "amx_tile" in flags:
         return "amx"

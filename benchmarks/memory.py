@@ -97,7 +97,8 @@ def main(argv: Sequence[str]) -> int:
             cells = (str(case.micro_batch_size), peak.name, f"{peak.peak_bytes / 1e9:.2f}")
             table.row(case.model, *cells, "" if error is None else f"{error:+.1%}")
     result = summarise(peaks)
-    benchmark.finish(result)
+    cases = [f"{each.model}:{each.micro_batch_size}" for each in arguments.cases]
+    benchmark.finish(result | {"cases": cases})
     return 0 if result["estimates_hold"] and result["half_of_nanogpt"] is not False else 1
 
 
@@ -178,7 +179,7 @@ def _peak_of_run(config: RunConfig, *, ranks: int, threads: int | None) -> int:
 
 
 def summarise(peaks: Sequence[Peak]) -> dict[str, Any]:
-    """Return the result with both bounds judged; a bound that was not measured is None."""
+    """Return the result with both bounds judged; None for a bound that was not measured."""
     rows = []
     for peak in peaks:
         error = peak.estimate_error()

@@ -13,7 +13,7 @@ a step (`cpu_ratio_vs_...`, `cpu_mfu`), which excludes the time that threads wai
 A table goes to stderr, one JSON object to stdout: its `tokens_per_s`, `mfu` and `peak_rss_bytes`
 are this project's, and `contender_peak_rss_bytes` has those of every contender. Peers run
 unmodified, from the folders given, with autocast to bf16. FOLDER has a config.json in the Hugging
-Face layout; its weights are random if it has none. --transformers is transformers' own model of
+Face layout; without weights they are random. --transformers is transformers' own model of
 FOLDER, --trl the same model in TRL's SFTTrainer. With --adapter, this project trains LoRA on all
 linears of the layers, with alpha = 2 x rank, and --peft trains PEFT's on transformers' model. With
 --quantize nf4 the linears of the base are in 4 bits, those of PEFT by bitsandbytes with double

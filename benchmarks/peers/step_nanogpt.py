@@ -1,8 +1,8 @@
 """One process of `benchmarks.step`: nanoGPT's model and optimizer, or Intel's module, unmodified.
 
 It needs only torch, so that it runs in the peer's own environment. The loop is that of nanoGPT's
-train.py, with autocast to bf16, which train.py omits on a CPU. Intel's module passes model and
-optimizer through `ipex.optimize` at O1, in bf16.
+train.py, with autocast to bf16, which train.py omits on a CPU. Intel's module optimizes model and
+optimizer by `ipex.optimize` at O1, in bf16.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main(work: dict[str, Any]) -> None:
             _, loss = model(batch[:, :-1], batch[:, 1:].contiguous())
             mean: torch.Tensor = loss / accumulation
         torch.autograd.backward(mean)
-        return mean * accumulation
+        return mean.mul(accumulation)
 
     def update() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -58,7 +58,7 @@ def steps_of(
 
 
 def transformers_model(folder: Path) -> Any:
-    """Return transformers' model of a folder in fp32; weights are random if it has none."""
+    """Return transformers' model of a folder in fp32; without weights they are random."""
     import transformers
 
     classes: Any = transformers.AutoModelForCausalLM

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.contenders import REPO
+from benchmarks.harness import REPO
 
 pytestmark = pytest.mark.processes
 
