@@ -159,6 +159,8 @@ def _run_config(case: Case, *, data: Path, sequences: int) -> RunConfig:
 def _peak_of_run(config: RunConfig, *, ranks: int, threads: int | None) -> int:
     """Return the peak of the largest process among the launcher and all ranks."""
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    # A data folder that only the run's own files name is refused.
+    data = ["--set", f"data.dir={config.data.dir}"]
     environment = malloc_environment("tuned")
     threads = threads or max(1, (os.cpu_count() or 1) // ranks)
     with tempfile.TemporaryDirectory() as folder:
@@ -166,7 +168,7 @@ def _peak_of_run(config: RunConfig, *, ranks: int, threads: int | None) -> int:
         paths.root.mkdir()
         paths.config.write_text(config.to_toml(), encoding="utf-8")
         process = subprocess.Popen(
-            [sys.executable, "-m", *launcher, "payload.train", "--run-dir", str(paths.root)],
+            [sys.executable, "-m", *launcher, "payload.train", "--run-dir", str(paths.root), *data],
             cwd=REPO,
             env=os.environ | environment | {"OMP_NUM_THREADS": str(threads)},
             stdout=sys.stderr,

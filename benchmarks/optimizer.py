@@ -165,7 +165,10 @@ class Folder:
         threads = max(1, (os.cpu_count() or 1) // JOBS)
         with (paths.root / "log").open("a", encoding="utf-8") as log:
             subprocess.run(
-                [sys.executable, "-m", "payload.train", "--run-dir", str(paths.root)],
+                [
+                    *(sys.executable, "-m", "payload.train", "--run-dir", str(paths.root)),
+                    *("--set", f"data.dir={self._data}"),
+                ],
                 env=os.environ | malloc_environment("tuned") | {"OMP_NUM_THREADS": str(threads)},
                 stderr=log,
                 check=True,
