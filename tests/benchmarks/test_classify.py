@@ -1,4 +1,4 @@
-"""The benchmark of classification, whole but short: real text, a small model, the peer."""
+"""The classification benchmark with real text, a small model and the peers, in short runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Description-en: sets: slowly
 
 
 def docstrings() -> Iterator[PackageText]:
-    """Yield the first line of each docstring in some of the standard library, and its package."""
+    """Yield the first docstring lines of some packages of the standard library."""
     for package in PACKAGES:
         for path in sorted((Path(sysconfig.get_path("stdlib")) / package).glob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -85,8 +85,8 @@ def test_a_margin_has_the_error_of_paired_texts_that_are_clustered_by_source() -
     margin = classify.Margin.of(ours, theirs, each_its_own)
     assert margin.points == pytest.approx(50)
     assert margin.standard_error == pytest.approx(100 * (0.25 / 9) ** 0.5)
-    assert margin.p == pytest.approx(0.0027, rel=1e-2)  # of 3 standard errors
-    # The five gained texts are one package's: they tell as much as one.
+    assert margin.p == pytest.approx(0.0027, rel=1e-2)  # for 3 standard errors
+    # The five gained texts are one package's and count as one.
     of_one = classify.Margin.of(ours, theirs, ["0"] * 4 + ["1"] * 5 + ["2"])
     assert of_one.points == margin.points
     assert of_one.standard_error == pytest.approx(10 * ((2**2 + 2.5**2 + 0.5**2) * 3 / 2) ** 0.5)

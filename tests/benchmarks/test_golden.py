@@ -1,6 +1,6 @@
-"""`python -m benchmarks.golden`: its cases, its comparison, and the commit that it compares with.
+"""`python -m benchmarks.golden`: its cases, its comparison, and the commit to compare with.
 
-A small trainer stands in for the real one in a repository of its own. tests/train/
+A small trainer replaces the real trainer in a separate repository. tests/train/
 test_golden_losses.py has the real trainer's losses.
 """
 
@@ -79,7 +79,7 @@ def main(argv, env):
 
 
 def git(repo: Path, *words: str) -> str:
-    """Run git in a repository, by its own settings alone; return its output."""
+    """Run git in a repository without the user's settings; return its output."""
     settings = ("-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "core.hooksPath=")
     return subprocess.run(
         ["git", "-C", str(repo), *settings, *words], check=True, capture_output=True, text=True
@@ -88,7 +88,7 @@ def git(repo: Path, *words: str) -> str:
 
 @pytest.fixture
 def repo(tmp_path: Path) -> Path:
-    """A repository whose one commit has the trainer."""
+    """Return a repository with one commit, which has the trainer."""
     folder = tmp_path / "repo"
     folder.mkdir()
     git(folder, "init", "--quiet")

@@ -1,4 +1,4 @@
-"""The memory command's verdicts on its measurements."""
+"""The bounds of the memory benchmark, and its cases."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def test_a_case_s_model_may_be_a_folder_with_a_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["gpt2", "gpt2:", "gpt2:0", "gpt2:-1", ":", ":4"])
-def test_what_is_no_case_is_named(text: str) -> None:
+def test_an_invalid_case_is_named(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not MODEL:SEQUENCES"):
         Case.parse(text)
 
 
 @pytest.mark.parametrize("model", ["gpt3", "gpt2:4"])
-def test_a_case_of_no_model_is_named(model: str) -> None:
+def test_a_case_of_an_unknown_model_is_named(model: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="neither a preset"):
         Case.parse(f"{model}:4")
 
@@ -43,7 +43,7 @@ def test_an_estimate_holds_within_15_percent_either_way(estimate: int, holds: bo
 
 
 @pytest.mark.parametrize(("ours", "holds"), [(50, True), (51, False)])
-def test_half_of_nanogpt_is_asked_of_large_micro_batches(ours: int, holds: bool) -> None:
+def test_half_of_nanogpt_is_required_of_large_micro_batches(ours: int, holds: bool) -> None:
     peaks = [
         Peak("tileforge", SMALL, 90, 90),
         Peak("nanogpt", SMALL, 100),

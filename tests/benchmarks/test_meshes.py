@@ -1,4 +1,4 @@
-"""Short names of meshes, which benchmarks take for the settings of a run."""
+"""Short names of meshes, and their settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Three nodes train from the head's NFS export; its server restarts and a link is cut meanwhile."""
+"""Three nodes train from the head's NFS export while its server restarts and a link is cut."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ def test_a_run_on_nfs_waits_for_its_server_says_so_and_ends_as_without_an_outage
     told = json.loads((tmp_path / "told.json").read_text(encoding="utf-8"))
     assert told.get("exits") == [0, 0, 0], said + console
 
-    # The bootstrap's script has made the server and the mount as docs/storage.md has them.
+    # Server and mount are as docs/storage.md describes them.
     assert (told["threads"], told["grace_s"]) == (16, 20)
     for option in ("vers=4.1", "hard", "timeo=100", "retrans=1", "noatime", "nosuid", "nodev"):
         assert option in told["mount"], told["mount"]
     assert told["trial"]["mounted"] and told["trial"]["error"] is None, told["trial"]
     assert told["trial"]["took_s"] is not None
 
-    # Nodes exclude each other by the lock that huggingface_hub takes for a download.
+    # huggingface_hub's lock for a download works between nodes.
     assert told["locks"] == [1, 0], told["locks"]
 
     named = "has not answered for"
     for name in ("restart", "cut"):
         outage = told[name]
         assert named in outage["troubles"][SHARED_FOLDER], outage
-        # It went on by itself, and nothing is named any more.
+        # The run continued by itself, and no trouble is reported.
         assert outage["after"] > outage["during"] and outage["later"] == {}, outage
     assert told["cut"]["trial"]["took_s"] is None, told["cut"]
     assert told["cut"]["killed_after_s"] < 5.0
     assert any("not responding, still trying" in line for line in told["kernel"]), told["kernel"]
 
-    # The same run from a local folder, with nothing in its way.
+    # The same run from a local folder, without an outage.
     config.write_text(few.format(data=tokens), encoding="utf-8")
     whole = tmp_path / "whole"
     done = run(torchrun(3, *train_program(whole, config)), env=rank_env())

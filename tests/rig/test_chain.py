@@ -1,4 +1,4 @@
-"""From machines that were never started to results at home; what must not be left on the way."""
+"""From the first boot of machines to collected results, without leaks on the way."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.rig, pytest.mark.timeout(1800)]
 ENDLESS = ("train.steps=100000", "train.checkpoint_every=0")
 OPERATOR_KEY = ".cluster/rig/id_ed25519"
 HOST_KEYS = tuple(f"etc/ssh/ssh_host_{kind}_key" for kind in ("ecdsa", "ed25519"))
-# Some of what the search must have seen.
+# Some files that the search must find.
 SWEPT = (
     "var/lib/cloud/seed/nocloud/user-data",
     "var/lib/cloud/seed/nocloud/meta-data",
@@ -78,7 +78,7 @@ def test_attach_sees_the_end_of_a_run_whose_operator_was_killed(
     assert len(metrics(there)) < steps
     code, said = operator.do("attach", "kept")
     assert code == ExitCode.OK, said
-    # `losses` sees to it that every step is there once, in order.
+    # `losses` checks that every step appears once, in order.
     assert len(losses(operator.paths("kept").root)) == steps
     assert summary(operator.paths("kept").root)["status"] == "finished"
     assert_nothing_is_left(machines, operator_key)
@@ -108,7 +108,7 @@ def test_no_secret_is_anywhere_but_in_its_own_file_and_stop_leaves_no_process(
         assert set(SWEPT) <= set(files)
         assert set(holders(files.items(), needles)) == allowed
         allowed = set(HOST_KEYS)
-    # The same eyes see what is there.
+    # The same search finds planted secrets.
     told = Path(f"/proc/{follower.pid}/environ").read_bytes()
     assert all(value.encode() in told for value in CANARIES.values())
     typed = Path(f"/proc/{follower.pid}/cmdline").read_bytes()
@@ -126,13 +126,13 @@ def test_no_secret_is_anywhere_but_in_its_own_file_and_stop_leaves_no_process(
 
 
 def files_in_run_key(head: Machine) -> dict[str, Path]:
-    """Return the head's files of run `one`'s key."""
+    """Return the head's key files of run `one`."""
     (folder,) = (head.root / HOME / ".ssh/tileforge").glob("one.*")
     return {path.name: path for path in folder.iterdir()}
 
 
 def assert_modes(operator: Operator, machines: list[Machine], operator_key: Path) -> None:
-    """Keys for their owner alone, and nothing of a run for others to write."""
+    """Only owners can read keys, and other users cannot write files of a run."""
     of_run = files_in_run_key(machines[0])
     assert {name: mode_of(path) for name, path in of_run.items()} == {
         "id_ed25519": "600",

@@ -24,7 +24,7 @@ ENDLESS = (
 
 
 def start_run(operator: Operator, machines: list[Machine], run_id: str) -> None:
-    """Start a run that ends by no fault of its own, and wait for a step of it on the head."""
+    """Start a run that only a failure ends, and wait for its first step on the head."""
     code, said = operator.do(*operator.run_words(run_id, *ENDLESS), "--quick", "--detach")
     assert code == ExitCode.OK, said
     there = machines[0].root / HOME / "tileforge/runs" / run_id
@@ -36,7 +36,7 @@ def start_run(operator: Operator, machines: list[Machine], run_id: str) -> None:
 
 
 def wait_for_the_verdict(machines: list[Machine], run_id: str) -> RunState:
-    """The state that the head gives the run in the end."""
+    """Return the run's final state on the head."""
     path = machines[0].root / HOME / "tileforge/runs" / run_id / "state.json"
 
     def state() -> RunState:
@@ -49,7 +49,7 @@ def wait_for_the_verdict(machines: list[Machine], run_id: str) -> RunState:
 
 
 def wait_for_nobody(machines: list[Machine]) -> None:
-    """Until no process of a run is left; the supervisor is the last, just after its verdict."""
+    """Wait until no process of a run remains; the supervisor ends last, after its final state."""
     wait_until(
         lambda: not any(map(marked, machines)), what="all processes to end", timeout_s=TIMEOUT_S
     )

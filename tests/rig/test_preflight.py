@@ -33,7 +33,7 @@ VENV = "/opt/tileforge/venv/bin"
 
 @pytest.fixture(scope="module")
 def rig(operator_key: Path) -> Iterator[Rig]:
-    """node-0 and node-1 become ready; node-2 is asked for a package that does not exist."""
+    """Yield machines; node-2 requests a package that does not exist, the others become ready."""
     key = operator_key.with_suffix(".pub").read_text(encoding="utf-8")
     good, broken = node_user_data(key), node_user_data(key, extra_packages=("no-such-package",))
     with Rig([good, good, broken], layers=[prepared.layer()]) as rig:
@@ -47,7 +47,7 @@ def login(operator_key: Path) -> Login:
 
 
 def inventory_of(rig: Rig, *, num_nodes: int) -> ClusterInventory:
-    """The first machines, as they are."""
+    """Return the operator of the unchanged first machines."""
     inventory = rig.inventory(physical_cores=physical_cores() or 1)
     nodes = tuple(replace(node, numa_domains=numa_domains() or 1) for node in inventory.nodes)
     return replace(inventory, nodes=nodes[:num_nodes])

@@ -1,4 +1,4 @@
-"""Runs in jobs of a real Slurm: trained as elsewhere, and kept through whatever ends a job."""
+"""Runs in jobs of a real Slurm: they train like other runs and survive the end of a job."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ LONG = ("train.steps=1000000", "train.checkpoint_every=0", "train.eval_every=0")
 
 
 def words(*settings: str) -> list[str]:
-    """Return the run's file and further settings as arguments."""
+    """Return the arguments with the run's file and additional settings."""
     chosen = ("launch.threads_per_rank=1", *settings)
     return ["--config", "run.toml", *(word for each in chosen for word in ("--set", each))]
 
 
 def submit(cluster: SlurmCluster, *arguments: str) -> tuple[int, str]:
-    """`run --site slurm` on two nodes."""
+    """Return the arguments of `run --site slurm` on two nodes."""
     two = ("slurm.nodes=2", "launch.ranks_per_node=2")
     return cluster.do("run", "--site", "slurm", *words(*two), *arguments)
 
@@ -56,7 +56,7 @@ def job_of(paths: RunPaths) -> RunJob:
 
 
 def wait_for_steps(paths: RunPaths, *, beyond: int = 0) -> None:
-    """Return when the run has trained past a step."""
+    """Wait until the run has trained beyond a step."""
 
     def trained() -> bool:
         rows = metrics(paths.root) if paths.metrics.exists() else []
@@ -66,7 +66,7 @@ def wait_for_steps(paths: RunPaths, *, beyond: int = 0) -> None:
 
 
 def wait_for_end(paths: RunPaths) -> RunState:
-    """Return the state once the run's supervisor has written its end."""
+    """Wait for the run's final state and return it."""
     wait_until(lambda: state(paths).exit_class is not None, what="the end", timeout_s=WAIT_S)
     return state(paths)
 
@@ -133,17 +133,17 @@ def test_torchrun_s_agents_within_an_allocation_train_what_one_process_trains(
 def within_salloc(
     cluster: SlurmCluster, *arguments: str, salloc: tuple[str, ...] = SALLOC
 ) -> Iterator[Future[tuple[int, str]]]:
-    """A run whose command and supervisor are on the login node, until it has ended."""
+    """Run with command and supervisor on the login node until the block ends."""
     with ThreadPoolExecutor() as pool:
         try:
             yield pool.submit(cluster.do, "run", "--inventory", "slurm", *arguments, before=salloc)
         except BaseException:
-            cluster.slurm("scancel --user=trainer")  # or the command would be waited for
+            cluster.slurm("scancel --user=trainer")  # otherwise the command would be waited for
             raise
 
 
 def require_nothing_left(cluster: SlurmCluster) -> None:
-    """Fail where a process of a run is left anywhere."""
+    """Fail if a process of a run remains on a machine."""
     for machine in (cluster.login, *cluster.nodes):
         left = machine.exec(["pgrep", "-fa", "payload[.](train|supervise)"], check=False)
         assert not left.stdout, left.stdout
@@ -170,7 +170,7 @@ def test_ctrl_c_on_the_login_node_saves_and_stops_a_run_within_salloc(
         code, said = command.result()
     assert code == ExitCode.OK, said
     rows = [row["step"] for row in metrics(paths.root) if "loss" in row]
-    assert rows == list(range(1, stopped + 4)), "a step was lost, or trained twice"
+    assert rows == list(range(1, stopped + 4)), "a step is missing or repeated"
     require_nothing_left(cluster)
 
 
@@ -261,7 +261,7 @@ def test_torchrun_in_a_job_a_killed_rank_is_41_and_a_frozen_node_42(
 def test_torchrun_s_ranks_save_when_slurm_tells_the_first_node_s_agent_alone(
     cluster: SlurmCluster,
 ) -> None:
-    """As it does with proctrack/cgroup, which the rig has not; linuxproc tells all descendants."""
+    """As with proctrack/cgroup; the rig has linuxproc, which signals all descendants."""
     settings = (*LONG, "launch.launcher=torchrun", "limits.max_restarts=0")
     long = [word for each in settings for word in ("--set", each)]
     code, said = submit(cluster, "--run-id", "told", "--detach", *long)
@@ -335,7 +335,7 @@ def test_a_job_that_is_cancelled_or_queued_again_saves_and_goes_on(
     )
     code, said = cluster.do("status", run)
     assert code == ExitCode.OK, said
-    # By itself Slurm would let it wait for two minutes.
+    # By default Slurm would let it wait for two minutes.
     cluster.slurm(f"scontrol update jobid={job.job_id} starttime=now")
     wait_for_steps(paths, beyond=second)
     assert job_of(paths).job_id == job.job_id and job_of(paths).restarts == 1
@@ -344,7 +344,7 @@ def test_a_job_that_is_cancelled_or_queued_again_saves_and_goes_on(
     assert (state(paths).status, state(paths).exit_class) == ("stopped", "ok")
     assert newest_step(paths) > second
     rows = [row["step"] for row in metrics(paths.root) if "loss" in row]
-    assert rows == list(range(1, newest_step(paths) + 1)), "a step was lost, or trained twice"
+    assert rows == list(range(1, newest_step(paths) + 1)), "a step is missing or repeated"
 
 
 def test_a_node_that_goes_down_is_41_and_a_near_time_limit_is_50(cluster: SlurmCluster) -> None:
@@ -397,7 +397,7 @@ def test_a_job_that_waits_says_why_and_can_be_cancelled(cluster: SlurmCluster) -
     eight = ("--set", "slurm.nodes=4", "--set", "batch.micro_batch_size=1")
     code, said = submit(cluster, "--run-id", "waits", "--detach", *eight)
     assert code == ExitCode.OK, said
-    # Ctrl-C detaches.
+    # Ctrl-C detaches the command.
     code, said = cluster.do(
         "attach", "waits", before=("timeout", "--foreground", "--signal=INT", "10")
     )

@@ -1,4 +1,4 @@
-"""Machines that hold one model together, and a rank, a machine or all of them fail."""
+"""Failures of a rank, a machine or all machines of a run whose ranks hold shards of one model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ STEPS = 60
 
 @pytest.fixture(scope="module")
 def pair(operator_key: Path) -> Iterator[Rig]:
-    """A head and a worker that become ready in seconds, as the packages are there."""
+    """Yield a head and a worker that become ready in seconds with prepared packages."""
     public = operator_key.with_suffix(".pub").read_text(encoding="ascii")
     with Rig([node_user_data(public)] * 2, layers=[prepared.layer()]) as rig:
         states = rig.wait_for_bootstrap(timeout_s=600)
@@ -54,13 +54,13 @@ def pair(operator_key: Path) -> Iterator[Rig]:
 
 @pytest.fixture(scope="module")
 def pair_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of this cluster's operator, apart from that of the machines of other modules."""
+    """Return the folder of this cluster's operator, separate from those of other modules."""
     return tmp_path_factory.mktemp("pair")
 
 
 @pytest.fixture
 def two_machines(pair: Rig, pair_folder: Path, operator_key: Path) -> Operator:
-    """Return the operator of the two machines, with the host keys that they have now."""
+    """Return the operator of the two machines, with their current host keys."""
     return Operator(pair_folder, pair.inventory(), key=operator_key, around=pair.operator_argv)
 
 
@@ -70,7 +70,7 @@ def head_run(pair: Rig, run_id: str) -> RunPaths:
 
 
 def start(operator: Operator, pair: Rig, run_id: str, *settings: str) -> RunPaths:
-    """Start a run that goes on without its operator, and wait for a step of it."""
+    """Start a detached run, and wait for its first step."""
     code, said = operator.do(*operator.run_words(run_id, *settings), "--quick", "--detach")
     assert code == ExitCode.OK, said
     there = head_run(pair, run_id)
@@ -83,7 +83,7 @@ def start(operator: Operator, pair: Rig, run_id: str, *settings: str) -> RunPath
 
 
 def wait_for_verdict(there: RunPaths) -> RunState:
-    """Wait until the head has said how the run ended, and return that."""
+    """Wait for the run's final state on the head and return it."""
 
     def state() -> RunState:
         found = read_json(RunState, there.root / "state.json")
@@ -95,7 +95,7 @@ def wait_for_verdict(there: RunPaths) -> RunState:
 
 
 def signal_rank(machine: Machine, number: signal.Signals) -> None:
-    """Send a signal to the one rank of a machine."""
+    """Send a signal to the only rank of a machine."""
     ranks = [each for each in processes_of(machine) if "-m payload.train" in each.command]
     assert ranks, [each.command for each in processes_of(machine)]
     for each in ranks:
@@ -158,9 +158,10 @@ def test_after_a_power_loss_during_a_checkpoint_the_one_before_is_used(
 
 
 def cut_power_during_a_checkpoint(pair: Rig, there: RunPaths) -> str:
-    """Cut it while a checkpoint is written and there is one before it; return its name.
+    """Power off the machines while the second or a later checkpoint is written; return its name.
 
-    The machines are stopped first, to see whether it still is: power goes slowly on a busy host.
+    The machines are frozen first to check that it is still incomplete: powering off takes long on a
+    busy host.
     """
     ends_s = time.monotonic() + TIMEOUT_S
     while time.monotonic() < ends_s:
@@ -175,4 +176,4 @@ def cut_power_during_a_checkpoint(pair: Rig, there: RunPaths) -> str:
             return partial[0].name.partition(".")[0]
         for machine in pair.machines:
             machine.thaw()
-    raise AssertionError("no checkpoint was seen while it was written")
+    raise AssertionError("no checkpoint was observed while it was written")

@@ -1,4 +1,4 @@
-"""torchrun over machines: what mpirun trains, under the same supervision."""
+"""torchrun on several machines: the same training as with mpirun, under the same supervision."""
 
 from __future__ import annotations
 
@@ -93,14 +93,14 @@ def test_a_killed_worker_without_a_restart_ends_the_run_with_41(
 
 
 def kill_the_rank(machine: Machine) -> None:
-    """Kill the trainer on a machine of one rank."""
+    """Kill the trainer on a machine with one rank."""
     (rank,) = [each for each in processes_of(machine) if "-m payload.train" in each.command]
     machine.exec(["pkill", "-KILL", "-f", "^[^ ]*python[^ ]* -m payload[.]train "])
     assert rank.user == "trainer"
 
 
 def state_in(folder: Path) -> RunState:
-    """The state that the head gives a run."""
+    """Return a run's state on the head."""
     found = read_json(RunState, folder / "state.json")
     assert found is not None
     return found

@@ -1,4 +1,4 @@
-"""Which wheels and packages the machines are offered; needs no root."""
+"""The wheels and packages that machines get; needs no root."""
 
 from __future__ import annotations
 

@@ -26,12 +26,12 @@ _ARGUMENTS = (
 
 
 def has_browser() -> bool:
-    """Tell whether this machine has Chromium and its driver."""
+    """Return whether this machine has Chromium and its driver."""
     return which(_DRIVER) is not None and which(_BROWSER) is not None
 
 
 def leave_out_without_browser(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what uses the fixture `browser` where there is none, and say so."""
+    """Deselect and list tests with the fixture `browser` if there is no Chromium."""
     if not has_browser():
         leave_out(
             config,
@@ -43,7 +43,7 @@ def leave_out_without_browser(config: pytest.Config, items: list[pytest.Item]) -
 
 
 class Browser:
-    """One browser with one window; it notes what pages log and what they ask the network for."""
+    """A browser with one window, which records the logs and network requests of pages."""
 
     def __init__(self, profile: Path) -> None:
         self._profile = profile
@@ -87,17 +87,17 @@ class Browser:
             self._driver.wait(timeout=_TIMEOUT_S)
 
     def open(self, page: Path) -> None:
-        """Load a file, and wait until it is drawn."""
+        """Load a file, and wait until it is rendered."""
         self.console()
         self.requests()
         self._ask("POST", "/url", {"url": page.resolve().as_uri()})
 
     def run(self, script: str, *arguments: object) -> Any:
-        """Return what the body of a function returns in the page."""
+        """Run the body of a function in the page; return its result."""
         return self._ask("POST", "/execute/sync", {"script": script, "args": list(arguments)})
 
     def resize(self, width: int, height: int, *, dark: bool = False) -> None:
-        """Give the page this size, and light or dark colours."""
+        """Set the page's size, and light or dark colours."""
         self._devtools(
             "Emulation.setDeviceMetricsOverride",
             {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False},
@@ -107,7 +107,7 @@ class Browser:
         self.settle()
 
     def settle(self) -> None:
-        """Wait until the page has drawn itself twice."""
+        """Wait until the page has rendered two frames."""
         script = (
             "const done = arguments[0];"
             "requestAnimationFrame(() => requestAnimationFrame(() => done(true)));"
@@ -115,15 +115,15 @@ class Browser:
         self._ask("POST", "/execute/async", {"script": script, "args": []})
 
     def screenshot(self, path: Path) -> None:
-        """Save what is seen as a PNG file."""
+        """Save a screenshot as a PNG file."""
         path.write_bytes(base64.b64decode(self._ask("GET", "/screenshot", None)))
 
     def print_pdf(self) -> bytes:
-        """Return the page as it would be printed."""
+        """Return the printed page."""
         return base64.b64decode(self._ask("POST", "/print", {}))
 
     def drag(self, selector: str, *, start: float, end: float) -> None:
-        """Drag over an element, between two shares of its width."""
+        """Drag over an element, between two fractions of its width."""
         box = self.run(
             "const found = document.querySelector(arguments[0]);"
             "found.scrollIntoView({block: 'center'});"
@@ -144,13 +144,13 @@ class Browser:
         self.settle()
 
     def console(self) -> list[str]:
-        """Return what was logged since the last call: errors, warnings, violations of policy."""
+        """Return the log since the last call: errors, warnings, policy violations."""
         return [each["message"] for each in self._log("browser")]
 
     def requests(self) -> list[str]:
-        """Return every URL that was asked for since the last call, but for the browser's own pages.
+        """Return every requested URL since the last call, except the browser's own pages.
 
-        A browser that has just started loads its new tab from chrome:// at its own time.
+        A new browser loads its first tab from chrome:// at any time.
         """
         events = [json.loads(each["message"])["message"] for each in self._log("performance")]
         asked = [

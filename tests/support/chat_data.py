@@ -32,7 +32,7 @@ _WORDS = _TEXT.split()
 
 
 def make_tokenizer(folder: Path, *, template: str | None = PLAIN_TEMPLATE) -> Path:
-    """Write a byte-level tokenizer with a few merges; `template` None is none at all."""
+    """Write a byte-level tokenizer with a few merges; None means no template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -59,7 +59,7 @@ def make_tokenizer(folder: Path, *, template: str | None = PLAIN_TEMPLATE) -> Pa
 
 
 def make_model(folder: Path, case: str = "llama", **template: Any) -> Path:
-    """Write a small model with random weights whose vocabulary the tokenizer fits."""
+    """Write a small model with random weights and the tokenizer's vocabulary."""
     from benchmarks.architecture_cases import CASES, make_folder  # imports torch
 
     raw = {**CASES[case], "vocab_size": 304, "pad_token_id": None}
@@ -73,7 +73,7 @@ def turn(user: str, assistant: str) -> list[dict[str, str]]:
 
 
 def conversations(count: int, *, turns: int = 1, seed: int = 0) -> list[list[dict[str, str]]]:
-    """Return conversations of random words; every answer follows from its question."""
+    """Return conversations of random words; every answer is determined by its question."""
     draw = random.Random(seed)
 
     def words() -> list[str]:
@@ -90,7 +90,7 @@ def conversations(count: int, *, turns: int = 1, seed: int = 0) -> list[list[dic
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Write one JSON object a line."""
+    """Write one JSON object per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
@@ -98,13 +98,13 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 def prepare_words(
     tokenizer: Path, source: Path, out: Path, *flags: object, task: str = "chat"
 ) -> list[str]:
-    """Return the arguments that prepare a file, or a folder of one, by its ending."""
+    """Return the arguments that prepare a file, or a folder of files, by its extension."""
     kind = source.suffix.removeprefix(".") or "hf"
     words = ["prepare", "--task", task, "--source", kind, "--input", source, "--quiet"]
     return [str(each) for each in (*words, "--tokenizer", tokenizer, "--out", out, *flags)]
 
 
 def prepare(tokenizer: Path, source: Path, out: Path, *flags: object, task: str = "chat") -> Path:
-    """Make the data folder of a file and expect success."""
+    """Prepare the data folder of a file and expect success."""
     assert data(prepare_words(tokenizer, source, out, *flags, task=task)) == ExitCode.OK
     return out

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from tests.support.import_rules import tree_of
 
 HOMES = (PurePosixPath("payload/models"), PurePosixPath("payload/train/families"))
-# A tokenizer is a seam of its own, with GPT-2's as a member; GGUF names tokenizers after families.
+# Tokenizers are a separate seam with GPT-2's as a member; GGUF names tokenizers by families.
 OTHERS = tuple(
     map(
         PurePosixPath,
@@ -27,11 +27,11 @@ SETTINGS = {
     PurePosixPath("payload/config/training_sections.py"): frozenset(
         {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "n_layer", "n_head", "n_embd"}
     ),
-    # Those that the weights of model.init replace, and those that a resume may not change.
+    # Settings that model.init replaces, and settings that a resume cannot change.
     PurePosixPath("payload/config/model_checks.py"): frozenset({"n_layer", "n_head", "n_embd"}),
     PurePosixPath("payload/config/run_config.py"): frozenset({"n_layer", "n_head", "n_embd"}),
 }
-"""The documented settings of a model from scratch."""
+"""Documented settings of a model from scratch."""
 
 _FAMILY = re.compile(
     r"(?<![a-z0-9])(gpt_?2|gpt_?neox|llama|qwen\d*|mistral|gemma\d*|smollm\d*|phi\d|olmo\d*|falcon"
@@ -42,7 +42,7 @@ _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def family_names(path: PurePosixPath, source: str) -> list[str]:
-    """Return line and name of each model family that the code of a file names.
+    """Return line and name of each model family in the code of a file.
 
     Identifiers and whole string constants count; docstrings and messages are for people.
     """

@@ -1,7 +1,7 @@
-"""A process that has imported torch and the payload, and runs programs in its forks.
+"""A process that has imported torch and the payload, and runs programs in forks.
 
-`server_name` starts it once for a session. tests.support.forked requests the forks. Training in
-them calibrates briefly.
+`server_name` starts it once per session. tests.support.forked requests the forks. Training in the
+forks calibrates briefly.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LIMITS = ("RLIMIT_AS", "RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_MEMLOCK", "RLIMIT
 
 
 def remember_environment() -> None:
-    """Let servers have the present variables: tests change some, and one server is for all."""
+    """Record the current variables for the servers: tests change some, but share one server."""
     _environment.clear()
     _environment.update(os.environ)
 
@@ -56,7 +56,7 @@ def remember_environment() -> None:
 def server_name(*libraries: str, **environment: str) -> str:
     """Start a server, which ends with this process, and return its name.
 
-    Both arguments are additions: to what it imports, and to the variables of the tests.
+    Both arguments are additions to its imports and to the variables of the tests.
     """
     name = f"tileforge-tests-{os.getpid()}-{secrets.token_hex(8)}"
     command = [sys.executable, "-m", "tests.support.fork_server", name, *libraries]
@@ -85,21 +85,21 @@ def main(name: str, *libraries: str) -> None:
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(f"\0{name}")
     listening.listen(64)
-    sys.stdout.write("listening\n")  # the imports need not be over
+    sys.stdout.write("listening\n")  # the imports may not be complete
     sys.stdout.flush()
     with warnings.catch_warnings(action="ignore"):
         for each in (*_LIBRARIES, *libraries, *_modules()):
             importlib.import_module(each)
     importlib.import_module("tests.support.brief_calibration").calibrate_briefly()
-    gc.freeze()  # a collection in a fork would copy every page of what was imported
+    gc.freeze()  # a garbage collection in a fork would copy every imported page
     forks: dict[int, _Fork] = {}
     while True:
         watched = [descriptor for fork in forks.values() for descriptor in fork.watched]
         ready, _, _ = select.select([0, listening, *watched], [], [])
         if 0 in ready:
-            os._exit(0)  # taking all of it down in order takes seconds
+            os._exit(0)  # a regular exit takes seconds
         if listening in ready:
-            with contextlib.suppress(OSError):  # the other side is gone
+            with contextlib.suppress(OSError):  # the client has ended
                 _Fork.of(listening.accept()[0], forks)
         for number, fork in list(forks.items()):
             if fork.ended in ready:
@@ -115,15 +115,15 @@ class _Fork:
 
     process: int
     ended: int
-    """Its pidfd, ready once it has ended."""
+    """Its pidfd, which is ready once it has ended."""
     connection: socket.socket
     leads: bool
-    """True if its whole process group gets the signals."""
+    """Whether its whole process group gets the signals."""
     killed: bool = False
 
     @classmethod
     def of(cls, connection: socket.socket, forks: dict[int, _Fork]) -> None:
-        """Run what the other side asks for in a fork and add it to `forks`."""
+        """Run the client's program in a fork and add it to `forks`."""
         connection.sendall(f"{json.dumps(read_at_start(os.environ))}\n".encode())
         text, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 3)
         try:
@@ -146,11 +146,11 @@ class _Fork:
 
     @property
     def watched(self) -> list[int | socket.socket]:
-        """The descriptors that select waits for."""
+        """Return the descriptors that select waits for."""
         return [self.ended] if self.killed else [self.ended, self.connection]
 
     def pass_on(self) -> None:
-        """Send the program what the other side got; where that has ended, kill it."""
+        """Forward the client's signals to the program; kill the program if the client has ended."""
         try:
             numbers = self.connection.recv(64)
         except OSError:
@@ -163,7 +163,7 @@ class _Fork:
                 signal.pidfd_send_signal(self.ended, number)
 
     def report(self) -> None:
-        """Tell the other side how the program ended."""
+        """Send the program's exit status to the client."""
         _, status = os.waitpid(self.process, 0)
         os.close(self.ended)
         with contextlib.suppress(OSError):
@@ -172,21 +172,21 @@ class _Fork:
 
 
 def _modules() -> Iterator[str]:
-    """Yield the names of the payload's modules; those that are programs run in the forks."""
+    """Yield the names of the payload's modules, except programs, which run in the forks."""
     for found in pkgutil.walk_packages(payload.__path__, "payload."):
         if not found.name.endswith(".__main__"):
             yield found.name
 
 
 def _peer(connection: socket.socket) -> int:
-    """Return the process id of the other side."""
+    """Return the client's process id."""
     size = struct.calcsize("3i")
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     return int(struct.unpack("3i", credentials)[0])
 
 
 def _become(request: Mapping[str, Any], descriptors: list[int], peer: int) -> NoReturn:
-    """Run the program in this process as Python runs it."""
+    """Run the program in this process as Python does."""
     for place, descriptor in enumerate(descriptors):
         os.dup2(descriptor, place)
     os.closerange(3, 256)
@@ -200,7 +200,7 @@ def _become(request: Mapping[str, Any], descriptors: list[int], peer: int) -> No
     os.environ.clear()
     os.environ.update(request["env"])
     status = _run(request["words"])
-    # As at the end of every Python: executors' threads wait for it, and only then can be joined.
+    # As at the end of every Python process: executors' threads wait for it before they end.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -209,7 +209,7 @@ def _become(request: Mapping[str, Any], descriptors: list[int], peer: int) -> No
 
 
 def _open_streams() -> None:
-    """Open the standard streams as Python does; the server's know whether its own can be sought."""
+    """Open the standard streams again: the server's streams cache whether they can seek."""
     for number, name, mode, buffering in (
         (0, "stdin", "r", -1),
         (1, "stdout", "w", -1),

@@ -1,8 +1,8 @@
 """Runs a Python program in a fork of tests.support.fork_server: forked.py -m MODULE | FILE WORDS.
 
-The import of torch takes 1.5 s of processor time, most of a short run. This process stands for
-the fork: it passes signals on and ends as the fork ends, and the fork ends with it. Without a
-server, or where a variable that is read at the start of a program differs, it becomes Python.
+The import of torch takes 1.5 s of CPU time, most of a short run. This process represents the
+fork: it forwards signals and exits with the fork's status, and the fork ends with it. Without a
+server, or if a variable that is read at program start differs, it executes Python instead.
 
 `python -I -S` starts it in milliseconds.
 """
@@ -18,9 +18,9 @@ import sys
 from collections.abc import Mapping
 
 VARIABLE = "TILEFORGE_TESTS_FORK_SERVER"
-"""The server's name in the abstract namespace of Unix sockets."""
+"""Name of the server in the abstract namespace of Unix sockets."""
 GROUP = "TILEFORGE_TESTS_FORK_GROUP"
-"""Set: the fork leads a process group, and all of it gets the signals, SIGKILL among them."""
+"""If set, the fork leads a process group, which gets all signals, including SIGKILL."""
 _READ_AT_START = (
     *("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "GOMP_", "MKL_"),
     *("TORCH_", "HF_", "TRANSFORMERS_", "HOME", "XDG_", "LANG", "LC_"),
@@ -29,12 +29,12 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sign
 
 
 def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the interpreter or a library reads when it is loaded."""
+    """Return the variables that the interpreter or a library reads at load time."""
     return {name: text for name, text in environment.items() if name.startswith(_READ_AT_START)}
 
 
 def main() -> None:
-    """Run the program and end as it does."""
+    """Run the program and exit with its status."""
     environment = dict(os.environ)
     name = environment.pop(VARIABLE, None)
     group = environment.pop(GROUP, None) is not None
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def _connected(name: str, environment: Mapping[str, str]) -> socket.socket | None:
-    """Connect to the server where a fork of it has the variables that are read at a start."""
+    """Connect to the server if its forks have the same load-time variables."""
     server = socket.socket(socket.AF_UNIX)
     try:
         server.connect(f"\0{name}")

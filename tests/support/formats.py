@@ -1,7 +1,7 @@
 """Compares the keys of each file format with tests/golden/formats.
 
-`assert_format` takes files that the present code wrote. It fails for a key that is missing, new or
-of another type. TILEFORGE_WRITE_GOLDEN=1 rewrites the golden file, but refuses a change that breaks
+`assert_format` checks files of the current code. It fails for a key that is missing, new or of
+another type. TILEFORGE_WRITE_GOLDEN=1 rewrites the golden file, but refuses a change that breaks
 readers of the same version.
 """
 
@@ -28,14 +28,14 @@ class Format:
     """The keys of one format."""
 
     version: int | None
-    """None: its files have none."""
+    """Schema version; None if the format has no version."""
     refuses_unknown_keys: bool
-    """True: a reader of an older release refuses a file with a new key."""
+    """Whether a reader of an older release refuses a file with a new key."""
     keys: Mapping[str, str]
     """Type by path, such as `nodes[].name: str` or `cost_usd: float | null`."""
 
     def to_json(self) -> str:
-        """Return the text of its golden file."""
+        """Return the text of the golden file."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
@@ -49,8 +49,8 @@ def assert_format(
 ) -> None:
     """Fail unless all documents together have the keys of the golden file `name`.
 
-    `maps` are the paths of objects whose keys are data, such as file names. `also` has types that
-    no document here has, by path: on another machine, or after a failure.
+    `maps` are the paths of objects with data as keys, such as file names. `also` has the types, by
+    path, that only documents of another machine or of a failure have.
     """
     every = list(documents)
     versions = {_version_of(each) for each in every}
@@ -90,7 +90,7 @@ def read_format(path: Path) -> Format:
 
 
 def updated(name: str, known: Format, found: Format) -> Format:
-    """Return what to store; fails where a reader would break and the version is the same."""
+    """Return the format to store; fail if it breaks readers of the same version."""
     if not _is_raised(known, found):
         broken = breaking(name, known, found)
         assert not broken, "\n".join(broken)
@@ -103,7 +103,7 @@ def updated(name: str, known: Format, found: Format) -> Format:
 
 
 def differences(name: str, known: Format, found: Format) -> list[str]:
-    """Return a sentence for each difference from what is stored."""
+    """Return a sentence for each difference from the stored format."""
     if known.version != found.version:
         verb = "is raised" if _is_raised(known, found) else "is not the stored one"
         return [f"{name}: the version {verb}: {known.version} to {found.version}. {_RAISED}"]
@@ -152,7 +152,7 @@ def breaking(name: str, known: Format, found: Format) -> list[str]:
 
 
 def keys_of(documents: Iterable[Any], *, maps: Sequence[str] = ()) -> dict[str, str]:
-    """Return the types of every key by its path, over all documents together."""
+    """Return the types of every key by path, over all documents."""
     found: dict[str, set[str]] = {}
     for document in documents:
         for path, kind in _walk(document, "", frozenset(maps)):
@@ -201,7 +201,7 @@ def _version_of(document: Any) -> int | None:
 
 
 def _needs_version_to_grow(known: Format) -> bool:
-    """Say whether a new key needs a version: older readers refuse it, and the format has one."""
+    """Return whether a new key needs a new version, as older readers refuse it."""
     return known.refuses_unknown_keys and known.version is not None
 
 

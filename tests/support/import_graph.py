@@ -8,16 +8,16 @@ from tests.support.import_rules import imports, tree_of
 
 
 def import_graph(folder: Path, *, root: Path) -> dict[str, set[str]]:
-    """Return the modules of a folder, each with those of the same folder that it imports.
+    """Return the modules of a folder, each with the modules of the folder that it imports.
 
-    Imports within functions and for type checkers count like all others.
+    Imports in functions and for type checkers count, too.
     """
     files = {_module(path.relative_to(root)): path for path in folder.rglob("*.py")}
     graph: dict[str, set[str]] = {}
     for name, path in files.items():
         relative = PurePosixPath(path.relative_to(root).as_posix())
         tree = tree_of(path.read_text(encoding="utf-8"))
-        # `from a import b` is listed as a.b, where b may be a module or a name in a.
+        # `from a import b` is listed as a.b, as b can be a module or a name in a.
         named = {module for _, module in imports(tree, path=relative)}
         named |= {module.rpartition(".")[0] for module in named - files.keys()}
         graph[name] = (named & files.keys()) - {name}
@@ -27,7 +27,7 @@ def import_graph(folder: Path, *, root: Path) -> dict[str, set[str]]:
 def folder_graph(graph: dict[str, set[str]], *, depth: int) -> dict[str, set[str]]:
     """Return the graph between folders at most `depth` names below the root.
 
-    A file belongs to the folder that it lies in, so a folder with files and folders is one of them.
+    A file belongs to its folder, so a folder with files and folders is a node, too.
     """
     packages = {module.rpartition(".")[0] for module in graph}
 

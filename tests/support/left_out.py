@@ -1,4 +1,4 @@
-"""Tests that cannot run here are left out, and that is said at the end, where it is seen."""
+"""Deselects tests that cannot run on this machine, and lists them at the end of the output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def leave_out(
     folder: str,
     why: str,
 ) -> None:
-    """Take `unwanted` from `items`; `why` ends the sentence that names them."""
+    """Deselect `unwanted` from `items`; `why` ends the sentence about them."""
     if not unwanted:
         return
     config.hook.pytest_deselected(items=unwanted)
@@ -27,5 +27,5 @@ def leave_out(
 
 
 def notes(config: pytest.Config) -> dict[str, str]:
-    """Return what was left out, by folder. Workers of pytest-xdist send theirs over."""
+    """Return the deselected tests by folder; pytest-xdist's workers send theirs."""
     return config.stash.setdefault(_NOTES, {})

@@ -1,4 +1,4 @@
-"""An nvidia-smi program that prints given GPUs, in the formats of the real one."""
+"""An nvidia-smi program that prints given GPUs in the real formats."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-# As nvidia-smi prints them with --format=csv,noheader,nounits: an L4 of a g2-standard-8 shows
+# In the format of nvidia-smi --format=csv,noheader,nounits: an L4 of a g2-standard-8 shows
 # 23034 MiB and [N/A] for MIG, an A100 of an a2-highgpu-1g 40960 and Disabled.
 L4 = {
     "name": "NVIDIA L4",
@@ -55,7 +55,7 @@ def make_nvidia_smi(
 ) -> Path:
     """Put the program into `folder` and return the folder, for PATH.
 
-    It prints `said` before its rows, or in place of them where it fails with `status`.
+    It prints `said` before its rows, or only `said` if it fails with `status`.
     """
     rows = [
         {"index": str(index), "uuid": f"GPU-{index:08x}-0000-0000-0000-000000000000", **gpu}
@@ -70,7 +70,7 @@ def make_nvidia_smi(
 
 
 def make_torch(folder: Path, *, version: str = "2.13.0+cu130", cuda: str | None = "13.0") -> Path:
-    """Write the version.py of a torch into `folder`, in the form of the real one."""
+    """Write a version.py in torch's format into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "version.py"
     path.write_text(

@@ -8,7 +8,7 @@ from tests.support.chat_data import conversations
 
 
 def pairs(count: int, *, seed: int = 0) -> list[dict[str, Any]]:
-    """Return prompts with the reversed words as the better answer, and all but one as the worse."""
+    """Return prompts whose chosen answer has the reversed words, and whose rejected lacks one."""
     made = []
     for number, (asked, answer) in enumerate(conversations(count, seed=seed)):
         words = answer["content"].split()

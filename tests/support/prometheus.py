@@ -1,4 +1,4 @@
-"""Tests that need Prometheus are known by their fixtures, and left out where it is missing."""
+"""Deselects tests whose fixtures need Prometheus if it is not installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FIXTURES = {"watched", "promtool"}
 
 
 def leave_out_without_prometheus(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs Prometheus where it is not installed, and say so."""
+    """Deselect and list tests that need Prometheus if it is not installed."""
     missing = [name for name in PROGRAMS if which(name) is None]
     if missing:
         leave_out(

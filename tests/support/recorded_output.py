@@ -1,4 +1,4 @@
-"""Records what a call prints, the processes that it starts included."""
+"""Records the output of a call, including that of the processes that it starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tempfile import TemporaryFile
 
 @dataclass
 class RecordedOutput:
-    """The text that was printed; both are empty until the recording has ended."""
+    """The recorded text; both fields are empty until the recording has ended."""
 
     out: str = ""
     err: str = ""
@@ -20,9 +20,9 @@ class RecordedOutput:
 
 @contextmanager
 def record_output() -> Iterator[RecordedOutput]:
-    """Record stdout and stderr of this process and of those that it starts meanwhile.
+    """Record stdout and stderr of this process and of the processes that it starts.
 
-    Unlike pytest's `capfd` it needs no fixture, so helpers can use it.
+    Unlike pytest's `capfd` it needs no fixture, so that helpers can use it.
     """
     recorded = RecordedOutput()
     sys.stdout.flush()

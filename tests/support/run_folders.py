@@ -1,4 +1,4 @@
-"""Run folders as `orchestrate run` leaves them, for tests without training."""
+"""Run folders like those of `orchestrate run`, for tests without training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_run(
 
 
 def write_state(paths: RunPaths, **fields: Any) -> None:
-    """Write state.json: a running run of now, but for `fields`."""
+    """Write state.json of a current, running run, with changed `fields`."""
     now = time.time()
     usual = {"status": "running", "supervisor_pid": 1, "node": "a"}
     times = {"started_unix": now, "updated_unix": now}

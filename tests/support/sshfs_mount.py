@@ -19,13 +19,13 @@ SFTP_SERVER = Path("/usr/lib/openssh/sftp-server")
 
 @contextmanager
 def sshfs_mount(tmp_path: Path) -> Iterator[tuple[Path, int]]:
-    """Mount a folder by sshfs from a server of its own; yield it, and that server's process."""
+    """Mount a folder by sshfs from a new server; yield the folder and the server's process."""
     if os.geteuid() != 0 or not shutil.which("sshfs") or not SFTP_SERVER.exists():
         pytest.skip("needs root, sshfs and sftp-server; make test-packages installs them")
     here, there = tmp_path / "mounted", tmp_path / "exported"
     for each in (here, there):
         each.mkdir()
-    # sshfs talks to what takes ssh's place.
+    # sshfs uses this program instead of ssh.
     as_ssh, pid_file = tmp_path / "as-ssh", tmp_path / "pid"
     as_ssh.write_text(f"#!/bin/sh\necho $$ >{pid_file}\nexec {SFTP_SERVER}\n", encoding="ascii")
     as_ssh.chmod(0o755)
@@ -42,7 +42,7 @@ def sshfs_mount(tmp_path: Path) -> Iterator[tuple[Path, int]]:
 
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """Let a process do nothing, as a machine that is frozen; its connections stay open."""
+    """Stop a process, like a frozen machine; its connections stay open."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield

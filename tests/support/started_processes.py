@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 MARKERS = frozenset({"processes", "ranks", "sshd", "rig", "engine", "nfs", "ipex"})
-"""Any of these says that a test starts processes."""
+"""Markers of tests that start processes."""
 
 _EVENTS = frozenset(
     {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system"}
 )
-# The kernels are built once per machine: which test builds them depends on the cache.
+# The kernels are built once per machine; the cache decides which test builds them.
 _COMPILERS = frozenset({"g++", "clang++"})
 
 _started: list[str] = []
@@ -39,7 +39,7 @@ def _record(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def pytest_configure() -> None:
-    """Record the processes that this one starts. An audit hook cannot be removed."""
+    """Record the processes that this process starts. An audit hook cannot be removed."""
     sys.addaudithook(_record)
 
 
@@ -55,7 +55,7 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Forget what earlier tests started."""
+    """Forget the processes of earlier tests."""
     _started.clear()
     return (yield)
 
@@ -75,7 +75,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 def _first_started(item: pytest.Item) -> str | None:
-    """Return the command of a process that the test or one of its fixtures started."""
+    """Return the command of a process that the test or a fixture started, or None."""
     if _started:
         return _started[0]
     if not isinstance(item, pytest.Function):

@@ -1,7 +1,7 @@
 """`python -m tests.support.prose [PATH ...]`: finds wordings of phrases.toml in the tracked files.
 
-Prints a line a finding, and ends with 1 where there is one. An exception that excuses nothing is a
-finding, too.
+Prints a line per finding; the exit status is 1 if there are any. An unused exception is a finding,
+too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Phrase:
     allowed: re.Pattern[str] | None
 
     def find(self, text: str) -> Iterator[re.Match[str]]:
-        """Yield the places of the wording, without those inside an allowed one."""
+        """Yield the matches of the wording, except inside an allowed wording."""
         spans = [each.span() for each in self.allowed.finditer(text)] if self.allowed else []
         for match in self.pattern.finditer(text):
             if not any(start <= match.start() and match.end() <= end for start, end in spans):
@@ -38,7 +38,7 @@ class Phrase:
 
 @dataclass(frozen=True, slots=True)
 class Excuse:
-    """A text that may keep its wording: `contains` is a part of it. `reason` says why."""
+    """An exception for texts that contain `contains`, with its `reason`."""
 
     path: str
     contains: str
@@ -68,7 +68,7 @@ def _words(pattern: str) -> re.Pattern[str]:
 
 
 def findings_in(texts: Sequence[Text], phrases: Sequence[Phrase]) -> Iterator[tuple[Text, str]]:
-    """Yield each text that has a wording to avoid, with a line about it."""
+    """Yield each text with a wording to avoid, with a line about it."""
     for text in texts:
         for phrase in phrases:
             for match in phrase.find(text.text):

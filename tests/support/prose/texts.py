@@ -1,4 +1,4 @@
-"""Finds the prose of a repository: docstrings, comments, messages, and pages without their code."""
+"""Finds the prose of a repository: docstrings, comments, messages, and pages without code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Every string of these is read; of the tests, docstrings and comments alone: their strings are
+# Every string of these is checked; in tests only docstrings and comments are, as strings are
 # inputs and expected outputs.
 PROGRAMS = ("payload/", "infra/", "bootstrap/", "benchmarks/", "__main__.py")
 _SKIPPED = ("benchmarks/results/", "tests/golden/", "tests/fixtures/", "tests/hostile/")
@@ -20,7 +20,7 @@ _INLINE = re.compile(r"`[^`\n]*`")
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One piece of prose, and the line of its file where it begins."""
+    """A piece of prose, and the line of the file where it begins."""
 
     path: str
     line: int
@@ -28,7 +28,7 @@ class Text:
 
 
 def texts_of(path: str, root: Path) -> Iterator[Text]:
-    """Yield the prose of one tracked file; nothing for a file of another kind."""
+    """Yield the prose of a tracked file; nothing for other kinds of files."""
     if path.startswith(_SKIPPED):
         return
     file = root / path
@@ -36,7 +36,7 @@ def texts_of(path: str, root: Path) -> Iterator[Text]:
         yield from _python(path, file.read_text(encoding="utf-8"))
     elif path.endswith(".md"):
         page = file.read_text(encoding="utf-8")
-        if path == "CHANGELOG.md":  # what was released keeps its text
+        if path == "CHANGELOG.md":  # released versions keep their text
             page = "\n## ".join(page.split("\n## ")[:2])
         yield from _markdown(path, page)
     elif path.endswith((".sh", ".toml", ".yaml", ".cpp", ".h", ".js", ".css")) or path in (
@@ -82,7 +82,7 @@ def _body(node: ast.AST) -> list[ast.stmt]:
 
 
 def _runs_of_comments(source: str) -> Iterator[tuple[int, str]]:
-    """Yield comments with the ones on the lines that follow them as one text."""
+    """Yield comments, joined with the comments on the following lines."""
     first, last, lines = 0, 0, list[str]()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.COMMENT:
