@@ -20,7 +20,7 @@ class Comparison:
     first_step: int | None
     """First step with a difference; None if all numbers are equal."""
     weights_equal: bool | None
-    """Whether the weights of all checkpoints are equal bit by bit; None if a run has no weights."""
+    """True if the weights of all checkpoints are equal; None if a run has no weights."""
 
     def holds(self, tolerance: float) -> bool:
         """Return whether all differences are within `tolerance`; 0 also requires equal weights."""

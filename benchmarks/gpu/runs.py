@@ -32,7 +32,7 @@ class Runs:
         self.folder = folder
         self.programs = programs
         self.rehearsal = rehearsal
-        """Whether the visit is a rehearsal on the CPU, with small sizes."""
+        """True for a rehearsal on the CPU, with small sizes."""
         self.device = "cpu" if rehearsal else "cuda"
         self.vocab_size = 512 if rehearsal else 50257
         self.facts: Mapping[str, Any] = {}

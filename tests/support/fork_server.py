@@ -118,7 +118,7 @@ class _Fork:
     """Its pidfd, which is ready once it has ended."""
     connection: socket.socket
     leads: bool
-    """Whether its whole process group gets the signals."""
+    """True if the whole process group gets the signals."""
     killed: bool = False
 
     @classmethod

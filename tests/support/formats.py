@@ -30,7 +30,7 @@ class Format:
     version: int | None
     """Schema version; None if the format has no version."""
     refuses_unknown_keys: bool
-    """Whether a reader of an older release refuses a file with a new key."""
+    """True if a reader of an older release refuses a file with a new key."""
     keys: Mapping[str, str]
     """Type by path, such as `nodes[].name: str` or `cost_usd: float | null`."""
 
