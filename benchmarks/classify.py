@@ -290,17 +290,17 @@ def _labels(work: Path, texts: Sequence[str], *, model: str) -> list[str]:
     in_bf16 = load_trainer_state(checkpoint).dtype == "bf16"
     tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
     encoded = [tokenizer.encode(text).ids for text in texts]
-    order = sorted(range(len(encoded)), key=lambda place: len(encoded[place]))
+    order = sorted(range(len(encoded)), key=lambda index: len(encoded[index]))
     given = [""] * len(order)
     for start in range(0, len(order), _ROWS):
-        places = order[start : start + _ROWS]
-        tokens = torch.full((len(places), len(encoded[places[-1]])), classifier.pad_token)
-        for row, place in enumerate(places):
-            tokens[row, : len(encoded[place])] = torch.tensor(encoded[place])
+        indices = order[start : start + _ROWS]
+        tokens = torch.full((len(indices), len(encoded[indices[-1]])), classifier.pad_token)
+        for row, index in enumerate(indices):
+            tokens[row, : len(encoded[index])] = torch.tensor(encoded[index])
         with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
             chosen = classifier.class_logits(tokens).argmax(-1).tolist()
-        for place, number in zip(places, chosen, strict=True):
-            given[place] = classifier.labels[number]
+        for index, number in zip(indices, chosen, strict=True):
+            given[index] = classifier.labels[number]
     return given
 
 

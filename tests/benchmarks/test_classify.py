@@ -153,26 +153,26 @@ def test_both_learn_and_the_margin_is_printed(
         (model / name).write_bytes(content)
     monkeypatch.setattr(classify, "packages", docstrings)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    words = ["--model", str(model), "--labels", "3", "--texts", "150"]
-    words += ["--validation", "50", "--held-out", "200"]
-    words += ["--set", "train.steps=12", "--set", "optimizer.lr=3e-3"]
-    words += ["--set", "schedule.warmup_steps=2"]
-    code = classify.main([*words, "--work", str(tmp_path / "work")])
-    said = capfd.readouterr()
-    result = json.loads(said.out.splitlines()[-1])
+    arguments = ["--model", str(model), "--labels", "3", "--texts", "150"]
+    arguments += ["--validation", "50", "--held-out", "200"]
+    arguments += ["--set", "train.steps=12", "--set", "optimizer.lr=3e-3"]
+    arguments += ["--set", "schedule.warmup_steps=2"]
+    code = classify.main([*arguments, "--work", str(tmp_path / "work")])
+    captured = capfd.readouterr()
+    result = json.loads(captured.out.splitlines()[-1])
     margins = result["margins"]
     assert code == (0 if min(each["points"] for each in margins.values()) > 0 else 1)
     assert (result["texts"], result["measured"], result["labels"]) == (150, 200, 3)
     for name, accuracy in result["peer_accuracy"].items():
         assert accuracy > 0.5
         assert margins[name]["points"] == pytest.approx(100 * (result["accuracy"] - accuracy))
-        (line,) = [line for line in said.err.splitlines() if line.startswith(name)]
+        (line,) = [line for line in captured.err.splitlines() if line.startswith(name)]
         assert f"{margins[name]['points']:+.2f}" in line.split()
     rows = map(json.loads, (tmp_path / "work" / "run" / "metrics.jsonl").read_text().splitlines())
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 12 and losses[-1] < losses[0] - 0.1
 
-    peers = ["--peers", "--split", "texts", *words[2:8], "--held-out", "200"]
+    peers = ["--peers", "--split", "texts", *arguments[2:8], "--held-out", "200"]
     assert classify.main(peers) == 0
     alone = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert 0 < alone["shared"] < 1

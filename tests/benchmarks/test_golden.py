@@ -78,11 +78,11 @@ def main(argv, env):
 """
 
 
-def git(repo: Path, *words: str) -> str:
+def git(repo: Path, *arguments: str) -> str:
     """Run git in a repository without the user's settings; return its output."""
     settings = ("-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "core.hooksPath=")
     return subprocess.run(
-        ["git", "-C", str(repo), *settings, *words], check=True, capture_output=True, text=True
+        ["git", "-C", str(repo), *settings, *arguments], check=True, capture_output=True, text=True
     ).stdout
 
 
@@ -118,9 +118,9 @@ def worktrees(repo: Path) -> list[str]:
     return [line.removeprefix("worktree ") for line in lines if line.startswith("worktree ")]
 
 
-def golden(repo: Path, *words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, Any]:
+def golden(repo: Path, *arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, Any]:
     """Compare a repository's working tree with its commit; return exit code and JSON."""
-    exit_code = main(["--repo", str(repo), "--against", "HEAD", *ONLY, *words])
+    exit_code = main(["--repo", str(repo), "--against", "HEAD", *ONLY, *arguments])
     out, _ = capsys.readouterr()
     assert worktrees(repo) == [str(repo)]
     return exit_code, json.loads(out)
@@ -171,7 +171,7 @@ def test_a_trainer_without_its_function_is_started_as_a_command(
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("trainer", "said"),
+    ("trainer", "message"),
     [
         (FAILS, "the trainer's own error"),
         pytest.param(
@@ -188,12 +188,12 @@ def test_a_trainer_without_its_function_is_started_as_a_command(
     ],
 )
 def test_a_commit_that_does_not_train_to_the_end_is_an_error(
-    repo: Path, capsys: pytest.CaptureFixture[str], trainer: str, said: str
+    repo: Path, capsys: pytest.CaptureFixture[str], trainer: str, message: str
 ) -> None:
     put_trainer(repo, trainer)
     commit(repo)
     put_trainer(repo, TRAINER)
-    with pytest.raises(SystemExit, match=said):
+    with pytest.raises(SystemExit, match=message):
         golden(repo, capsys=capsys)
     assert worktrees(repo) == [str(repo)]
 
@@ -210,9 +210,9 @@ def test_an_interrupt_removes_the_worktree_and_kills_the_ranks(
     put_trainer(repo, TRAINER)
     started = tmp_path / "started"
     started.mkdir()
-    words = ("--repo", str(repo), "--against", "HEAD", "--only", ONLY[2])
+    arguments = ("--repo", str(repo), "--against", "HEAD", "--only", ONLY[2])
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.golden", *words],
+        [sys.executable, "-m", "benchmarks.golden", *arguments],
         cwd=ROOT,
         env=os.environ | {"TEST_FOLDER": str(started)},
     )

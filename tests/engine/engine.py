@@ -139,13 +139,13 @@ class Engine:
         for process in self._started:
             self.kill(process)
 
-    def pulumi(self, *words: str) -> Done:
+    def pulumi(self, *arguments: str) -> Done:
         """Run `pulumi`."""
-        return self._run(["pulumi", *words, "--non-interactive"])
+        return self._run(["pulumi", *arguments, "--non-interactive"])
 
-    def orchestrate(self, *words: str) -> Done:
+    def orchestrate(self, *arguments: str) -> Done:
         """Run `python -m payload.orchestrate`."""
-        return self._run(self._argv(words))
+        return self._run(self._argv(arguments))
 
     def stack(self, verb: str, name: str) -> None:
         """Create, select or remove a stack, and configure a new stack."""
@@ -157,9 +157,9 @@ class Engine:
     def configure(self, **settings: Any) -> None:
         """Set the stack's config."""
         for key, value in settings.items():
-            words = value if isinstance(value, list) else [value]
-            for place, word in enumerate(words):
-                path = f"{key}[{place}]" if isinstance(value, list) else key
+            arguments = value if isinstance(value, list) else [value]
+            for index, word in enumerate(arguments):
+                path = f"{key}[{index}]" if isinstance(value, list) else key
                 text = str(word).lower() if isinstance(word, bool) else str(word)
                 done = self.pulumi("config", "set", "--path", path, text)
                 assert done.returncode == 0, done.stderr
@@ -177,9 +177,13 @@ class Engine:
         assert done.returncode == 0, done.stdout + done.stderr
         return done
 
-    def start(self, *words: str) -> subprocess.Popen[bytes]:
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
         """Start `pulumi`, or Tileforge after `orchestrate`, in a new process group."""
-        argv = self._argv(words[1:]) if words[0] == "orchestrate" else [*words, "--non-interactive"]
+        argv = (
+            self._argv(arguments[1:])
+            if arguments[0] == "orchestrate"
+            else [*arguments, "--non-interactive"]
+        )
         process = subprocess.Popen(
             argv,
             cwd=self.folder,
@@ -251,8 +255,8 @@ class Engine:
             }
         return dict(sorted(found.items()))
 
-    def _argv(self, words: Sequence[str]) -> list[str]:
-        return [*self._python, "-m", "payload.orchestrate", *words]
+    def _argv(self, arguments: Sequence[str]) -> list[str]:
+        return [*self._python, "-m", "payload.orchestrate", *arguments]
 
     def _run(self, argv: Sequence[str]) -> Done:
         return subprocess.run(

@@ -33,11 +33,11 @@ def fake(tmp_path: Path, cloud: CloudStandIn) -> Iterator[Engine]:
         yield engine
 
 
-def with_events(engine: Engine, *words: str) -> tuple[Done, list[Document]]:
+def with_events(engine: Engine, *arguments: str) -> tuple[Done, list[Document]]:
     """Run an operation and return the lines of its event log."""
     log = engine.folder.parent / "events.jsonl"
     log.unlink(missing_ok=True)
-    done = engine.pulumi(*words, "--event-log", str(log))
+    done = engine.pulumi(*arguments, "--event-log", str(log))
     return done, [json.loads(line) for line in log.read_text().splitlines()]
 
 
@@ -101,13 +101,13 @@ def test_a_refusal_of_google_reads_as_the_providers(fake: Engine, cloud: CloudSt
     assert done.returncode == 1
     ends = {"resOpFailedEvent create", "diagnosticEvent error", "summaryEvent", "cancelEvent"}
     assert ends <= kinds(events) and ends <= kinds(recorded("up-exists"))
-    said = {each["diagnosticEvent"]["message"] for each in events if "diagnosticEvent" in each}
-    words = {
+    output = {each["diagnosticEvent"]["message"] for each in events if "diagnosticEvent" in each}
+    arguments = {
         each["diagnosticEvent"]["message"]
         for each in recorded("up-exists")
         if each.get("diagnosticEvent", {}).get("severity") == "error"
     }
-    assert words <= said
+    assert arguments <= output
 
 
 def test_a_killed_update_leaves_its_lock_and_what_it_was_doing(
@@ -185,7 +185,7 @@ def test_requests_are_repeated_as_the_provider_does(fake: Engine, cloud: CloudSt
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "output"),
     [
         (("stack", "select", "none"), "no stack named 'none' found"),
         (("stack", "output", "none"), "does not have output property 'none'"),
@@ -194,6 +194,8 @@ def test_requests_are_repeated_as_the_provider_does(fake: Engine, cloud: CloudSt
         (("new",), 'unknown command "new" for "pulumi"'),
     ],
 )
-def test_what_it_does_not_know_is_refused(fake: Engine, words: tuple[str, ...], said: str) -> None:
-    done = fake.pulumi(*words)
-    assert done.returncode == 1 and said in done.stderr
+def test_what_it_does_not_know_is_refused(
+    fake: Engine, arguments: tuple[str, ...], output: str
+) -> None:
+    done = fake.pulumi(*arguments)
+    assert done.returncode == 1 and output in done.stderr

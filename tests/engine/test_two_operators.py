@@ -88,8 +88,8 @@ def test_a_name_that_is_taken_is_refused_before_anything_is_made(
     check(refused)
     assert refused.returncode == 10 and "dev-network" in refused.stderr
     assert [each for each in cloud.sent[begun:] if each.method != "GET"] == []
-    for words in (DOWN, SWEEP):
-        check(bob.orchestrate(*words))
+    for arguments in (DOWN, SWEEP):
+        check(bob.orchestrate(*arguments))
     assert changes_of_others(cloud) == []
     assert ada.machines() == machines
     assert ada.orchestrate(*DOWN).returncode == 0
@@ -100,8 +100,8 @@ def take_steps(operators: Pair, cloud: CloudStandIn, dice: random.Random) -> Non
     """Let both operators run commands at the same time, some of which are killed."""
     started = []
     for each in operators:
-        words = dice.choice((UP, UP, UP, DOWN, SWEEP))
-        process = each.start("orchestrate", *words)
+        arguments = dice.choice((UP, UP, UP, DOWN, SWEEP))
+        process = each.start("orchestrate", *arguments)
         requests = dice.choice((10**9, dice.randrange(1, 90)))
         started.append((each, process, len(cloud.requests) + requests))
         each.wait_for_requests(len(cloud.requests) + dice.randrange(60), process)
@@ -122,8 +122,8 @@ def test_nobody_touches_what_the_other_has_made(
     for _ in range(dice.randrange(1, _STEPS)):
         take_steps(operators, cloud, dice)
     both: Sequence[Engine] = dice.sample(operators, 2)
-    for words in (UP, SWEEP, DOWN):
+    for arguments in (UP, SWEEP, DOWN):
         for each in both:
-            check(each.orchestrate(*words))
+            check(each.orchestrate(*arguments))
             assert changes_of_others(cloud) == []
     assert both[0].left() == {}

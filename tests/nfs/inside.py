@@ -44,7 +44,7 @@ class Machine:
         self.nodes: list[int] = []
         """A process of each worker, which keeps its network and mounts."""
         self.began_s = time.monotonic()
-        self.told: dict[str, Any] = {}
+        self.results: dict[str, Any] = {}
 
     def say(self, text: str) -> None:
         sys.stderr.write(f"[{time.monotonic() - self.began_s:6.1f}] {text}\n")
@@ -67,8 +67,10 @@ class Machine:
         Path("/etc/exports").touch()
         os.environ["PATH"] = f"/run/bin:{os.environ['PATH']}"
         run(f"bash {SCRIPT} export 10.60.0.0/24")
-        self.told["threads"] = int(Path("/proc/fs/nfsd/threads").read_text(encoding="ascii"))
-        self.told["grace_s"] = int(Path("/proc/fs/nfsd/nfsv4gracetime").read_text(encoding="ascii"))
+        self.results["threads"] = int(Path("/proc/fs/nfsd/threads").read_text(encoding="ascii"))
+        self.results["grace_s"] = int(
+            Path("/proc/fs/nfsd/nfsv4gracetime").read_text(encoding="ascii")
+        )
 
     def add_worker(self, index: int) -> None:
         """Make a worker, where the bootstrap's script mounts the folder."""
@@ -80,14 +82,14 @@ class Machine:
         self.on(index, ["hostname", f"node-{index}"])
         run(f"ip link add port{index} type veth peer name eth0 netns {node.pid}")
         run(f"ip link set port{index} master br0 up")
-        for words in ("lo up", "eth0 up"):
-            self.on(index, ["ip", "link", "set", *words.split()])
+        for setting in ("lo up", "eth0 up"):
+            self.on(index, ["ip", "link", "set", *setting.split()])
         self.on(index, ["ip", "addr", "add", f"10.60.0.{10 + index}/24", "dev", "eth0"])
         # A separate disk: otherwise the mount point would be the head's folder.
         self.on(index, ["mount", "-t", "tmpfs", "none", "/srv"])
         self.on(index, ["bash", str(SCRIPT), "mount", f"{HEAD}:/"])
 
-    def words(self, index: int, argv: Sequence[str]) -> list[str]:
+    def command_on(self, index: int, argv: Sequence[str]) -> list[str]:
         """Return the command prefix that runs a command on a node; 0 is the head."""
         if index == 0:
             return list(argv)
@@ -95,7 +97,7 @@ class Machine:
 
     def on(self, index: int, argv: Sequence[str]) -> str:
         """Run a command on a node; return its output."""
-        return run(self.words(index, argv))
+        return run(self.command_on(index, argv))
 
     def train(self) -> Ranks:
         """Start three ranks of a run, each on a node, with the data in the folder."""
@@ -116,7 +118,7 @@ class Machine:
             program += ["--config", str(self.out / "run.toml")]
             log = (self.out / f"rank_{rank}.log").open("wb")
             ranks.append(
-                subprocess.Popen(self.words(rank, program), env=env, stdout=log, stderr=log)
+                subprocess.Popen(self.command_on(rank, program), env=env, stdout=log, stderr=log)
             )
         return ranks
 
@@ -148,7 +150,7 @@ class Machine:
         wait_for(lambda: watch.read_text(encoding="utf-8") == "{}", "the folder's answer")
         found["after"] = self.step()
         found["later"] = json.loads(watch.read_text(encoding="utf-8"))
-        self.told[name] = found
+        self.results[name] = found
         self.say(json.dumps(found))
 
     def try_folder(self) -> Any:
@@ -162,12 +164,12 @@ class Machine:
         """
         file = f"{SHARED_FOLDER}/hub/lock"
         holder = subprocess.Popen(
-            self.words(2, ["flock", "--close", file, "sh", "-c", "echo; exec sleep 600"]),
+            self.command_on(2, ["flock", "--close", file, "sh", "-c", "echo; exec sleep 600"]),
             stdout=subprocess.PIPE,
         )
         assert holder.stdout is not None
         holder.stdout.readline()
-        attempt = self.words(1, ["flock", "--nonblock", file, "true"])
+        attempt = self.command_on(1, ["flock", "--nonblock", file, "true"])
         while_held = subprocess.run(attempt, check=False).returncode
         holder.kill()
         holder.wait()
@@ -176,7 +178,7 @@ class Machine:
     def _kill_a_reader(self) -> float:
         """Return the seconds until SIGKILL ends a program that waits for the server."""
         code = f"import os; os.statvfs({SHARED_FOLDER!r})"
-        reader = subprocess.Popen(self.words(1, [sys.executable, "-c", code]))
+        reader = subprocess.Popen(self.command_on(1, [sys.executable, "-c", code]))
         time.sleep(8.0)
         assert reader.poll() is None, "it did not wait for the server"
         began_s = time.monotonic()
@@ -225,17 +227,17 @@ def scenario(machine: Machine) -> None:
         machine.add_worker(index)
     machine.say("mounted")
     mounts = machine.on(1, ["cat", "/proc/self/mounts"]).splitlines()
-    machine.told["mount"] = next(line for line in mounts if f" {SHARED_FOLDER} nfs4 " in line)
-    machine.told["trial"] = json.loads(machine.on(1, [sys.executable, "-m", _HERE, "trial"]))
-    machine.told["locks"] = machine.try_lock()
+    machine.results["mount"] = next(line for line in mounts if f" {SHARED_FOLDER} nfs4 " in line)
+    machine.results["trial"] = json.loads(machine.on(1, [sys.executable, "-m", _HERE, "trial"]))
+    machine.results["locks"] = machine.try_lock()
     shutil.copytree(machine.out / "data", f"{SHARED_FOLDER}/data/tokens")
     look = [sys.executable, "-m", _HERE, "watch", str(machine.out / "watch.json")]
-    watching = subprocess.Popen(machine.words(1, look))
+    watching = subprocess.Popen(machine.command_on(1, look))
     ranks = machine.train()
     wait_for(lambda: machine.step() >= 5 or have_ended(ranks), "the first steps")
     machine.outage("restart", begin="rpc.nfsd 0", end="rpc.nfsd", ranks=ranks)
     machine.outage("cut", begin="ip link set port1 down", end="ip link set port1 up", ranks=ranks)
-    machine.told["exits"] = [rank.wait(900) for rank in ranks]
+    machine.results["exits"] = [rank.wait(900) for rank in ranks]
     watching.send_signal(signal.SIGKILL)
     machine.say("the run has ended")
 
@@ -254,9 +256,9 @@ def main(argv: Sequence[str]) -> int:
         scenario(machine)
     finally:
         kernel = run("dmesg").splitlines()
-        machine.told["kernel"] = [line for line in kernel if "nfs" in line.lower()]
-        text = json.dumps(machine.told, indent=1)
-        (machine.out / "told.json").write_text(text, encoding="utf-8")
+        machine.results["kernel"] = [line for line in kernel if "nfs" in line.lower()]
+        text = json.dumps(machine.results, indent=1)
+        (machine.out / "results.json").write_text(text, encoding="utf-8")
     return 0
 
 

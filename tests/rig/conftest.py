@@ -93,8 +93,8 @@ def operator(from_nothing: Rig, operator_folder: Path, operator_key: Path) -> Op
 @pytest.fixture(scope="session")
 def trained_by_mpirun(operator: Operator, machines: list[Machine]) -> RunPaths:
     """Return a run of `FEW_STEPS` steps by mpirun on the three machines."""
-    code, said = operator.do(*operator.run_words("far", f"train.steps={FEW_STEPS}"))
-    assert code == ExitCode.OK and "3 node(s) through mpirun" in said, said
+    code, output = operator.do(*operator.run_words("far", f"train.steps={FEW_STEPS}"))
+    assert code == ExitCode.OK and "3 node(s) through mpirun" in output, output
     return operator.paths("far")
 
 

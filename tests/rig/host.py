@@ -61,16 +61,16 @@ def processes() -> Iterator[Path]:
 def pids_in_network(namespace: str) -> list[int]:
     """Return the processes in the network namespace, including those inside a machine."""
     try:
-        wanted = (Path("/run/netns") / namespace).stat()
+        network_stat = (Path("/run/netns") / namespace).stat()
     except FileNotFoundError:
         return []
     found = []
     for process in processes():
         try:
-            there = (process / "ns" / "net").stat()
+            process_stat = (process / "ns" / "net").stat()
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # it ended, or belongs to the container that runs this host
-        if (there.st_dev, there.st_ino) == (wanted.st_dev, wanted.st_ino):
+        if (process_stat.st_dev, process_stat.st_ino) == (network_stat.st_dev, network_stat.st_ino):
             found.append(int(process.name))
     return found
 

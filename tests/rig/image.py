@@ -34,9 +34,9 @@ def root_image() -> Path:
 
     The first call takes two minutes and needs the network.
     """
-    wanted = NodeBootstrap(authorized_keys=(), version="").packages()
+    required = NodeBootstrap(authorized_keys=(), version="").packages()
     # Debian's name is the last of several.
-    offered = tuple(names.rpartition("|")[2] for names in wanted)
+    offered = tuple(names.rpartition("|")[2] for names in required)
     recipe = (SUITE, *_BASE, *offered, _CLOUD_CFG, _SOURCES, "2")
     return cached("image", recipe=recipe, build=lambda folder: _build(folder, offered))
 

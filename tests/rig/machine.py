@@ -279,13 +279,13 @@ class Machine:
     def _signal(self, number: signal.Signals, *, but: str) -> bool:
         """Signal all processes except those in state `but`; return True if there were no others."""
         states = {pid: _status(pid).get("State", "Z")[0] for pid in self.pids()}
-        wanted = [pid for pid, state in states.items() if state != but and state != "Z"]
-        for pid in wanted:
+        targets = [pid for pid, state in states.items() if state != but and state != "Z"]
+        for pid in targets:
             try:
                 os.kill(pid, number)
             except ProcessLookupError:
                 continue
-        return not wanted
+        return not targets
 
 
 def _status(pid: int) -> dict[str, str]:

@@ -89,8 +89,8 @@ class SlurmCluster:
 
         `before` is a command prefix.
         """
-        words = [*before, "python3", "-m", "payload.orchestrate", *arguments]
-        return self.type(words, timeout_s=timeout_s)
+        argv = [*before, "python3", "-m", "payload.orchestrate", *arguments]
+        return self.type(argv, timeout_s=timeout_s)
 
     def type(
         self, command: Sequence[str], *, folder: str = SHARED, timeout_s: float = 200
@@ -98,8 +98,8 @@ class SlurmCluster:
         """Run a command in `folder`; return its exit code and output."""
         env = ["HOME=/home/trainer", f"PYTHONPATH={CODE}:{PACKAGES}", "TERM=dumb"]
         shell = ["sh", "-c", f"cd {folder} && exec {shlex.join(command)}"]
-        words = ["runuser", "-u", "trainer", "--", "env", *env, *shell]
-        done = self.login.exec(words, check=False, timeout_s=timeout_s)
+        argv = ["runuser", "-u", "trainer", "--", "env", *env, *shell]
+        done = self.login.exec(argv, check=False, timeout_s=timeout_s)
         return done.returncode, done.stdout + done.stderr
 
 

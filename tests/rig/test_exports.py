@@ -41,7 +41,7 @@ def run_of(cluster: SlurmCluster, engine: str) -> Path:
 def assert_trained(
     cluster: SlurmCluster,
     engine: str,
-    wanted: Sequence[float],
+    expected: Sequence[float],
     *,
     world_size: int,
     rel: float = 1e-6,
@@ -50,15 +50,15 @@ def assert_trained(
     run = run_of(cluster, engine)
     result = summary(run)
     assert (result["status"], result["world_size"]) == ("finished", world_size)
-    assert losses(run) == pytest.approx(wanted, rel=rel)
-    assert (run / "checkpoints" / f"step_{len(wanted):08d}").is_dir()
+    assert losses(run) == pytest.approx(expected, rel=rel)
+    assert (run / "checkpoints" / f"step_{len(expected):08d}").is_dir()
 
 
 def finish(started: Sequence[subprocess.Popen[str]]) -> list[str]:
     """Wait until every node has exited with 0; return their outputs."""
-    said = [process.communicate(timeout=TIMEOUT_S)[0] for process in started]
-    assert [process.returncode for process in started] == [0] * len(started), "\n".join(said)
-    return said
+    output = [process.communicate(timeout=TIMEOUT_S)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * len(started), "\n".join(output)
+    return output
 
 
 def start(
@@ -89,14 +89,14 @@ def test_slurm_takes_the_batch_script_and_its_job_trains(
 
     storage = f"{SHARED}/storage"
     four = job_for(ENGINES["sbatch"], nodes=4, ranks_per_node=1)
-    code, said = submit(four, "--test-only")
-    assert code != 0 and "allocation failure" in said, said
+    code, output = submit(four, "--test-only")
+    assert code != 0 and "allocation failure" in output, output
     job = job_for(ENGINES["sbatch"], f"train.steps={STEPS}", run_id="sbatch", storage=storage)
-    code, said = submit(job, "--test-only")
-    assert code == 0 and "using 4 processors on nodes node-[1-2]" in said, said
+    code, output = submit(job, "--test-only")
+    assert code == 0 and "using 4 processors on nodes node-[1-2]" in output, output
     assert not run_of(cluster, "sbatch").exists()
-    code, said = submit(job, "--wait")
-    assert code == 0, said + "".join(each.read_text() for each in checkout.glob("*.log"))
+    code, output = submit(job, "--wait")
+    assert code == 0, output + "".join(each.read_text() for each in checkout.glob("*.log"))
     assert_trained(cluster, "sbatch", one_process[:STEPS], world_size=4)
 
 
@@ -144,8 +144,8 @@ def test_skypilot_s_task_trains_and_a_restarted_one_resumes(
     for process in first:
         process.wait(TIMEOUT_S)
     assert 20 <= len(losses(run)) <= TINY_STEPS
-    said = finish(start_all())
-    assert "step 1:" not in said[0] and "resum" in said[0], said[0]
+    output = finish(start_all())
+    assert "step 1:" not in output[0] and "resum" in output[0], output[0]
     assert_trained(cluster, "skypilot", one_process, world_size=4, rel=1e-5)
 
 
@@ -175,8 +175,8 @@ def test_a_trainjob_trains(
     cluster: SlurmCluster, nodes: list[Machine], one_process: list[float]
 ) -> None:
     job = exported("trainjob", f"train.steps={STEPS}", ranks_per_node=1)
-    runtime, wanted = yaml.safe_load_all(ENGINES["trainjob"].render(job))
-    trainer = wanted["spec"]["trainer"]
+    runtime, expected = yaml.safe_load_all(ENGINES["trainjob"].render(job))
+    trainer = expected["spec"]["trainer"]
     replicated = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]
     head = f"trainjob-{replicated['name']}-0-0.trainjob"
     add_names(nodes, {head: nodes[0]})
@@ -278,9 +278,11 @@ def test_an_mpijob_trains_from_its_hosts_file_and_lets_no_pod_without_its_secret
     (foreign / "authorized_keys").write_bytes((secret / "id_rsa.pub").read_bytes())
     workers = pods.start_workers([secret, foreign])
     launcher = pods.start_launcher(secret)
-    said = launcher.communicate(timeout=TIMEOUT_S)[0]
+    output = launcher.communicate(timeout=TIMEOUT_S)[0]
     # 255 is ssh's own status; mpirun does not print ssh's output.
-    assert f"Unable to run bstrap_proxy on {pods.names[1]}" in said and "code 65280" in said, said
+    assert f"Unable to run bstrap_proxy on {pods.names[1]}" in output and "code 65280" in output, (
+        output
+    )
     assert launcher.returncode != 0
     assert not (run_of(cluster, "mpijob") / "metrics.jsonl").exists()
     for machine in nodes:

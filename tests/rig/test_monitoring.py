@@ -57,9 +57,9 @@ def fetch(machine: Machine, url: str) -> str:
 
 def test_everything_listens_on_loopback_or_the_node_s_own_address(rig: Rig) -> None:
     head, worker = rig.machines
-    wanted = {"127.0.0.1:9090", "127.0.0.1:3000", f"{head.address}:39100"}
+    expected = {"127.0.0.1:9090", "127.0.0.1:3000", f"{head.address}:39100"}
     # A started service may not listen yet.
-    wait_for(lambda: wanted <= listening(head), "the head's services")
+    wait_for(lambda: expected <= listening(head), "the head's services")
     assert f"{worker.address}:39100" in listening(worker)
     for machine in rig.machines:
         everywhere = {each for each in listening(machine) if each.startswith(("0.0.0.0", "*", "["))}

@@ -166,18 +166,18 @@ def test_mpirun_crosses_machines_with_the_run_s_key(rig: Rig, login: Login, tmp_
     with rig.joined(), Cluster(inventory, login=login, env=os.environ) as cluster:
         key = install_run_key(cluster, name="run-1.00000000", lasts_s=600)
         settings = find("mpirun").settings(Reach(interface="ens4", ssh=("-F", str(key.config))))
-        words = [f"{name}={value}" for name, value in settings.items()]
-        argv = ["env", f"PATH={VENV}:/usr/bin:/bin", *words, f"{VENV}/mpirun"]
+        arguments = [f"{name}={value}" for name, value in settings.items()]
+        argv = ["env", f"PATH={VENV}:/usr/bin:/bin", *arguments, f"{VENV}/mpirun"]
         argv += ["-f", "hosts", "-n", "2", "-ppn", "1", "hostname"]
         hosts = tmp_path / "hosts"
         hosts.write_text(render_hosts(inventory.nodes), encoding="ascii")
         head = cluster.connect(inventory.head)
         put(head, hosts, "hosts", timeout_s=20)
-        said = head.check_run(argv, timeout_s=60)
+        output = head.check_run(argv, timeout_s=60)
         remove_run_key(cluster, "run-1.00000000")
         left = [
             cluster.connect(node).check_run(["cat", ".ssh/authorized_keys"], timeout_s=20)
             for node in inventory.nodes
         ]
-    assert sorted(said.decode().split()) == ["node-0", "node-1"]
+    assert sorted(output.decode().split()) == ["node-0", "node-1"]
     assert not [text for text in left if b"tileforge-run" in text]

@@ -109,9 +109,9 @@ def test_a_run_whose_machines_are_deleted_ends_bitwise_equal_on_new_ones(
     first = operator_of(
         two_clusters, bucket, cluster=0, key=operator_key, folder=tmp_path / "first"
     )
-    words = first.run_words("lost", *SETTINGS, f"storage.results={RESULTS}")
-    code, said = first.do(*words, "--quick", "--detach")
-    assert code == ExitCode.OK, said
+    arguments = first.run_words("lost", *SETTINGS, f"storage.results={RESULTS}")
+    code, output = first.do(*arguments, "--quick", "--detach")
+    assert code == ExitCode.OK, output
     wait_s = random.Random(20).uniform(0, 2)
     delete_in_the_middle(two_clusters.machines[:2], bucket, "lost", wait_s=wait_s)
 
@@ -120,14 +120,16 @@ def test_a_run_whose_machines_are_deleted_ends_bitwise_equal_on_new_ones(
     second = operator_of(
         two_clusters, bucket, cluster=1, key=operator_key, folder=tmp_path / "second"
     )
-    words = [*second.on_cluster("run"), "--quick", "--resume", f"{RESULTS}/lost"]
-    words += ["--set", "track.to=none"]
-    code, said = second.do(*words)
-    assert code == ExitCode.CONFIG and f"--set data.dir={first.data}" in said, said
-    code, said = second.do(*words, "--set", f"data.dir={first.data}")
-    assert code == ExitCode.OK, said
-    code, said = second.do(*second.run_words("whole", *SETTINGS, "storage.results=none"), "--quick")
-    assert code == ExitCode.OK, said
+    arguments = [*second.on_cluster("run"), "--quick", "--resume", f"{RESULTS}/lost"]
+    arguments += ["--set", "track.to=none"]
+    code, output = second.do(*arguments)
+    assert code == ExitCode.CONFIG and f"--set data.dir={first.data}" in output, output
+    code, output = second.do(*arguments, "--set", f"data.dir={first.data}")
+    assert code == ExitCode.OK, output
+    code, output = second.do(
+        *second.run_words("whole", *SETTINGS, "storage.results=none"), "--quick"
+    )
+    assert code == ExitCode.OK, output
     assert_same_end(second.paths("whole"), second.paths("lost"))
     summary = read_json(Summary, second.paths("lost").summary)
     assert summary is not None and summary.status == "finished" and summary.world_size == 2

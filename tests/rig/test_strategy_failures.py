@@ -71,22 +71,22 @@ def head_run(pair: Rig, run_id: str) -> RunPaths:
 
 def start(operator: Operator, pair: Rig, run_id: str, *settings: str) -> RunPaths:
     """Start a detached run, and wait for its first step."""
-    code, said = operator.do(*operator.run_words(run_id, *settings), "--quick", "--detach")
-    assert code == ExitCode.OK, said
-    there = head_run(pair, run_id)
+    code, output = operator.do(*operator.run_words(run_id, *settings), "--quick", "--detach")
+    assert code == ExitCode.OK, output
+    remote_run = head_run(pair, run_id)
     wait_until(
-        lambda: there.metrics.exists() and bool(metrics(there.root)),
+        lambda: remote_run.metrics.exists() and bool(metrics(remote_run.root)),
         what=f"the first step of {run_id}",
         timeout_s=TIMEOUT_S,
     )
-    return there
+    return remote_run
 
 
-def wait_for_verdict(there: RunPaths) -> RunState:
+def wait_for_verdict(remote_run: RunPaths) -> RunState:
     """Wait for the run's final state on the head and return it."""
 
     def state() -> RunState:
-        found = read_json(RunState, there.root / "state.json")
+        found = read_json(RunState, remote_run.root / "state.json")
         assert found is not None
         return found
 
@@ -107,13 +107,13 @@ def test_a_killed_rank_of_a_machine_is_41_by_its_name(
     two_machines: Operator, pair: Rig, settings: tuple[str, ...], request: pytest.FixtureRequest
 ) -> None:
     run_id = f"killed-{request.node.callspec.id}"
-    there = start(two_machines, pair, run_id, *settings, *ENDLESS)
+    remote_run = start(two_machines, pair, run_id, *settings, *ENDLESS)
     signal_rank(pair.machines[1], signal.SIGKILL)
-    state = wait_for_verdict(there)
+    state = wait_for_verdict(remote_run)
     assert state.exit_class == "rank_lost", state
     assert "rank 1 on node-1 was killed by signal 9 (SIGKILL)" in str(state.error), state
-    code, said = two_machines.do("attach", run_id)
-    assert code == ExitCode.RANK_LOST and "node-1" in said, said
+    code, output = two_machines.do("attach", run_id)
+    assert code == ExitCode.RANK_LOST and "node-1" in output, output
 
 
 @BOTH
@@ -121,17 +121,17 @@ def test_a_frozen_machine_is_42_by_its_name(
     two_machines: Operator, pair: Rig, settings: tuple[str, ...], request: pytest.FixtureRequest
 ) -> None:
     run_id = f"frozen-{request.node.callspec.id}"
-    there = start(two_machines, pair, run_id, *settings, *ENDLESS)
+    remote_run = start(two_machines, pair, run_id, *settings, *ENDLESS)
     pair.machines[1].freeze()
     try:
-        state = wait_for_verdict(there)
+        state = wait_for_verdict(remote_run)
     finally:
         pair.machines[1].thaw()
     assert state.exit_class == "hang", state
     error = str(state.error)
     assert "node frozen, it takes connections but does not answer: node-1" in error, state
-    code, said = two_machines.do("attach", run_id)
-    assert code == ExitCode.HANG and "node-1" in said, said
+    code, output = two_machines.do("attach", run_id)
+    assert code == ExitCode.HANG and "node-1" in output, output
     wait_until(lambda: not any(map(marked, pair.machines)), what="all to end", timeout_s=TIMEOUT_S)
 
 
@@ -141,9 +141,9 @@ def test_after_a_power_loss_during_a_checkpoint_the_one_before_is_used(
 ) -> None:
     run_id = f"dark-{request.node.callspec.id}"
     few = (*settings, f"train.steps={STEPS}", "train.checkpoint_every=2")
-    there = start(two_machines, pair, run_id, *few, "train.keep_checkpoints=100")
-    written = cut_power_during_a_checkpoint(pair, there)
-    left = checkpoint_folders(there.checkpoints)
+    remote_run = start(two_machines, pair, run_id, *few, "train.keep_checkpoints=100")
+    written = cut_power_during_a_checkpoint(pair, remote_run)
+    left = checkpoint_folders(remote_run.checkpoints)
     assert left and written not in [each.name for each in left]
     assert not any(map(manifest_problems, left))
     newest = max(int(each.name.rpartition("_")[2]) for each in left)
@@ -151,13 +151,13 @@ def test_after_a_power_loss_during_a_checkpoint_the_one_before_is_used(
         machine.restore_link()
         machine.start()
         machine.wait_for_ssh()
-    code, said = two_machines.do(*two_machines.on_cluster("run"), "--resume", run_id)
-    assert code == ExitCode.OK, said
-    assert re.search(rf"step[_ ]0*{newest}\b", said), said
+    code, output = two_machines.do(*two_machines.on_cluster("run"), "--resume", run_id)
+    assert code == ExitCode.OK, output
+    assert re.search(rf"step[_ ]0*{newest}\b", output), output
     assert len(losses(two_machines.paths(run_id).root)) == STEPS
 
 
-def cut_power_during_a_checkpoint(pair: Rig, there: RunPaths) -> str:
+def cut_power_during_a_checkpoint(pair: Rig, remote_run: RunPaths) -> str:
     """Power off the machines while the second or a later checkpoint is written; return its name.
 
     The machines are frozen first to check that it is still incomplete: powering off takes long on a
@@ -165,12 +165,12 @@ def cut_power_during_a_checkpoint(pair: Rig, there: RunPaths) -> str:
     """
     ends_s = time.monotonic() + TIMEOUT_S
     while time.monotonic() < ends_s:
-        if not partial_checkpoints(there.checkpoints):
+        if not partial_checkpoints(remote_run.checkpoints):
             continue
         for machine in pair.machines:
             machine.freeze()
-        partial = partial_checkpoints(there.checkpoints)
-        if partial and checkpoint_folders(there.checkpoints):
+        partial = partial_checkpoints(remote_run.checkpoints)
+        if partial and checkpoint_folders(remote_run.checkpoints):
             for machine in pair.machines:
                 machine.kill()
             return partial[0].name.partition(".")[0]

@@ -39,10 +39,10 @@ def wheelhouse(extra: str = "train") -> Path:
 
     It has 0.4 GB for `train`, or 3 GB if this host has torch's CUDA build, which machines then get.
     """
-    wanted = requirements(
+    required = requirements(
         LOCK.read_text(encoding="utf-8"), extra=extra, torch=importlib.metadata.version("torch")
     )
-    return cached("wheels", recipe=wanted, build=lambda folder: _download(folder, wanted))
+    return cached("wheels", recipe=required, build=lambda folder: _download(folder, required))
 
 
 def requirements(lock: str, *, extra: str, torch: str) -> list[str]:
@@ -64,9 +64,9 @@ def requirements(lock: str, *, extra: str, torch: str) -> list[str]:
     return found
 
 
-def _download(folder: Path, wanted: Sequence[str]) -> None:
-    cpu = [name for name in wanted if name.endswith("+cpu")]
-    _pip_download(folder, *(name for name in wanted if name not in cpu))
+def _download(folder: Path, required: Sequence[str]) -> None:
+    cpu = [name for name in required if name.endswith("+cpu")]
+    _pip_download(folder, *(name for name in required if name not in cpu))
     if cpu:
         # If it cannot be reached, pip prints an error and uses its own settings.
         _pip_download(folder, "--extra-index-url", _CPU_INDEX, "--retries=1", "--timeout=5", *cpu)

@@ -35,10 +35,10 @@ def add_options(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Collect only these tests, and start the load."""
-    wanted = config.getoption("stress")
-    if not wanted:
+    selected = config.getoption("stress")
+    if not selected:
         return
-    config.args = [each.partition("[")[0] for each in wanted]
+    config.args = [each.partition("[")[0] for each in selected]
     config.option.markexpr = ""
     # pytest-xdist's workers have the same options, but one load is enough.
     if not hasattr(config, "workerinput"):
