@@ -174,7 +174,7 @@ def train_here(task: Task, root: Path, world: World, observer: Observer | None =
 
 
 def values(run: Path, key: str) -> dict[int, float]:
-    """Return a metric's value after each step that has it."""
+    """Return the values of a metric by step."""
     rows: list[Mapping[str, Any]] = list(read_metrics(RunPaths(run).metrics))
     return {row["step"]: row[key] for row in rows if key in row}
 
