@@ -100,8 +100,8 @@ fix: setup  ## repair what ruff can repair
 dashboard: setup  ## Prometheus, and Grafana where it is installed, for the newest run (RUN=ID: that one)
 	$(PY) -m payload.orchestrate dashboard $(RUN) $(ARGS) $(OR_SAY)
 
-bench: setup data  ## measure the short set, in about two minutes; BENCH=NAME: one of benchmarks
-	$(PY) -m benchmarks$(if $(BENCH),.$(BENCH)) $(ARGS)
+bench: setup data  ## run the short set, in about two minutes; BENCH=NAME: one benchmark
+	$(PY) -m benchmarks$(if $(BENCH),.$(BENCH), --short) $(ARGS)
 
 docs: setup  ## rewrite the tables in README.md and docs that follow from the code
 	$(PY) -m tests.support.config_reference

@@ -1,7 +1,7 @@
-"""Small models of many architectures, and how far each of ours is from transformers' own.
+"""Small models of many architectures, and their differences from transformers' own models.
 
-A case is the content of a config.json. transformers builds it with random weights and saves it; we
-load the folder and compare.
+A case is the content of a config.json. transformers builds and saves the model with random weights;
+this project loads the folder and compares.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from payload.train.models.loading import load
 
 BATCH, LENGTH = 2, 48
 CHUNKS = [13, 1, 1, 6, 27]
-"""How many tokens each pass with a cache takes; more than a window, and fewer."""
+"""Tokens of each forward pass with a cache: more than a window, and fewer."""
 _SEED = 20261123
 
 _LLAMA: Mapping[str, Any] = {
@@ -162,22 +162,22 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 2,
     },
 }
-"""By what the table calls it."""
+"""Cases by their names in the table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One architecture of ours beside transformers'."""
+    """One architecture compared with transformers."""
 
     name: str
     path: str
-    """native, or transformers."""
+    """`native` or `transformers`: the layers that compute it."""
     logits: float
     """Largest difference of a logit, fp32."""
     gradients: float
-    """Largest difference of a weight's gradient, over the gradient's norm."""
+    """Largest difference of a weight's gradient, relative to its norm."""
     cache: float
-    """Largest difference of a logit with the cache and without."""
+    """Largest difference between a logit with and without the cache."""
     params: int
     torch_params: int
     flops: int
@@ -186,11 +186,11 @@ class Comparison:
 
 
 def compare(name: str, folder: Path) -> Comparison:
-    """Compare the case of this name; `folder` is for the weights and may be removed afterwards."""
+    """Compare the case of this name; `folder` holds the weights and can be removed afterwards."""
     theirs = make_folder(CASES[name], folder)
     ours = load(folder)
     if ours.draws_masks():
-        ours.eval()  # A router that samples in training alone.
+        ours.eval()  # Its router samples in training only.
     tokens, targets = random_tokens(theirs.config.vocab_size)
     with torch.no_grad():
         their_logits = theirs(input_ids=tokens).logits
@@ -215,8 +215,8 @@ def compare(name: str, folder: Path) -> Comparison:
 def make_folder(raw: Mapping[str, Any], folder: Path, *, seed: int = _SEED) -> Any:
     """Save transformers' model of a config.json with random weights; return it.
 
-    Attention and experts are its plain ones, whose operations torch can count. Norms and biases are
-    random too: as transformers sets them, a model that leaves them out would be equal.
+    Attention and experts are transformers' plain ones, whose operations torch can count. Norms and
+    biases are random too: with their initial values, a model without them would be equal.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -234,7 +234,7 @@ def make_folder(raw: Mapping[str, Any], folder: Path, *, seed: int = _SEED) -> A
 
 
 def random_tokens(vocab_size: int, *, batch: int = BATCH, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Return tokens and the ones that follow them, (batch, LENGTH) each; padding is among them."""
+    """Return tokens and the next tokens, (batch, LENGTH) each, with padding among them."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(0, vocab_size, (batch, LENGTH + 1), generator=generator)
     drawn[:, ::5] = torch.randint(0, 8, drawn[:, ::5].shape, generator=generator)
@@ -242,7 +242,7 @@ def random_tokens(vocab_size: int, *, batch: int = BATCH, seed: int = 1) -> tupl
 
 
 def _with_cache(model: CausalLM, tokens: Tensor) -> Tensor:
-    """Return the logits of `tokens`, taken in several passes."""
+    """Return the logits of `tokens` from several forward passes with a cache."""
     caches = model.new_caches()
     found = [
         model.logits(model.hidden(part, caches)) for part in torch.split(tokens, CHUNKS, dim=1)
@@ -252,7 +252,7 @@ def _with_cache(model: CausalLM, tokens: Tensor) -> Tensor:
 
 
 def _backward_of_theirs(model: Any, tokens: Tensor, targets: Tensor) -> int:
-    """Make transformers' gradients; return the FLOPs that torch counted."""
+    """Compute transformers' gradients; return the FLOPs that torch counts."""
     with FlopCounterMode(display=False) as counter:
         logits = model(input_ids=tokens).logits
         torch.autograd.backward(functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
@@ -260,23 +260,23 @@ def _backward_of_theirs(model: Any, tokens: Tensor, targets: Tensor) -> int:
 
 
 def _gradient_difference(ours: CausalLM, theirs: Any, folder: Path) -> float:
-    """Compare gradients in the layout of files: as if they were the weights, both are saved."""
+    """Return the largest difference of a gradient; both models save theirs as weights."""
     for model in (ours, theirs):
         with torch.no_grad():
             for parameter in model.parameters():
                 assert parameter.grad is not None
                 parameter.copy_(parameter.grad)
     theirs.save_pretrained(folder)
-    wanted = load_file(folder / "model.safetensors")
+    expected = load_file(folder / "model.safetensors")
     save_file(
         {name: value.contiguous() for name, value in ours.hf_tensors().items()},
         folder / "ours.safetensors",
     )
     found = load_file(folder / "ours.safetensors")
-    assert set(found) == set(wanted), f"other names of weights: {set(found) ^ set(wanted)}"
+    assert set(found) == set(expected), f"different names of weights: {set(found) ^ set(expected)}"
     return max(
         float((found[name] - value).norm() / value.norm().clamp_min(1e-30))
-        for name, value in wanted.items()
+        for name, value in expected.items()
     )
 
 

@@ -1,19 +1,18 @@
-"""Every architecture against transformers: logits, gradients, cache, parameters, FLOPs.
+"""Logits, gradients, cache, parameters and FLOPs of every architecture, beside transformers'.
 
     python -m benchmarks.architectures [NAME ...] [--json]
 
 Each row is a small model with random weights, which transformers builds, saves and computes in
-fp32, and which we load. `path` is what runs it: our own layers or transformers'. Differences are
-from transformers; those of a gradient are over its norm. `cache` compares our logits with the
-key-value cache and without. Parameters and FLOPs are what payload.models counts from config.json
-(and from the weights' headers, for a family that is not ours) beside torch's own count with plain
-attention. The exit status is 1 when a bound is missed.
+fp32, and which this project loads. `path` names the layers that compute it: native or
+transformers'. Differences are from transformers; a gradient's is relative to its norm. `cache`
+compares this project's logits with and without the key-value cache. Parameters and FLOPs are the
+numbers that payload.models computes from config.json (and from the weights' headers, for a family
+that is not native) beside torch's own count with plain attention. The table goes to stderr, one
+JSON object to stdout. The exit status is 1 if a bound is missed.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,24 +20,26 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.architecture_cases import CASES, Comparison, compare
-from benchmarks.machine import describe_machine
-from benchmarks.tables import Table
+from benchmarks.harness import Benchmark
 
 DIFFERENCE_BOUND = 1e-4
-"""Bound of the differences of logits, of gradients over their norm, and with the cache."""
+"""Bound of the differences of logits, gradients and cached logits."""
 FLOPS_BOUND = 1e-3
-"""Bound of the difference of FLOPs from torch's count; parameters are exact."""
+"""Bound of the relative difference from torch's FLOPs; parameters must be equal."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compare, print; 1 when a bound is missed."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
+    """Compare; return 1 if a bound is missed."""
+    benchmark = Benchmark("architectures", __doc__)
+    add = benchmark.parser.add_argument
+    add("names", nargs="*", metavar="NAME", help="a row of the table (default: all)")
+    add("--json", action="store_true", help="no effect: JSON is always printed")
+    arguments = benchmark.parse(argv)
     if unknown := [name for name in arguments.names if name not in CASES]:
-        parser.error(f"{unknown[0]!r} is none of {', '.join(map(repr, CASES))}")
+        known = ", ".join(map(repr, CASES))
+        benchmark.parser.error(f"no architecture {unknown[0]!r}. Choose from {known}")
     _quiet_transformers()
-    file = sys.stderr if arguments.json else sys.stdout
-    table = Table(*_HEADS, title="architecture", labels=CASES, file=file)
+    table = benchmark.table(*_HEADS, title="architecture", labels=CASES)
     rows = []
     for name in arguments.names or CASES:
         with tempfile.TemporaryDirectory() as folder:
@@ -46,24 +47,18 @@ def main(argv: Sequence[str]) -> int:
         rows.append(row)
         table.row(row.name, *_cells(row))
     missed = {row.name: problems(row) for row in rows if problems(row)}
-    if arguments.json:
-        result = {
-            "benchmark": "architectures",
-            "machine": describe_machine(),
-            "rows": [asdict(row) for row in rows],
-            "missed": missed,
-        }
-        print(json.dumps(result))
     for name, found in missed.items():
-        print(f"missed: {name}: {'; '.join(found)}", file=sys.stderr)
+        benchmark.note(f"missed: {name}: {'; '.join(found)}")
+    result = {"rows": [asdict(row) for row in rows], "missed": missed}
+    benchmark.finish(result, packages=("torch", "transformers"))
     return 1 if missed else 0
 
 
 def problems(row: Comparison) -> list[str]:
-    """Return the bounds that a row misses, in words; NaN misses them too."""
+    """Return a description of each bound that a row misses; NaN misses them, too."""
     found = [
-        f"{what} differ by {value:.1e}, bound {DIFFERENCE_BOUND:.0e}"
-        for what, value in (
+        f"{quantity} differ by {value:.1e}, bound {DIFFERENCE_BOUND:.0e}"
+        for quantity, value in (
             ("logits", row.logits),
             ("gradients", row.gradients),
             ("logits with the cache", row.cache),
@@ -93,26 +88,11 @@ def _cells(row: Comparison) -> tuple[str, ...]:
 
 
 def _quiet_transformers() -> None:
-    """Keep transformers' progress bars and advice out of the table."""
+    """Turn off transformers' progress bars and warnings."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.architectures",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="a row of the table; all by default"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="one JSON object on stdout; the table goes to stderr"
-    )
-    return parser
 
 
 if __name__ == "__main__":

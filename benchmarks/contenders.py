@@ -1,4 +1,4 @@
-"""The processes that `benchmarks.step` and `.memory` run: this project's step and its peers'."""
+"""The processes of `benchmarks.step` and `.memory`: this project's step and its peers'."""
 
 from __future__ import annotations
 
@@ -8,26 +8,24 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import REPO
 from benchmarks.step_model import model_spec
 from payload.launch.environment import malloc_environment
 from payload.models.gpt2.spec import PRESETS, Gpt2Spec
 
-REPO = Path(__file__).parent.parent
-
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A process that takes steps and reports them."""
+    """A process that takes steps and reports their times."""
 
     name: str
     command: list[str]
     environment: dict[str, str]
 
     def run(self) -> dict[str, Any]:
-        """One process from its start to its report. Raises SystemExit when it fails."""
+        """Run the process and return its report. Raises SystemExit when it fails."""
         done = subprocess.run(
             self.command,
             env=os.environ | self.environment,
@@ -43,7 +41,7 @@ class Contender:
 
 
 def contenders(arguments: argparse.Namespace) -> list[Contender]:
-    """This project first, then those that were asked for."""
+    """Return this project, then the peers that the options name."""
     threads = {"OMP_NUM_THREADS": str(arguments.threads)} if arguments.threads else {}
     work = {
         "model": arguments.model,
@@ -65,24 +63,24 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
     for name in ("transformers", "trl", "peft"):
         if getattr(arguments, name, False):
             spec = model_spec(arguments.model)
-            asked = {"folder": arguments.model, "vocab_size": spec.vocab_size}
+            options = {"folder": arguments.model, "vocab_size": spec.vocab_size}
             theirs = [sys.executable, "-m", f"benchmarks.peers.step_{name}"]
-            found.append(Contender(name, [*theirs, json.dumps(work | asked)], allocator))
+            found.append(Contender(name, [*theirs, json.dumps(work | options)], allocator))
     if arguments.nanogpt:
-        asked = {"folder": str(arguments.nanogpt.resolve()), "ipex": False, "sizes": sizes}
-        command = [sys.executable, peer, json.dumps(work | asked)]
+        options = {"folder": str(arguments.nanogpt.resolve()), "ipex": False, "sizes": sizes}
+        command = [sys.executable, peer, json.dumps(work | options)]
         found.append(Contender("nanogpt", command, allocator))
     if arguments.intel_module:
-        asked = {"folder": str(arguments.intel_module.resolve()), "ipex": True, "sizes": sizes}
-        command = [str(arguments.ipex_python), peer, json.dumps(work | asked)]
-        # The module's own instructions preload tcmalloc.
+        options = {"folder": str(arguments.intel_module.resolve()), "ipex": True, "sizes": sizes}
+        command = [str(arguments.ipex_python), peer, json.dumps(work | options)]
+        # As the module's own instructions do.
         preload = {"LD_PRELOAD": str(arguments.tcmalloc)} if arguments.tcmalloc else {}
         found.append(Contender("intel", command, preload | threads))
     return found
 
 
 def adapter_settings(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Return what is trained beside the frozen model on all linears of its layers, if anything."""
+    """Return the settings of the adapter on all linears of the layers, or None."""
     if getattr(arguments, "adapter", None) is None:
         return None
     return {
@@ -92,10 +90,10 @@ def adapter_settings(arguments: argparse.Namespace) -> dict[str, Any] | None:
     }
 
 
-def _peer_sizes(shape: Gpt2Spec) -> dict[str, int]:
+def _peer_sizes(spec: Gpt2Spec) -> dict[str, int]:
     return {
-        "n_layer": shape.n_layer,
-        "n_head": shape.n_head,
-        "n_embd": shape.n_embd,
-        "vocab_size": shape.vocab_size,
+        "n_layer": spec.n_layer,
+        "n_head": spec.n_head,
+        "n_embd": spec.n_embd,
+        "vocab_size": spec.vocab_size,
     }

@@ -1,9 +1,8 @@
 """A large corpus made of the standard library's text, the same every time.
 
-Copies of 31 MB would be easy on a tokenizer that remembers words. So a document here is one to six
-passages drawn from anywhere in the library, and in every passage a few words are replaced by
-new ones, made of the halves of two others: unlike the passages, words do not run out, as
-they do not in natural text, where their number grows with the corpus.
+Copies of 31 MB would be easy for a tokenizer that caches words. So a document has one to six
+random passages of the library. In every passage a few words are replaced by new ones, made of the
+halves of two others: the number of different words grows with the corpus, as in natural text.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from pathlib import Path
 import numpy as np
 
 PASSAGE_BYTES = 2000
-"""At least, up to the end of a line."""
+"""Minimum size of a passage, which ends at the end of a line."""
 MOST_PASSAGES = 6
 RENAMED_WORDS = 4
-"""In each passage, wherever they occur in it."""
+"""Words replaced in each passage, at all their occurrences."""
 FILES = 16
-"""So that a reader may use several processes."""
+"""Number of files, so that a reader can use several processes."""
 
 _WORD = re.compile(rb"[A-Za-z]{5,}")
 
@@ -31,13 +30,13 @@ _WORD = re.compile(rb"[A-Za-z]{5,}")
 class _Passage:
     text: bytes
     words: tuple[bytes, ...]
-    """Each once."""
+    """Each different word."""
 
 
 def write_corpus(folder: Path, texts: Sequence[bytes], *, size_bytes: int, seed: int) -> int:
-    """Write `FILES` files of JSON lines with `size_bytes` of text; the bytes it became, a few more.
+    """Write `FILES` files of JSON lines with at least `size_bytes` of text; return its size.
 
-    A smaller corpus of the same seed is made of the first documents of a larger one.
+    A smaller corpus of the same seed has the first documents of a larger one.
     """
     documents = generate(texts, seed=seed)
     written = 0
@@ -54,7 +53,7 @@ def write_corpus(folder: Path, texts: Sequence[bytes], *, size_bytes: int, seed:
 
 
 def generate(texts: Sequence[bytes], *, seed: int) -> Iterator[bytes]:
-    """Documents, without end."""
+    """Yield documents endlessly."""
     random = np.random.default_rng(seed)
     passages = [passage for text in texts for passage in _passages(text)]
     words = sorted({word for passage in passages for word in passage.words})

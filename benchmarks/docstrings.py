@@ -3,14 +3,13 @@
     python -m benchmarks.docstrings FILE
     python -m benchmarks.docstrings --preference --every 6 FILE
 
-Each row asks for the docstring of one function and answers with it; `module` says where it is from,
-so that `--group-column module` holds whole modules out. A preference set has the docstring of
-another function of the same module as the worse answer.
+The prompt of each row is a function, the completion its docstring. `module` names the function's
+module, so that `--group-column module` holds out whole modules. In a preference set, the rejected
+answer is the docstring of another function of the same module.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import inspect
 import json
@@ -20,6 +19,8 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 
+from benchmarks.harness import argument_parser
+
 _LEAVE_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 _LONGEST_CODE = 300
 _SHORTEST_ANSWER, _LONGEST_ANSWER = 20, 400
@@ -27,7 +28,7 @@ _QUESTION = "Write the docstring of this Python function.\n\n"
 
 
 def pairs(root: Path) -> Iterator[dict[str, str]]:
-    """Yield prompt, completion and module of every function that is short enough, once each."""
+    """Yield prompt, completion and module of every short function, without duplicates."""
     seen: set[str] = set()
     for path in sorted(root.rglob("*.py")):
         if _LEAVE_OUT & set(path.relative_to(root).parts):
@@ -47,7 +48,7 @@ def pairs(root: Path) -> Iterator[dict[str, str]]:
 
 
 def _pair(node: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, str] | None:
-    """Return a function without its docstring, and that; None where one is missing or too long."""
+    """Return a function's code and docstring; None if one is missing, too short or too long."""
     docstring = ast.get_docstring(node, clean=False)
     if docstring is None or len(node.body) < 2:
         return None
@@ -60,11 +61,11 @@ def _pair(node: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, str] | Non
 
 
 def preferences(rows: Iterable[dict[str, str]]) -> Iterator[dict[str, str]]:
-    """Yield prompt, chosen, rejected and module; a module's next function has the worse answer."""
+    """Yield prompt, chosen, rejected and module; the next function has the rejected answer."""
     for module, some in groupby(rows, key=lambda row: row["module"]):
         own = list(some)
-        for place, row in enumerate(own):
-            other = own[(place + 1) % len(own)]["completion"]
+        for number, row in enumerate(own):
+            other = own[(number + 1) % len(own)]["completion"]
             if other != row["completion"]:
                 chosen = {"chosen": row["completion"], "rejected": other}
                 yield {"prompt": row["prompt"], **chosen, "module": module}
@@ -79,15 +80,13 @@ def write(path: Path, *, preference: bool = False, every: int = 1) -> int:
 
 
 def main(argv: list[str]) -> None:
-    """Write the file that the command line names."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.docstrings",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """Write the file of the command line."""
+    parser = argument_parser("docstrings", __doc__)
     parser.add_argument("file", type=Path, metavar="FILE", help="JSON lines to write")
     parser.add_argument(
-        "--preference", action="store_true", help="write a better and a worse docstring a function"
+        "--preference",
+        action="store_true",
+        help="write a chosen and a rejected docstring for each function",
     )
     parser.add_argument(
         "--every", type=int, default=1, metavar="N", help="keep each Nth row (default: all)"
@@ -96,8 +95,8 @@ def main(argv: list[str]) -> None:
     if args.every < 1:
         parser.error(f"--every {args.every}: must be 1 or more")
     count = write(args.file, preference=args.preference, every=args.every)
-    what = "a better and a worse docstring" if args.preference else "function and docstring"
-    print(f"{args.file}: {count:,} pairs of {what}")
+    kind = "chosen and rejected docstring" if args.preference else "function and docstring"
+    print(f"{args.file}: {count:,} pairs of {kind}")
 
 
 if __name__ == "__main__":

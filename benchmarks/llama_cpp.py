@@ -1,21 +1,20 @@
-"""Exported GGUF files in llama.cpp: the greedy tokens of transformers on the same weights.
+"""Greedy tokens of exported GGUF files in llama.cpp, beside transformers' on the same weights.
 
     python -m benchmarks.llama_cpp --llama-python ENV/bin/python [--model FOLDER]
 
-ENV is an environment with llama-cpp-python, which PyPI has as source:
+ENV is an environment with llama-cpp-python, built from source:
 
     CMAKE_ARGS="-DGGML_OPENMP=OFF -DGGML_LLAMAFILE=OFF -DGGML_NATIVE=OFF" \\
         ENV/bin/pip install llama-cpp-python==0.3.16
 
-Exports small random models of each family in fp32, compares the logits too, and `--model` in f16
-and q8_0, whose tokens are compared with transformers' on the rounded (dequantised) weights. In q8_0
-llama.cpp rounds activations to 8 bits as well: a random model's nearly equal logits would change
-places. A table goes to stderr, one JSON object to stdout; the exit status is 1 when tokens differ.
+Exports small random models of each family in fp32 and also compares their logits. `--model` is
+exported in f16 and q8_0 and compared with transformers on the rounded (dequantised) weights. In
+q8_0 llama.cpp also rounds activations to 8 bits, which would reorder a random model's nearly equal
+logits. A table goes to stderr, one JSON object to stdout; the exit status is 1 if tokens differ.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -24,9 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import REPO
-from benchmarks.machine import describe_machine
-from benchmarks.tables import Table
+from benchmarks.harness import REPO, Benchmark
 
 TOKENS = 16
 LOGITS_BOUND = 1e-3
@@ -46,7 +43,7 @@ _FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "mistral, window": {"sliding_window": None},
     "gemma3_text": {"query_pre_attn_scalar": 32},
 }
-"""Cases of `architecture_cases`, with what a GGUF file can hold in place of what it cannot."""
+"""Cases of `architecture_cases`, with the changes that a GGUF file needs."""
 _IN_LLAMA_CPP = """
 import json, sys
 import numpy as np
@@ -54,7 +51,7 @@ from llama_cpp import Llama
 
 file, prompt, count = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
 one = dict(n_threads=1, n_threads_batch=1, n_ctx=64, logits_all=True, verbose=False)
-# A cache in fp32 (type 0), as transformers has it, not in f16.
+# A cache in fp32 (type 0) as in transformers, not in f16.
 model = Llama(file, type_k=0, type_v=0, **one)
 model.eval(prompt)
 logits, tokens = model.scores[model.n_tokens - 1].tolist(), []
@@ -66,7 +63,7 @@ print(json.dumps({"tokens": tokens, "logits": logits}))
 
 
 def add_tokenizer(folder: Path) -> None:
-    """Write the beginning of GPT-2's tokenizer: small files are read quickly."""
+    """Write the first part of GPT-2's tokenizer, which loads quickly."""
     from payload.data.tokenizer_files import gpt2_files
 
     files = gpt2_files(context=128)
@@ -90,7 +87,7 @@ def make_family(name: str, folder: Path) -> None:
 
 
 def rounded_weights(model: Any, dtype: str) -> dict[str, Any]:
-    """Return a Llama's weights as the format says that they are rounded: matrices alone."""
+    """Return a Llama's weights with the matrices rounded as in the format."""
     import gguf
     import torch
 
@@ -108,13 +105,22 @@ def rounded_weights(model: Any, dtype: str) -> dict[str, Any]:
 
 
 def compare(folder: Path, file: Path, *, dtype: str, python: Path, prompt: list[int]) -> Any:
-    """Export a model, generate in both; return the equal tokens and the logits' difference."""
+    """Export a model and generate in both; return the equal tokens and the logits' difference."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    words = ["--checkpoint", str(folder), "--format", "gguf", "--out", str(file), "--dtype", dtype]
-    # Its stdout is this program's JSON.
-    command = [sys.executable, "-m", "payload.export", *words]
+    options = [
+        "--checkpoint",
+        str(folder),
+        "--format",
+        "gguf",
+        "--out",
+        str(file),
+        "--dtype",
+        dtype,
+    ]
+    # This program's stdout is for JSON.
+    command = [sys.executable, "-m", "payload.export", *options]
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True, cwd=REPO)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.load_state_dict(rounded_weights(model, dtype))
@@ -124,8 +130,8 @@ def compare(folder: Path, file: Path, *, dtype: str, python: Path, prompt: list[
         for _ in range(TOKENS):
             logits.append(model(input_ids=torch.tensor([tokens])).logits[0, -1])
             tokens.append(int(logits[-1].argmax()))
-    words = [str(python), "-c", _IN_LLAMA_CPP, str(file), json.dumps(prompt), str(TOKENS)]
-    answer = subprocess.run(words, capture_output=True, text=True, check=False)
+    command = [str(python), "-c", _IN_LLAMA_CPP, str(file), json.dumps(prompt), str(TOKENS)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
     if answer.returncode:
         raise SystemExit(f"error: llama-cpp-python: {answer.stderr.strip()[-500:]}")
     found = json.loads(answer.stdout)
@@ -137,12 +143,16 @@ def compare(folder: Path, file: Path, *, dtype: str, python: Path, prompt: list[
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compare and print."""
-    arguments = _parser().parse_args(argv)
+    """Compare all models; return 1 if tokens or logits differ."""
+    benchmark = Benchmark("llama_cpp", __doc__)
+    add = benchmark.parser.add_argument
+    add("--llama-python", type=Path, required=True, metavar="PYTHON", help="Python of ENV")
+    add("--model", type=Path, metavar="FOLDER", help="a model of the Llama family with its weights")
+    arguments = benchmark.parse(argv)
     cases = []
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as root:
         for i, name in enumerate(_FAMILIES):
-            folder = Path(place) / str(i)
+            folder = Path(root) / str(i)
             make_family(name, folder)
             cases.append((name, "fp32", folder, _PROMPT))
         if arguments.model is not None:
@@ -152,14 +162,15 @@ def main(argv: Sequence[str]) -> int:
             cases += [
                 (arguments.model.name, dtype, arguments.model, prompt) for dtype in ("f16", "q8_0")
             ]
-        table = Table("dtype", "equal tokens", "logits", labels=[case[0] for case in cases])
+        labels = [case[0] for case in cases]
+        table = benchmark.table("dtype", "equal tokens", "logits", title="model", labels=labels)
         found = []
         for number, (name, dtype, folder, prompt) in enumerate(cases):
-            file = Path(place) / f"{number}.gguf"
+            file = Path(root) / f"{number}.gguf"
             row = compare(folder, file, dtype=dtype, python=arguments.llama_python, prompt=prompt)
             table.row(name, dtype, f"{row['equal_tokens']} of {TOKENS}", f"{row['logits']:.1e}")
             found.append({"model": name, "dtype": dtype, **row})
-    print(json.dumps({"benchmark": "llama_cpp", "machine": describe_machine(), "cases": found}))
+    benchmark.finish({"cases": found}, packages=("torch", "transformers"))
     return int(
         any(
             case["equal_tokens"] < TOKENS
@@ -167,19 +178,6 @@ def main(argv: Sequence[str]) -> int:
             for case in found
         )
     )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.llama_cpp",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--llama-python", type=Path, required=True, metavar="PYTHON")
-    parser.add_argument(
-        "--model", type=Path, metavar="FOLDER", help="a model of the Llama family with its weights"
-    )
-    return parser
 
 
 if __name__ == "__main__":

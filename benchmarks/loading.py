@@ -1,17 +1,17 @@
-"""Loading a model that no rank could hold: each rank of a sharded run reads its own part.
+"""Memory of loading a model that no rank can hold: each rank of a sharded run reads its shard.
 
     python -m benchmarks.loading --params 1e9 --ranks 4 --limit-gib 1.7
     python -m benchmarks.loading --params 5e8 --quantize nf4
 
-Writes a Llama-shaped folder with random bf16 weights, then loads it on the ranks of this machine
-as a run on the mesh does, in fp32: `shard`, or with `--mesh` another one such as `pipeline2+shard`.
-With `--limit-gib` each rank is in a cgroup of that memory (root alone), where a rank that reads the
-whole model is killed: that is tried, too. With `--state` the ranks restore AdamW's state, as a
-resume does: of zeros, twice the bytes of the weights.
+Writes a Llama-shaped folder with random bf16 weights, then loads it in fp32 on the ranks of this
+machine as a run on the mesh does: `shard`, or another one with `--mesh`, such as `pipeline2+shard`.
+With `--limit-gib` each rank is in a cgroup of that memory (root only), where a rank that reads the
+whole model is killed; that is measured, too. With `--state` the ranks restore AdamW's state, as on
+a resume: zeros, twice the bytes of the weights.
 
-With `--quantize nf4` one process loads the model in 4 bits: a Llama, which our own layers compute,
-and an OLMo 2, which transformers' do. The peak is what loading adds to a process that has loaded a
-small model of the same kind before. A table goes to stderr, one JSON object to stdout.
+With `--quantize nf4` one process loads the model in 4 bits: a Llama with this project's layers, and
+an OLMo 2 with transformers'. The peak is what loading adds to a process that has already loaded a
+small model of the same kind. A table goes to stderr, one JSON object to stdout.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import REPO
-from benchmarks.machine import describe_machine
+from benchmarks.harness import REPO, Benchmark
 from benchmarks.meshes import mesh_settings
-from benchmarks.tables import Table
 from payload.formats.checkpoint_listing import OPTIMIZER_FILE
 
 _CGROUP = Path("/sys/fs/cgroup/memory")
@@ -43,7 +41,7 @@ _IN_4_BITS = {"llama": "llama, our own layers", "olmo2": "olmo2, transformers' l
 
 
 def write_model(folder: Path, *, params: float, kind: str = "llama") -> int:
-    """Write the folder, one tensor in memory at a time; return the number of its weights."""
+    """Write the folder with one tensor in memory at a time; return the number of weights."""
     import torch
 
     from payload.models.registry import spec_of
@@ -73,7 +71,7 @@ def write_model(folder: Path, *, params: float, kind: str = "llama") -> int:
 
 
 def write_state(folder: Path) -> int:
-    """Write AdamW's state of the model in `folder`, of zeros that take no disk; return its size."""
+    """Write AdamW's state of the model in `folder` as a sparse file of zeros; return its size."""
     from payload.models.registry import read_spec
     from payload.train.models.loading import build
 
@@ -92,9 +90,9 @@ def write_state(folder: Path) -> int:
 
 
 def load_as_a_rank(folder: Path, *, whole: bool, mesh: str) -> dict[str, Any]:
-    """Load this rank's part, or rank 0 everything; return its peak and a sum of the weights.
+    """Load this rank's shard, or everything on rank 0; return its peak and a sum of the weights.
 
-    Where the folder has an optimizer's state, a second peak is that after restoring it.
+    If the folder has an optimizer's state, a second peak is measured after restoring it.
     """
     import torch
 
@@ -110,7 +108,7 @@ def load_as_a_rank(folder: Path, *, whole: bool, mesh: str) -> dict[str, Any]:
     settings = config.distributed
     world = World.from_env(os.environ)
     world.join(settings)
-    # It imports what its strategy needs, which is not the model's memory.
+    # Choosing a strategy imports its libraries, whose memory is not the model's.
     strategy = choose_strategy(settings, world)
     before = _peak_bytes()
     if whole and world.is_main:
@@ -137,9 +135,9 @@ def load_as_a_rank(folder: Path, *, whole: bool, mesh: str) -> dict[str, Any]:
 def load_on_ranks(
     folder: Path, *, ranks: int, whole: bool, mesh: str = "shard", limit_bytes: int | None = None
 ) -> list[dict[str, Any]] | None:
-    """Load on so many ranks; None when one was killed for its memory."""
-    starts = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-    words = [
+    """Load on `ranks` ranks; return None if one exceeded its memory and was killed."""
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    options = [
         "benchmarks.loading",
         "--rank",
         str(folder),
@@ -148,9 +146,9 @@ def load_on_ranks(
         *(["--whole"] if whole else []),
     ]
     if limit_bytes is not None:
-        words += ["--limit-bytes", str(limit_bytes)]
+        options += ["--limit-bytes", str(limit_bytes)]
     result = subprocess.run(
-        [sys.executable, "-m", *starts, *words],
+        [sys.executable, "-m", *launcher, *options],
         cwd=REPO,
         env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
         capture_output=True,
@@ -167,12 +165,12 @@ def load_on_ranks(
 
 
 def load_in_4_bits(small: Path, large: Path) -> dict[str, int]:
-    """Load `large` after `small`; return what the peak added, and the sizes of what is held."""
+    """Load `large` after `small`; return the added peak and the sizes of the weights."""
     from payload.train.models.loading import load
     from payload.train.models.quantized import QuantizedLinear
 
-    load(small, quantize="nf4")  # What the first model imports is not the second's.
-    Path("/proc/self/clear_refs").write_text("5")  # The peak so far is forgotten.
+    load(small, quantize="nf4")  # Imports what both models need.
+    Path("/proc/self/clear_refs").write_text("5")  # Resets the peak.
     before = _resident_bytes("VmHWM")
     model = load(large, quantize="nf4")
     peak = _resident_bytes("VmHWM")
@@ -186,10 +184,10 @@ def load_in_4_bits(small: Path, large: Path) -> dict[str, int]:
     }
 
 
-def _measure_4_bits(params: float) -> int:
-    """Load each kind in 4 bits in a process of its own; print the table and the JSON line."""
+def _measure_4_bits(benchmark: Benchmark, params: float) -> None:
+    """Load each kind in 4 bits in a separate process."""
     heads = ("bf16 GB", "4 bits GB", "peak GB", "peak/final", "linears/bf16")
-    table = Table(*heads, labels=_IN_4_BITS.values())
+    table = benchmark.table(*heads, labels=_IN_4_BITS.values())
     cases = []
     for kind, label in _IN_4_BITS.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -198,9 +196,9 @@ def _measure_4_bits(params: float) -> int:
             large.mkdir()
             write_model(small, params=_VOCAB * _WIDTH, kind=kind)
             size = 2 * write_model(large, params=params, kind=kind)
-            words = ["benchmarks.loading", "--small", str(small), "--rank", str(large)]
+            options = ["benchmarks.loading", "--small", str(small), "--rank", str(large)]
             done = subprocess.run(
-                [sys.executable, "-m", *words], cwd=REPO, stdout=subprocess.PIPE, check=True
+                [sys.executable, "-m", *options], cwd=REPO, stdout=subprocess.PIPE, check=True
             )
         found = json.loads(done.stdout.splitlines()[-1])
         cases.append({"case": kind, "bf16_bytes": size, **found})
@@ -210,33 +208,38 @@ def _measure_4_bits(params: float) -> int:
             f"{found['peak_bytes'] / found['final_bytes']:.2f}",
             f"{found['linears_bytes'] / found['linears_bf16_bytes']:.3f}",
         )
-    result = {"benchmark": "loading", "quantize": "nf4", "machine": describe_machine()}
-    print(json.dumps(result | {"cases": cases}))
-    return 0
+    benchmark.finish({"cases": cases})
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure and print, or be one of the ranks."""
-    arguments = _parser().parse_args(argv)
+    """Measure, or run as one of the ranks."""
+    benchmark = Benchmark("loading", __doc__)
+    _add_options(benchmark.parser)
+    arguments = benchmark.parse(argv)
     if arguments.small is not None:
         print(json.dumps(load_in_4_bits(arguments.small, arguments.rank)))
-        return 0
-    if arguments.quantize == "nf4":
-        return _measure_4_bits(arguments.params)
-    if arguments.rank is not None:
+    elif arguments.rank is not None:
         if arguments.limit_bytes is not None:
             _enter_cgroup(arguments.limit_bytes)
         found = load_as_a_rank(arguments.rank, whole=arguments.whole, mesh=arguments.mesh)
         os.write(1, f"{json.dumps(found)}\n".encode())
-        return 0
+    elif arguments.quantize == "nf4":
+        _measure_4_bits(benchmark, arguments.params)
+    else:
+        _measure_ranks(benchmark, arguments)
+    return 0
+
+
+def _measure_ranks(benchmark: Benchmark, arguments: argparse.Namespace) -> None:
     limit = None if arguments.limit_gib is None else int(arguments.limit_gib * 2**30)
-    table = Table("loaded GB", "peak GB", "limit GB", "killed", labels=["each rank its part"])
+    ways = {"each rank its shard": False, "rank 0 everything": True}
+    table = benchmark.table("loaded GB", "peak GB", "limit GB", "killed", labels=ways)
     with tempfile.TemporaryDirectory() as folder:
         size = 4 * write_model(Path(folder), params=arguments.params)
         if arguments.state:
             size += write_state(Path(folder))
         cases = []
-        for name, whole in (("each rank its part", False), ("rank 0 everything", True)):
+        for name, whole in ways.items():
             ranks = load_on_ranks(
                 Path(folder),
                 ranks=arguments.ranks,
@@ -254,19 +257,11 @@ def main(argv: Sequence[str]) -> int:
                 "none" if limit is None else f"{limit / 1e9:.2f}",
                 "yes" if ranks is None else "no",
             )
-    found = {
-        "benchmark": "loading",
-        "ranks": arguments.ranks,
-        "mesh": arguments.mesh,
-        "state": arguments.state,
-        "loaded_bytes": size,
-    }
-    print(json.dumps(found | {"machine": describe_machine(), "cases": cases}))
-    return 0
+    benchmark.finish({"loaded_bytes": size, "cases": cases})
 
 
 def _enter_cgroup(limit_bytes: int) -> None:
-    """Put this process into a memory cgroup of its own, which goes when the process does."""
+    """Put this process into a new memory cgroup with the limit."""
     folder = _CGROUP / f"tileforge-loading-{os.getpid()}"
     folder.mkdir()
     (folder / "memory.limit_in_bytes").write_text(str(limit_bytes))
@@ -282,23 +277,17 @@ def _resident_bytes(name: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.loading",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--params", type=float, default=1e9, metavar="WEIGHTS")
     parser.add_argument("--ranks", type=int, default=4, metavar="RANKS")
-    parser.add_argument("--mesh", default="shard", help="such as shard or pipeline2+tensor2")
+    parser.add_argument("--mesh", default="shard", help="mesh, such as shard or pipeline2+tensor2")
     parser.add_argument("--limit-gib", type=float, metavar="GIB", help="memory of each rank")
-    parser.add_argument("--state", action="store_true", help="restore the optimizer's state, too")
+    parser.add_argument("--state", action="store_true", help="also restore the optimizer's state")
     parser.add_argument("--quantize", choices=("none", "nf4"), default="none")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--small", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--whole", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--limit-bytes", type=int, help=argparse.SUPPRESS)
-    return parser
 
 
 if __name__ == "__main__":

@@ -1,23 +1,22 @@
-"""Peak memory of the training step: this project's estimate, what it is, and nanoGPT's.
+"""Peak memory of the training step, beside its estimate and nanoGPT's peak.
 
     python -m benchmarks.memory --cases gpt2:8 --nanogpt CHECKOUT
     python -m benchmarks.memory --cases tiny:8 gpt2:1 gpt2:4 --data data/stdlib --ranks 1 2
     python -m benchmarks.memory --cases FOLDER:4 --eager
 
-A case is a model and a micro-batch of sequences of 1024 tokens; the model is a preset, or a folder
-with a config.json in the Hugging Face layout, as `benchmarks.step` takes it. Each contender is a
-process of `benchmarks.step`, on random tokens, with the same allocator settings; its peak is the
-kernel's (resident set, high-water mark). With `--data` the trainer itself makes each case's run,
-too: two steps, an evaluation, a checkpoint, alone or as several ranks on this machine, of which the
-largest counts. The estimate is the one that the trainer prints at its start. A table goes to
-stderr, one JSON object to stdout; the exit status is 1 when an estimate is off by more than 15 %,
-or when at micro-batch 8 and more this project takes over half of nanoGPT's memory.
+A case is a model and a micro-batch of sequences of 1024 tokens. The model is a preset, or a folder
+with a config.json in the Hugging Face layout, as in `benchmarks.step`. Each contender is a process
+of `benchmarks.step` on random tokens, with the same allocator settings; its peak is the high-water
+mark of its resident set. With `--data` the trainer itself also runs each case: two steps, an
+evaluation and a checkpoint, on one or several ranks of this machine, of which the largest counts.
+The estimate is the one that the trainer prints when it starts. A table goes to stderr, one JSON
+object to stdout. The exit status is 1 if an estimate is off by more than 15 %, or if this project
+takes over half of nanoGPT's memory at micro-batch 8 or more.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -27,19 +26,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import REPO, contenders
-from benchmarks.machine import describe_machine
+from benchmarks.contenders import contenders
+from benchmarks.harness import REPO, Benchmark
 from benchmarks.step_model import model_argument
-from benchmarks.tables import Table
 from payload.config.run_config import RunConfig, parse_run_config
 from payload.launch.environment import malloc_environment
 from payload.models.gpt2.spec import PRESETS
 from payload.run_record.run_files import RunPaths
 
 ESTIMATE_BOUND = 0.15
-"""Share of the measured peak by which the estimate may be off, either way."""
+"""Largest error of the estimate, as a share of the measured peak."""
 PEER_BOUND = 0.5
-"""Bound of the share of nanoGPT's peak, from this micro-batch on."""
+"""Largest share of nanoGPT's peak at micro-batches of `PEER_BOUND_FROM` and more."""
 PEER_BOUND_FROM = 8
 STEPS = 2
 SEQUENCE_LENGTH = 1024
@@ -54,7 +52,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """From `gpt2:8` or `FOLDER:8`. Raises argparse.ArgumentTypeError."""
+        """Parse `gpt2:8` or `FOLDER:8`. Raises argparse.ArgumentTypeError."""
         model, _, size = text.rpartition(":")
         if not model or not size.isdecimal() or not int(size):
             raise argparse.ArgumentTypeError(
@@ -65,7 +63,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """One process's peak, and for this project's what was foreseen."""
+    """The peak memory of one process, and for this project's the estimate."""
 
     name: str
     case: Case
@@ -73,29 +71,34 @@ class Peak:
     estimated_bytes: int | None = None
 
     def estimate_error(self) -> float | None:
-        """The estimate's, as a share of the peak; below 0 it was too low."""
+        """Return the estimate's error as a share of the peak; below 0 it was too low."""
         if self.estimated_bytes is None:
             return None
         return self.estimated_bytes / self.peak_bytes - 1
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure all, print; 1 when a bound is missed."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
+    """Measure all cases; return 1 if a bound is missed."""
+    benchmark = Benchmark("memory", __doc__)
+    _add_options(benchmark.parser)
+    arguments = benchmark.parse(argv)
     if arguments.ranks and not arguments.data:
-        parser.error("--ranks needs --data: ranks are the trainer's.")
+        benchmark.parser.error("--ranks needs --data.")
     folders = [each.model for each in arguments.cases if each.model not in PRESETS]
     if folders and (arguments.data or arguments.nanogpt):
-        parser.error(f"--data and --nanogpt are for presets, not for {folders[0]}.")
+        benchmark.parser.error(f"--data and --nanogpt are for presets, not for {folders[0]}.")
     peaks: list[Peak] = []
-    table = Table("sequences", "contender", "peak GB", "estimate off by", labels=_names(arguments))
+    heads = ("sequences", "contender", "peak GB", "estimate off by")
+    table = benchmark.table(*heads, title="model", labels=[each.model for each in arguments.cases])
     for case in arguments.cases:
         for peak in (*_steps(case, arguments), *_runs(case, arguments)):
             peaks.append(peak)
-            table.row(*_cells(peak))
-    result = summarise(peaks, accumulation=arguments.accumulation)
-    print(json.dumps(result))
+            error = peak.estimate_error()
+            cells = (str(case.micro_batch_size), peak.name, f"{peak.peak_bytes / 1e9:.2f}")
+            table.row(case.model, *cells, "" if error is None else f"{error:+.1%}")
+    result = summarise(peaks)
+    cases = [f"{each.model}:{each.micro_batch_size}" for each in arguments.cases]
+    benchmark.finish(result | {"cases": cases})
     return 0 if result["estimates_hold"] and result["half_of_nanogpt"] is not False else 1
 
 
@@ -124,15 +127,15 @@ def _steps(case: Case, arguments: argparse.Namespace) -> list[Peak]:
 
 
 def _runs(case: Case, arguments: argparse.Namespace) -> list[Peak]:
-    """The trainer's own, for each number of ranks that was asked for."""
+    """Return the peak of the trainer's own run for each number of ranks in the options."""
     if arguments.data is None:
         return []
-    shape = PRESETS[case.model]
+    spec = PRESETS[case.model]
     found = []
     for ranks in arguments.ranks or [1]:
         sequences = case.micro_batch_size * ranks * arguments.accumulation
         config = _run_config(case, data=arguments.data.resolve(), sequences=sequences)
-        estimate = shape.memory_bytes(config.rank_setting(dtype="bf16", world_size=ranks))
+        estimate = spec.memory_bytes(config.rank_setting(dtype="bf16", world_size=ranks))
         peak = _peak_of_run(config, ranks=ranks, threads=arguments.threads)
         found.append(Peak(f"run, {ranks} rank{'s'[: ranks > 1]}", case, peak, estimate))
     return found
@@ -149,13 +152,15 @@ def _run_config(case: Case, *, data: Path, sequences: int) -> RunConfig:
         "train.eval_tokens": case.micro_batch_size * PRESETS[case.model].sequence_length,
         "precision.dtype": "bf16",
     }
-    words = [f"{key}={value}" for key, value in settings.items()]
-    return parse_run_config("", overrides=words, where="benchmark")
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    return parse_run_config("", overrides=overrides, where="benchmark")
 
 
 def _peak_of_run(config: RunConfig, *, ranks: int, threads: int | None) -> int:
-    """The largest process's, of the launcher and all ranks: the kernel hands it upwards."""
-    starts = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    """Return the peak of the largest process among the launcher and all ranks."""
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    # A data folder that only the run's own files name is refused.
+    data = ["--set", f"data.dir={config.data.dir}"]
     environment = malloc_environment("tuned")
     threads = threads or max(1, (os.cpu_count() or 1) // ranks)
     with tempfile.TemporaryDirectory() as folder:
@@ -163,7 +168,7 @@ def _peak_of_run(config: RunConfig, *, ranks: int, threads: int | None) -> int:
         paths.root.mkdir()
         paths.config.write_text(config.to_toml(), encoding="utf-8")
         process = subprocess.Popen(
-            [sys.executable, "-m", *starts, "payload.train", "--run-dir", str(paths.root)],
+            [sys.executable, "-m", *launcher, "payload.train", "--run-dir", str(paths.root), *data],
             cwd=REPO,
             env=os.environ | environment | {"OMP_NUM_THREADS": str(threads)},
             stdout=sys.stderr,
@@ -175,8 +180,8 @@ def _peak_of_run(config: RunConfig, *, ranks: int, threads: int | None) -> int:
     return usage.ru_maxrss * 1024
 
 
-def summarise(peaks: Sequence[Peak], *, accumulation: int) -> dict[str, Any]:
-    """Return the printed result with both bounds judged; None for one that was not measured."""
+def summarise(peaks: Sequence[Peak]) -> dict[str, Any]:
+    """Return the result with both bounds judged; None for a bound that was not measured."""
     rows = []
     for peak in peaks:
         error = peak.estimate_error()
@@ -194,8 +199,6 @@ def summarise(peaks: Sequence[Peak], *, accumulation: int) -> dict[str, Any]:
     bounded = [ratio for case, ratio in ratios if case.micro_batch_size >= PEER_BOUND_FROM]
     errors = [error for peak in peaks if (error := peak.estimate_error()) is not None]
     return {
-        "benchmark": "memory",
-        "accumulation": accumulation,
         "peaks": rows,
         "memory_vs_nanogpt": {
             f"{case.model}:{case.micro_batch_size}": round(ratio, 3) for case, ratio in ratios
@@ -203,7 +206,6 @@ def summarise(peaks: Sequence[Peak], *, accumulation: int) -> dict[str, Any]:
         "half_of_nanogpt": all(ratio <= PEER_BOUND for ratio in bounded) if bounded else None,
         "largest_estimate_error": round(max(map(abs, errors)), 3),
         "estimates_hold": all(abs(error) <= ESTIMATE_BOUND for error in errors),
-        "machine": describe_machine(),
     }
 
 
@@ -216,24 +218,7 @@ def _ratios(peaks: Sequence[Peak]) -> list[tuple[Case, float]]:
     ]
 
 
-def _names(arguments: argparse.Namespace) -> list[str]:
-    return [case.model for case in arguments.cases]
-
-
-def _cells(peak: Peak) -> tuple[str, ...]:
-    error = peak.estimate_error()
-    return (
-        *(peak.case.model, str(peak.case.micro_batch_size), peak.name),
-        *(f"{peak.peak_bytes / 1e9:.2f}", "" if error is None else f"{error:+.1%}"),
-    )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.memory",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--cases",
@@ -243,16 +228,27 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MODEL:SEQUENCES",
         help="default: tiny:8 gpt2:1",
     )
-    add("--accumulation", type=int, default=1, metavar="PASSES", help="of a step (default: 1)")
-    add("--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT")
-    add("--eager", action="store_true", help="this project with kernels off, too")
-    add("--adapter", choices=["lora"], help="train this beside the frozen model, but with --data")
-    add("--rank", type=int, default=16, help="of the adapter (default: 16)")
+    add(
+        "--accumulation",
+        type=int,
+        default=1,
+        metavar="COUNT",
+        help="micro-batches of a step (default: 1)",
+    )
+    add("--nanogpt", type=Path, metavar="DIR", help="also nanoGPT, of this checkout")
+    add("--eager", action="store_true", help="also this project without kernels")
+    add("--adapter", choices=["lora"], help="train an adapter; not with --data")
+    add("--rank", type=int, default=16, help="rank of the adapter (default: 16)")
     add("--adapter-dropout", type=float, default=0.0, metavar="SHARE", help="(default: 0)")
-    add("--data", type=Path, metavar="DIR", help="a prepared folder; the trainer's own runs")
-    add("--ranks", nargs="+", type=int, metavar="COUNT", help="of those runs (default: 1)")
+    add("--data", type=Path, metavar="DIR", help="also the trainer itself, on this prepared folder")
+    add(
+        "--ranks",
+        nargs="+",
+        type=int,
+        metavar="COUNT",
+        help="ranks of the trainer's runs (default: 1)",
+    )
     add("--threads", type=int, metavar="COUNT", help="default: torch's own choice")
-    return parser
 
 
 if __name__ == "__main__":

@@ -6,23 +6,23 @@ import argparse
 import re
 
 _NAMES = {"tensor": "tensor_parallel", "pipeline": "pipeline_parallel", "shard": "shard_size"}
-_WORD = re.compile(r"(replicate|zero3|(?:shard)(\d*)|(tensor|pipeline)(\d+))")
+_PART = re.compile(r"(replicate|zero3|(?:shard)(\d*)|(tensor|pipeline)(\d+))")
 
 
 def mesh_settings(name: str) -> dict[str, object]:
-    """Return the [distributed] settings that a name stands for.
+    """Return the [distributed] settings of a mesh's short name.
 
-    Its words are joined by `+`: `replicate`, `shard`, `shardN` (groups of N), `zero3`, `tensorN`,
+    Its parts are joined by `+`: `replicate`, `shard`, `shardN` (groups of N), `zero3`, `tensorN`,
     `pipelineN`. Raises argparse.ArgumentTypeError.
     """
     found: dict[str, object] = {"distributed.strategy": "replicate"}
-    for word in name.split("+"):
-        if not _WORD.fullmatch(word):
+    for part in name.split("+"):
+        if not _PART.fullmatch(part):
             raise argparse.ArgumentTypeError(
-                f"{name!r}: {word!r} is not replicate, shard, shardN, zero3, tensorN or pipelineN"
+                f"{name!r}: {part!r} is not replicate, shard, shardN, zero3, tensorN or pipelineN"
             )
-        kind = word.rstrip("0123456789") if word != "zero3" else word
-        size = word.removeprefix(kind)
+        kind = part.rstrip("0123456789") if part != "zero3" else part
+        size = part.removeprefix(kind)
         if kind in ("replicate", "shard", "zero3"):
             found["distributed.strategy"] = kind
         if size:

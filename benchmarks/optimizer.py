@@ -1,25 +1,21 @@
-"""Muon against AdamW: the validation loss that AdamW reaches, in how many of its steps?
+"""Muon beside AdamW: the validation loss that Muon reaches in three quarters of AdamW's steps.
 
     python -m benchmarks.optimizer --data data/stdlib --out runs/optimizer
 
-Trains the real trainer on one small setting (`SETTING`: 16 layers of width 128, 10M parameters).
-AdamW takes N steps, Muon three quarters of them. Each run has a cosine of its own that ends where
-it does, as a run that anyone keeps would: losses along one long schedule, before it has decayed,
-are not what either optimizer reaches in so many steps. Learning rates are tried on the first seed,
-by factors of two, until those at both ends are clearly worse than the best one (`CLEARLY`), which
-the other seeds then use.
+Trains with the real trainer in one small setting (`SETTING`: 16 layers of width 128, 10M
+parameters). AdamW takes N steps, Muon three quarters of them. Each run has its own cosine that ends
+at its last step, as in real runs. Learning rates are tried on the first seed, by factors of two,
+until those at both ends are clearly worse than the best (`CLEARLY`); the other seeds use the best.
 A seed makes the weights and the order of the data, the same for both optimizers.
 
-A finished run is kept in the folder and not made again, so the command can be stopped and given
-again; `--runs 2` stops after two. Two run at a time, each with half of the cores: at this size
-that takes less time than one after the other. A table goes to stderr, one JSON object to stdout;
-the exit status is 1 when Muon missed the mean loss, 3 when runs are left.
+Finished runs stay in the folder and are not repeated, so the same command continues an interrupted
+comparison; `--runs 2` stops after two runs. Two runs train at a time, each with half of the cores,
+which is faster at this size. A table goes to stderr, one JSON object to stdout; the exit status is
+1 if Muon missed AdamW's mean loss, 3 if runs are missing.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import statistics
@@ -28,13 +24,11 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.machine import describe_machine
-from benchmarks.tables import Table
+from benchmarks.harness import Benchmark
 from payload.config.run_config import RunConfig, parse_run_config
 from payload.launch.environment import malloc_environment
 from payload.models.gpt2.spec import Gpt2Spec
@@ -57,9 +51,9 @@ SETTING: dict[str, Any] = {
 }
 """Settings of all runs."""
 STEPS = 128
-"""AdamW's N."""
+"""Steps of AdamW."""
 SHARE = 0.75
-"""Muon's share of them."""
+"""Muon's steps as a share of AdamW's."""
 WARM_UP = 0.1
 """Share of a run's steps."""
 LAST_LR = 0.1
@@ -69,7 +63,7 @@ JOBS = 2
 """Runs at a time."""
 FIRST_LRS = (2e-3, 1e-3, 4e-3)
 CLEARLY = 1.02
-"""Times the best loss; seeds differ by about as much, so that a better rate may lie behind less."""
+"""Ratio to the best loss above which a rate is clearly worse; seeds differ by about as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +76,18 @@ class Trial:
     steps: int
 
     def folder_name(self) -> str:
-        """Unique among all that a comparison runs."""
+        """Return the trial's folder name, which is unique."""
         return f"{self.name}_lr{self.lr:g}_seed{self.seed}_steps{self.steps}"
 
     @classmethod
     def of_folder(cls, name: str) -> Trial:
-        """The one that has this folder's name."""
+        """Return the trial with this folder name."""
         optimizer, lr, seed, steps = name.split("_")
         known: Name = "muon" if optimizer == "muon" else "adamw"
         return cls(known, float(lr[2:]), int(seed[4:]), int(steps[5:]))
 
     def config(self, data: Path) -> RunConfig:
-        """The run's, whole."""
+        """Return the run's config."""
         settings = SETTING | {
             "data.dir": data,
             "run.name": self.name,
@@ -104,28 +98,34 @@ class Trial:
             "schedule.warmup_steps": round(self.steps * WARM_UP),
             "train.steps": self.steps,
         }
-        words = [f"{key}={value}" for key, value in settings.items()]
-        return parse_run_config("", overrides=words, where="benchmark")
+        overrides = [f"{key}={value}" for key, value in settings.items()]
+        return parse_run_config("", overrides=overrides, where="benchmark")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Make the runs that are missing, compare, print."""
-    arguments = _parser().parse_args(argv)
+    """Train the missing runs and compare; return the exit status."""
+    benchmark = Benchmark("optimizer", __doc__)
+    add = benchmark.parser.add_argument
+    add("--data", type=Path, required=True, metavar="DIR", help="prepared stdlib")
+    add("--out", type=Path, required=True, metavar="DIR", help="folder that keeps finished runs")
+    add("--steps", type=int, default=STEPS, help="steps of AdamW (default: %(default)s)")
+    add("--runs", type=int, metavar="COUNT", help="stop after this many new runs (default: none)")
+    arguments = benchmark.parse(argv)
     steps: dict[Name, int] = {"adamw": arguments.steps, "muon": round(arguments.steps * SHARE)}
     folder = Folder(arguments.out.resolve(), arguments.data.resolve())
     left, done = arguments.runs, folder.finished()
-    while wanted := _in_turn(missing(name, steps[name], done) for name in steps):
+    while trials := _alternating(missing(name, steps[name], done) for name in steps):
         if left == 0:
-            print(f"{len(wanted)} runs and more are left", file=sys.stderr)
+            print(f"{len(trials)} or more runs are missing", file=sys.stderr)
             return 3
-        now = wanted[: min(JOBS, len(wanted) if left is None else left)]
+        now = trials[: min(JOBS, len(trials) if left is None else left)]
         left = None if left is None else left - len(now)
         with ThreadPoolExecutor(JOBS) as pool:
             done |= dict(zip(now, pool.map(folder.train, now), strict=True))
     found = {name: compared(name, count, done) for name, count in steps.items()}
     result = summarise(found)
-    _print_table(found)
-    print(json.dumps(result))
+    _add_tables(benchmark, found)
+    benchmark.finish(result)
     return 0 if result["reached"] else 1
 
 
@@ -139,27 +139,25 @@ class Trained:
 
 
 class Folder:
-    """Where runs are made and kept."""
+    """Trains the runs and keeps them."""
 
     def __init__(self, out: Path, data: Path) -> None:
         self._out, self._data = out, data
 
     def finished(self) -> dict[Trial, Trained]:
-        """The trials whose runs are here. Raises SystemExit for one that had other settings."""
+        """Return the finished trials. Raises SystemExit for a run with other settings."""
         found = {}
         for paths in map(RunPaths, sorted(self._out.glob("*_lr*_seed*_steps*"))):
             summary = read_json(Summary, paths.summary)
             if summary is not None and summary.status == "finished":
                 trial = Trial.of_folder(paths.root.name)
                 if paths.config.read_text(encoding="utf-8") != self._config(trial):
-                    raise SystemExit(
-                        f"error: {paths.root} was made with other settings; name another --out."
-                    )
+                    raise SystemExit(f"error: {paths.root} has other settings. Name another --out.")
                 found[trial] = _result(summary)
         return found
 
     def train(self, trial: Trial) -> Trained:
-        """Make the trial's run, or go on with it. Raises CalledProcessError."""
+        """Train the trial's run, or resume it. Raises CalledProcessError."""
         paths = RunPaths(self._out / trial.folder_name())
         paths.root.mkdir(parents=True, exist_ok=True)
         paths.config.write_text(self._config(trial), encoding="utf-8")
@@ -167,15 +165,18 @@ class Folder:
         threads = max(1, (os.cpu_count() or 1) // JOBS)
         with (paths.root / "log").open("a", encoding="utf-8") as log:
             subprocess.run(
-                [sys.executable, "-m", "payload.train", "--run-dir", str(paths.root)],
+                [
+                    *(sys.executable, "-m", "payload.train", "--run-dir", str(paths.root)),
+                    *("--set", f"data.dir={self._data}"),
+                ],
                 env=os.environ | malloc_environment("tuned") | {"OMP_NUM_THREADS": str(threads)},
                 stderr=log,
                 check=True,
             )
-        # 12 bytes a parameter that nothing reads again.
+        # 12 bytes a parameter that nothing reads.
         shutil.rmtree(paths.checkpoints)
         summary = read_json(Summary, paths.summary)
-        assert summary is not None, "a run that ended well has one"
+        assert summary is not None, "a successful run has a summary"
         return _result(summary)
 
     def _config(self, trial: Trial) -> str:
@@ -183,16 +184,16 @@ class Folder:
 
 
 def _result(summary: Summary) -> Trained:
-    assert summary.final_val_loss is not None, "a finished run was evaluated at its end"
+    assert summary.final_val_loss is not None, "a finished run ends with an evaluation"
     return Trained(summary.final_val_loss, summary.wall_s)
 
 
 def missing(name: Name, steps: int, done: Mapping[Trial, Trained]) -> list[Trial]:
-    """The trials to make next; none when the best learning rate has all its seeds."""
+    """Return the trials to train next; empty if the best learning rate has all its seeds."""
     first = [Trial(name, lr, SEEDS[0], steps) for lr in FIRST_LRS]
-    wanted = [trial for trial in first if trial not in done]
-    if wanted:
-        return wanted
+    untrained = [trial for trial in first if trial not in done]
+    if untrained:
+        return untrained
     grid = _grid(name, steps, done)
     best = min(grid, key=lambda trial: done[trial].loss)
     for end, factor in ((grid[0], 0.5), (grid[-1], 2.0)):
@@ -201,23 +202,23 @@ def missing(name: Name, steps: int, done: Mapping[Trial, Trained]) -> list[Trial
     return [trial for seed in SEEDS if (trial := replace(best, seed=seed)) not in done]
 
 
-def _in_turn(lists: Iterable[list[Trial]]) -> list[Trial]:
-    """One of each, then the next of each: a comparison that is cut short has both."""
+def _alternating(lists: Iterable[list[Trial]]) -> list[Trial]:
+    """Return the trials of both optimizers alternately, so that a partial comparison has both."""
     return [trial for turn in zip_longest(*lists) for trial in turn if trial is not None]
 
 
 def _grid(name: Name, steps: int, done: Mapping[Trial, Trained]) -> list[Trial]:
-    """Return the first seed's trials, by rising learning rate."""
+    """Return the first seed's trials by ascending learning rate."""
     alike = [each for each in done if (each.name, each.seed, each.steps) == (name, SEEDS[0], steps)]
     return sorted(alike, key=lambda trial: trial.lr)
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One optimizer's runs."""
+    """The runs of one optimizer."""
 
     grid: Mapping[Trial, Trained]
-    """All learning rates with the first seed, rising."""
+    """All learning rates with the first seed, ascending."""
     seeds: Mapping[Trial, Trained]
     """The best learning rate with every seed."""
 
@@ -227,7 +228,7 @@ class Compared:
 
 
 def compared(name: Name, steps: int, done: Mapping[Trial, Trained]) -> Compared:
-    """From all that was made, when nothing is missing."""
+    """Return one optimizer's runs; `done` has all of them."""
     grid = {trial: done[trial] for trial in _grid(name, steps, done)}
     best = min(grid, key=lambda trial: grid[trial].loss)
     chosen = [replace(best, seed=seed) for seed in SEEDS]
@@ -235,21 +236,20 @@ def compared(name: Name, steps: int, done: Mapping[Trial, Trained]) -> Compared:
 
 
 def summarise(found: Mapping[Name, Compared]) -> dict[str, object]:
-    """Return the printed result; `reached` compares the means over the seeds."""
+    """Return the result; `reached` compares the means over the seeds."""
     losses = {name: [run.loss for run in each.seeds.values()] for name, each in found.items()}
     mean = {name: statistics.mean(each) for name, each in losses.items()}
     best = {name: each.best() for name, each in found.items()}
     pairs = list(zip(losses["muon"], losses["adamw"], strict=True))
-    shape = Gpt2Spec(
+    spec = Gpt2Spec(
         n_layer=SETTING["model.n_layer"],
         n_head=SETTING["model.n_head"],
         n_embd=SETTING["model.n_embd"],
         sequence_length=SETTING["data.sequence_length"],
     )
     return {
-        "benchmark": "optimizer",
-        "parameters": shape.num_params(),
-        "hidden_matrix_parameters": shape.num_matrix_params(),
+        "parameters": spec.num_params(),
+        "hidden_matrix_parameters": spec.num_matrix_params(),
         "tokens_per_step": SETTING["batch.global_batch_size"] * SETTING["data.sequence_length"],
         "steps": {name: trial.steps for name, trial in best.items()},
         "lr": {name: trial.lr for name, trial in best.items()},
@@ -266,32 +266,21 @@ def summarise(found: Mapping[Name, Compared]) -> dict[str, object]:
             name: round(statistics.mean(run.wall_s for run in each.seeds.values()), 1)
             for name, each in found.items()
         },
-        "versions": {"torch": version("torch")},
-        "machine": describe_machine(),
     }
 
 
-def _print_table(found: Mapping[Name, Compared]) -> None:
-    table = Table("lr", "loss", labels=found)
+def _add_tables(benchmark: Benchmark, found: Mapping[Name, Compared]) -> None:
+    table = benchmark.table("lr", "loss", title="grid", labels=found)
     for name, each in found.items():
         for trial, run in each.grid.items():
             table.row(name, f"{trial.lr:g}", f"{run.loss:.4f}")
     seeds = max((len(each.seeds) for each in found.values()), default=0)
-    table = Table("steps", "lr", *(f"loss {number + 1}" for number in range(seeds)), labels=found)
+    heads = (f"loss {number + 1}" for number in range(seeds))
+    table = benchmark.table("steps", "lr", *heads, title="seeds", labels=found)
     for name, each in found.items():
         losses = (f"{run.loss:.4f}" for run in each.seeds.values())
         chosen = each.best()
         table.row(name, str(chosen.steps), f"{chosen.lr:g}", *losses)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.optimizer", description=__doc__)
-    add = parser.add_argument
-    add("--data", type=Path, required=True, metavar="DIR", help="stdlib, prepared")
-    add("--out", type=Path, required=True, metavar="DIR", help="folder that keeps finished runs")
-    add("--steps", type=int, default=STEPS, help="of AdamW (default: %(default)s)")
-    add("--runs", type=int, metavar="COUNT", help="stop after so many new runs (default: none)")
-    return parser
 
 
 if __name__ == "__main__":

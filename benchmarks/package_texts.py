@@ -1,8 +1,8 @@
 """Labelled texts for `benchmarks.classify`: descriptions of Debian's packages and their sections.
 
-The one-line descriptions are those in apt's lists. Packages that are built from one source often
-have almost the same one ("NAME - development files", "NAME - documentation"). So the texts are
-divided by source: no source has texts in two parts.
+The one-line descriptions come from apt's package lists. Packages that are built from one source
+often have almost the same description ("NAME - development files", "NAME - documentation"). So the
+texts are divided by source: all texts of a source are in the same part.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FORMS = frozenset(
         "zope",
     }
 )
-"""Sections that say what a package is made of, or its language; the others name a topic."""
+"""Sections for the form or the language of a package; the others name a topic."""
 _SEED = 20261123
 
 
@@ -59,24 +59,24 @@ class PackageText:
 
     text: str
     label: str
-    """Section without its area: `non-free/net` is `net`."""
+    """Section without its area: `non-free/net` becomes `net`."""
     source: str
-    """Name of the source package, which several packages may share."""
+    """Name of the source package, which several packages can share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Texts by what they are for."""
+    """Training, validation and held-out texts."""
 
     train: list[PackageText]
     validation: list[PackageText]
-    """For the choice of a recipe."""
+    """Texts to choose a recipe."""
     held_out: list[PackageText]
-    """For the one measurement of the recipe that was chosen."""
+    """Texts to measure the chosen recipe once."""
 
 
 def packages() -> Iterator[PackageText]:
-    """Yield the packages in apt's lists; a description once."""
+    """Yield the packages in apt's lists, without duplicate descriptions."""
     done = subprocess.run(["apt-cache", "dumpavail"], capture_output=True, check=True)
     return read_packages(done.stdout.decode("utf-8", "replace"))
 
@@ -89,7 +89,7 @@ def read_packages(listed: str) -> Iterator[PackageText]:
         fields = dict(line.split(": ", 1) for line in lines if ": " in line)
         text = (fields.get("Description") or fields.get("Description-en") or "").strip()
         label = fields.get("Section", "").rpartition("/")[2]
-        # The source's version stands behind its name where it is not the package's.
+        # The source's version follows its name if it differs from the package's.
         source = (fields.get("Source") or fields.get("Package", "")).partition(" ")[0]
         if text and label and text not in seen:
             seen.add(text)
@@ -105,9 +105,9 @@ def divide(
     held_out: int | None = None,
     by_source: bool = True,
 ) -> Parts:
-    """Return so many texts of the most frequent labels for each part; None = all that are left.
+    """Return texts of the most frequent labels in parts of the given sizes; None = the rest.
 
-    They are the same for the same lists. Without `by_source`, a source may have texts in several
+    The same lists give the same parts. Without `by_source`, a source can have texts in several
     parts.
     """
     rows = sorted(found)
@@ -123,7 +123,7 @@ def divide(
     parts: list[list[PackageText]] = []
     taken: set[str] = set()
     for size in (train, validation, held_out):
-        # A source that a part ends within has no texts in the next one.
+        # A source at the end of a part has no texts in the next part.
         order = [number for number in order if groups[number] not in taken]
         chosen, order = order[:size], order[len(order[:size]) :]
         taken.update(groups[number] for number in chosen)
@@ -134,12 +134,12 @@ def divide(
 def write_csv(path: Path, rows: Sequence[PackageText], *, ending: str) -> None:
     """Write a csv with the columns `text`, which ends with `ending`, and `label`.
 
-    A file of this content stays as it is: `prepare` knows its input by the time, too.
+    A file with the same content is left alone, since `prepare` also compares its input's time.
     """
-    made = io.StringIO(newline="")
-    writer = csv.writer(made)
+    buffer = io.StringIO(newline="")
+    writer = csv.writer(buffer)
     writer.writerow(("text", "label"))
     writer.writerows((row.text + ending, row.label) for row in rows)
-    content = made.getvalue().encode()
+    content = buffer.getvalue().encode()
     if not path.exists() or path.read_bytes() != content:
         path.write_bytes(content)

@@ -2,25 +2,22 @@
 
     python -m benchmarks.plan [--rounds N]
 
-Each round is the command in a process of its own, from its start to its end, on a folder that has
-the config.json of a published model and no weights. The slowest round counts. A table goes to
-stderr, one JSON object to stdout; the exit status is 1 when one took 2 s or more.
+Each round runs the command in a separate process, on a folder that has the config.json of a
+published model and no weights. The slowest round counts. A table goes to stderr, one JSON object to
+stdout; the exit status is 1 if a plan took 2 s or more.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe_machine
-from benchmarks.tables import Table
+from benchmarks.harness import Benchmark, in_turn, seconds_of
 
 GOAL_S = 2.0
 _LLAMA3_ROPE = {
@@ -35,7 +32,7 @@ _LLAMA3_ROPE = {
 def _decoder(
     kind: str, sizes: tuple[int, int, int, int, int], vocab_size: int, **more: Any
 ) -> dict[str, Any]:
-    """Return a config.json; `sizes` are width, MLP width, layers, heads, key and value heads."""
+    """Return a config.json; `sizes` are width, MLP width, layers, heads and key-value heads."""
     width, inner, layers, heads, keys = sizes
     return {
         "model_type": kind,
@@ -103,22 +100,18 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         sliding_window=512,
     ),
 }
-"""Sizes in the models' own config.json, by name."""
+"""The published config.json of each model, without what a plan ignores."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure each model, print; 1 when one took too long."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.plan",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
+    """Measure each model; return 1 if one took too long."""
+    benchmark = Benchmark("plan", __doc__)
+    benchmark.parser.add_argument(
         "--rounds", type=int, default=3, metavar="N", help="processes of each (default: 3)"
     )
-    arguments = parser.parse_args(argv)
+    arguments = benchmark.parse(argv)
     heads = ("parameters", "GFLOPs/token", "memory GiB", "plan s")
-    table = Table(*heads, title="model", labels=CONFIGS)
+    table = benchmark.table(*heads, title="model", labels=CONFIGS)
     rows = []
     with tempfile.TemporaryDirectory() as root:
         for name, config in CONFIGS.items():
@@ -131,37 +124,44 @@ def main(argv: Sequence[str]) -> int:
                 f"{row['memory_bytes'] / 2**30:.1f}",
                 f"{row['slowest_s']:.2f}",
             )
-    print(json.dumps({"benchmark": "plan", "machine": describe_machine(), "rows": rows}))
+    benchmark.finish({"rows": rows}, packages=())
     return int(any(row["slowest_s"] >= GOAL_S for row in rows))
 
 
 def make_folder(root: Path, name: str, config: Mapping[str, Any]) -> Path:
-    """Write the config.json of a model into a folder of its own."""
+    """Write the config.json of a model into a new folder."""
     folder = root / name
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 
-def words(folder: Path, *, runs: Path) -> list[str]:
+def plan_arguments(folder: Path, *, runs: Path) -> list[str]:
     """Return the arguments of `orchestrate`: one rank, micro-batch 1 x 1024 in bf16."""
     settings = [f"model.init={folder}", "data.sequence_length=1024", "precision.dtype=bf16"]
     settings += ["batch.global_batch_size=1", "batch.micro_batch_size=1", "launch.ranks_per_node=1"]
-    sets = [word for setting in settings for word in ("--set", setting)]
+    sets = [each for setting in settings for each in ("--set", setting)]
     return ["plan", "--inventory", "local", "--runs-dir", str(runs), "--json", *sets]
 
 
 def _measure(root: Path, name: str, config: Mapping[str, Any], *, rounds: int) -> dict[str, Any]:
     folder = make_folder(root, name, config)
-    command = [sys.executable, "-m", "payload.orchestrate", *words(folder, runs=root / "runs")]
-    took_s, out = [], b""
-    for _ in range(rounds):
-        began = time.perf_counter()
+    command = [
+        sys.executable,
+        "-m",
+        "payload.orchestrate",
+        *plan_arguments(folder, runs=root / "runs"),
+    ]
+    out = b""
+
+    def plan() -> None:
+        nonlocal out
         done = subprocess.run(command, capture_output=True, check=False)
-        took_s.append(time.perf_counter() - began)
         if done.returncode:
             raise SystemExit(done.stderr.decode())
         out = done.stdout
+
+    took_s = in_turn({"plan": lambda: seconds_of(plan)}, rounds=rounds)["plan"]
     arithmetic = json.loads(out)["plan"]["arithmetic"]
     return {
         "model": name,

@@ -1,4 +1,4 @@
-"""Starts the ranks of a benchmark on this machine, and kills what is left of them."""
+"""Starts the ranks of a benchmark on this machine, and kills the remaining ones at the end."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from benchmarks.contenders import REPO
+from benchmarks.harness import REPO
 from tests.support.ports import free_port
 
 _SHOWN = 3000
-"""Characters of a failed rank's output that the error shows."""
+"""Characters of a failed rank's output in the error."""
 _POLL_S = 0.1
 _GRACE_S = 20
-"""Time that the other ranks have to end after one failed."""
+"""Time for the other ranks to end after one failed, in seconds."""
 
 
 class RankProcesses:
-    """One process a rank, of one thread each; as a context manager, it kills them at its end.
+    """One single-threaded process per rank; the context manager kills them on exit.
 
-    Each rank leads a session of its own, so Ctrl-C reaches the benchmark alone.
+    Each rank leads its own session, so Ctrl-C reaches only the benchmark.
     """
 
     def __init__(
         self, ranks: int, *program: str, code: Path = REPO, deepspeed: bool = False
     ) -> None:
-        """Start `python PROGRAM...` on each rank; it imports modules from the folder `code`.
+        """Start `python PROGRAM...` on each rank, with modules from the folder `code`.
 
-        `deepspeed`: add DeepSpeed to the path where the environment has none.
+        With `deepspeed`, DeepSpeed is added to the path if it is not installed.
         """
         self._outputs: list[IO[bytes]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -48,11 +48,11 @@ class RankProcesses:
             raise
 
     def is_running(self) -> bool:
-        """Return whether no rank has ended yet."""
+        """Return whether all ranks still run."""
         return all(status is None for status in self._statuses())
 
     def wait(self, *, within_s: float) -> None:
-        """Wait until all ranks have ended. Raises SystemExit when one fails or the time is up."""
+        """Wait until all ranks have ended. Raises SystemExit if one fails or the time is over."""
         ends_s = time.monotonic() + within_s
         while None in self._statuses() and not any(self._statuses()):
             if time.monotonic() > ends_s:
@@ -60,7 +60,7 @@ class RankProcesses:
                     f"error: {len(self._processes)} rank(s) did not end within {within_s:g} s."
                 )
             time.sleep(_POLL_S)
-        # The others lose contact with a rank that failed, and end by themselves.
+        # The others lose the connection to a failed rank, and end by themselves.
         ends_s = time.monotonic() + _GRACE_S
         while None in self._statuses() and time.monotonic() < ends_s:
             time.sleep(_POLL_S)
@@ -73,7 +73,7 @@ class RankProcesses:
             raise SystemExit("error: " + "\n".join(failed))
 
     def kill(self) -> None:
-        """Kill the ranks that still run, with the processes that they started."""
+        """Kill the running ranks with the processes that they started."""
         for process in self._processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -106,7 +106,7 @@ class RankProcesses:
         self._processes.append(process)
 
     def _statuses(self) -> list[int | None]:
-        """Return each rank's exit status, None while it runs."""
+        """Return each rank's exit status, or None while it runs."""
         return [process.poll() for process in self._processes]
 
     def _tail(self, rank: int) -> str:
@@ -116,20 +116,20 @@ class RankProcesses:
 
 
 def _environment(code: Path, *, deepspeed: bool) -> dict[str, str]:
-    """Return what the environments of all ranks have in common."""
+    """Return the environment that all ranks share."""
     paths = [str(code)]
     if deepspeed and not importlib.util.find_spec("deepspeed"):
         from tests.train.strategies.deepspeed_folder import deepspeed_folder
 
         paths.append(str(deepspeed_folder()))
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    # Without compiled modules, each rank would compile the payload for itself.
+    # Otherwise each rank would compile the payload's modules again.
     env.pop("PYTHONDONTWRITEBYTECODE", None)
     return env
 
 
 def _rank_variables(rank: int, *, ranks: int, port: int) -> dict[str, str]:
-    """Return the variables by which torch's launcher tells a process its rank."""
+    """Return the variables in which torch's launcher gives a process its rank."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -1,34 +1,32 @@
-"""From `orchestrate run` to the first finished step on this machine, part by part.
+"""From `orchestrate run` to the first finished step on this machine, phase by phase.
 
     python -m benchmarks.startup [--data DIR] [--models tiny gpt2] [--rounds 3]
 
-Two ranks through the command that a user types, with warm caches: one round goes before those that
-count. A run evaluates before its first step; here one sequence a rank. Times come from the run's
-own files: plan.json's and state.json's clock, `ready_unix` and `start_s` of summary.json, and
-metrics.jsonl, whose first step ends the measurement. Medians count. A table goes to stderr, one
-JSON object to stdout; the exit status says whether every model was under the goal.
+Two ranks run the command that a user types, with warm caches: one round warms up. A run evaluates
+before its first step, here on one sequence per rank. Times come from the run's own files: plan.json
+and state.json, `ready_unix` and `start_s` of summary.json, and metrics.jsonl, where the first step
+ends the measurement. Medians count. A table goes to stderr, one JSON object to stdout; the exit
+status is 1 if a model took longer than the goal.
 
-A virtual machine that gives its host what it does not use has to get each page back: seconds for a
-GiB where its own take a tenth. `--warm-memory 8` has a process touch so many GiB before each
-start and end as the command begins, as on a machine that keeps its memory.
+A virtual machine that returns free memory to its host has to get each page back, which takes
+seconds per GiB instead of a tenth of a second. `--warm-memory 8` touches 8 GiB in another process
+before each start, as on a machine that keeps its memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe_machine
-from benchmarks.tables import Table
+from benchmarks.harness import Benchmark, in_turn
 from payload.run_record.metrics_log import read_metrics
 from payload.run_record.run_files import RunPaths, RunState, Summary, read_json
 
@@ -57,40 +55,30 @@ ranks_per_node = {ranks}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure each model in turn, print; 1 when one took longer than the goal."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.startup")
-    parser.add_argument("--data", type=Path, default=Path("data/stdlib"), metavar="DIR")
+    """Measure each model in turn; return 1 if one took longer than the goal."""
+    benchmark = Benchmark("startup", __doc__)
+    add = benchmark.parser.add_argument
+    add("--data", type=Path, default=Path("data/stdlib"), metavar="DIR")
     names = sorted(_SEQUENCE_LENGTH)
-    parser.add_argument("--models", nargs="+", choices=names, default=["tiny", "gpt2"])
-    parser.add_argument("--micro-batch-size", type=int, default=1, metavar="SEQUENCES")
-    parser.add_argument("--rounds", type=int, default=3, metavar="COUNT")
-    parser.add_argument("--warm-memory", type=int, default=0, metavar="GIB")
-    arguments = parser.parse_args(argv)
-    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in arguments.models}
-    for number in range(arguments.rounds + 1):
-        for name in arguments.models:
-            _touch(arguments.warm_memory)
-            parts = _start(_config(name, arguments))
-            if number:
-                rounds[name].append(parts)
-    results = {name: _medians(found) for name, found in rounds.items()}
+    add("--models", nargs="+", choices=names, default=["tiny", "gpt2"])
+    add("--micro-batch-size", type=int, default=1, metavar="SEQUENCES")
+    add("--rounds", type=int, default=3, metavar="COUNT")
+    add("--warm-memory", type=int, default=0, metavar="GIB")
+    arguments = benchmark.parse(argv)
+
+    def start(name: str) -> dict[str, float]:
+        _touch(arguments.warm_memory)
+        return _start(_config(name, arguments))
+
+    calls = {name: partial(start, name) for name in arguments.models}
+    found = in_turn(calls, rounds=arguments.rounds, warm_up=1)
+    results = {name: _medians(phases) for name, phases in found.items()}
     for name, result in results.items():
-        _print_table(name, result)
-    print(
-        json.dumps(
-            {
-                "benchmark": "startup",
-                "ranks": _RANKS,
-                "micro_batch_size": arguments.micro_batch_size,
-                "rounds": arguments.rounds,
-                "warm_memory_gib": arguments.warm_memory,
-                "goal_s": GOAL_S,
-                "models": results,
-                "versions": {"torch": version("torch")},
-                "machine": describe_machine(),
-            }
-        )
-    )
+        phases = result["phases_s"] | {"to the first step": result["total_s"]}
+        table = benchmark.table("seconds", title=name, labels=phases)
+        for phase, seconds in phases.items():
+            table.row(phase, f"{seconds:.2f}")
+    benchmark.finish({"ranks": _RANKS, "goal_s": GOAL_S, "models": results})
     return 0 if all(result["total_s"] < GOAL_S for result in results.values()) else 1
 
 
@@ -108,37 +96,37 @@ def _config(model: str, arguments: argparse.Namespace) -> str:
 
 
 def _touch(gib: int) -> None:
-    """Have the kernel own so much free memory; a process of its own, so that none of it stays."""
+    """Touch and free `gib` GiB in another process."""
     subprocess.run([sys.executable, "-c", _TOUCH, str(gib)], check=True)
 
 
 def _start(config: str) -> dict[str, float]:
-    """Run once; the seconds of each part, in order, and `then` until the command returned."""
+    """Run once; return the seconds of each phase in order, and `then` until the command ended."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "run.toml").write_text(config, encoding="utf-8")
         command = [sys.executable, "-m", "payload.orchestrate", "run", "--inventory", "local"]
         command += ["--config", str(folder / "run.toml"), "--runs-dir", str(folder / "runs")]
         paths = RunPaths(folder / "runs" / _RUN_ID)
-        with (folder / "said").open("wb") as said:
+        with (folder / "output").open("wb") as output:
             began_unix = time.time()
             process = subprocess.Popen(
-                [*command, "--run-id", _RUN_ID], stdout=said, stderr=subprocess.STDOUT
+                [*command, "--run-id", _RUN_ID], stdout=output, stderr=subprocess.STDOUT
             )
             step = _first_step(paths, process)
             stepped_unix = time.time()
             status = process.wait(timeout=_LIMIT_S)
         if step is None or status:
-            sys.stderr.write((folder / "said").read_text(encoding="utf-8", errors="replace"))
-            raise SystemExit(f"error: the run ended with status {status}; its words are above.")
+            sys.stderr.write((folder / "output").read_text(encoding="utf-8", errors="replace"))
+            raise SystemExit(f"error: the run ended with status {status}; its output is above.")
         then_s = time.time() - stepped_unix
-        return _parts(paths, step, began_unix=began_unix, stepped_unix=stepped_unix) | {
+        return _phases(paths, step, began_unix=began_unix, stepped_unix=stepped_unix) | {
             "then": then_s
         }
 
 
 def _first_step(paths: RunPaths, process: subprocess.Popen[bytes]) -> Mapping[str, Any] | None:
-    """The first step's row as soon as it is there; None when the command ended without one."""
+    """Wait for the first step and return its row, or None if the command ended without one."""
     while True:
         ended = process.poll() is not None
         row = next((row for row in read_metrics(paths.metrics) if "loss" in row), None)
@@ -147,17 +135,17 @@ def _first_step(paths: RunPaths, process: subprocess.Popen[bytes]) -> Mapping[st
         time.sleep(0.01)
 
 
-def _parts(
+def _phases(
     paths: RunPaths, step: Mapping[str, Any], *, began_unix: float, stepped_unix: float
 ) -> dict[str, float]:
     state, summary = read_json(RunState, paths.state), read_json(Summary, paths.summary)
     assert state is not None and summary is not None and summary.ready_unix is not None
     planned_unix = paths.plan.stat().st_mtime
-    born_unix = summary.ready_unix - sum(summary.start_s.values())
+    spawned_unix = summary.ready_unix - sum(summary.start_s.values())
     return {
         "orchestrate and plan": planned_unix - began_unix,
         "supervisor": state.started_unix - planned_unix,
-        "mpirun": born_unix - state.started_unix,
+        "mpirun": spawned_unix - state.started_unix,
         **summary.start_s,
         "evaluation": stepped_unix - step["step_time_s"] - summary.ready_unix,
         "first step": step["step_time_s"],
@@ -165,22 +153,15 @@ def _parts(
 
 
 def _medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    totals = [sum(parts.values()) - parts["then"] for parts in rounds]
-    medians = {part: statistics.median(each[part] for each in rounds) for part in rounds[0]}
+    totals = [sum(phases.values()) - phases["then"] for phases in rounds]
+    medians = {phase: statistics.median(each[phase] for each in rounds) for phase in rounds[0]}
     then_s = medians.pop("then")
     return {
         "total_s": round(statistics.median(totals), 2),
         "all_totals_s": [round(total, 2) for total in totals],
-        "parts_s": {part: round(seconds, 2) for part, seconds in medians.items()},
+        "phases_s": {phase: round(seconds, 2) for phase, seconds in medians.items()},
         "then_until_return_s": round(then_s, 2),
     }
-
-
-def _print_table(name: str, result: Mapping[str, Any]) -> None:
-    parts = result["parts_s"] | {"to the first step": result["total_s"]}
-    table = Table("seconds", title=name, labels=parts)
-    for part, seconds in parts.items():
-        table.row(part, f"{seconds:.2f}")
 
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ from payload.models.spec import ModelSpec
 
 
 def model_spec(name: str) -> ModelSpec:
-    """Return a preset's spec, or that of the folder's config.json. Raises CheckpointError."""
+    """Return the spec of a preset or of a folder's config.json. Raises CheckpointError."""
     return PRESETS[name] if name in PRESETS else read_spec(Path(name))
 
 
 def trained_spec(work: Mapping[str, Any]) -> ModelSpec:
-    """Return the spec of what a step with these settings trains: the model, or its adapter."""
+    """Return the spec of the model or adapter that a step with these settings trains."""
     spec = model_spec(work["model"]).with_sequence_length(work["sequence_length"])
     adapter = work.get("adapter")
     if adapter is None:
@@ -35,12 +35,12 @@ def trained_spec(work: Mapping[str, Any]) -> ModelSpec:
 
 
 def has_weights(name: str) -> bool:
-    """Say whether it is a folder with weights; else they are random."""
+    """Return whether the model is a folder with weights; otherwise they are random."""
     return name not in PRESETS and any(Path(name).glob("*.safetensors"))
 
 
 def model_argument(name: str) -> str:
-    """Check a model that the command line names. Raises ArgumentTypeError."""
+    """Return the preset's name or the folder's absolute path. Raises ArgumentTypeError."""
     try:
         model_spec(name)
     except CheckpointError as error:

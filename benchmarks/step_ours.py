@@ -1,10 +1,9 @@
-"""One process of `benchmarks.step`: this project's step, from the trainer's own parts."""
+"""One process of `benchmarks.step`: this project's step, built from the trainer's modules."""
 
 from __future__ import annotations
 
 import json
 import logging
-import resource
 import sys
 import time
 from importlib.metadata import version
@@ -14,7 +13,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from benchmarks.peers.timed_steps import random_batch, take_steps
 from benchmarks.step_model import has_weights, model_spec, trained_spec
+from payload import __version__
 from payload.config.training_sections import AdapterSection, EngineSection, OptimizerSection
 from payload.models.spec import RankSetting
 from payload.train.calibration import TORCH_DTYPES, calibrate
@@ -25,68 +26,63 @@ from payload.train.optimizers.optimizer import build_optimizers
 from payload.train.ranks.world import World
 from payload.train.torch_engines import engage
 
-_PRODUCTS = 50
+_MATMULS = 50
 
 
 def main(work: dict[str, Any]) -> None:
     """Take the steps, and print one JSON object."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     torch.manual_seed(1)
-    shape = trained_spec(work)
-    dtype = work["dtype"]
-    alone = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node="here")
-    calibration = calibrate(alone, dtype, quantizes=work.get("quantize") == "nf4")
+    spec = trained_spec(work)
+    dtype, accumulation = work["dtype"], work["accumulation"]
+    world = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node="here")
+    calibration = calibrate(world, dtype, quantizes=work.get("quantize") == "nf4")
     peak_flops_per_cpu_s = _gemm_flops_per_cpu_s(TORCH_DTYPES[calibration.dtype])
     model = _model(work)
     optimizers = build_optimizers(model, OptimizerSection())
     settings = EngineSection(kernels=work["kernels"])
-    passes, micro = work["accumulation"], work["micro_batch_size"]
     setting = RankSetting(
-        micro_batch_size=micro,
+        micro_batch_size=work["micro_batch_size"],
         dtype=dtype,
         kernels=settings.wants_kernels(),
         alone=True,
-        accumulates=passes > 1,
+        accumulates=accumulation > 1,
     )
-    engaged = engage(model, optimizers, settings=settings, world=alone, setting=setting)
+    engaged = engage(model, optimizers, settings=settings, world=world, setting=setting)
     optimizers.make_state()
     for note in model.speed_notes():
         logging.info(note)
     accelerator = Accelerator(cpu=True, mixed_precision="bf16" if dtype == "bf16" else "no")
     trained = accelerator.prepare(engaged).train()
-    batch = torch.randint(shape.vocab_size, (micro, work["sequence_length"] + 1))
-    step_s, cpu_s, loss = [], [], torch.zeros(())
-    for _ in range(work["steps"]):
-        started_s, started_cpu_s = time.perf_counter(), time.process_time()
-        for _ in range(passes):
-            loss = trained(batch[:, :-1], batch[:, 1:])
-            accelerator.backward(loss / passes)
+    batch = random_batch(work, spec.vocab_size)
+
+    def micro_batch() -> torch.Tensor:
+        loss: torch.Tensor = trained(batch[:, :-1], batch[:, 1:])
+        accelerator.backward(loss / accumulation)
+        return loss
+
+    def update() -> None:
         optimizers.clip(1.0)
         optimizers.step()
-        step_s.append(time.perf_counter() - started_s)
-        cpu_s.append(time.process_time() - started_cpu_s)
-    report = {
-        "step_s": step_s,
-        "cpu_s": cpu_s,
-        "last_loss": loss.item(),
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "estimated_bytes": shape.memory_bytes(setting),
+
+    report = take_steps(work, micro_batch, update) | {
+        "estimated_bytes": spec.memory_bytes(setting),
         "peak_flops_per_s": calibration.peak_flops_per_s,
         "peak_flops_per_cpu_s": peak_flops_per_cpu_s,
         "dequantized_per_s": calibration.dequantized_per_s,
-        "versions": {"torch": version("torch"), "tileforge": version_of_code()},
+        "versions": {"torch": version("torch"), "tileforge": __version__},
     }
     print(json.dumps(report))
 
 
 def _gemm_flops_per_cpu_s(dtype: torch.dtype) -> float:
-    """Return the best of many square products of one thread, by its processor time."""
+    """Return the highest rate of a square matmul on one thread, by its CPU time."""
     size, best_s = 1024, float("inf")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     left = torch.full((size, size), 0.5, dtype=dtype)
     out = torch.mm(left, left)
-    for _ in range(_PRODUCTS):
+    for _ in range(_MATMULS):
         before_s = time.thread_time()
         torch.mm(left, left, out=out)
         best_s = min(best_s, time.thread_time() - before_s)
@@ -95,7 +91,7 @@ def _gemm_flops_per_cpu_s(dtype: torch.dtype) -> float:
 
 
 def _model(work: dict[str, Any]) -> CausalLM:
-    """Return the model with its folder's weights, or with random ones; with an adapter if asked."""
+    """Return the model, with its adapter if there is one."""
     name = work["model"]
     if has_weights(name):
         model = load(Path(name), quantize=work.get("quantize", "none"))
@@ -105,13 +101,6 @@ def _model(work: dict[str, Any]) -> CausalLM:
         add_adapter(model, AdapterSection(kind="lora", **work["adapter"]), seed=1)
         (shrink_base if work["dtype"] == "bf16" else widen_base)(model)
     return model
-
-
-def version_of_code() -> str:
-    """This project's, installed or not."""
-    from payload import __version__
-
-    return __version__
 
 
 if __name__ == "__main__":

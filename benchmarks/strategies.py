@@ -1,22 +1,22 @@
-"""A step's time and a rank's memory under each strategy, beside the plan's figures.
+"""A step's time and a rank's memory under each strategy, beside the plan's predictions.
 
     python -m benchmarks.strategies --data data/stdlib --cases gpt2:2:replicate gpt2:2:shard
     python -m benchmarks.strategies --cases gpt2:2:replicate gpt2:2:pipeline2 --network hosts:1
     python -m benchmarks.strategies --cases gpt2-medium:4:shard --dtype fp32 --steps 2
 
 A case is a preset, a number of ranks, and a mesh: `replicate`, `shard`, `shard2` (groups of two),
-`zero3`, `tensor2`, `pipeline2`, or some joined by `+`. Each is a run of the trainer under mpirun,
-ended after its steps; all have the same global batch: a case's passes are twice as many where two
-ranks make one together. With `--network hosts:GBIT` each of two ranks is on a host of its own, a
-network namespace whose cable has that rate (root alone).
+`zero3`, `tensor2`, `pipeline2`, or several joined by `+`. Each is a run of the trainer under
+mpirun, ended after its steps. All have the same global batch: a case makes twice as many
+micro-batches if two ranks make one together. With `--network hosts:GBIT` each of two ranks is on a
+separate host, a network namespace whose cable has that rate (root only).
 
-The step is the median after the first one. Its prediction has the computing time of the first case
-of as many ranks (`replicate`: its step less its wait and its update), the all-reduce between as
-many ranks that is measured before, and the copies that sharded ranks' calibration measured. The
-peak is that of the largest rank (resident set, high-water mark), the estimate of it the plan's.
-States are what a rank has when an update begins, less what it had before there was a model:
-weights, gradients, optimizer state; also as a share of those of the model's first case. A table
-goes to stderr, one JSON object to stdout.
+The step is the median after the first. Its prediction uses the computing time of the first case
+with as many ranks (`replicate`: its step less its wait and its update), the all-reduce between as
+many ranks, which is measured first, and the copies that sharded ranks' calibration measured. The
+peak is that of the largest rank (high-water mark of the resident set), and its estimate the plan's.
+States are a rank's memory when an update begins, less its memory before it had a model: weights,
+gradients and optimizer state, also as a share of those of the model's first case. A table goes to
+stderr, one JSON object to stdout.
 """
 
 from __future__ import annotations
@@ -28,16 +28,14 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import REPO
-from benchmarks.machine import describe_machine
+from benchmarks.harness import REPO, Benchmark
 from benchmarks.meshes import mesh_settings
 from benchmarks.scaling.runs import Arrangement, Work, measure
-from benchmarks.tables import Table
 from payload.config.run_config import RunConfig, parse_run_config
 from payload.core.files import write_whole
 from payload.estimates.network import CopyTimes, Network, ShardTimes, sends_per_byte
@@ -45,7 +43,7 @@ from payload.estimates.sent_bytes import sent_bytes
 from payload.estimates.step_time import run_step_time, update_s
 from payload.models.gpt2.spec import PRESETS
 
-_FIRST_WORD = "--as-rank"
+_AS_RANK = "--as-rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +56,25 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """From `gpt2:2:shard` or `gpt2:4:pipeline2+shard`. Raises argparse.ArgumentTypeError."""
-        model, *words = text.split(":")
-        if model not in PRESETS or len(words) != 2 or not words[0].isdecimal():
+        """Parse `gpt2:2:shard` or `gpt2:4:pipeline2+shard`. Raises argparse.ArgumentTypeError."""
+        model, *rest = text.split(":")
+        if model not in PRESETS or len(rest) != 2 or not rest[0].isdecimal():
             raise argparse.ArgumentTypeError(f"{text!r} is not MODEL:RANKS:MESH")
-        mesh_settings(words[1])
-        return cls(model, int(words[0]), words[1])
+        mesh_settings(rest[1])
+        return cls(model, int(rest[0]), rest[1])
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure all cases and print, or be one of the ranks."""
-    if argv and argv[0] == _FIRST_WORD:
+    """Measure all cases, or run as one of the ranks."""
+    if argv and argv[0] == _AS_RANK:
         return _train_as_rank(argv[1:])
-    arguments = _parser().parse_args(argv)
-    table = Table(
+    benchmark = Benchmark("strategies", __doc__)
+    _add_options(benchmark.parser)
+    arguments = benchmark.parse(argv)
+    table = benchmark.table(
         *("ranks", "mesh", "step s", "waiting s", "predicted s", "off by"),
         *("sent MB", "peak GB", "estimate", "states GB", "of first"),
+        title="model",
         labels=[each.model for each in arguments.cases],
     )
     rates: dict[int, float] = {}
@@ -95,34 +96,19 @@ def main(argv: Sequence[str]) -> int:
         first = next((each for each in found if each["model"] == case.model), row)
         row["states_of_first"] = row["states_bytes"] / first["states_bytes"]
         found.append({"model": case.model, "ranks": case.ranks, "mesh": case.mesh, **row})
-        table.row(
-            case.model,
-            str(case.ranks),
-            case.mesh,
-            f"{row['step_s']:.2f}",
-            f"{row['sync_s']:.2f}",
-            f"{row['predicted_s']:.2f}",
-            f"{row['predicted_s'] / row['step_s'] - 1:+.0%}",
-            f"{row['sent_bytes'] / 1e6:.0f}",
-            f"{row['peak_bytes'] / 1e9:.2f}",
-            f"{row['estimated_bytes'] / row['peak_bytes'] - 1:+.0%}",
-            f"{row['states_bytes'] / 1e9:.2f}",
-            f"{row['states_of_first']:.2f}",
-        )
-    keys = ("micro_batch_size", "accumulation", "sequence_length", "dtype", "network")
-    settings = {key: getattr(arguments, key) for key in keys}
-    print(
-        json.dumps(
-            {
-                "benchmark": "strategies",
-                **settings,
-                "bytes_per_s": rates,
-                "machine": describe_machine(),
-                "cases": found,
-            }
-        )
-    )
+        table.row(case.model, str(case.ranks), case.mesh, *_cells(row))
+    benchmark.finish({"bytes_per_s": rates, "cases": found})
     return 0
+
+
+def _cells(row: dict[str, Any]) -> Iterator[str]:
+    yield from (f"{row[key]:.2f}" for key in ("step_s", "sync_s", "predicted_s"))
+    yield f"{row['predicted_s'] / row['step_s'] - 1:+.0%}"
+    yield f"{row['sent_bytes'] / 1e6:.0f}"
+    yield f"{row['peak_bytes'] / 1e9:.2f}"
+    yield f"{row['estimated_bytes'] / row['peak_bytes'] - 1:+.0%}"
+    yield f"{row['states_bytes'] / 1e9:.2f}"
+    yield f"{row['states_of_first']:.2f}"
 
 
 def _work(case: Case, arguments: argparse.Namespace) -> Work:
@@ -166,7 +152,7 @@ def _rate(case: Case, arguments: argparse.Namespace) -> float:
 def _measure(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the median step and wait, the largest rank's peak, and its states."""
     with tempfile.TemporaryDirectory() as folder:
-        program = ("benchmarks.strategies", _FIRST_WORD, folder)
+        program = ("benchmarks.strategies", _AS_RANK, folder)
         work = replace(_work(case, arguments), program=program)
         record = measure(_arrangement(case, arguments.network), work)
         files = Path(folder).glob("*.json")
@@ -184,14 +170,14 @@ def _measure(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _train_as_rank(argv: Sequence[str]) -> int:
-    """Train as payload.train does; note the resident set before the model and at each update."""
+    """Train as payload.train does; record the resident set before the model and at each update."""
     import psutil
 
     from payload.train.__main__ import main as train
     from payload.train.parts import Observer, Parts
 
     class Resident(Observer):
-        """Writes down the resident set before the model, and at the newest update."""
+        """Records the resident set before the model, and at the newest update."""
 
         def before_model(self) -> None:
             self.before_bytes = psutil.Process().memory_info().rss
@@ -205,8 +191,8 @@ def _train_as_rank(argv: Sequence[str]) -> int:
             found["shards"] = asdict(self.shards) if self.shards else None
             write_whole(Path(folder) / f"{os.getpid()}.json", json.dumps(found))
 
-    folder, *words = argv
-    return train(words, os.environ, observer=Resident())
+    folder, *options = argv
+    return train(options, os.environ, observer=Resident())
 
 
 def _config(case: Case, arguments: argparse.Namespace) -> RunConfig:
@@ -216,10 +202,10 @@ def _config(case: Case, arguments: argparse.Namespace) -> RunConfig:
 def _predicted(
     case: Case, arguments: argparse.Namespace, *, compute_s: float, network: Network
 ) -> dict[str, Any]:
-    """Return the plan's figures, with the computing time of another mesh of as many ranks."""
+    """Return the plan's predictions, with the computing time of another mesh of as many ranks."""
     config = _config(case, arguments)
     spec = PRESETS[case.model].with_sequence_length(config.data.sequence_length)
-    # As in a plan: what runs without kernels reaches less of the peak.
+    # As in a plan: a step without kernels reaches less of the peak.
     measured = replace(config, distributed=replace(config.distributed, strategy="replicate"))
     compute_s *= measured.typical_mfu(spec) / config.typical_mfu(spec)
     step = run_step_time(config, spec, compute_s=compute_s, network=network)
@@ -230,22 +216,18 @@ def _predicted(
     }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.strategies",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _add_options(parser: argparse.ArgumentParser) -> None:
     cases = [Case.parse(each) for each in ("tiny:2:replicate", "tiny:2:shard")]
     parser.add_argument("--data", type=Path, default=Path("data/stdlib"), metavar="FOLDER")
     parser.add_argument("--cases", type=Case.parse, nargs="+", default=cases, metavar="CASE")
     parser.add_argument("--network", default="loopback", metavar="loopback|hosts:GBIT")
-    parser.add_argument("--steps", type=int, default=3, metavar="STEPS", help="that count")
+    parser.add_argument(
+        "--steps", type=int, default=3, metavar="STEPS", help="steps after the first"
+    )
     parser.add_argument("--micro-batch-size", type=int, default=2, metavar="SEQUENCES")
-    parser.add_argument("--accumulation", type=int, default=2, metavar="PASSES")
+    parser.add_argument("--accumulation", type=int, default=2, metavar="COUNT")
     parser.add_argument("--sequence-length", type=int, default=128, metavar="TOKENS")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="fp32")
-    return parser
 
 
 if __name__ == "__main__":

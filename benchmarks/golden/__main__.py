@@ -6,12 +6,12 @@
 
 With `--against`, this working tree and a commit train each case for 30 steps on this machine, with
 the same data and initial weights. The commit's files are in a git worktree, which is removed at the
-end. Losses, gradient norms, validation losses and the weights of both checkpoints have to be equal,
-bit for bit. For a change that alters arithmetic on purpose, `--tolerance 1e-5` allows that relative
+end. Losses, gradient norms, validation losses and the weights of both checkpoints must be equal bit
+by bit. For a change that alters arithmetic on purpose, `--tolerance 1e-5` allows that relative
 difference of each number, and any difference of weights.
 
 Without `--against`, this tree's numbers are compared with `tests/golden/losses.json`. The tolerance
-is 1e-4, which covers the rounding of all CPUs. Cases whose losses depend on the CPU (bf16, Muon,
+is 1e-4, which covers the rounding of all CPUs. Cases with CPU-dependent losses (bf16, Muon,
 dropout) have no stored values. `--write` stores new values.
 
 Each column is the largest relative difference over all steps. A table goes to stderr, one JSON
@@ -21,29 +21,27 @@ object to stdout. The exit status is 1 when a difference is above the tolerance.
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks.contenders import REPO
 from benchmarks.golden.cases import CASES, Case
 from benchmarks.golden.compare import Comparison, compare
 from benchmarks.golden.inputs import make_inputs
 from benchmarks.golden.runs import SERIES, Run, train_cases
 from benchmarks.golden.stored import PATH, TOLERANCE, Stored
 from benchmarks.golden.worktree import resolve, worktree
-from benchmarks.machine import describe_machine
-from benchmarks.tables import Table
+from benchmarks.harness import REPO, Benchmark
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train, compare and print."""
-    arguments = _parser().parse_args(argv)
+    """Train and compare; return 1 if a difference is above the tolerance."""
+    benchmark = Benchmark("golden", __doc__)
+    _add_options(benchmark.parser)
+    arguments = benchmark.parse(argv)
     if arguments.list:
         print("\n".join(CASES))
         return 0
@@ -51,7 +49,6 @@ def main(argv: Sequence[str]) -> int:
     repo: Path = arguments.repo
     commit = arguments.against and resolve(arguments.against, repo=repo)
     stored = Stored() if commit else Stored.read()
-    began_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         root, inputs = Path(folder), Path(folder, "inputs")
         hashes = make_inputs(inputs, (name for case in cases for name in case.inputs()))
@@ -75,21 +72,18 @@ def main(argv: Sequence[str]) -> int:
     tolerance = arguments.tolerance
     if tolerance is None:
         tolerance = TOLERANCE if commit is None else 0.0
-    _print(rows, tolerance=tolerance)
-    found = {
-        "benchmark": "golden",
+    _add_table(benchmark, rows, tolerance=tolerance)
+    result = {
         "against": commit or str(PATH.relative_to(REPO)),
         "tolerance": tolerance,
-        "wall_s": round(time.perf_counter() - began_s),
-        "machine": describe_machine(),
         "rows": [asdict(row) | {"holds": row.holds(tolerance)} for row in rows],
     }
-    print(json.dumps(found))
+    benchmark.finish(result)
     return 0 if all(row.holds(tolerance) for row in rows) else 1
 
 
 def _chosen(names: Sequence[str] | None, *, portable: bool) -> list[Case]:
-    """Return the cases to train; with `portable`, those that stored values are for."""
+    """Return the cases to train; with `portable`, only those with stored values."""
     cases = [Case.parse(name) for name in names or CASES]
     if not portable:
         return cases
@@ -101,10 +95,10 @@ def _chosen(names: Sequence[str] | None, *, portable: bool) -> list[Case]:
     return [each for each in cases if each.is_portable()]
 
 
-def _print(rows: Sequence[Comparison], *, tolerance: float) -> None:
+def _add_table(benchmark: Benchmark, rows: Sequence[Comparison], *, tolerance: float) -> None:
     names = [row.name for row in rows]
     heads = ("steps", "loss", "grad norm", "val loss", "first step", "weights equal", "holds")
-    table = Table(*heads, labels=names)
+    table = benchmark.table(*heads, title="case", labels=names)
     equal = {True: "yes", False: "NO", None: "-"}
     for row in rows:
         differences = [f"{row.largest[key]:.1e}" if row.largest[key] else "0" for key in SERIES]
@@ -112,25 +106,20 @@ def _print(rows: Sequence[Comparison], *, tolerance: float) -> None:
         cells = (str(row.steps), *differences, first, equal[row.weights_equal])
         table.row(row.name, *cells, equal[row.holds(tolerance)])
     differing = sum(not row.holds(tolerance) for row in rows)
-    table.note(f"{differing} of {len(rows)} cases differ by more than {tolerance:g}")
+    benchmark.note(f"{differing} of {len(rows)} cases differ by more than {tolerance:g}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.golden",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _add_options(parser: argparse.ArgumentParser) -> None:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--against", metavar="COMMIT", help="compare with a commit's runs")
     mode.add_argument("--write", action="store_true", help="store this tree's values")
     mode.add_argument("--list", action="store_true", help="print the names of all cases")
-    parser.add_argument("--only", nargs="+", choices=CASES, metavar="CASE", help="train these")
+    parser.add_argument("--only", nargs="+", choices=CASES, metavar="CASE", help="train only these")
     parser.add_argument(
         "--tolerance",
         type=float,
         metavar="RATIO",
-        help="largest relative difference (default: 0 with --against, else 1e-4)",
+        help="largest relative difference (default: 0 with --against, 1e-4 without)",
     )
     parser.add_argument(
         "--set",
@@ -139,9 +128,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECTION.KEY=VALUE",
         help="override a setting in this tree's runs alone, to see what it changes",
     )
-    # The working tree that is compared: tests have one of their own.
+    # The working tree to compare: tests have their own.
     parser.add_argument("--repo", type=Path, default=REPO, help=argparse.SUPPRESS)
-    return parser
 
 
 def _stop(number: int, _frame: object) -> None:

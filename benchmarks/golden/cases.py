@@ -1,4 +1,4 @@
-"""The runs that are compared: every strategy and task, and what changes a step's arithmetic."""
+"""The compared runs: every strategy and task, and settings that change a step's arithmetic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.golden.inputs import MODELS, SEQUENCE_LENGTH, TASKS
 from benchmarks.meshes import mesh_settings
 
 STEPS, HALF = 30, 15
-"""A run evaluates before its first step and after both, and saves after both."""
+"""A run evaluates before its first step, and evaluates and saves after these steps."""
 SCRATCH = "scratch"
 """A small GPT-2 with random weights."""
 
@@ -51,7 +51,7 @@ CASES = (
     "2-tensor2-chat-gemma3_text-recompute-resume",
     "2-pipeline2-text-gpt2-dropout",
     "2-pipeline2-chat-llama-gpipe-resume",
-    # No classify, and no chat on transformers' modules: under zero3 both fail in their first step.
+    # Under zero3, classify and chat on transformers' modules fail in their first step.
     "2-zero3-text-gpt_neox",
     "2-zero3-text-llama-resume",
     "2-zero3-chat-gpt2-lora",
@@ -63,7 +63,7 @@ CASES = (
     "4-tensor2+shard-chat-gpt2",
     "4-pipeline2+tensor2-text-llama-gpipe",
 )
-"""Each is RANKS-MESH-TASK-MODEL and its features: the base settings with those of its parts."""
+"""Names of the form RANKS-MESH-TASK-MODEL, followed by features."""
 
 FEATURES: Mapping[str, Mapping[str, object]] = {
     "torch": {"engine.kernels": "off"},
@@ -81,11 +81,11 @@ FEATURES: Mapping[str, Mapping[str, object]] = {
     "bf16": {"precision.dtype": "bf16"},
     "bf16grad": {"distributed.grad_dtype": "bf16"},
 }
-"""The settings of a feature. `resume` stops the run after `HALF` steps and starts it again."""
+"""Settings of each feature. `resume` stops the run after `HALF` steps and resumes it."""
 _PER_MACHINE = ("bf16", "bf16grad", "muon", "dropout")
-"""Features whose losses depend on the CPU: only commits on one machine are compared.
+"""Features with CPU-dependent losses, for comparisons of commits on one machine only.
 
-CPUs round bf16 matmuls differently, and Muon's updates are bf16 matmuls too. PyTorch draws dropout
+CPUs round bf16 matmuls differently, and Muon's updates are bf16 matmuls, too. PyTorch draws dropout
 masks with MKL on Intel CPUs, and with its own generator on others."""
 
 CONFIG = f"""
@@ -111,12 +111,12 @@ dtype = "fp32"
 [memory]
 activation_checkpointing = "off"
 """
-"""The base settings: run.toml of all runs."""
+"""Base settings: the run.toml of all runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One run of the trainer; one that resumes is started twice."""
+    """One run of the trainer, started twice if it resumes."""
 
     name: str
     ranks: int
@@ -125,11 +125,11 @@ class Case:
     model: str
     features: frozenset[str]
     changed: tuple[str, ...] = ()
-    """Further settings, which are not in the name."""
+    """Additional settings that are not in the name."""
 
     @classmethod
     def parse(cls, name: str) -> Case:
-        """Return the case that a name of `CASES` stands for."""
+        """Parse a name of `CASES`."""
         ranks, mesh, task, model, *features = name.split("-")
         assert task in TASKS and model in (SCRATCH, *MODELS), name
         return cls(
@@ -142,15 +142,15 @@ class Case:
         )
 
     def is_portable(self) -> bool:
-        """Return whether its losses are the same on every CPU, within fp32 rounding."""
+        """Return whether the losses are equal on all CPUs, within fp32 rounding."""
         return self.features.isdisjoint(_PER_MACHINE)
 
     def is_zero3(self) -> bool:
-        """Return whether it needs DeepSpeed."""
+        """Return whether the case needs DeepSpeed."""
         return self.mesh == "zero3"
 
     def inputs(self) -> tuple[str, ...]:
-        """Return the names of the data folder and the model that it reads."""
+        """Return the names of the case's data folder and model."""
         return (self.task,) if self.model == SCRATCH else (self.task, self.model)
 
     def starts(self) -> tuple[int, ...]:
@@ -158,7 +158,7 @@ class Case:
         return (HALF, STEPS) if "resume" in self.features else (STEPS,)
 
     def settings(self, *, data: Path, models: Path) -> list[str]:
-        """Return the overrides of the base settings; `models` has a folder for each model."""
+        """Return the overrides of the base settings; `models` has a folder per model."""
         found = {**mesh_settings(self.mesh), "task.kind": self.task, "data.dir": data}
         if self.model == SCRATCH:
             found |= {"model.n_layer": 2, "model.n_head": 4, "model.n_embd": 32}

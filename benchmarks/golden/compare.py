@@ -18,12 +18,12 @@ class Comparison:
     largest: Mapping[str, float]
     """The largest relative difference of each series."""
     first_step: int | None
-    """The first step with any difference; None where all numbers are equal."""
+    """First step with a difference; None if all numbers are equal."""
     weights_equal: bool | None
-    """True if the weights of all checkpoints are equal bit for bit; None if one run has none."""
+    """True if the weights of all checkpoints are equal; None if a run has no weights."""
 
     def holds(self, tolerance: float) -> bool:
-        """Return whether no difference is above `tolerance`; 0 requires equal weights as well."""
+        """Return whether all differences are within `tolerance`; 0 also requires equal weights."""
         if tolerance == 0 and self.weights_equal is False:
             return False
         return max(self.largest.values()) <= tolerance
@@ -42,16 +42,16 @@ def compare(name: str, run: Run, other: Run) -> Comparison:
     )
 
 
-def _differences(found: Mapping[int, float], wanted: Mapping[int, float]) -> dict[int, float]:
-    """Return the relative difference of each step's numbers; infinity where one is missing."""
+def _differences(found: Mapping[int, float], expected: Mapping[int, float]) -> dict[int, float]:
+    """Return the relative difference of each step's numbers; infinity if one is missing."""
     return {
-        step: _relative(found[step], wanted[step]) if step in found and step in wanted else math.inf
-        for step in {*found, *wanted}
+        step: _relative(found.get(step, math.nan), expected.get(step, math.nan))
+        for step in {*found, *expected}
     }
 
 
-def _relative(found: float, wanted: float) -> float:
-    if found == wanted:
+def _relative(found: float, expected: float) -> float:
+    if found == expected:
         return 0.0
-    difference = abs(found - wanted) / abs(wanted) if wanted else math.inf
+    difference = abs(found - expected) / abs(expected) if expected else math.inf
     return math.inf if math.isnan(difference) else difference

@@ -1,8 +1,8 @@
-"""One rank of golden runs, which trains all of them in turn: `driver.py CODE JOBS`.
+"""One rank that trains all golden runs in turn: `driver.py CODE JOBS`.
 
-The file JOBS has the trainer's arguments for each run. The driver has to run on any commit, so it
-imports nothing of the project but the trainer's `main`, from the folder CODE. Where a commit has no
-such function, each run is a process of its own.
+The file JOBS has the trainer's arguments for each run. The driver must work with any commit, so it
+only imports the trainer's `main` from the folder CODE. If the commit lacks this function, each run
+is a separate process.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Any
 
 Main = Callable[[Sequence[str], Mapping[str, str]], Any]
 _PORTS = (12_000, 32_000)
-"""Below those that Linux gives to connections by default."""
+"""Range of ports, below Linux' default range for outgoing connections."""
 _POLL_S = 0.01
 
 
 def train_all(code: Path, jobs: Path) -> None:
-    """Train by the trainer in the folder `code`."""
+    """Train all jobs with the trainer in the folder `code`."""
     package = importlib.import_module("payload")
     (found,) = map(Path, package.__path__)
     if not found.resolve().is_relative_to(code.resolve()):
@@ -50,7 +50,7 @@ def train_all(code: Path, jobs: Path) -> None:
 
 
 def _agreed_port(path: Path) -> str:
-    """Return a port that rank 0 finds free now; the others read it from the file `path`."""
+    """Return a free port, which rank 0 chooses; the others read it from the file `path`."""
     if os.environ["RANK"] == "0":
         partial = path.with_suffix(".partial")
         partial.write_text(str(_free_port()), encoding="utf-8")
@@ -69,7 +69,7 @@ def _free_port() -> int:
 
 
 def find_main() -> Main | None:
-    """Return the trainer's `main(argv, env)`, or None where this commit has none."""
+    """Return the trainer's `main(argv, env)`, or None if this commit lacks it."""
     try:
         main: Main = importlib.import_module("payload.train.__main__").main
         inspect.signature(main).bind([], {})
@@ -79,7 +79,7 @@ def find_main() -> Main | None:
 
 
 def _forget_ranks() -> None:
-    """Reset what libraries keep of the last run's ranks for the life of a process."""
+    """Reset the state of the last run's ranks that libraries keep in the process."""
     if state := sys.modules.get("accelerate.state"):
         state.AcceleratorState._reset_state(reset_partial_state=True)
     if comm := sys.modules.get("deepspeed.comm.comm"):
@@ -97,5 +97,5 @@ if __name__ == "__main__":
         exit_code = 1
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    # Torch's threads have been seen to abort an interpreter that shuts down in order.
+    # Torch's threads can abort an interpreter during a regular exit.
     os._exit(exit_code)

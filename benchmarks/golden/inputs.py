@@ -1,7 +1,7 @@
-"""Small models, and data folders of every task: the same bytes on every machine.
+"""Small models, and data folders of every task, with the same bytes on every machine.
 
-Texts are drawn by Python's `random`. Weights are integers of PCG64 times a power of two: numpy
-promises that generator's integers, and torch's normal numbers depend on the CPU.
+Python's `random` draws the texts. Weights are integers of PCG64 times a power of two: numpy
+guarantees that generator's integers, while torch's normal numbers depend on the CPU.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     # Not a native family: transformers' own modules train.
     "gpt_neox": {**_SIZES, "rotary_pct": 0.25},
 }
-"""Sizes of each model, by its `model_type`."""
+"""Sizes of each model by its `model_type`."""
 _LABELS = ("first", "second", "third")
 _WAIT_S = 300
 
 
 def make_inputs(root: Path, names: Iterable[str]) -> dict[str, str]:
-    """Write the models and data folders of these names below `root`; return each one's sha256."""
+    """Write these models and data folders below `root`; return the sha256 of each."""
     chosen = sorted(set(names))
-    # Libraries print to both streams: their output is shown where this fails.
+    # Libraries print to both streams, so their output is only shown on failure.
     program = ("-m", "benchmarks.golden.inputs", str(root), *chosen)
     with RankProcesses(1, *program) as process:
         process.wait(within_s=_WAIT_S)
@@ -76,7 +76,7 @@ def main(root: Path, names: Sequence[str]) -> None:
 
 
 def _make_model(folder: Path, *, model_type: str) -> None:
-    """Write a model in the Hugging Face layout: norms near 1, other weights below 1/8."""
+    """Write a model in the Hugging Face layout, with norms near 1 and other weights below 1/8."""
     import torch
     from safetensors.numpy import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -95,7 +95,7 @@ def _make_model(folder: Path, *, model_type: str) -> None:
 
 
 def _drawn(shape: tuple[int, ...], *, seed: int) -> NDArray[np.float32]:
-    """Return numbers from -1 up to 1 that are exact in fp32."""
+    """Return numbers between -1 and 1 that are exact in fp32."""
     count = int(np.prod(shape))
     integers = np.random.PCG64(seed).random_raw(count) >> np.uint64(40)
     return (integers.astype(np.float32) / np.float32(2**23) - np.float32(1)).reshape(shape)
@@ -108,19 +108,19 @@ def _make_data(root: Path, task: str, *, tokenizer: Path) -> None:
 
 
 def _rows(task: str) -> list[dict[str, Any]]:
-    """Return the rows of a task; answers and labels follow from the text."""
+    """Return the rows of a task; answers and labels depend on the text."""
     if task == "preference":
         return list(preference_data.pairs(120))
     conversations = chat_data.conversations(400)
     if task == "chat":
         return [{"messages": each} for each in conversations]
     texts = [" ".join(message["content"] for message in each) for each in conversations]
-    # A classifier reads a text's last token.
+    # A classifier uses a text's last token.
     return [{"text": text, "label": _LABELS[len(text.split()[-1]) % 3]} for text in texts]
 
 
 def _sha256(folder: Path) -> str:
-    """Return the hash of a folder's tokens, marks and weights."""
+    """Return the sha256 of a folder's tokens, marks and weights."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.suffix in (".bin", ".safetensors"):

@@ -1,4 +1,4 @@
-"""Trains cases with the code of one folder, and reads what the runs left."""
+"""Trains cases with the code of one folder, and reads the results."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class Run:
     """The results of a run."""
 
     series: Mapping[str, Mapping[int, float]]
-    """The numbers of each of `SERIES`, by step."""
+    """Numbers of each of `SERIES` by step."""
     weights: Mapping[int, str]
-    """The sha256 of each checkpoint's weights, by step."""
+    """The sha256 of each checkpoint's weights by step."""
 
 
 def train_cases(
     cases: Sequence[Case], *, code: Path, inputs: Path, root: Path, label: str
 ) -> dict[str, Run]:
-    """Train the cases by the trainer in `code`; return their results by name.
+    """Train the cases with the trainer in `code`; return their results by name.
 
-    Cases of one number of ranks share the start of their processes. `label` is what progress calls
-    the code. Raises SystemExit when a run fails.
+    Cases with as many ranks share their processes. `label` names the code in the progress output.
+    Raises SystemExit if a run fails.
     """
     root.mkdir()
     (root / "run.toml").write_text(CONFIG, encoding="utf-8")
@@ -49,7 +49,7 @@ def train_cases(
         print(f"{label}: {len(group)} runs on {ranks} rank(s)", end="", file=sys.stderr, flush=True)
         jobs = root / f"jobs-{ranks}{'-zero3' if is_zero3 else ''}.json"
         jobs.write_text(json.dumps(_jobs(group, inputs=inputs, root=root)), encoding="utf-8")
-        # -P: the driver's own folder has no modules for a commit.
+        # -P: a commit must not import modules from the driver's folder.
         program = ("-P", str(_DRIVER), str(code), str(jobs))
         with RankProcesses(ranks, *program, code=code, deepspeed=is_zero3) as processes:
             processes.wait(within_s=_WAIT_S)
@@ -58,27 +58,27 @@ def train_cases(
 
 
 def _jobs(cases: Sequence[Case], *, inputs: Path, root: Path) -> list[list[str]]:
-    """Return the trainer's arguments for each start of each case."""
+    """Return the trainer's arguments for every start of the cases."""
     jobs = []
     for case in cases:
         data = root / "data" / case.name
-        # Each has its own: a run on preference pairs writes its reference there.
+        # A copy per case, as a run on preference pairs writes its reference into the folder.
         shutil.copytree(inputs / case.task, data)
         for steps in case.starts():
             settings = [f"train.steps={steps}", *case.settings(data=data, models=inputs)]
             argv = ["--config", str(root / "run.toml"), "--run-dir", str(_folder(root, case))]
-            argv += [word for setting in settings for word in ("--set", setting)]
+            argv += [each for setting in settings for each in ("--set", setting)]
             jobs.append(argv)
     return jobs
 
 
 def _folder(root: Path, case: Case) -> Path:
-    """Return the case's run folder, whose name has to be a run's id."""
+    """Return the case's run folder, whose name must be a valid run id."""
     return root / "runs" / case.name.replace("+", ".")
 
 
 def read_run(folder: Path) -> Run:
-    """Return the results of a run. Raises SystemExit where a step or a checkpoint is missing."""
+    """Return the results of a run. Raises SystemExit if a step or a checkpoint is missing."""
     series: dict[str, dict[int, float]] = {key: {} for key in SERIES}
     for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -89,20 +89,18 @@ def read_run(folder: Path) -> Run:
     evaluated, trained = [0, *_SAVED], list(range(1, STEPS + 1))
     for key in SERIES:
         if sorted(series[key]) != (evaluated if key == "val_loss" else trained):
-            raise SystemExit(
-                f"error: {folder.name} has {key} of steps {sorted(series[key])} alone."
-            )
+            raise SystemExit(f"error: {folder.name}: only steps {sorted(series[key])} have {key}.")
     return Run(series=series, weights=weights)
 
 
 def _weights_sha256(checkpoint: Path) -> str:
-    """Return the hash of names, types, shapes and bytes of a checkpoint's weights.
+    """Return the sha256 of names, types, shapes and bytes of a checkpoint's weights.
 
-    Raises SystemExit where there are none.
+    Raises SystemExit if it has no weights.
     """
     import safetensors
 
-    deserialize: Any = safetensors.deserialize  # without types
+    deserialize: Any = safetensors.deserialize  # has no types
     tensors = [
         tensor
         for path in sorted(checkpoint.glob("*.safetensors"))

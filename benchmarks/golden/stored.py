@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.contenders import REPO
 from benchmarks.golden.cases import CASES, Case
 from benchmarks.golden.runs import SERIES, Run
+from benchmarks.harness import REPO
 
 PATH = REPO / "tests" / "golden" / "losses.json"
 TOLERANCE = 1e-4
-"""Largest relative difference from the stored values. CPUs round differently, and so do kernels."""
+"""Largest relative difference from the stored values, as CPUs and kernels round differently."""
 _SCHEMA_VERSION = 1
 
 
@@ -27,7 +27,7 @@ class Stored:
 
     @classmethod
     def read(cls, path: Path = PATH) -> Stored:
-        """Read the file; without one, there are no stored values."""
+        """Read the file; a missing file means no stored values."""
         if not path.exists():
             return cls()
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -36,7 +36,7 @@ class Stored:
         return cls(inputs=raw["inputs"], runs=runs)
 
     def write(self, path: Path = PATH) -> None:
-        """Write the file, with a line for each series."""
+        """Write the file with a line per series."""
         path.write_text(self.render(), encoding="utf-8")
 
     def render(self) -> str:
@@ -52,31 +52,33 @@ class Stored:
         )
 
     def replace(self, runs: Mapping[str, Run], *, inputs: Mapping[str, str]) -> None:
-        """Replace the values of these cases, and drop those of cases that are no longer stored."""
+        """Replace the values of these cases, and delete values of cases that no longer exist."""
         known = {name for name in CASES if Case.parse(name).is_portable()}
         found = self.runs | dict(runs)
         self.runs = {name: run for name, run in found.items() if name in known}
         self.inputs |= inputs
 
     def require(self, cases: Sequence[Case], *, inputs: Mapping[str, str]) -> None:
-        """Raise SystemExit where a case has no stored values, or they are of other inputs."""
+        """Raise SystemExit if a case has no stored values, or has values of different inputs."""
         missing = [case.name for case in cases if case.name not in self.runs]
         if missing:
-            raise SystemExit(f"error: {PATH} has no values of {missing[0]}. Store them: --write.")
+            raise SystemExit(
+                f"error: {PATH} has no values of {missing[0]}. Store them with --write."
+            )
         other = [name for name, sha256 in inputs.items() if self.inputs.get(name) != sha256]
         if other:
             raise SystemExit(
-                f"error: {', '.join(other)}: these inputs are not those of {PATH}, so the losses "
-                "cannot be compared. Undo the change to them, or store new values with --write."
+                f"error: {', '.join(other)}: inputs differ from those of {PATH}. "
+                "Undo the change, or store new values with --write."
             )
 
 
 def _render_series(run: Run) -> str:
-    """Return a line for each series, with numbers as Python's `repr` writes them."""
+    """Return a line per series, with numbers as in Python's `repr`."""
     return ",\n".join(f"   {json.dumps(key)}: {json.dumps(run.series[key])}" for key in SERIES)
 
 
 def _run(raw: Mapping[str, Mapping[str, float]]) -> Run:
-    """Return the run of parsed JSON, which has steps as text."""
+    """Return the run from parsed JSON, whose keys are steps as text."""
     series = {key: {int(step): value for step, value in raw[key].items()} for key in SERIES}
     return Run(series=series, weights={})

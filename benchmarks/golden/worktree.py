@@ -1,4 +1,4 @@
-"""The files of another commit, for as long as they are needed."""
+"""A temporary git worktree with the files of another commit."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ def resolve(commit: str, *, repo: Path) -> str:
     """Return the full hash of a commit, branch or tag. Raises SystemExit for an unknown one."""
     found = _git(repo, "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}")
     if found.returncode:
-        raise SystemExit(f"error: --against {commit}: no such commit. Name one that `git log` has.")
+        raise SystemExit(f"error: --against {commit}: not a commit. Name one from `git log`.")
     return found.stdout.strip()
 
 
 @contextmanager
 def worktree(commit: str, *, repo: Path) -> Iterator[Path]:
-    """Yield a folder with the files of `commit`, and remove it at the end, whatever the end is."""
+    """Yield a folder with the files of `commit`, which is always removed at the end."""
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder) / "code"
+        code = Path(folder) / "code"
         try:
-            added = _git(repo, "worktree", "add", "--detach", str(place), commit)
+            added = _git(repo, "worktree", "add", "--detach", str(code), commit)
             if added.returncode:
                 raise SystemExit(f"error: git worktree add {commit}: {added.stderr.strip()}")
-            yield place
+            yield code
         finally:
-            # --force: its compiled modules are not in the commit.
-            _git(repo, "worktree", "remove", "--force", str(place))
+            # --force: the folder also has compiled modules.
+            _git(repo, "worktree", "remove", "--force", str(code))
 
 
 def _git(repo: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -1,1 +1,1 @@
-"""One visit to a machine with a GPU: stages that compare the trainer on it with the CPU."""
+"""A visit to a machine with a GPU: stages that compare the trainer with its runs on the CPU."""

@@ -3,19 +3,19 @@
     python -m benchmarks.gpu --page benchmarks/results/DATE_gpu_NAME.md
     python -m benchmarks.gpu --rehearse --page FILE
 
-The page is written after each stage, so a visit that is cut short leaves what was measured. Stages
-are ordered by worth. One that does not fit in what is left of `--budget-s` is skipped. One that
+The page is written after each stage, so an interrupted visit keeps its results. The most valuable
+stages come first. A stage that needs more than the rest of `--budget-s` is skipped. A stage that
 hangs is killed at three times its estimate (in a rehearsal ten times) or at the end of the budget.
-One that fails gives its cause, and the next one starts; the log of the program that failed is kept
-in a folder beside the page. Each run of the trainer is a process of its own on generated data.
-Nothing is downloaded.
+If a stage fails, the page has the cause, a folder beside the page has the failed program's log, and
+the next stage starts. Each run of the trainer is a separate process on generated data. Nothing is
+downloaded.
 
-No lock file is needed: torch 2.11 or newer, accelerate, numpy, psutil and safetensors are enough.
-bitsandbytes (nf4) and torchao (fp8) are used where they are installed. `--rehearse` makes the same
-runs on the CPU with small sizes, to try the program; its speeds mean nothing.
+Only torch 2.11 or newer, accelerate, numpy, psutil and safetensors are required. bitsandbytes (nf4)
+and torchao (fp8) are used if they are installed. `--rehearse` makes the same runs on the CPU with
+small sizes, to try the program; its speeds mean nothing.
 
-A table goes to stderr and one JSON object to stdout. The exit status is 1 where a stage failed, and
-10 where a package is missing or torch sees no CUDA device.
+A table goes to stderr and one JSON object to stdout. The exit status is 1 if a stage failed, and 10
+if a package is missing or torch finds no CUDA device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.gpu.facts import commit_of_checkout, missing_packages
+from benchmarks.gpu.facts import missing_packages
+from benchmarks.harness import argument_parser, commit_of_checkout
 from payload.core.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -39,12 +40,12 @@ _BUDGET_S = 540.0
 
 
 def main(argv: Sequence[str], *, stages: Sequence[Stage] | None = None) -> int:
-    """Make the visit; return the exit status. `stages` replace the visit's own, for tests."""
+    """Make the visit; return the exit status. Tests replace the `stages`."""
     arguments = parser().parse_args(argv)
     if missing := missing_packages():
         names = " ".join(missing)
         return _refuse(f"not installed: {names}. Install with: pip install {names}")
-    # These import numpy.
+    # These modules import numpy.
     from benchmarks.gpu.stages import STAGES
     from benchmarks.gpu.visit import NoGpuError
 
@@ -86,12 +87,8 @@ def _visit(stages: Sequence[Stage], arguments: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
-    made = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """Return the parser of the command line."""
+    made = argument_parser("gpu", __doc__)
     made.add_argument(
         "--page",
         type=Path,
@@ -104,12 +101,12 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=_BUDGET_S,
         metavar="SECONDS",
-        help="time of the whole visit (default: %(default)g)",
+        help="duration of the whole visit (default: %(default)g)",
     )
     made.add_argument(
         "--commit",
         metavar="SHA",
-        help="commit to name on the page where the files are not a git checkout",
+        help="commit on the page if the files are not a git checkout",
     )
     return made
 

@@ -16,7 +16,7 @@ def largest_difference(
 ) -> float:
     """Return the largest relative difference of `key` over all steps.
 
-    It is infinite where a run has no steps, other steps than the reference, or a value that is not
+    It is infinite if a run has no steps, different steps than the reference, or a value that is not
     finite.
     """
     steps = [[row["step"] for row in rows] for rows in (ours, reference)]
@@ -27,7 +27,7 @@ def largest_difference(
 
 
 def has_same_checkpoint(ours: RunPaths, reference: RunPaths, *, step: int) -> bool:
-    """Return whether weights and optimizer state after `step` are equal bit by bit."""
+    """Return whether weights and optimizer state after `step` are equal, bit by bit."""
     one, other = ours.checkpoint(step), reference.checkpoint(step)
     return all((one / f).read_bytes() == (other / f).read_bytes() for f in _TENSOR_FILES)
 
@@ -37,7 +37,7 @@ def started_from_scratch(
 ) -> bool:
     """Return whether a resumed run trained the steps of `first` again.
 
-    Such a run ends with the losses of a resumed one, but its rows have other times.
+    Such a run ends with the losses of a resumed run, but its rows have different times.
     """
     return list(rows[: len(first)]) != list(first)
 
@@ -47,5 +47,5 @@ def _relative(one: float, other: float) -> float:
 
 
 def _largest(differences: Iterable[float]) -> float:
-    # max() would pass over a NaN.
+    # max() would ignore a NaN.
     return max(each if math.isfinite(each) else math.inf for each in differences)

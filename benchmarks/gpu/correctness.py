@@ -45,46 +45,46 @@ def fp32(runs: Runs) -> Found:
 
 
 def bf16(runs: Runs) -> Found:
-    """Compare the same in bf16 on both devices."""
+    """Compare bf16 losses and the first gradient norm with the CPU's."""
     return _against_cpu(runs, "bf16", loss_bound=BF16_LOSS, norm_bound=BF16_NORM)
 
 
 def deterministic_resume(runs: Runs) -> Found:
-    """Compare a resumed run with the uninterrupted one, bit by bit."""
+    """Compare a resumed run with the uninterrupted run, bit by bit."""
     whole, half = _resume(runs, "deterministic", {"engine.deterministic": "true"})
     loss = _apart(runs, half, whole)
     same = has_same_checkpoint(runs.paths(half), runs.paths(whole), step=_RESUME_STEPS)
-    found = "bitwise" if same and loss == 0 else f"losses {loss:.1e}, other bits"
+    found = "bitwise" if same and loss == 0 else f"losses {loss:.1e}, different bits"
     return Found(text=found, passed=same and loss == 0)
 
 
 def plain_resume(runs: Runs) -> Found:
-    """Compare their losses without `engine.deterministic`."""
+    """Compare the losses of a resumed run without `engine.deterministic`."""
     whole, half = _resume(runs, "plain", {})
     loss = _apart(runs, half, whole)
     return Found(text=f"losses {loss:.1e}", passed=loss <= FP32_LOSS)
 
 
 def resume_on_cpu(runs: Runs) -> Found:
-    """Compare their losses where the CPU resumes the device's run."""
+    """Compare the losses after the CPU resumes the device's run."""
     whole, half = _resume(runs, "plain", {}, suffix="cpu", resumed=ON_CPU)
     loss = _apart(runs, half, whole)
     return Found(text=f"losses {loss:.1e}", passed=loss <= FP32_LOSS)
 
 
 def lora(runs: Runs) -> Found:
-    """Train an adapter beside a small Llama."""
+    """Train an adapter of a small Llama."""
     return _adapter(runs, "lora", {})
 
 
 def nf4(runs: Runs) -> Found:
-    """Train an adapter beside the same model in 4 bits."""
+    """Train an adapter of the same model in 4 bits."""
     require_package("bitsandbytes", setting="model.quantize")
     return _adapter(runs, "nf4", {"model.quantize": "nf4"})
 
 
 def fp8(runs: Runs) -> Found:
-    """Train a small Llama whose linears multiply in 8-bit floats."""
+    """Train a small Llama with linears in 8-bit floats."""
     require_package("torchao", setting="precision.fp8")
     settings: Settings = {
         "model.init": runs.llama(),
@@ -114,7 +114,7 @@ def _against_cpu(runs: Runs, dtype: str, *, loss_bound: float, norm_bound: float
     cpu, settings = f"{dtype}-cpu", {**_GPT2, "precision.dtype": dtype}
     runs.train({dtype: settings, cpu: {**settings, **ON_CPU}})
     loss = _apart(runs, dtype, cpu)
-    # No update has changed the first one.
+    # Later norms depend on the updates.
     norm = largest_difference(runs.rows(dtype)[:1], runs.rows(cpu)[:1], "grad_norm")
     text = f"losses {loss:.1e}, first gradient norm {norm:.1e}"
     return Found(text=text, passed=loss <= loss_bound and norm <= norm_bound)

@@ -1,7 +1,7 @@
-"""Train with `strategy = "shard"` on one rank: FSDP2 and the collectives of a group of one.
+"""Train with `strategy = "shard"` on one rank, with FSDP2 and the collectives of a group of one.
 
-`payload.train` takes `replicate` there, which needs no collectives. With one GPU this is the only
-way to run FSDP2 and NCCL: NCCL refuses two ranks on the same device.
+`payload.train` uses `replicate` on one rank, which needs no collectives. With one GPU this is the
+only way to run FSDP2 and NCCL: NCCL refuses two ranks on the same device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from payload.train.strategies.shard import Shard
 
 
 def make_shard(settings: DistributedSection, world: World) -> Shard:
-    """Form the group of one rank and return the strategy."""
+    """Initialise the group of one rank and return the strategy."""
     backend = "gloo" if world.is_cpu else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     return Shard(settings, world)
@@ -33,7 +33,7 @@ def main() -> ExitCode:
     """Train as `payload.train` does with these arguments."""
     with patch.object(session, "choose_strategy", side_effect=make_shard) as chosen:
         code = train(sys.argv[1:], os.environ)
-    assert chosen.call_count == 1, "the trainer has not asked for its strategy"
+    assert chosen.call_count == 1, "the trainer chose its strategy"
     return code
 
 

@@ -1,6 +1,6 @@
 """Describe the device as JSON: names, versions, and the error of an fp32 matmul.
 
-A process of its own, as a broken driver may hang the one that asks.
+It is a separate process, as a broken driver can hang it.
 
     python -m benchmarks.gpu.probe cuda FILE
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import cpu_name
+from benchmarks.harness import describe_machine
 
 _SIZE = 2048
 _SMI = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -35,16 +35,16 @@ def main(device: str, path: Path) -> None:
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
         }
     elif device == "cpu":
-        facts |= {"device": cpu_name()}
+        facts |= {"device": describe_machine()}
     if "device" in facts:
         facts["fp32_error"] = fp32_error(torch.device(device))
     path.write_text(json.dumps(facts), encoding="utf-8")
 
 
 def fp32_error(device: torch.device) -> float:
-    """Return the relative error of an fp32 matmul, as a norm, against float64.
+    """Return the norm of an fp32 matmul's error relative to float64.
 
-    About 1e-6; with TF32, of 10 bits, 3e-4.
+    It is about 1e-6, and 3e-4 with TF32.
     """
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(_SIZE, _SIZE, generator=generator).to(device) for _ in range(2))

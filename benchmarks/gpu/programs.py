@@ -1,4 +1,4 @@
-"""Programs of a stage: each has a log and a process group, and ends with the stage."""
+"""Programs of a stage, each with a log and a process group, which end with the stage."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.contenders import REPO
+from benchmarks.harness import REPO
 from payload.supervise.processes import die_with_parent
 
 _NAMES_ERROR = re.compile(r"(error|(\w+\.)*\w*(Error|Exception|Exit)): ")
 _LOG_BYTES = 2**20
-"""Length of a log's end that is searched for the cause."""
+"""Number of bytes at the end of a log that are searched for the cause."""
 
 
 class ProgramError(RuntimeError):
-    """A program that failed or ran into its limit; the message is the cause, in one line."""
+    """A program failed or exceeded its limit; the message is the cause in one line."""
 
     def __init__(self, cause: str, *, log: Path) -> None:
         super().__init__(cause)
@@ -30,7 +30,7 @@ class ProgramError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A program that was started."""
+    """A started program."""
 
     name: str
     log: Path
@@ -38,28 +38,28 @@ class Program:
 
 
 class Programs:
-    """Starts programs below a common time limit. The log of one that succeeds is removed."""
+    """Starts programs with a common time limit, and removes the logs of those that succeed."""
 
     def __init__(self, logs: Path) -> None:
         self.logs = logs
         """Folder of the logs."""
         self.limit_s = 0.0
-        """Time that the programs of the present stage have together."""
+        """Total time of the current stage's programs, in seconds."""
         self._ends_s = 0.0
         self._running: list[Program] = []
 
     def limit(self, seconds: float) -> None:
-        """Give the programs this time from now."""
+        """Limit the programs to this time from now."""
         self.limit_s, self._ends_s = seconds, time.monotonic() + seconds
 
     def start(self, name: str, module: str, *arguments: str, threads: int | None = None) -> Program:
-        """Start `python -m module` with `threads` compute threads; None = the default."""
+        """Start `python -m module` with `threads` compute threads; None means the default."""
         self.logs.mkdir(parents=True, exist_ok=True)
         search = [str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])]
         settings = {
             "PYTHONPATH": os.pathsep.join(search),
             "PYTHONUNBUFFERED": "1",
-            # Nothing is downloaded: without it each look at the hub waits for a timeout.
+            # Without it each request to the hub would wait for a timeout.
             "HF_HUB_OFFLINE": "1",
         }
         if threads is not None:
@@ -74,7 +74,7 @@ class Programs:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # A visit that is killed leaves nothing on the GPU.
+                # If the visit is killed, no program stays on the GPU.
                 preexec_fn=die_with_parent(signal.SIGKILL),
             )
         program = Program(name, log, process)
@@ -82,7 +82,7 @@ class Programs:
         return program
 
     def wait(self, program: Program) -> None:
-        """Wait for the program's end. Raises ProgramError where it failed or ran into the limit."""
+        """Wait for the program. Raises ProgramError if it failed or exceeded the limit."""
         left_s = max(0.0, self._ends_s - time.monotonic())
         try:
             status = program.process.wait(timeout=left_s)
@@ -95,20 +95,22 @@ class Programs:
             ) from None
         self._end(program)
         if status:
-            how = f"exit code {status}" if status > 0 else f"killed by {_signal_name(-status)}"
-            raise ProgramError(f"{program.name}, {how}: {cause_in(program.log)}", log=program.log)
+            reason = f"exit code {status}" if status > 0 else f"killed by {_signal_name(-status)}"
+            raise ProgramError(
+                f"{program.name}, {reason}: {cause_in(program.log)}", log=program.log
+            )
         program.log.unlink(missing_ok=True)
 
     def run(self, name: str, module: str, *arguments: str) -> None:
-        """Start a program and wait for its end. Raises ProgramError."""
+        """Start a program and wait for it. Raises ProgramError."""
         self.wait(self.start(name, module, *arguments))
 
     def stop(self) -> None:
-        """Kill every program that still runs, and remove its log; keep those of failures."""
+        """Kill every running program and remove its log; keep the logs of failures."""
         for program in list(self._running):
             self._end(program)
             program.log.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # It has logs, or was never made.
+        with contextlib.suppress(OSError):  # The folder has logs, or does not exist.
             self.logs.rmdir()
 
     def remove_logs(self) -> None:
@@ -117,7 +119,7 @@ class Programs:
             log.unlink()
 
     def _end(self, program: Program) -> None:
-        """Kill what is left of the program's process group."""
+        """Kill the program's process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(program.process.pid, signal.SIGKILL)
         program.process.wait()
@@ -125,7 +127,7 @@ class Programs:
 
 
 def cause_in(log: Path) -> str:
-    """Return the line of a log that names the error, else its last line."""
+    """Return the line of a log with the error, or its last line."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _LOG_BYTES))
         text = file.read().decode("utf-8", errors="replace")

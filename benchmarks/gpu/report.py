@@ -10,14 +10,14 @@ from typing import Any
 
 from benchmarks.gpu.facts import device_facts
 from benchmarks.gpu.visit import StageResult
-from benchmarks.tables import Table
+from benchmarks.harness import PAGE_HEAD, Table, markdown_table, one_line
 from payload.core.files import write_whole
 
-_HEAD = "| Stage | Compared | Wanted | Found | Outcome | Seconds |\n|---|---|---|---|---|---|"
+_HEAD = "| Stage | Compared | Required | Found | Outcome | Seconds |\n|---|---|---|---|---|---|"
 
 
 class Report:
-    """Collects results; the page on disk is whole at all times and has every result so far."""
+    """Collects results; the page on disk is always complete and has every result so far."""
 
     def __init__(
         self, page: Path | None, *, stages: Sequence[str], budget_s: float, facts: Mapping[str, str]
@@ -30,9 +30,9 @@ class Report:
         self._table = Table("outcome", "s", "found", labels=stages)
 
     def add(self, result: StageResult, *, device: Mapping[str, Any], used_s: float) -> None:
-        """Print the result and write the page; `device` has the facts of the probe, if it ran."""
+        """Print the result and write the page; `device` has the probe's facts if it ran."""
         if self._page is None:
-            # The logs lie in a temporary folder.
+            # The logs are in a temporary folder.
             result = replace(result, log=None)
         self._results.append(result)
         self._table.row(result.name, result.outcome, f"{result.took_s:.0f}", result.found)
@@ -49,7 +49,7 @@ class Report:
         return any(each.outcome == "failed" for each in self._results)
 
     def to_json(self) -> str:
-        """Return everything as one JSON object."""
+        """Return facts and results as one JSON object."""
         stages = [asdict(each) for each in self._results]
         return json.dumps({"benchmark": "gpu", "facts": self._facts, "stages": stages})
 
@@ -57,7 +57,7 @@ class Report:
 def render(
     results: Sequence[StageResult], *, facts: Mapping[str, str], not_run: Sequence[str]
 ) -> str:
-    """Return the page as Markdown; `not_run` names the stages that have no result yet."""
+    """Return the page in Markdown; `not_run` names the stages without a result."""
     counts = ", ".join(
         f"{number} {outcome}"
         for outcome in ("passed", "failed", "skipped", "not tried here")
@@ -65,12 +65,12 @@ def render(
     )
     parts = [
         "# Visit to a GPU",
-        _table("| | |\n|---|---|", list(facts.items())),
+        markdown_table(PAGE_HEAD, list(facts.items())),
         f"{len(results)} stages: {counts}.",
-        _table(_HEAD, [_cells(each) for each in results]),
+        markdown_table(_HEAD, [_cells(each) for each in results]),
     ]
     causes = [
-        f"- {each.name}: {_one_line(each.cause)}" + (f" (log: `{each.log}`)" if each.log else "")
+        f"- {each.name}: {one_line(each.cause)}" + (f" (log: `{each.log}`)" if each.log else "")
         for each in results
         if each.cause is not None
     ]
@@ -85,16 +85,3 @@ def _cells(result: StageResult) -> list[str]:
     found = result.found or "see below"
     texts = [result.name, result.compared, result.wanted, found, result.outcome]
     return [*texts, f"{result.took_s:.0f}"]
-
-
-def _table(head: str, rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(map(_cell, row))} |" for row in rows]
-    return "\n".join([head, *lines])
-
-
-def _cell(text: str) -> str:
-    return _one_line(text).replace("|", r"\|")
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

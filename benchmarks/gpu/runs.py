@@ -17,7 +17,7 @@ from payload.run_record.run_files import RunPaths, Summary, read_json
 from tests.support.data_folders import make_data_folder
 
 Rows = list[Mapping[str, Any]]
-"""The rows of metrics.jsonl that have a loss, one a step."""
+"""Rows of metrics.jsonl with a loss, one per step."""
 Settings = Mapping[str, object]
 """Settings of run.toml by `section.key`."""
 
@@ -26,13 +26,13 @@ ON_CPU: Settings = {"device.kind": "cpu", "engine.kernels": "off"}
 
 
 class Runs:
-    """Makes runs of the trainer on generated data, each once."""
+    """Trains each run once, on generated data."""
 
     def __init__(self, folder: Path, programs: Programs, *, rehearsal: bool) -> None:
         self.folder = folder
         self.programs = programs
         self.rehearsal = rehearsal
-        """On the CPU, with small sizes."""
+        """True for a rehearsal on the CPU, with small sizes."""
         self.device = "cpu" if rehearsal else "cuda"
         self.vocab_size = 512 if rehearsal else 50257
         self.facts: Mapping[str, Any] = {}
@@ -45,12 +45,12 @@ class Runs:
         )
 
     def train(self, settings: Mapping[str, Settings], *, module: str = "payload.train") -> None:
-        """Train the named runs at the same time; a run that was trained before is reused.
+        """Train the named runs at the same time; existing runs are reused.
 
         Raises ProgramError.
         """
         names = [name for name in settings if name not in self._rows]
-        # More threads than cores wait for each other. Small sizes gain nothing from a second one.
+        # More threads than cores slow each other down; small sizes gain nothing from a second.
         cores = 1 if self.rehearsal else os.cpu_count() or 1
         threads = max(1, cores // max(1, len(names)))
         started = {name: self._start(name, settings[name], module, threads) for name in names}
@@ -60,7 +60,7 @@ class Runs:
             self._rows[name] = [row for row in rows if "loss" in row]
 
     def rows(self, name: str) -> Rows:
-        """Return the rows of a run that has been trained."""
+        """Return the rows of a trained run."""
         return self._rows[name]
 
     def paths(self, name: str) -> RunPaths:
@@ -68,17 +68,17 @@ class Runs:
         return RunPaths(self.folder / name)
 
     def summary(self, name: str) -> Summary:
-        """Return the summary of a run that has been trained."""
+        """Return the summary of a trained run."""
         found = read_json(Summary, self.paths(name).summary)
         assert found is not None, f"{name} has no summary"
         return found
 
     def sequence_length(self) -> int:
-        """Return the tokens of a sequence in comparisons with the CPU."""
+        """Return the sequence length of comparisons with the CPU."""
         return 32 if self.rehearsal else 256
 
     def fp8(self) -> str:
-        """Return `precision.fp8` of a run on the device: a CPU has no 8-bit matmuls."""
+        """Return `precision.fp8` for the device: a CPU has no 8-bit matmuls."""
         return "emulated" if self.rehearsal else "on"
 
     def llama(self) -> Path:
@@ -101,7 +101,7 @@ class Runs:
             "train.eval_tokens": 256,
         }
         pairs = {**defaults, **settings}.items()
-        options = [word for key, value in pairs for word in ("--set", f"{key}={value}")]
+        options = [each for key, value in pairs for each in ("--set", f"{key}={value}")]
         empty = self.folder / "empty.toml"
         empty.touch()
         where = ("--config", str(empty), "--run-dir", str(self.paths(name).root))
@@ -109,7 +109,7 @@ class Runs:
 
 
 def write_llama(folder: Path, *, vocab_size: int) -> None:
-    """Write a Llama of 4 layers and width 256 with random weights, as transformers saves it."""
+    """Write a Llama of 4 layers and width 256 with random weights, in transformers' layout."""
     width, inner, heads, kv_heads = 256, 512, 4, 2
     kv_width = width // heads * kv_heads
     linears = {

@@ -1,4 +1,4 @@
-"""Stages that measure how fast GPT-2 124M trains in bf16."""
+"""Stages that measure the training speed of GPT-2 124M in bf16."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from payload.config.run_config import load_run_config
 LEAST_MFU = 0.40
 _WARM_UP_STEPS = 4
 _AUTO_BATCH = 512
-"""Sequences of a step where the run chooses the micro-batch."""
+"""Global batch size if the run chooses the micro-batch."""
 _SMALL: Settings = {"model.n_layer": 4, "model.n_head": 4, "model.n_embd": 256}
 
 
@@ -26,7 +26,7 @@ def at_micro_batch(
     also: str | None = None,
     settings: Callable[[Runs], Settings] = lambda _runs: {},
 ) -> Stage:
-    """Return the stage that trains with this micro-batch; `also` names what `settings` change."""
+    """Return a stage that trains with this micro-batch; `also` names the change by `settings`."""
     name = f"speed at micro-batch {size}" + (f" with {also}" if also else "")
     return Stage(
         name=name,
@@ -64,7 +64,7 @@ def _measure(
     judged: bool,
     settings: Callable[[Runs], Settings],
 ) -> Found:
-    """Train, and return MFU, tokens and time of a step."""
+    """Train; return MFU, tokens a second and step time."""
     runs.train({name: {**_settings(size, rehearsal=runs.rehearsal), **settings(runs)}})
     rows = runs.rows(name)[_WARM_UP_STEPS:]
     step_s, tokens_per_s = (
@@ -73,12 +73,12 @@ def _measure(
     # A step that is faster than the measured peak has no MFU.
     shares = [row["mfu"] for row in rows if row["mfu"] is not None]
     mfu = statistics.median(shares) if shares else None
-    # Of 1.5 GB, and no stage reads them.
+    # They have 1.5 GB, and no stage reads them.
     shutil.rmtree(runs.paths(name).checkpoints)
-    taken = load_run_config(runs.paths(name).config).batch.micro_batch_size
+    chosen = load_run_config(runs.paths(name).config).batch.micro_batch_size
     text = (
         f"{'unknown' if mfu is None else f'{mfu:.1%}'} MFU, {tokens_per_s:,.0f} tokens/s, "
-        f"{1000 * step_s:,.1f} ms a step, micro-batch {taken}, "
+        f"{1000 * step_s:,.1f} ms a step, micro-batch {chosen}, "
         f"peak {(runs.summary(name).peak_flops_per_s or 0.0) / 1e12:,.1f} TFLOP/s"
     )
     enough = mfu is not None and mfu >= LEAST_MFU

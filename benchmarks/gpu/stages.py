@@ -1,4 +1,4 @@
-"""The stages of a visit, ordered by worth."""
+"""The stages of a visit, the most valuable first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.gpu.visit import Stage
 
 
 def _bound(number: float) -> str:
-    """Return 1e-4, where Python writes 1e-04."""
+    """Return a power of ten as 1e-4, not as Python's 1e-04."""
     return f"{number:.0e}".replace("e-0", "e-")
 
 

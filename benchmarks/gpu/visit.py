@@ -1,4 +1,4 @@
-"""Runs the stages of a visit in order, each within the time left."""
+"""Runs the stages of a visit in order, each within the remaining time."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from benchmarks.gpu.runs import Runs
 from payload.core.files import write_whole
 
 _LIMIT_FACTOR = 3.0
-"""A stage that takes longer than this multiple of its estimate is taken to hang."""
+"""Multiple of a stage's estimate after which it counts as hanging."""
 _REHEARSAL_LIMIT_FACTOR = 10.0
-"""The same in a rehearsal: the estimates are not for its machine."""
+"""The same in a rehearsal, whose machine is slower than the estimates assume."""
 
 Outcome = Literal["passed", "failed", "skipped", "not tried here"]
 
 
 class NoGpuError(Exception):
-    """There is no GPU: no other stage can run."""
+    """There is no GPU, so no other stage can run."""
 
 
 class NotTriedError(Exception):
-    """The stage cannot run on this machine; the message says why."""
+    """The stage cannot run on this machine; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The result of a stage that ran to its end."""
+    """The result of a completed stage."""
 
     text: str
     passed: bool
@@ -46,9 +46,9 @@ class Stage:
     compared: str
     wanted: str
     estimate_s: float
-    """Its time on a machine with an H100; with less than that left it is skipped."""
+    """Time on a machine with an H100; with less time left, the stage is skipped."""
     run: Callable[[Runs], Found]
-    """May raise NoGpuError, NotTriedError and ProgramError."""
+    """Function of the stage. Raises NoGpuError, NotTriedError and ProgramError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,19 +62,19 @@ class StageResult:
     outcome: Outcome
     took_s: float = 0.0
     cause: str | None = None
-    """Why it failed; None for any other outcome."""
+    """Cause of a failure; None for any other outcome."""
     log: str | None = None
-    """The failing program's log, relative to the page's folder."""
+    """Log of the failed program, relative to the page's folder."""
 
 
 def require_package(name: str, *, setting: str) -> None:
-    """Raise NotTriedError where the package that a setting needs is not installed."""
+    """Raise NotTriedError if the package that a setting needs is not installed."""
     if importlib.util.find_spec(name) is None:
         raise NotTriedError(f"{setting} needs {name}, which is not installed")
 
 
 def run_stages(stages: Sequence[Stage], runs: Runs, *, ends_s: float) -> Iterator[StageResult]:
-    """Yield each stage's result as soon as it is known; `ends_s` is on the monotonic clock.
+    """Yield the result of each stage after it ends; `ends_s` is on the monotonic clock.
 
     Raises NoGpuError.
     """
@@ -101,7 +101,7 @@ def _run(stage: Stage, runs: Runs) -> StageResult:
     except ProgramError as error:
         return _failed(stage, str(error), error.log)
     except Exception as error:
-        # A stage that breaks must not take the others' time on a lent machine.
+        # A broken stage must not stop the others on a borrowed machine.
         log = runs.programs.logs / f"{stage.name.replace(' ', '-')}.log"
         write_whole(log, traceback.format_exc())
         return _failed(stage, f"{type(error).__name__}: {error}", log)

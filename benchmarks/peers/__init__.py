@@ -1,4 +1,4 @@
-"""The peers' own steps, each a process that a benchmark starts.
+"""The steps of other projects, each in a process that a benchmark starts.
 
-No file here has a package's name: one is started as a script, in whose folder Python looks first.
+No file here is named after a package: Python searches a script's folder first.
 """

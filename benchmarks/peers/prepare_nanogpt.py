@@ -1,11 +1,11 @@
 """nanoGPT's data/openwebtext/prepare.py on local files; one process of `benchmarks.prepare_corpus`.
 
-The script runs as it is but for what a machine without the hub, and a corpus of less than two
-million documents, need: `load_dataset` reads the JSON lines given; tiktoken's GPT-2 is made from
-the ranks in this repository, which are the ones that it would fetch; `num_proc` is the number of
-cores; a split is written in no more parts than it has documents, where 1024 are asked for and fail.
-It writes train.bin and val.bin beside the copy of itself that is run. The last line on stdout has
-the seconds of `load_dataset`, and of all.
+The script runs unmodified, except for changes that a machine without the hub and a corpus of less
+than two million documents need. `load_dataset` reads the given JSON lines. tiktoken's GPT-2 comes
+from the ranks in this repository, which equal those that it would fetch. `num_proc` is the number
+of cores. A split is written in at most as many shards as it has documents, since 1024 would fail.
+The script writes train.bin and val.bin next to its copy. The last line on stdout has the seconds of
+`load_dataset` and of the whole script.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CHANGES = {
 
 
 def main(script: Path, corpus: Path, out: Path) -> None:
-    """Run it, and print one JSON object."""
+    """Run the script, and print one JSON object."""
     source = script.read_text(encoding="utf-8")
     cores = os.cpu_count() or 1
     for line, changed in _CHANGES.items():

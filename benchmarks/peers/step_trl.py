@@ -1,13 +1,12 @@
 """One process of `benchmarks.step`: the step of TRL's SFTTrainer on transformers' own model.
 
-TRL's own way: its trainer, loss and collator, autocast to bf16, torch's fused AdamW and clipping at
-1, without gradient checkpointing. A row is `sequence_length` random tokens, none of them padding.
+TRL's own trainer, loss and collator, with autocast to bf16, torch's fused AdamW and clipping at 1,
+without gradient checkpointing. A row has `sequence_length` random tokens and no padding.
 """
 
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import tempfile
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.peers.step_transformers import transformers_model
+from benchmarks.peers.timed_steps import peak_rss_bytes
 
 
 def main(work: dict[str, Any]) -> None:
@@ -28,7 +28,7 @@ def main(work: dict[str, Any]) -> None:
     from trl.trainer.sft_trainer import SFTTrainer
 
     class Clock(transformers.TrainerCallback):
-        """Times each step, from before its first pass until after its update."""
+        """Times each step, from before its first micro-batch until after its update."""
 
         def __init__(self) -> None:
             self.step_s: list[float] = []
@@ -36,25 +36,25 @@ def main(work: dict[str, Any]) -> None:
             self._began = (0.0, 0.0)
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            """Note when it began."""
+            """Note when the step began."""
             self._began = (time.perf_counter(), time.process_time())
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            """Note how long it took."""
+            """Note how long the step took."""
             self.step_s.append(time.perf_counter() - self._began[0])
             self.cpu_s.append(time.process_time() - self._began[1])
 
     torch.manual_seed(1)
-    micro, passes = work["micro_batch_size"], work["accumulation"]
-    # Token 0 is padding, below.
+    micro, accumulation = work["micro_batch_size"], work["accumulation"]
+    # Token 0 is the padding token.
     tokens = torch.randint(1, work["vocab_size"], (micro, work["sequence_length"]))
-    rows = [{"input_ids": row} for row in tokens.tolist()] * (passes * work["steps"])
+    rows = [{"input_ids": row} for row in tokens.tolist()] * (accumulation * work["steps"])
     clock: Any = Clock()
     with tempfile.TemporaryDirectory() as folder:
         settings = SFTConfig(
             output_dir=folder,
             per_device_train_batch_size=micro,
-            gradient_accumulation_steps=passes,
+            gradient_accumulation_steps=accumulation,
             max_steps=work["steps"],
             max_length=None,
             dataset_kwargs={"skip_prepare_dataset": True},
@@ -80,25 +80,25 @@ def main(work: dict[str, Any]) -> None:
             processing_class=_tokenizer(),
             callbacks=[clock],
         )
-        found = trainer.train()
+        trained = trainer.train()
     report = {
         "step_s": clock.step_s,
         "cpu_s": clock.cpu_s,
-        "last_loss": found.training_loss,
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "last_loss": trained.training_loss,
+        "peak_rss_bytes": peak_rss_bytes(),
         "versions": {"torch": torch.__version__, "trl": trl.__version__},
     }
     print(json.dumps(report))
 
 
 def _tokenizer() -> Any:
-    """Return a tokenizer that names the padding, which is all that the trainer asks of it."""
+    """Return a tokenizer that only defines the padding token, which the trainer needs."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>"))
+    tokenizer = Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>"))
     made: Any = PreTrainedTokenizerFast
-    return made(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")
+    return made(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<pad>")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Measures a step on several ranks against one rank, and fits the model of a step's time."""
+"""Measures a step on several ranks beside one rank, and fits the model of a step's time."""

@@ -1,4 +1,4 @@
-"""One rank of `benchmarks.scaling`'s exchanges: a step's gradients, bucket by bucket, nothing else.
+"""One rank of an exchange in `benchmarks.scaling`: all-reduces of a step's gradient buckets.
 
 Rank 0 prints one JSON object.
 """
@@ -19,24 +19,24 @@ import torch.distributed as dist
 from payload.config.launch_sections import DistributedSection
 from payload.train.ranks.world import World
 
-_SMALL_NUMBERS = 1024
+_SMALL_ELEMENTS = 1024
 _SMALL_ROUNDS = 50
 
 
-def main(asked: dict[str, Any]) -> None:
-    """Join, exchange, report."""
+def main(request: dict[str, Any]) -> None:
+    """Join the group, exchange, and print the times."""
     world = World.from_env(os.environ)
     world.join(DistributedSection(timeout_s=300.0))
-    gradients = [torch.ones(numbers) for numbers in asked["numbers"]]
-    sent = [each.to(torch.bfloat16) for each in gradients] if asked["dtype"] == "bf16" else None
+    gradients = [torch.ones(numbers) for numbers in request["numbers"]]
+    sent = [each.to(torch.bfloat16) for each in gradients] if request["dtype"] == "bf16" else None
 
-    def all_of_a_step() -> None:
+    def reduce_all_buckets() -> None:
         pending = [dist.all_reduce(each, async_op=True) for each in sent or gradients]
         for work in pending:
             assert work is not None
             work.wait()
 
-    def a_small_one() -> None:
+    def reduce_small() -> None:
         for _ in range(_SMALL_ROUNDS):
             dist.all_reduce(small)
 
@@ -44,9 +44,9 @@ def main(asked: dict[str, Any]) -> None:
         for each in gradients:
             each.copy_(each.to(torch.bfloat16))
 
-    small = torch.ones(_SMALL_NUMBERS)
-    took = [_timed(world, all_of_a_step) for _ in range(asked["rounds"])]
-    small_took = [_timed(world, a_small_one) for _ in range(3)]
+    small = torch.ones(_SMALL_ELEMENTS)
+    took = [_timed(world, reduce_all_buckets) for _ in range(request["rounds"])]
+    small_took = [_timed(world, reduce_small) for _ in range(3)]
     converted = [_timed(world, convert) for _ in range(3)]
     if world.is_main:
         report = {
@@ -60,11 +60,11 @@ def main(asked: dict[str, Any]) -> None:
     world.leave()
 
 
-def _timed(world: World, act: Callable[[], None]) -> tuple[float, float]:
-    """Seconds by the clock, and of this process's threads."""
+def _timed(world: World, call: Callable[[], None]) -> tuple[float, float]:
+    """Return the wall time and the CPU time of a call, in seconds."""
     world.barrier()
     started_s, started_cpu_s = time.perf_counter(), time.process_time()
-    act()
+    call()
     return time.perf_counter() - started_s, time.process_time() - started_cpu_s
 
 

@@ -18,11 +18,11 @@ Record = Mapping[str, Any]
 PREDICTED_NODES = (3, 16, 64)
 PREDICTED_GBIT_PER_S = (10.0, 16.0, 23.0, 32.0)
 PREDICTED_DELAY_S = 1e-4
-"""Delay of a message on its way; namespaces have hardly any, a cloud's network has."""
+"""Delay of a message in a cloud's network; namespaces have hardly any."""
 PREDICTED_SPEEDS = (1, 10, 30)
-"""How many times as fast as here a rank computes."""
+"""Speed of a rank, as a multiple of this machine's."""
 
-# Above, the processors and not the cable set the pace here.
+# Above this share, the processors are the limit and not the cable.
 _MOST_OF_LOOPBACK = 0.5
 
 
@@ -31,18 +31,18 @@ class Constants:
     """The fitted constants."""
 
     link_share: float
-    """The share of a cable's rate that gradients get."""
+    """Share of a cable's rate that is available for gradients."""
     latency_s: float
-    """Latency of one of a ring's rounds."""
+    """Latency of one round of a ring."""
     loopback_bytes_per_s: float
-    """Rate of a rank that sends and receives on one machine: the work of one core."""
+    """Rate of a rank that sends and receives on one machine with one core."""
     hosts_bytes_per_s: float
-    """The same between hosts whose cable is not the limit: packets are smaller there."""
+    """The same between hosts whose cable is not the limit: their packets are smaller."""
     busy_s_per_byte: float
     convert_s_per_number: float
 
     def network(self, *, ranks: int, gbit_per_s: float | None, delay_s: float = 0.0) -> Network:
-        """`ranks` in a ring with a cable of that rate each, or on one machine."""
+        """Return the network of `ranks` in a ring, over cables or on one machine."""
         bytes_per_s = self.loopback_bytes_per_s
         if gbit_per_s is not None:
             bytes_per_s = min(self.hosts_bytes_per_s, self.link_share * gbit_per_s * 1e9 / 8)
@@ -56,10 +56,10 @@ class Constants:
 
 
 def step_medians(records: Sequence[Record]) -> dict[str, dict[str, float]]:
-    """By arrangement and what differs besides: the median step and wait for the exchange.
+    """Return the median step and wait for the exchange of each arrangement.
 
-    Where other work disturbs the clock: `best_s` is the shortest step, and `cpu_s` the processor
-    time of the median one, which has no waiting in it, be it for others or for the network.
+    On a busy machine, use `best_s`, the shortest step, and `cpu_s`, the median CPU time, which
+    excludes waiting for a core or for the network.
     """
     found: dict[str, list[Record]] = {}
     for record in records:
@@ -78,11 +78,11 @@ def step_medians(records: Sequence[Record]) -> dict[str, dict[str, float]]:
 
 
 def efficiencies(medians: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """By arrangement of two ranks: the step of one rank over theirs.
+    """Return the step of one rank over the step of two, for each arrangement of two ranks.
 
     `vs_alone`: the one rank has the machine's memory and cache for itself. `vs_side_by_side`: it
-    shares them with another one that it exchanges nothing with, so what is lost is the exchange.
-    `best_...` is the same of the shortest steps, `cpu_...` of processor times.
+    shares them with another run, so that only the exchange is lost. `best_...` compares the
+    shortest steps, `cpu_...` CPU times.
     """
     found: dict[str, dict[str, float]] = {}
     for name, times in medians.items():
@@ -90,8 +90,8 @@ def efficiencies(medians: Mapping[str, Mapping[str, float]]) -> dict[str, dict[s
             continue
         for base, key in _BASES.items():
             if base in medians:
-                for prefix, which in (("", "step_s"), ("best_", "best_s"), ("cpu_", "cpu_s")):
-                    share = medians[base][which] / times[which]
+                for prefix, kind in (("", "step_s"), ("best_", "best_s"), ("cpu_", "cpu_s")):
+                    share = medians[base][kind] / times[kind]
                     found.setdefault(name, {})[prefix + key] = round(share, 4)
     return found
 
@@ -100,18 +100,18 @@ _BASES = {"alone": "vs_alone", "side-by-side": "vs_side_by_side"}
 
 
 def label(record: Record) -> str:
-    """The arrangement, with what is not the default."""
+    """Return the arrangement's name with the settings that are not the default."""
     extra = "+bf16" if record["grad_dtype"] == "bf16" else ""
     several = record["connections"]
     return str(record["arrangement"]) + extra + (f"+{several} connections" if several > 1 else "")
 
 
 def fit(records: Sequence[Record]) -> Constants:
-    """Constants from the exchanges among `records`. Raises ValueError when some are missing.
+    """Fit the constants to the exchanges in `records`. Raises ValueError if some are missing.
 
-    An exchange over a slow cable takes `rounds x latency + sends x bytes / (share x rate)`: latency
-    and share by least squares of relative errors. The others are medians, of exchanges on one
-    machine, and of those over cables that a core cannot fill. Of each exchange the shortest round
+    An exchange over a slow cable takes `rounds x latency + sends x bytes / (share x rate)`; latency
+    and share come from least squares of relative errors. The others are medians of exchanges on one
+    machine, and of those over cables that a core cannot fill. The shortest round of each exchange
     counts.
     """
     plain = [record for record in exchanges(records) if record["connections"] == 1]
@@ -140,15 +140,15 @@ def fit(records: Sequence[Record]) -> Constants:
 
 
 def exchanges(records: Sequence[Record]) -> list[Record]:
-    """Those that are exchanges alone."""
+    """Return the records of exchanges without training."""
     return [record for record in records if "took_s" in record]
 
 
 def points(records: Sequence[Record], constants: Constants) -> list[dict[str, Any]]:
-    """Every measured point with what the model says, and the model's relative error.
+    """Return every measured point with the model's prediction and its relative error.
 
-    A step's computing time is the processor time side by side, where ranks share memory as well: on
-    one core, it is what the clock says when nothing else runs.
+    A step's computing time is the CPU time side by side, where ranks also share the memory. On one
+    core it equals the wall time if no other program runs.
     """
     found: list[dict[str, Any]] = []
     for name, of_name in _by_label(exchanges(records)).items():
@@ -165,27 +165,27 @@ def points(records: Sequence[Record], constants: Constants) -> list[dict[str, An
         if of_name[0]["ranks"] == 1:
             continue
         step = _step(of_name[0], constants, compute_s=compute_s)
-        split = buckets(shape_of(of_name[0]), tokens=_tokens(of_name[0]))
+        split = buckets(spec_of(of_name[0]), tokens=_tokens(of_name[0]))
         numbers = sum(bucket.numbers for bucket in split)
         sent = sends_per_byte(of_name[0]["ranks"]) * numbers * _number_bytes(of_name[0])
-        says = {
+        predicted_s = {
             "step_s": step.total_s(),
             "best_s": step.total_s(),
             "sync_s": step.exposed_s,
             "cpu_s": compute_s + sent * constants.busy_s_per_byte,
         }
         found += [
-            _point(name, what, measured=medians[name][what], predicted=seconds)
-            for what, seconds in says.items()
+            _point(name, key, measured=medians[name][key], predicted=seconds)
+            for key, seconds in predicted_s.items()
         ]
     return found
 
 
 def predictions(records: Sequence[Record], constants: Constants) -> list[dict[str, Any]]:
-    """Steps of one rank a node at the documented bandwidths, and of faster nodes.
+    """Return predicted steps of one rank per node at the documented bandwidths and higher speeds.
 
-    A node does its own end's work, as a rank does on one machine; between the hosts here, the same
-    cores are the switch as well.
+    A node exchanges like a rank on one machine. The measured hosts also share their cores with the
+    switch.
     """
     side_by_side = [record for record in records if record["arrangement"] == "side-by-side"]
     if not side_by_side:
@@ -220,8 +220,8 @@ def predictions(records: Sequence[Record], constants: Constants) -> list[dict[st
     return found
 
 
-def shape_of(record: Record) -> Gpt2Spec:
-    """The model that was trained."""
+def spec_of(record: Record) -> Gpt2Spec:
+    """Return the spec of the trained model."""
     return replace(PRESETS[record["model"]], sequence_length=record["sequence_length"])
 
 
@@ -233,7 +233,7 @@ def _step(
     delay_s: float = 0.0,
     faster: float = 1.0,
 ) -> StepTime:
-    """On processors that are `faster`, the exchange's own work takes as much less."""
+    """Predict a step; on `faster` processors the exchange's own work also takes less."""
     own = replace(
         constants,
         hosts_bytes_per_s=constants.hosts_bytes_per_s * faster,
@@ -241,7 +241,7 @@ def _step(
         convert_s_per_number=constants.convert_s_per_number / faster,
     )
     return step_time(
-        shape_of(record),
+        spec_of(record),
         compute_s=compute_s,
         accumulation=record["accumulation"],
         bytes_per_number=_number_bytes(record),
@@ -253,14 +253,14 @@ def _step(
 
 
 def _tokens(record: Record) -> int:
-    """Return the tokens of a pass, on all ranks."""
+    """Return the tokens of a micro-batch on all ranks."""
     return int(record["ranks"] * record["micro_batch_size"] * record["sequence_length"])
 
 
-def _point(name: str, what: str, *, measured: float, predicted: float) -> dict[str, Any]:
+def _point(name: str, quantity: str, *, measured: float, predicted: float) -> dict[str, Any]:
     return {
         "point": name,
-        "what": what,
+        "what": quantity,
         "measured": round(measured, 4),
         "predicted": round(predicted, 4),
         "error": round(predicted / measured - 1, 4) if measured else None,
@@ -279,7 +279,7 @@ def _all(records: Sequence[Record], key: str) -> list[float]:
 
 
 def _took_s(record: Record) -> float:
-    """The shortest round: other work only makes it longer."""
+    """Return the shortest round, which other work disturbed least."""
     return float(min(record["took_s"]))
 
 
@@ -307,17 +307,17 @@ def _sent_bytes(record: Record) -> float:
 
 
 def _rounds(record: Record) -> int:
-    """Return the ring's rounds, over all buckets."""
+    """Return the ring's rounds over all buckets."""
     return int(record["buckets"]) * 2 * (int(record["ranks"]) - 1)
 
 
 def _ideal_s(record: Record) -> float:
-    """Over the cable at its full rate, without latency."""
+    """Return the time over the cable at its full rate without latency, in seconds."""
     return _sent_bytes(record) / _rate(record)
 
 
 def _least_squares(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The pair (x, y) for which x a + y b comes nearest to 1 in all rows (a, b)."""
+    """Return (x, y) with x a + y b closest to 1 over all rows (a, b)."""
     aa, ab, bb = (
         sum(a * a for a, _ in rows),
         sum(a * b for a, b in rows),
@@ -326,6 +326,6 @@ def _least_squares(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
     to_a, to_b = sum(a for a, _ in rows), sum(b for _, b in rows)
     determinant = aa * bb - ab * ab
     if determinant <= 1e-12 * aa * bb:
-        # All rows say the same: the rate alone.
+        # All rows are proportional and only determine the rate.
         return 0.0, to_b / bb
     return (to_a * bb - to_b * ab) / determinant, (to_b * aa - to_a * ab) / determinant

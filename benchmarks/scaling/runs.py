@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import REPO
 from benchmarks.meshes import mesh_settings
-from benchmarks.scaling.hosts import REPO, Hosts
+from benchmarks.scaling.hosts import Hosts
 from benchmarks.scaling.watch import Watched, watch
 from payload.config.run_config import parse_run_config
 from payload.estimates.gradient_buckets import buckets
@@ -50,15 +51,15 @@ class Work:
     grad_dtype: str
     connections: int
     steps: int
-    """Counted ones; one to warm up comes before."""
+    """Steps that count, after one to warm up."""
     mesh: str = "replicate"
-    """As `benchmarks.meshes` has it."""
+    """Short name, as in `benchmarks.meshes`."""
     program: tuple[str, ...] = ("payload.train",)
-    """The module that a rank runs, and its first words."""
+    """The module that a rank runs, and its first arguments."""
     python_path: str = str(REPO)
 
     def config(self, ranks: int) -> str:
-        """run.toml."""
+        """Return the text of run.toml."""
         batch = self.micro_batch_size * self.accumulation * ranks
         sections: dict[str, dict[str, object]] = {
             "data": {"dir": self.data, "sequence_length": self.sequence_length},
@@ -67,7 +68,7 @@ class Work:
             "precision": {"dtype": self.dtype},
             "distributed": {"grad_dtype": self.grad_dtype, **self._mesh_settings()},
             "train": {
-                # Ended when its steps are there: its last checkpoint is no part of this.
+                # The run is killed after its steps, so it never writes its last checkpoint.
                 "steps": _MANY_STEPS,
                 "eval_every": 0,
                 "eval_tokens": 1,
@@ -91,19 +92,19 @@ class Work:
 class Arrangement:
     """Where ranks run: `alone`, `side-by-side`, `loopback`, `hosts:GBIT`, `exchange:RANKS[:GBIT]`.
 
-    `loopback:RANKS` has more than two of them. `side-by-side` is two runs of one rank each that
-    have nothing to do with each other.
+    `loopback:RANKS` has another number of ranks. `side-by-side` is two independent runs of one
+    rank each.
     """
 
     name: str
     ranks: int
     gbit_per_s: float | None
-    """Rate of each host's cable, each way; None = one machine."""
+    """Rate of each host's cable, each way; None means one machine."""
     exchanges_only: bool = False
 
     @classmethod
     def parse(cls, name: str) -> Arrangement:
-        """Raises ValueError."""
+        """Parse the name of an arrangement. Raises ValueError."""
         kind, *numbers = name.split(":")
         if kind == "exchange" and len(numbers) in (1, 2) and int(numbers[0]) > 1:
             gbit = float(numbers[1]) if len(numbers) == 2 else None
@@ -119,7 +120,7 @@ class Arrangement:
 
 
 def measure(arrangement: Arrangement, work: Work) -> dict[str, Any]:
-    """One record: what was run, and the times of its steps or of its exchanges."""
+    """Return a record: the arrangement, the work, and the times of its steps or exchanges."""
     load = os.getloadavg()[0]
     network = (
         Hosts(arrangement.ranks, gbit_per_s=arrangement.gbit_per_s)
@@ -153,7 +154,7 @@ def measure(arrangement: Arrangement, work: Work) -> dict[str, Any]:
 def _train(
     work: Work, runs: Sequence[Sequence[int]], *, hosts: Hosts | None, folder: Path
 ) -> dict[str, Any]:
-    """One run for each list of cores, all at once; rank 0's steps but the first, of all runs."""
+    """Train one run per list of cores at the same time; return rank 0's steps after the first."""
     watched: list[Watched] = []
     with _ended() as processes:
         try:
@@ -161,9 +162,9 @@ def _train(
                 run_dir = folder / f"run-{index}"
                 config = folder / f"run-{index}.toml"
                 config.write_text(work.config(len(cores)), encoding="utf-8")
-                words = ["-m", *work.program, "--config", str(config), "--run-dir", str(run_dir)]
+                program = ["-m", *work.program, "--config", str(config), "--run-dir", str(run_dir)]
                 process = _start(
-                    words, cores, run_dir=run_dir, work=work, hosts=hosts, folder=folder
+                    program, cores, run_dir=run_dir, work=work, hosts=hosts, folder=folder
                 )
                 processes.append(process)
                 watched.append(Watched(process, RunPaths(run_dir), ranks=len(cores)))
@@ -171,9 +172,11 @@ def _train(
                 for run in watched:
                     if run.process.poll() is not None:
                         _finish(run.process)
-                raise SystemExit(f"error: a run took no {work.steps + 1} steps in {_TIMEOUT_S} s.")
+                raise SystemExit(
+                    f"error: a run did not take {work.steps + 1} steps within {_TIMEOUT_S} s."
+                )
         finally:
-            # Asked to stop, they would save a checkpoint first.
+            # A graceful stop would save a checkpoint first.
             for run in watched:
                 run.kill()
     rows = [row for run in watched for row in run.rows[1 : work.steps + 1]]
@@ -188,27 +191,27 @@ def _train(
 
 
 def _cores(ranks: int) -> list[int]:
-    """Return the core of each rank; they share some where there are fewer cores."""
+    """Return the core of each rank; ranks share cores if there are fewer cores."""
     return [rank % (os.cpu_count() or 1) for rank in range(ranks)]
 
 
 def _exchange(
     arrangement: Arrangement, work: Work, *, hosts: Hosts | None, folder: Path
 ) -> dict[str, Any]:
-    """The gradients' all-reduces alone, all of a step begun at once."""
+    """Run only the gradients' all-reduces, with those of a step started together."""
     numbers = [bucket.numbers for bucket in buckets(PRESETS[work.model])]
-    asked = {"numbers": numbers, "dtype": work.grad_dtype, "rounds": work.steps}
-    words = ["-m", "benchmarks.scaling.exchange", json.dumps(asked)]
+    request = {"numbers": numbers, "dtype": work.grad_dtype, "rounds": work.steps}
+    program = ["-m", "benchmarks.scaling.exchange", json.dumps(request)]
     cores = _cores(arrangement.ranks)
     with _ended() as processes:
-        process = _start(words, cores, run_dir=folder, work=work, hosts=hosts, folder=folder)
+        process = _start(program, cores, run_dir=folder, work=work, hosts=hosts, folder=folder)
         processes.append(process)
         found: dict[str, Any] = json.loads(_finish(process).splitlines()[-1])
     return {"buckets": len(numbers), "numbers": sum(numbers), **found}
 
 
 def _start(
-    words: Sequence[str],
+    program: Sequence[str],
     cores: Sequence[int],
     *,
     run_dir: Path,
@@ -216,12 +219,12 @@ def _start(
     hosts: Hosts | None,
     folder: Path,
 ) -> subprocess.Popen[str]:
-    """mpirun with one rank a core, with the environment that a plan gives its ranks."""
+    """Start mpirun with one rank per core, in the environment of a planned run."""
     access = LocalAccess(os.environ)
     addresses = hosts.addresses if hosts else ["127.0.0.1"] * len(cores)
     nodes = [f"host-{index}" if hosts else "host-0" for index in range(len(cores))]
     interface = hosts.interface if hosts else "lo"
-    # Several times the interface: as many connections to each other rank.
+    # An interface that is named several times has as many connections to each other rank.
     several = dict.fromkeys(nodes, ",".join([interface] * work.connections))
     common = common_environment(
         run_id=run_dir.name,
@@ -257,10 +260,10 @@ def _start(
         argv += [":"] if index else []
         argv += ["-host", addresses[index]] if hosts else []
         argv += ["-n", "1", *(word for item in sorted(own.items()) for word in ("-env", *item))]
-        argv += ["taskset", "--cpu-list", str(core), sys.executable, *words]
+        argv += ["taskset", "--cpu-list", str(core), sys.executable, *program]
     settings = launcher.settings(Reach(interface=interface))
     settings |= _by_exec(hosts, folder) if hosts else {}
-    # mpirun finds its own programs by PATH.
+    # mpirun searches PATH for its own programs.
     settings["PATH"] = f"{Path(mpirun).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return subprocess.Popen(
         argv,
@@ -275,8 +278,8 @@ def _start(
 
 
 def _by_exec(hosts: Hosts, folder: Path) -> dict[str, str]:
-    program = hosts.write_ssh(folder / "enter")
-    return {"I_MPI_HYDRA_BOOTSTRAP": "ssh", "I_MPI_HYDRA_BOOTSTRAP_EXEC": str(program)}
+    ssh = hosts.write_ssh(folder / "enter")
+    return {"I_MPI_HYDRA_BOOTSTRAP": "ssh", "I_MPI_HYDRA_BOOTSTRAP_EXEC": str(ssh)}
 
 
 def _free_port(access: LocalAccess) -> int:
@@ -285,17 +288,17 @@ def _free_port(access: LocalAccess) -> int:
 
 
 def _finish(process: subprocess.Popen[str]) -> str:
-    """Return its output. Raises SystemExit with the last lines when it failed."""
-    said, _ = process.communicate(timeout=_TIMEOUT_S)
+    """Return the process's output. Raises SystemExit with the last lines if it failed."""
+    output, _ = process.communicate(timeout=_TIMEOUT_S)
     if process.returncode:
-        tail = "\n".join(said.splitlines()[-15:])
+        tail = "\n".join(output.splitlines()[-15:])
         raise SystemExit(f"error: a run ended with status {process.returncode}:\n{tail}")
-    return said
+    return output
 
 
 @contextmanager
 def _ended() -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes put into the list are ended with the block, with all that they started here."""
+    """Yield a list whose processes are killed at the end, with their child processes here."""
     processes: list[subprocess.Popen[str]] = []
     try:
         yield processes

@@ -1,4 +1,4 @@
-"""Watches the runs of `benchmarks.scaling` until their steps are there, then ends them."""
+"""Watches the runs of `benchmarks.scaling` until they have taken their steps, then kills them."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from payload.run_record.metrics_log import read_metrics
 from payload.run_record.run_files import RankProgress, RunPaths, read_json
 
 # 0.3 % of a step of GPT-2 on one core.
-_LOOK_EVERY_S = 0.05
+_POLL_S = 0.05
 
 
 @dataclass(slots=True)
 class Watched:
-    """One run, and what was seen of it."""
+    """One run, with its observed steps."""
 
     process: subprocess.Popen[str]
-    """Its mpirun."""
+    """The run's mpirun."""
     paths: RunPaths
     ranks: int
     rows: list[Mapping[str, Any]] = field(default_factory=list)
-    """Steps, from metrics.jsonl."""
+    """Steps in metrics.jsonl."""
     cpu_s: list[float] = field(default_factory=list)
-    """Processor time of rank 0 and all its threads, from its start to the end of each step."""
+    """CPU time of rank 0 from its start to the end of each step, in seconds."""
     peak_bytes: int = 0
-    """Largest resident set of a rank, as of `kill`."""
+    """Largest resident set of a rank, set by `kill`."""
 
-    def look(self) -> None:
-        """Read what is new."""
+    def poll(self) -> None:
+        """Read new steps."""
         rows = [row for row in read_metrics(self.paths.metrics) if "loss" in row]
         if len(rows) > len(self.rows):
             progress = read_json(RankProgress, self.paths.rank_progress(0))
-            assert progress is not None, "a rank tells of itself before its first step"
+            assert progress is not None, "a rank writes its progress before its first step"
             times = psutil.Process(progress.pid).cpu_times()
             self.cpu_s += [times.user + times.system] * (len(rows) - len(self.rows))
             self.rows = rows
 
     def kill(self) -> None:
-        """End the ranks; mpirun ends with them."""
+        """Kill the ranks; mpirun then ends, too."""
         for rank in range(self.ranks):
             progress = read_json(RankProgress, self.paths.rank_progress(rank))
             if progress is not None:
@@ -56,7 +56,7 @@ class Watched:
                     os.kill(progress.pid, signal.SIGKILL)
 
     def step_cpu_s(self) -> list[float]:
-        """Processor time of each step but the first."""
+        """Return the CPU time of each step after the first."""
         return [after - before for before, after in zip(self.cpu_s, self.cpu_s[1:], strict=False)]
 
 
@@ -68,15 +68,15 @@ def _peak_bytes(pid: int) -> int:
 
 
 def watch(runs: Sequence[Watched], *, steps: int, timeout_s: float) -> bool:
-    """Return when every run has taken so many steps, or one has ended: False then.
+    """Wait until every run has taken `steps` steps; return False if one ended early.
 
-    All go on until the last one is there, so that none has the machine for itself at the end.
+    All runs continue until the last one is done, so that none has the machine for itself.
     """
     deadline_s = time.monotonic() + timeout_s
     while any(len(run.rows) < steps for run in runs):
         if any(run.process.poll() is not None for run in runs) or time.monotonic() > deadline_s:
             return False
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_S)
         for run in runs:
-            run.look()
+            run.poll()
     return True

@@ -48,10 +48,10 @@ _SHARDED = ":".join(
     )
 )
 
-# At the end of a parallel region, libgomp's threads spin before they sleep, 300,000 times by
-# default. For some milliseconds no other program gets the core. A step of `tiny` with two threads
-# on two AVX-512 cores, alone and beside two endless loops (2026-11-22, benchmarks.busy): 0.17 s and
-# 0.55 to 1.36 s by default, 0.17 s and 0.42 s with 3,000 spins, 0.20 to 0.23 s and 0.43 s with 0.
+# At the end of a parallel region libgomp's threads spin before they sleep, 300,000 times by
+# default: some milliseconds that another program on the core does not get. A step of `tiny` with
+# two threads on two AVX-512 cores, alone and beside two endless loops (2026-11-22): 0.17 s and
+# 0.55 to 1.36 s by default, 0.17 s and 0.42 s with 3,000, 0.20 to 0.23 s and 0.43 s with none.
 _SPIN_COUNT = 3000
 
 # mpirun's wrapper script uses these schedulers when it finds their variables, so a run started in a

@@ -1,4 +1,4 @@
-"""A program that hangs together with a child: it writes both process ids to FILE first.
+"""A program that writes its and its child's process ids to FILE, and then hangs with the child.
 
 python -m tests.benchmarks.hanging_program FILE
 """

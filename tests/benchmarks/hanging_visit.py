@@ -1,4 +1,4 @@
-"""A visit of three stages that pass and one that hangs, for tests.
+"""A visit for tests, with three stages that pass and a stage that hangs.
 
 python -m tests.benchmarks.hanging_visit PAGE PIDS
 """
@@ -14,12 +14,12 @@ from benchmarks.gpu.visit import Found, Stage
 
 
 def stage(name: str, run: Callable[[Runs], Found], *, estimate_s: float = 100.0) -> Stage:
-    """Return a stage of a test."""
+    """Return a stage for tests."""
     return Stage(name=name, compared="nothing", wanted="1", estimate_s=estimate_s, run=run)
 
 
 def passes(_runs: Runs) -> Found:
-    """Pass at once."""
+    """Pass immediately."""
     return Found(text="1", passed=True)
 
 

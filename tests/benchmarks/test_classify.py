@@ -1,4 +1,4 @@
-"""The benchmark of classification, whole but short: real text, a small model, the peer."""
+"""The classification benchmark with real text, a small model and the peers, in short runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Description-en: sets: slowly
 
 
 def docstrings() -> Iterator[PackageText]:
-    """Yield the first line of each docstring in some of the standard library, and its package."""
+    """Yield the first docstring lines of some packages of the standard library."""
     for package in PACKAGES:
         for path in sorted((Path(sysconfig.get_path("stdlib")) / package).glob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -85,13 +85,13 @@ def test_a_margin_has_the_error_of_paired_texts_that_are_clustered_by_source() -
     margin = classify.Margin.of(ours, theirs, each_its_own)
     assert margin.points == pytest.approx(50)
     assert margin.standard_error == pytest.approx(100 * (0.25 / 9) ** 0.5)
-    assert margin.p == pytest.approx(0.0027, rel=1e-2)  # of 3 standard errors
-    # The five gained texts are one package's: they tell as much as one.
+    assert margin.p == pytest.approx(0.0027, rel=1e-2)  # for 3 standard errors
+    # The five gained texts are one package's and count as one.
     of_one = classify.Margin.of(ours, theirs, ["0"] * 4 + ["1"] * 5 + ["2"])
     assert of_one.points == margin.points
     assert of_one.standard_error == pytest.approx(10 * ((2**2 + 2.5**2 + 0.5**2) * 3 / 2) ** 0.5)
     assert classify.Margin.of(ours, ours, each_its_own).p == 1
-    with pytest.raises(ValueError, match="tell no standard error"):
+    with pytest.raises(ValueError, match="too few for a standard error"):
         classify.Margin.of(ours, theirs, ["0"] * 10)
 
 
@@ -104,24 +104,26 @@ def test_texts_that_are_there_already_keep_their_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keeps", "again"), [(True, "it goes on from the last checkpoint"), (False, "--work DIR")]
+    ("keeps", "again"), [(True, "it resumes from the last checkpoint"), (False, "--work DIR")]
 )
 def test_a_training_that_was_stopped_is_not_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool, again: str
 ) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.json").write_text('{"status": "stopped"}')
-    monkeypatch.setattr(classify, "_run_quietly", lambda *words: None)
-    with pytest.raises(SystemExit, match=f"^error: the training ended as stopped, so .*{again}"):
+    monkeypatch.setattr(classify, "_run_quietly", lambda *options: None)
+    with pytest.raises(
+        SystemExit, match=f"^error: the training ended with status stopped. .*{again}"
+    ):
         classify._train(tmp_path, config=classify.CONFIG, sets=(), keeps=keeps)
 
 
 def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    for action in classify._parser()._actions:
+    for action in classify._benchmark().parser._actions:
         assert action.help, action.option_strings
     with pytest.raises(SystemExit):
         classify.main(["--help"])
-    assert "texts to choose a recipe by (default: 2,000)" in " ".join(
+    assert "validation texts, to choose a recipe (default: 2,000)" in " ".join(
         capsys.readouterr().out.split()
     )
 
@@ -151,26 +153,26 @@ def test_both_learn_and_the_margin_is_printed(
         (model / name).write_bytes(content)
     monkeypatch.setattr(classify, "packages", docstrings)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    words = ["--model", str(model), "--labels", "3", "--texts", "150"]
-    words += ["--validation", "50", "--held-out", "200"]
-    words += ["--set", "train.steps=12", "--set", "optimizer.lr=3e-3"]
-    words += ["--set", "schedule.warmup_steps=2"]
-    code = classify.main([*words, "--work", str(tmp_path / "work")])
-    said = capfd.readouterr()
-    result = json.loads(said.out.splitlines()[-1])
+    arguments = ["--model", str(model), "--labels", "3", "--texts", "150"]
+    arguments += ["--validation", "50", "--held-out", "200"]
+    arguments += ["--set", "train.steps=12", "--set", "optimizer.lr=3e-3"]
+    arguments += ["--set", "schedule.warmup_steps=2"]
+    code = classify.main([*arguments, "--work", str(tmp_path / "work")])
+    captured = capfd.readouterr()
+    result = json.loads(captured.out.splitlines()[-1])
     margins = result["margins"]
     assert code == (0 if min(each["points"] for each in margins.values()) > 0 else 1)
     assert (result["texts"], result["measured"], result["labels"]) == (150, 200, 3)
     for name, accuracy in result["peer_accuracy"].items():
         assert accuracy > 0.5
         assert margins[name]["points"] == pytest.approx(100 * (result["accuracy"] - accuracy))
-        (line,) = [line for line in said.err.splitlines() if line.startswith(name)]
+        (line,) = [line for line in captured.err.splitlines() if line.startswith(name)]
         assert f"{margins[name]['points']:+.2f}" in line.split()
     rows = map(json.loads, (tmp_path / "work" / "run" / "metrics.jsonl").read_text().splitlines())
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 12 and losses[-1] < losses[0] - 0.1
 
-    peers = ["--peers", "--split", "texts", *words[2:8], "--held-out", "200"]
+    peers = ["--peers", "--split", "texts", *arguments[2:8], "--held-out", "200"]
     assert classify.main(peers) == 0
     alone = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert 0 < alone["shared"] < 1

@@ -1,4 +1,4 @@
-"""The generated corpus: the same every time, and no text over and over."""
+"""The generated corpus: deterministic, without repeated texts."""
 
 from __future__ import annotations
 

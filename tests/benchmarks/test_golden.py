@@ -1,6 +1,6 @@
-"""`python -m benchmarks.golden`: its cases, its comparison, and the commit that it compares with.
+"""`python -m benchmarks.golden`: its cases, its comparison, and the commit to compare with.
 
-A small trainer stands in for the real one in a repository of its own. tests/train/
+A small trainer replaces the real trainer in a separate repository. tests/train/
 test_golden_losses.py has the real trainer's losses.
 """
 
@@ -78,17 +78,17 @@ def main(argv, env):
 """
 
 
-def git(repo: Path, *words: str) -> str:
-    """Run git in a repository, by its own settings alone; return its output."""
+def git(repo: Path, *arguments: str) -> str:
+    """Run git in a repository without the user's settings; return its output."""
     settings = ("-c", "user.name=test", "-c", "user.email=test@localhost", "-c", "core.hooksPath=")
     return subprocess.run(
-        ["git", "-C", str(repo), *settings, *words], check=True, capture_output=True, text=True
+        ["git", "-C", str(repo), *settings, *arguments], check=True, capture_output=True, text=True
     ).stdout
 
 
 @pytest.fixture
 def repo(tmp_path: Path) -> Path:
-    """A repository whose one commit has the trainer."""
+    """Return a repository with one commit, which has the trainer."""
     folder = tmp_path / "repo"
     folder.mkdir()
     git(folder, "init", "--quiet")
@@ -118,9 +118,9 @@ def worktrees(repo: Path) -> list[str]:
     return [line.removeprefix("worktree ") for line in lines if line.startswith("worktree ")]
 
 
-def golden(repo: Path, *words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, Any]:
+def golden(repo: Path, *arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, Any]:
     """Compare a repository's working tree with its commit; return exit code and JSON."""
-    exit_code = main(["--repo", str(repo), "--against", "HEAD", *ONLY, *words])
+    exit_code = main(["--repo", str(repo), "--against", "HEAD", *ONLY, *arguments])
     out, _ = capsys.readouterr()
     assert worktrees(repo) == [str(repo)]
     return exit_code, json.loads(out)
@@ -171,7 +171,7 @@ def test_a_trainer_without_its_function_is_started_as_a_command(
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("trainer", "said"),
+    ("trainer", "message"),
     [
         (FAILS, "the trainer's own error"),
         pytest.param(
@@ -179,7 +179,7 @@ def test_a_trainer_without_its_function_is_started_as_a_command(
             "exit status 3",
             marks=pytest.mark.slow,
         ),
-        (TRAINER.replace("range(1, 31)", "range(1, 30)"), "has loss of steps"),
+        (TRAINER.replace("range(1, 31)", "range(1, 30)"), "have loss"),
         pytest.param(
             TRAINER.replace("model.safetensors", "optimizer.safetensors"),
             "has no weights",
@@ -188,12 +188,12 @@ def test_a_trainer_without_its_function_is_started_as_a_command(
     ],
 )
 def test_a_commit_that_does_not_train_to_the_end_is_an_error(
-    repo: Path, capsys: pytest.CaptureFixture[str], trainer: str, said: str
+    repo: Path, capsys: pytest.CaptureFixture[str], trainer: str, message: str
 ) -> None:
     put_trainer(repo, trainer)
     commit(repo)
     put_trainer(repo, TRAINER)
-    with pytest.raises(SystemExit, match=said):
+    with pytest.raises(SystemExit, match=message):
         golden(repo, capsys=capsys)
     assert worktrees(repo) == [str(repo)]
 
@@ -210,9 +210,9 @@ def test_an_interrupt_removes_the_worktree_and_kills_the_ranks(
     put_trainer(repo, TRAINER)
     started = tmp_path / "started"
     started.mkdir()
-    words = ("--repo", str(repo), "--against", "HEAD", "--only", ONLY[2])
+    arguments = ("--repo", str(repo), "--against", "HEAD", "--only", ONLY[2])
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.golden", *words],
+        [sys.executable, "-m", "benchmarks.golden", *arguments],
         cwd=ROOT,
         env=os.environ | {"TEST_FOLDER": str(started)},
     )
@@ -232,7 +232,7 @@ def test_an_interrupt_removes_the_worktree_and_kills_the_ranks(
 
 @pytest.mark.processes
 def test_a_commit_that_does_not_exist_is_named(repo: Path) -> None:
-    with pytest.raises(SystemExit, match="--against nowhere: no such commit"):
+    with pytest.raises(SystemExit, match="--against nowhere: not a commit"):
         main(["--repo", str(repo), "--against", "nowhere", *ONLY])
 
 
@@ -321,7 +321,7 @@ def test_new_values_replace_those_of_their_cases_alone(tmp_path: Path) -> None:
 def test_stored_values_of_other_inputs_are_refused() -> None:
     stored, (case, *_) = Stored.read(), PARSED
     stored.require([case], inputs={"text": stored.inputs["text"]})
-    with pytest.raises(SystemExit, match="text: these inputs are not those of"):
+    with pytest.raises(SystemExit, match="text: inputs differ from those of"):
         stored.require([case], inputs={"text": "0"})
     with pytest.raises(SystemExit, match=r"has no values of other\."):
         stored.require([replace(case, name="other")], inputs={})

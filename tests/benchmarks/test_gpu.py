@@ -1,4 +1,4 @@
-"""`benchmarks.gpu`: a visit that is cut short leaves its page, and a stage that fails its cause."""
+"""`benchmarks.gpu`: an interrupted visit leaves its page, and a failed stage its cause."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 def visit(
     stages: Sequence[Stage], page: Path, capsys: pytest.CaptureFixture[str], *options: str
 ) -> list[dict[str, Any]]:
-    """Rehearse these stages; return their results by the command's JSON."""
+    """Rehearse these stages; return their results in the command's JSON."""
     main(["--rehearse", "--page", str(page), *options], stages=stages)
     found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["stages"]
     return found

@@ -1,4 +1,4 @@
-"""The memory command's verdicts on its measurements."""
+"""The bounds of the memory benchmark, and its cases."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ def test_a_case_s_model_may_be_a_folder_with_a_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["gpt2", "gpt2:", "gpt2:0", "gpt2:-1", ":", ":4"])
-def test_what_is_no_case_is_named(text: str) -> None:
+def test_an_invalid_case_is_named(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not MODEL:SEQUENCES"):
         Case.parse(text)
 
 
 @pytest.mark.parametrize("model", ["gpt3", "gpt2:4"])
-def test_a_case_of_no_model_is_named(model: str) -> None:
+def test_a_case_of_an_unknown_model_is_named(model: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="neither a preset"):
         Case.parse(f"{model}:4")
 
 
 @pytest.mark.parametrize(("estimate", "holds"), [(84, False), (86, True), (116, False)])
 def test_an_estimate_holds_within_15_percent_either_way(estimate: int, holds: bool) -> None:
-    result = summarise([Peak("tileforge", SMALL, 100, estimate)], accumulation=1)
+    result = summarise([Peak("tileforge", SMALL, 100, estimate)])
     assert result["estimates_hold"] is holds
     assert result["half_of_nanogpt"] is None
 
 
 @pytest.mark.parametrize(("ours", "holds"), [(50, True), (51, False)])
-def test_half_of_nanogpt_is_asked_of_large_micro_batches(ours: int, holds: bool) -> None:
+def test_half_of_nanogpt_is_required_of_large_micro_batches(ours: int, holds: bool) -> None:
     peaks = [
         Peak("tileforge", SMALL, 90, 90),
         Peak("nanogpt", SMALL, 100),
         Peak("tileforge", LARGE, ours, ours),
         Peak("nanogpt", LARGE, 100),
     ]
-    result = summarise(peaks, accumulation=1)
+    result = summarise(peaks)
     assert result["half_of_nanogpt"] is holds
     assert result["memory_vs_nanogpt"] == {"gpt2:1": 0.9, "gpt2:8": ours / 100}

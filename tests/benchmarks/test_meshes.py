@@ -1,4 +1,4 @@
-"""Short names of meshes, which benchmarks take for the settings of a run."""
+"""Short names of meshes, and their settings."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from payload.config.run_config import parse_run_config
     ],
 )
 def test_a_name_is_a_mesh(name: str, ranks: int, mesh: str) -> None:
-    words = [f"{key}={value}" for key, value in mesh_settings(name).items()]
-    config = parse_run_config("", overrides=words, where="test")
+    settings = [f"{key}={value}" for key, value in mesh_settings(name).items()]
+    config = parse_run_config("", overrides=settings, where="test")
     assert config.distributed.mesh(ranks).describe() == mesh
 
 
@@ -37,6 +37,6 @@ def test_another_name_is_refused(name: str) -> None:
 def test_the_meshes_of_the_equality_table_fit_their_ranks() -> None:
     for ranks, names in MESHES.items():
         for name in names:
-            words = [f"{key}={value}" for key, value in mesh_settings(name).items()]
-            config = parse_run_config("", overrides=words, where="test")
+            settings = [f"{key}={value}" for key, value in mesh_settings(name).items()]
+            config = parse_run_config("", overrides=settings, where="test")
             assert config.distributed.mesh(ranks).world_size == ranks

@@ -1,4 +1,4 @@
-"""How the optimizers' comparison chooses its runs, and what it concludes."""
+"""The runs that the optimizers' comparison chooses, and its result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from payload.run_record.run_files import RunPaths, Summary, write_json
 
 
 def _all_made(name: Name, steps: int, *, best_lr: float, loss: float) -> dict[Trial, Trained]:
-    """Every run that is asked for; losses rise with the seed, and away from the best rate."""
+    """Return all requested runs; losses grow with the seed and the distance to the best rate."""
     done: dict[Trial, Trained] = {}
     while wanted := missing(name, steps, done):
         for trial in wanted:

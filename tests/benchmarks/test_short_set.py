@@ -1,4 +1,4 @@
-"""`make bench`."""
+"""The short set of `make bench`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_benchmark_of_the_short_set_has_the_options_that_it_is_given() -> 
         )
         for name in commands
     ]
-    for process, words in zip(helps, commands.values(), strict=True):
+    for process, options in zip(helps, commands.values(), strict=True):
         text = process.communicate(timeout=60)[0]
         assert process.returncode == 0
-        assert [word for word in words if word.startswith("--") and word not in text] == []
+        assert [each for each in options if each.startswith("--") and each not in text] == []

@@ -1,4 +1,4 @@
-"""The step command on a small model: what its last line says."""
+"""The step benchmark on a small model, and its JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.contenders import REPO
+from benchmarks.harness import REPO
 
 pytestmark = pytest.mark.processes
 
@@ -28,7 +28,7 @@ CONFIG = {
 
 
 @pytest.mark.slow
-def test_the_last_line_has_this_project_s_figures_beside_its_peers(tmp_path: Path) -> None:
+def test_the_last_line_has_this_project_s_results_beside_its_peers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     sizes = ["--micro-batch-size", "2", "--sequence-length", "16", "--steps", "2"]
     command = [sys.executable, "-m", "benchmarks.step", "--model", str(tmp_path), *sizes]

@@ -279,6 +279,14 @@ def test_a_file_at_the_output_path_is_named(
     assert "the path or a parent folder is a file" in capsys.readouterr().err
 
 
+def test_the_standard_library_is_a_source(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    report = json.loads(run_data("prepare", "--source", "stdlib", "--out", out, "--json").stdout)
+    assert not report["was_ready"]
+    assert report["wall_s"] > report["worked_s"] > 0
+    assert load_meta(out).train_tokens == report["train_tokens"] > 10_000_000
+
+
 def test_help_is_fast_because_it_loads_no_library() -> None:
     probe = (
         "import sys; from payload.data.__main__ import main\n"

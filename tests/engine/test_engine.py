@@ -25,11 +25,11 @@ UP = (
 )
 NODES = ("dev-node-0", "dev-node-1")
 SAMPLE = ("default", "filestore", "bucket", "direct", "no-nat")
-"""Variants for `make test-all`."""
+"""Variants that run without `make test-seeds`."""
 
 
 def sampled(values: Iterable[Any], *, sample: Collection[Any]) -> list[Any]:
-    """Return parameters of which `make test-all` runs those in the sample."""
+    """Return parameters, marking those outside the sample for `make test-seeds`."""
     return [
         pytest.param(each, marks=() if each in sample else pytest.mark.seeds) for each in values
     ]
@@ -168,7 +168,7 @@ def test_what_was_made_although_the_answer_was_lost_is_made_again(
 def test_after_faults_one_down_leaves_nothing(
     engine: Engine, cloud: CloudStandIn, seed: int
 ) -> None:
-    """Ten faults a time: before or after the effect, an error or no answer, on any request."""
+    """Run with ten faults: an error or no answer, before or after the effect, on any request."""
     dice = random.Random(seed)
     cloud.operation_s = 0.02
     for _ in range(10):
@@ -229,7 +229,9 @@ def test_a_rehearsal_that_was_killed_is_named_and_can_be_taken_down(engine: Engi
     engine.wait_for_change(process)
     engine.kill(process)
     assert engine.left() != {}
-    assert engine.pulumi("stack", "--show-name").stdout.strip() == "dev"  # selected as before
+    assert (
+        engine.pulumi("stack", "--show-name").stdout.strip() == "dev"
+    )  # the selection has not changed
     asked = engine.orchestrate(*rehearse)
     (name,) = re.findall("(rehearsal-[0-9a-f]{8}) was not taken down", asked.stderr)
     done = engine.orchestrate("down", "--yes", "--without-collect", "--stack", name)

@@ -1,4 +1,4 @@
-"""The fake `pulumi` beside what a real one printed and left."""
+"""The fake `pulumi` compared with recorded output and state of a real one."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ _UP = ("pulumi", "up", "--yes", "--skip-preview")
 
 @pytest.fixture
 def fake(tmp_path: Path, cloud: CloudStandIn) -> Iterator[Engine]:
-    """A stack of two nodes on the fake."""
+    """Return a stack of two nodes on the fake."""
     with Engine(tmp_path / "own", cloud, env=os.environ, is_fake=True) as engine:
         engine.stack("init", "dev")
         engine.env["PULUMI_DEBUG_COMMANDS"] = "true"
         yield engine
 
 
-def with_events(engine: Engine, *words: str) -> tuple[Done, list[Document]]:
+def with_events(engine: Engine, *arguments: str) -> tuple[Done, list[Document]]:
     """Run an operation and return the lines of its event log."""
     log = engine.folder.parent / "events.jsonl"
     log.unlink(missing_ok=True)
-    done = engine.pulumi(*words, "--event-log", str(log))
+    done = engine.pulumi(*arguments, "--event-log", str(log))
     return done, [json.loads(line) for line in log.read_text().splitlines()]
 
 
 def recorded(case: str) -> list[Document]:
-    """The same of a real engine."""
+    """Return the recorded event log of a real engine."""
     return [json.loads(line) for line in (ENGINE / f"{case}.events.jsonl").read_text().splitlines()]
 
 
 def kinds(events: list[Document]) -> set[str]:
-    """Return each kind of event with the operation in it, of Google's resources."""
+    """Return kind and operation of each event of Google's resources."""
     found = set()
     for event in events:
         (kind,) = event.keys() - {"sequence", "timestamp"}
@@ -61,13 +61,13 @@ def kinds(events: list[Document]) -> set[str]:
 
 
 def fields(events: list[Document], kind: str) -> set[str]:
-    """Return the fields of the first event of this kind, those of a step's metadata included."""
+    """Return the fields of the first event of this kind, including a step's metadata."""
     body = next(event[kind] for event in events if kind in event)
     return {*body, *body.get("metadata", ())}
 
 
 def parsed(events: list[Document]) -> list[Event]:
-    """The events as `up` and `down` read them."""
+    """Return the events as `up` and `down` read them."""
     return [parse_event(json.dumps(event).encode()) for event in events]
 
 
@@ -86,7 +86,7 @@ def test_events_are_those_of_a_real_engine(fake: Engine, cloud: CloudStandIn) ->
         (empty, "destroy-empty"),
     ):
         assert kinds(events) == kinds(recorded(case))
-    lost = {"resOutputsEvent delete"}  # that run began with a refresh, which had seen it
+    lost = {"resOutputsEvent delete"}  # the recorded run began with a refresh, which had found it
     assert kinds(again) - lost == kinds(recorded("up-replace-lost-node"))
     for kind in ("preludeEvent", "resourcePreEvent", "resOutputsEvent", "summaryEvent"):
         assert fields(creation, kind) == fields(recorded("up-stockout"), kind)
@@ -101,13 +101,13 @@ def test_a_refusal_of_google_reads_as_the_providers(fake: Engine, cloud: CloudSt
     assert done.returncode == 1
     ends = {"resOpFailedEvent create", "diagnosticEvent error", "summaryEvent", "cancelEvent"}
     assert ends <= kinds(events) and ends <= kinds(recorded("up-exists"))
-    said = {each["diagnosticEvent"]["message"] for each in events if "diagnosticEvent" in each}
-    words = {
+    output = {each["diagnosticEvent"]["message"] for each in events if "diagnosticEvent" in each}
+    arguments = {
         each["diagnosticEvent"]["message"]
         for each in recorded("up-exists")
         if each.get("diagnosticEvent", {}).get("severity") == "error"
     }
-    assert words <= said
+    assert arguments <= output
 
 
 def test_a_killed_update_leaves_its_lock_and_what_it_was_doing(
@@ -185,7 +185,7 @@ def test_requests_are_repeated_as_the_provider_does(fake: Engine, cloud: CloudSt
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "output"),
     [
         (("stack", "select", "none"), "no stack named 'none' found"),
         (("stack", "output", "none"), "does not have output property 'none'"),
@@ -194,6 +194,8 @@ def test_requests_are_repeated_as_the_provider_does(fake: Engine, cloud: CloudSt
         (("new",), 'unknown command "new" for "pulumi"'),
     ],
 )
-def test_what_it_does_not_know_is_refused(fake: Engine, words: tuple[str, ...], said: str) -> None:
-    done = fake.pulumi(*words)
-    assert done.returncode == 1 and said in done.stderr
+def test_what_it_does_not_know_is_refused(
+    fake: Engine, arguments: tuple[str, ...], output: str
+) -> None:
+    done = fake.pulumi(*arguments)
+    assert done.returncode == 1 and output in done.stderr

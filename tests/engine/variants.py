@@ -1,4 +1,4 @@
-"""The stack variants that have to come up, stay as they are and go: settings by name."""
+"""Stack variants that must come up, stay unchanged and go down: settings by name."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "h100-mega": {"machineType": "a3-megagpu-8g", "nodeCount": 2, **_ANY_PRICE},
     "sixty-four-nodes": {"nodeCount": 64, **_ANY_PRICE},
 }
-"""Twenty-nine, those whose graphs are golden files among them."""
+"""Twenty-nine variants, including those with golden files."""
 
 CRYPTO_KEY = str(CASES["bucket"]["kmsKey"])

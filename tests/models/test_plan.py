@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.plan import CONFIGS, make_folder, words
+from benchmarks.plan import CONFIGS, make_folder, plan_arguments
 from payload.core.errors import ExitCode
 from payload.formats.hub_names import HubName
 from payload.weights.source import spec_on_hub
@@ -47,7 +47,7 @@ print(json.dumps({"codes": codes, "heavy": sorted(heavy)}))
 
 def planned(folders: list[Path], runs: Path) -> tuple[list[dict[str, object]], list[int], str]:
     """Plan each folder in one process: the plans, the exit codes, and what stderr has."""
-    arguments = json.dumps([words(folder, runs=runs) for folder in folders])
+    arguments = json.dumps([plan_arguments(folder, runs=runs) for folder in folders])
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM, arguments],
         cwd=REPO,

@@ -1,4 +1,4 @@
-"""Leaves out what boots a kernel with NFS where its programs are not installed."""
+"""Skips the tests that boot a kernel with NFS if its programs are not installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.left_out import leave_out
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave them out where the kernel or NFS's programs are not installed."""
+    """Deselect the tests if the kernel or NFS's programs are not installed."""
     problem = missing()
     if problem:
         unwanted = [item for item in items if item.get_closest_marker("nfs")]

@@ -1,7 +1,7 @@
-"""Export from a head, mount on two workers, train, and break the way between them.
+"""Export from a head, mount on two workers, train, and interrupt the connection between them.
 
-`python -m tests.nfs.inside OUT`. Each worker has network and mounts of its own, and the folder
-under the name that a node has it by. The bootstrap's script exports it on the head and mounts it
+`python -m tests.nfs.inside OUT`. Each worker has a separate network, separate mounts, and the
+folder under the path of a real node. The bootstrap's script exports it on the head and mounts it
 on the workers.
 """
 
@@ -37,20 +37,20 @@ exportfs -r && rpc.nfsd 0 && rpc.mountd && exec rpc.nfsd
 
 
 class Machine:
-    """The machine; `out` is a folder of the host."""
+    """The virtual machine with its nodes; `out` is a folder of the host."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
         self.nodes: list[int] = []
-        """A process of each worker, which has its network and its mounts."""
+        """A process of each worker, which keeps its network and mounts."""
         self.began_s = time.monotonic()
-        self.told: dict[str, Any] = {}
+        self.results: dict[str, Any] = {}
 
     def say(self, text: str) -> None:
         sys.stderr.write(f"[{time.monotonic() - self.began_s:6.1f}] {text}\n")
 
     def export(self) -> None:
-        """Let the bootstrap's script export the folder; there is no systemd to start the server."""
+        """Run the bootstrap's export script; without systemd, the server is started here."""
         Path("/run/bin/systemctl").write_text(_SYSTEMCTL, encoding="ascii")
         Path("/run/bin/systemctl").chmod(0o755)
         for folder in ("rpc_pipefs", "v4recovery", "nfsdcld"):
@@ -67,38 +67,40 @@ class Machine:
         Path("/etc/exports").touch()
         os.environ["PATH"] = f"/run/bin:{os.environ['PATH']}"
         run(f"bash {SCRIPT} export 10.60.0.0/24")
-        self.told["threads"] = int(Path("/proc/fs/nfsd/threads").read_text(encoding="ascii"))
-        self.told["grace_s"] = int(Path("/proc/fs/nfsd/nfsv4gracetime").read_text(encoding="ascii"))
+        self.results["threads"] = int(Path("/proc/fs/nfsd/threads").read_text(encoding="ascii"))
+        self.results["grace_s"] = int(
+            Path("/proc/fs/nfsd/nfsv4gracetime").read_text(encoding="ascii")
+        )
 
     def add_worker(self, index: int) -> None:
-        """Make a worker and let the bootstrap's script mount the folder there."""
+        """Make a worker, where the bootstrap's script mounts the folder."""
         node = subprocess.Popen(["unshare", *_OWN, "sleep", "infinity"])
         self.nodes.append(node.pid)
         own = Path("/proc/self/ns/net").readlink()
         wait_for(lambda: Path(f"/proc/{node.pid}/ns/net").readlink() != own, f"node-{index}")
-        # NFS servers tell clients apart by their names.
+        # NFS servers identify clients by their host names.
         self.on(index, ["hostname", f"node-{index}"])
         run(f"ip link add port{index} type veth peer name eth0 netns {node.pid}")
         run(f"ip link set port{index} master br0 up")
-        for words in ("lo up", "eth0 up"):
-            self.on(index, ["ip", "link", "set", *words.split()])
+        for setting in ("lo up", "eth0 up"):
+            self.on(index, ["ip", "link", "set", *setting.split()])
         self.on(index, ["ip", "addr", "add", f"10.60.0.{10 + index}/24", "dev", "eth0"])
-        # Its own disk, or the mount point would be the head's folder.
+        # A separate disk: otherwise the mount point would be the head's folder.
         self.on(index, ["mount", "-t", "tmpfs", "none", "/srv"])
         self.on(index, ["bash", str(SCRIPT), "mount", f"{HEAD}:/"])
 
-    def words(self, index: int, argv: Sequence[str]) -> list[str]:
-        """Return the command that runs another one on a node; 0 is the head."""
+    def command_on(self, index: int, argv: Sequence[str]) -> list[str]:
+        """Return the command prefix that runs a command on a node; 0 is the head."""
         if index == 0:
             return list(argv)
         return ["nsenter", f"--target={self.nodes[index - 1]}", *_OWN, "--", *argv]
 
     def on(self, index: int, argv: Sequence[str]) -> str:
-        """Run a command on a node; return what it printed."""
-        return run(self.words(index, argv))
+        """Run a command on a node; return its output."""
+        return run(self.command_on(index, argv))
 
     def train(self) -> Ranks:
-        """Start the three ranks of one run, each on a node, with the data from the folder."""
+        """Start three ranks of a run, each on a node, with the data in the folder."""
         ranks = []
         for rank in range(3):
             env = {
@@ -116,7 +118,7 @@ class Machine:
             program += ["--config", str(self.out / "run.toml")]
             log = (self.out / f"rank_{rank}.log").open("wb")
             ranks.append(
-                subprocess.Popen(self.words(rank, program), env=env, stdout=log, stderr=log)
+                subprocess.Popen(self.command_on(rank, program), env=env, stdout=log, stderr=log)
             )
         return ranks
 
@@ -128,7 +130,7 @@ class Machine:
     def outage(
         self, name: str, *, begin: str, end: str, ranks: list[subprocess.Popen[bytes]]
     ) -> None:
-        """Take the server away for a while; tell how far the run was, and what was named."""
+        """Stop the server for a while; return the run's steps and the reported troubles."""
         Path("/proc/sys/vm/drop_caches").write_text("3", encoding="ascii")
         before = self.step()
         self.say(f"{name} at step {before}")
@@ -143,40 +145,40 @@ class Machine:
         wait_for(
             lambda: self.step() > found["during"] + 5 or have_ended(ranks), f"steps after {name}"
         )
-        # NFS and the ranks connect again each in its own time.
+        # NFS and the ranks reconnect after different delays.
         watch = self.out / "watch.json"
         wait_for(lambda: watch.read_text(encoding="utf-8") == "{}", "the folder's answer")
         found["after"] = self.step()
         found["later"] = json.loads(watch.read_text(encoding="utf-8"))
-        self.told[name] = found
+        self.results[name] = found
         self.say(json.dumps(found))
 
     def try_folder(self) -> Any:
-        """Return what preflight finds of the folder on a worker."""
+        """Return preflight's findings about the folder on a worker."""
         return json.loads(self.on(1, [sys.executable, "-m", _HERE, "trial"]))
 
     def try_lock(self) -> list[int]:
-        """Return the statuses of a worker that locks a file, while the other one has it and after.
+        """Return the statuses of a worker's lock, while the other worker holds the file and after.
 
         huggingface_hub takes such a lock (flock) for each download into its cache.
         """
         file = f"{SHARED_FOLDER}/hub/lock"
         holder = subprocess.Popen(
-            self.words(2, ["flock", "--close", file, "sh", "-c", "echo; exec sleep 600"]),
+            self.command_on(2, ["flock", "--close", file, "sh", "-c", "echo; exec sleep 600"]),
             stdout=subprocess.PIPE,
         )
         assert holder.stdout is not None
         holder.stdout.readline()
-        attempt = self.words(1, ["flock", "--nonblock", file, "true"])
+        attempt = self.command_on(1, ["flock", "--nonblock", file, "true"])
         while_held = subprocess.run(attempt, check=False).returncode
         holder.kill()
         holder.wait()
         return [while_held, subprocess.run(attempt, check=False).returncode]
 
     def _kill_a_reader(self) -> float:
-        """Return how long SIGKILL takes to end a program that waits for the server."""
+        """Return the seconds until SIGKILL ends a program that waits for the server."""
         code = f"import os; os.statvfs({SHARED_FOLDER!r})"
-        reader = subprocess.Popen(self.words(1, [sys.executable, "-c", code]))
+        reader = subprocess.Popen(self.command_on(1, [sys.executable, "-c", code]))
         time.sleep(8.0)
         assert reader.poll() is None, "it did not wait for the server"
         began_s = time.monotonic()
@@ -186,7 +188,7 @@ class Machine:
 
 
 def run(command: str | Sequence[str]) -> str:
-    """Run a command to its end; return what it printed."""
+    """Run a command and return its output."""
     argv = command.split() if isinstance(command, str) else list(command)
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
@@ -195,7 +197,7 @@ def run(command: str | Sequence[str]) -> str:
 
 
 def wait_for(condition: Callable[[], bool], what: str, *, timeout_s: float = 900.0) -> None:
-    """Return once it holds."""
+    """Wait until the condition holds."""
     ends_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > ends_s:
@@ -204,12 +206,12 @@ def wait_for(condition: Callable[[], bool], what: str, *, timeout_s: float = 900
 
 
 def have_ended(ranks: Ranks) -> bool:
-    """Return True if one has ended."""
+    """Return True if a process has ended."""
     return any(rank.poll() is not None for rank in ranks)
 
 
 def watch(path: Path) -> None:
-    """Keep the folder's present troubles in a file, as a worker's heartbeat sends them."""
+    """Keep the folder's current troubles in a file, as a worker's heartbeat sends them."""
     folders = FolderWatch([SHARED_FOLDER], env=os.environ)
     while True:
         part = path.with_suffix(".part")
@@ -219,33 +221,33 @@ def watch(path: Path) -> None:
 
 
 def scenario(machine: Machine) -> None:
-    """Export, mount, train; restart the server and cut a worker's link meanwhile."""
+    """Export, mount and train; restart the server and cut a worker's link during the run."""
     machine.export()
     for index in (1, 2):
         machine.add_worker(index)
     machine.say("mounted")
     mounts = machine.on(1, ["cat", "/proc/self/mounts"]).splitlines()
-    machine.told["mount"] = next(line for line in mounts if f" {SHARED_FOLDER} nfs4 " in line)
-    machine.told["trial"] = json.loads(machine.on(1, [sys.executable, "-m", _HERE, "trial"]))
-    machine.told["locks"] = machine.try_lock()
+    machine.results["mount"] = next(line for line in mounts if f" {SHARED_FOLDER} nfs4 " in line)
+    machine.results["trial"] = json.loads(machine.on(1, [sys.executable, "-m", _HERE, "trial"]))
+    machine.results["locks"] = machine.try_lock()
     shutil.copytree(machine.out / "data", f"{SHARED_FOLDER}/data/tokens")
     look = [sys.executable, "-m", _HERE, "watch", str(machine.out / "watch.json")]
-    watching = subprocess.Popen(machine.words(1, look))
+    watching = subprocess.Popen(machine.command_on(1, look))
     ranks = machine.train()
     wait_for(lambda: machine.step() >= 5 or have_ended(ranks), "the first steps")
     machine.outage("restart", begin="rpc.nfsd 0", end="rpc.nfsd", ranks=ranks)
     machine.outage("cut", begin="ip link set port1 down", end="ip link set port1 up", ranks=ranks)
-    machine.told["exits"] = [rank.wait(900) for rank in ranks]
+    machine.results["exits"] = [rank.wait(900) for rank in ranks]
     watching.send_signal(signal.SIGKILL)
     machine.say("the run has ended")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Carry out one of the commands."""
+    """Run one of the commands."""
     if argv[0] == "trial":
         sys.stdout.write(json.dumps(FolderTrial(Path(SHARED_FOLDER)).result()))
         sys.stdout.flush()
-        # Not to wait for a thread whose look may never return.
+        # A blocked thread must not delay the exit.
         os._exit(0)
     if argv[0] == "watch":
         watch(Path(argv[1]))
@@ -254,9 +256,9 @@ def main(argv: Sequence[str]) -> int:
         scenario(machine)
     finally:
         kernel = run("dmesg").splitlines()
-        machine.told["kernel"] = [line for line in kernel if "nfs" in line.lower()]
-        text = json.dumps(machine.told, indent=1)
-        (machine.out / "told.json").write_text(text, encoding="utf-8")
+        machine.results["kernel"] = [line for line in kernel if "nfs" in line.lower()]
+        text = json.dumps(machine.results, indent=1)
+        (machine.out / "results.json").write_text(text, encoding="utf-8")
     return 0
 
 

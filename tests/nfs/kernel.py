@@ -1,6 +1,6 @@
-"""Boots user-mode Linux, a kernel of its own that is a process here, with NFS server and client.
+"""Boots user-mode Linux, a kernel that runs as a process, with NFS server and client.
 
-The host's kernel needs neither. The machine sees the host's files read-only, and `out` to write to.
+The host's kernel needs neither. The machine has the host's files read-only, and can write to `out`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _INIT = Path(__file__).with_name("init.sh")
 
 
 def missing() -> str | None:
-    """Return why no such kernel can be booted here, or None."""
+    """Return why this host cannot boot the kernel, or None."""
     if os.geteuid() != 0:
         return "it needs root"
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
@@ -29,11 +29,11 @@ def missing() -> str | None:
 
 
 def boot(out: Path, *, timeout_s: float) -> str:
-    """Run `tests.nfs.inside` on such a machine until it powers off; return the console's text."""
+    """Run `tests.nfs.inside` on a machine until it powers off; return the console's text."""
     (release,) = (path for path in _MODULES_AT.iterdir() if path.is_dir())
     kernel = ["linux.uml", "mem=2500M", "rootfstype=hostfs", "rootflags=/", "ro", f"init={_INIT}"]
     kernel += ["con=null", "con0=null,fd:1", "quiet"]
-    # The kernel hands what it does not know itself to init, as environment.
+    # init gets parameters that the kernel does not know as environment variables.
     kernel += [
         f"OUT={out}",
         f"PYTHON={sys.executable}",
@@ -42,7 +42,7 @@ def boot(out: Path, *, timeout_s: float) -> str:
     ]
     kernel += [f"MODULES={':'.join(str(release / each) for each in _loads(release))}"]
     with (out / "console.log").open("wb") as console:
-        # A session of its own: the kernel's processes end with it.
+        # A separate session, so that the kernel's processes end with it.
         process = subprocess.Popen(
             kernel,
             stdin=subprocess.DEVNULL,
@@ -61,7 +61,7 @@ def boot(out: Path, *, timeout_s: float) -> str:
 
 
 def _loads(release: Path) -> list[str]:
-    """Return the modules' files in an order in which each finds what it needs."""
+    """Return the modules' files ordered by their dependencies."""
     lines = (release / "modules.dep").read_text(encoding="ascii").splitlines()
     needs = dict(line.split(":", 1) for line in lines)
     found: list[str] = []

@@ -1,4 +1,4 @@
-"""Three nodes train from the head's NFS export; its server restarts and a link is cut meanwhile."""
+"""Three nodes train from the head's NFS export while its server restarts and a link is cut."""
 
 from __future__ import annotations
 
@@ -28,30 +28,32 @@ def test_a_run_on_nfs_waits_for_its_server_says_so_and_ends_as_without_an_outage
     config.write_text(few.format(data=f"{SHARED_FOLDER}/data/tokens"), encoding="utf-8")
     console = boot(tmp_path, timeout_s=3000)
     said = (tmp_path / "inside.log").read_text(encoding="utf-8")
-    told = json.loads((tmp_path / "told.json").read_text(encoding="utf-8"))
-    assert told.get("exits") == [0, 0, 0], said + console
+    results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert results.get("exits") == [0, 0, 0], said + console
 
-    # The bootstrap's script has made the server and the mount as docs/storage.md has them.
-    assert (told["threads"], told["grace_s"]) == (16, 20)
+    # Server and mount are as docs/storage.md describes them.
+    assert (results["threads"], results["grace_s"]) == (16, 20)
     for option in ("vers=4.1", "hard", "timeo=100", "retrans=1", "noatime", "nosuid", "nodev"):
-        assert option in told["mount"], told["mount"]
-    assert told["trial"]["mounted"] and told["trial"]["error"] is None, told["trial"]
-    assert told["trial"]["took_s"] is not None
+        assert option in results["mount"], results["mount"]
+    assert results["trial"]["mounted"] and results["trial"]["error"] is None, results["trial"]
+    assert results["trial"]["took_s"] is not None
 
-    # Nodes exclude each other by the lock that huggingface_hub takes for a download.
-    assert told["locks"] == [1, 0], told["locks"]
+    # huggingface_hub's lock for a download works between nodes.
+    assert results["locks"] == [1, 0], results["locks"]
 
     named = "has not answered for"
     for name in ("restart", "cut"):
-        outage = told[name]
+        outage = results[name]
         assert named in outage["troubles"][SHARED_FOLDER], outage
-        # It went on by itself, and nothing is named any more.
+        # The run continued by itself, and no trouble is reported.
         assert outage["after"] > outage["during"] and outage["later"] == {}, outage
-    assert told["cut"]["trial"]["took_s"] is None, told["cut"]
-    assert told["cut"]["killed_after_s"] < 5.0
-    assert any("not responding, still trying" in line for line in told["kernel"]), told["kernel"]
+    assert results["cut"]["trial"]["took_s"] is None, results["cut"]
+    assert results["cut"]["killed_after_s"] < 5.0
+    assert any("not responding, still trying" in line for line in results["kernel"]), results[
+        "kernel"
+    ]
 
-    # The same run from a local folder, with nothing in its way.
+    # The same run from a local folder, without an outage.
     config.write_text(few.format(data=tokens), encoding="utf-8")
     whole = tmp_path / "whole"
     done = run(torchrun(3, *train_program(whole, config)), env=rank_env())

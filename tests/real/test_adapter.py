@@ -1,4 +1,4 @@
-"""SmolLM2's adapter trains as PEFT's does on transformers' model."""
+"""SmolLM2's adapter trains like PEFT's on transformers' model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real chat model learns an instruction set with an adapter, and others load what came of it."""
+"""A real chat model learns an instruction set with an adapter, and other libraries load it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.smollm2 import smollm2_folder
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.usefixtures("one_thread")]
 
 LENGTH, STEPS = 256, 60
-# On a CPU that emulates bf16 the job would take an hour.
+# On a CPU that emulates bf16 the run would take an hour.
 DTYPE = "fp32" if has_bf16() is False else "bf16"
 DEADLINE_S = 560
 QUESTION = "Write the docstring of this Python function.\n\ndef add(a, b):\n    return a + b"
@@ -48,7 +48,7 @@ def data(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with an adapter of rank 16 on every linear layer."""
+    """Return a run with an adapter of rank 16 on every linear layer."""
     folder = tmp_path_factory.mktemp("docstrings") / "run"
     config = folder.with_suffix(".toml")
     config.write_text(

@@ -1,4 +1,4 @@
-"""A pretrained model, end to end: loss, continued pretraining, the same tokens, a chat, GGUF."""
+"""A pretrained model, end to end: loss, continued pretraining, equal tokens, a chat, GGUF."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def model() -> Path:
 
 @pytest.fixture(scope="module")
 def data(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The docstrings of some of the standard library's modules, by the model's tokenizer."""
+    """Return a data folder of docstrings of the standard library, by the model's tokenizer."""
     import argparse
     import asyncio
     import collections
@@ -101,7 +101,7 @@ def data(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(model: Path, data: Path, large_folder: Path) -> Path:
-    """A run of thirty small steps from the model's weights."""
+    """Return a run of thirty small steps from the model's weights."""
     folder = large_folder / "run"
     config = folder.with_suffix(".toml")
     config.write_text(
@@ -249,7 +249,7 @@ def test_lm_evaluation_harness_takes_a_checkpoint_by_the_documented_command(
 
 
 def install_harness(folder: Path) -> None:
-    """Install the harness, and what it imports besides our own packages, into `folder`."""
+    """Install the harness and its additional dependencies into `folder`."""
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder)]
     done = subprocess.run([*pip, *HARNESS], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -282,7 +282,7 @@ def test_a_gguf_of_it_gives_the_same_greedy_tokens_in_transformers(
     file = tmp_path / "out.gguf"
     assert export(["--checkpoint", str(model), "--format", "gguf", "--out", str(file)]) == 0
     tokens = AutoTokenizer.from_pretrained(model)(PROMPT, return_tensors="pt")["input_ids"]
-    # The weights are in bf16 as they are, so the export rounds nothing.
+    # The weights are already in bf16, so the export rounds nothing.
     found, expected = (
         each.generate(tokens, max_new_tokens=24, do_sample=False)
         for each in (of_transformers(tmp_path, gguf_file=file.name), of_transformers(model))

@@ -1,1 +1,1 @@
-"""Machines to test on, made and not mocked: `with Rig([user_data, user_data]) as rig:`."""
+"""Real machines for tests: `with Rig([user_data, user_data]) as rig:`."""

@@ -1,4 +1,4 @@
-"""SSH from the operator's place on a rig's network, with the host keys that the rig knows."""
+"""SSH from the operator on a rig's network, with the rig's host keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def ssh(
     options: Sequence[str] = (),
     timeout_s: float = 60,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `command` there; strict host keys, nothing asked."""
+    """Run `command` on a machine, with strict host keys and without prompts."""
     known_hosts = key.parent / f"known_hosts.{machine.full_name}"
     lines = [f"{machine.address} {host_key}\n" for host_key in machine.host_keys()]
     known_hosts.write_text("".join(lines), encoding="utf-8")

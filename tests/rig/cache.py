@@ -1,4 +1,4 @@
-"""A cache of what is made once and kept between runs: each thing a folder, whole or absent."""
+"""A cache between test runs: each entry is a folder, complete or absent."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _KEPT_S = 7 * 24 * 3600
 
 
 def cache_dir() -> Path:
-    """Where root images and wheels are."""
+    """Return the folder of root images and wheels."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "tileforge" / "rig"
 
 
 def cached(kind: str, *, recipe: Sequence[str], build: Callable[[Path], None]) -> Path:
-    """The folder made by `build` from `recipe`; made now if it is not there.
+    """Return the folder that `build` makes from `recipe`, and make it if it is missing.
 
-    Another process that wants the same waits. Folders of the kind that follow other recipes stay
-    for a week after their last use: a rig of another checkout may run from them.
+    Another process that needs the same folder waits. Folders of the same kind from other recipes
+    stay for a week after their last use, as a rig of another checkout can run from them.
     """
     key = hashlib.sha256(json.dumps(list(recipe)).encode()).hexdigest()[:16]
     folder = cache_dir() / f"{kind}-{key}"
@@ -36,7 +36,7 @@ def cached(kind: str, *, recipe: Sequence[str], build: Callable[[Path], None]) -
         if not folder.is_dir():
             partial = folder.with_name(f"{folder.name}.partial")
             if partial.exists():
-                # debootstrap, if it was killed, leaves /proc and /sys mounted.
+                # A killed debootstrap leaves /proc and /sys mounted.
                 for mount in mounts_below(partial):
                     run(["umount", mount])
                 shutil.rmtree(partial)
@@ -52,7 +52,7 @@ def cached(kind: str, *, recipe: Sequence[str], build: Callable[[Path], None]) -
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds the file's lock; waits for it."""
+    """Wait for the file's lock and hold it."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,6 +1,6 @@
-"""Removes all that a rig made. As a program it waits for the rig's process to end, then does it.
+"""Removes a rig. Run as a program, it waits for the rig's process to end, then removes the rig.
 
-Everything of a rig carries its name: the folder, network namespaces, processes, control groups.
+The rig's folder, network namespaces, processes and control groups all have its name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NSPAWN = Path("/run/systemd/nspawn")
 
 
 def remove_leftovers() -> None:
-    """Remove rigs whose process and reaper are both gone."""
+    """Remove rigs without a process and without a reaper."""
     cache_dir().mkdir(parents=True, exist_ok=True)
     with locked(cache_dir() / "live.lock"):
         for folder in sorted((cache_dir() / "live").glob("tfrig-*")):
@@ -39,7 +39,7 @@ def remove_leftovers() -> None:
 
 
 def lock_of(folder: Path) -> Path:
-    """The file that is locked while the rig lives; beside the folder, so that it goes last."""
+    """Return the lock file of the rig, which is next to its folder and removed last."""
     return folder.with_name(f"{folder.name}.lock")
 
 
@@ -53,10 +53,10 @@ def _is_held(path: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """End and remove the rig whose folder this is. Raises RigError if something stays."""
+    """End and remove the rig in this folder. Raises RigError if something remains."""
     name = folder.name
     assert name.startswith("tfrig-"), folder
-    wait_until(lambda: _kill(name), what=f"{name}: end of its processes", timeout_s=20)
+    wait_until(lambda: _kill(name), what=f"{name}: its processes to end", timeout_s=20)
     for mount in mounts_below(folder):
         root = mount.stat()
         (_NSPAWN / "locks" / f"inode-{root.st_dev}:{root.st_ino}").unlink(missing_ok=True)
@@ -71,11 +71,11 @@ def remove(folder: Path) -> None:
 
 
 def _kill(name: str) -> bool:
-    """Kill what is left of the rig's processes; true if there was nothing."""
+    """Kill the rig's remaining processes; return True if there was nothing to kill."""
     pids = set(pids_with_argument(f"--machine={name}-"))
     for network in NETWORKS.glob(f"{name}*"):
         pids.update(pids_in_network(network.name))
-    # A thread of the test may be within the operator's network while the test ends.
+    # A thread of the test can be in the operator's network while the test ends.
     pids -= {os.getpid(), os.getppid()}
     for pid in pids:
         try:
@@ -87,7 +87,7 @@ def _kill(name: str) -> bool:
 
 def _remove_traces(machine: str) -> None:
     for group in own_cgroups(machine):
-        # Processes leave their group a moment after they are gone from everywhere else.
+        # Processes leave their group a moment after they end.
         wait_until(partial(_remove_group, group), what=f"end of {group}", timeout_s=10)
     shutil.rmtree(_NSPAWN / "propagate" / machine, ignore_errors=True)
     (_NSPAWN / "locks" / machine).unlink(missing_ok=True)
@@ -104,7 +104,7 @@ def _remove_group(group: Path) -> bool:
 
 
 def main() -> int:
-    """Wait until standard input closes, which the rig's process does when it ends or dies."""
+    """Wait until standard input closes, which happens when the rig's process ends or is killed."""
     sys.stdin.buffer.read()
     try:
         remove(Path(sys.argv[1]))

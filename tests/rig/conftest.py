@@ -1,4 +1,4 @@
-"""Deselects, and says so, what boots machines where none can be booted; fixtures for the rest."""
+"""Skips the tests that boot machines where this is impossible, and has fixtures for the others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.left_out import leave_out
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what boots machines where none can be booted."""
+    """Deselect tests that boot machines if no machine can be booted."""
     problem = missing()
     if problem:
         rig = [item for item in items if item.get_closest_marker("rig")]
@@ -39,13 +39,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def operator_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The operator's folder: the key of cluster `rig`, inventory, runs."""
+    """Return the operator's folder, with the key of cluster `rig`, the inventory and the runs."""
     return tmp_path_factory.mktemp("operator")
 
 
 @pytest.fixture(scope="session")
 def operator_key(operator_folder: Path) -> Path:
-    """A private key, made as the program makes one; the public one is beside it."""
+    """Return a private key made by the program; the public key is next to it."""
     path = operator_key_path(operator_folder, cluster="rig")
     public = make_operator_key(path)
     path.with_suffix(".pub").write_text(public + "\n", encoding="ascii")
@@ -54,11 +54,11 @@ def operator_key(operator_folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def from_nothing(operator_key: Path) -> Iterator[Rig]:
-    """Four machines that boot for the first time from the image, with nothing prepared.
+    """Yield four machines that boot for the first time from the unprepared image.
 
-    The first three become ready: two from the default stack's own text, node-2 from a wheelhouse
-    and with no package index. node-3 is asked for a package that does not exist. The tests leave
-    them as they find them.
+    The first three become ready: two with the default stack's user-data, node-2 from a wheelhouse
+    without a package index. node-3 requests a package that does not exist. Tests must not change
+    the machines.
     """
     public = operator_key.with_suffix(".pub").read_text(encoding="ascii")
     default = node_user_data(public)
@@ -73,13 +73,13 @@ def from_nothing(operator_key: Path) -> Iterator[Rig]:
 
 @pytest.fixture(scope="session")
 def machines(from_nothing: Rig) -> list[Machine]:
-    """The head and two workers, made ready by nothing but their own bootstrap."""
+    """Return the head and two workers, which only their bootstrap has prepared."""
     return from_nothing.machines[:3]
 
 
 @pytest.fixture(scope="session")
 def operator(from_nothing: Rig, operator_folder: Path, operator_key: Path) -> Operator:
-    """Has the cluster's key, and tokens in the environment."""
+    """Return an operator with the cluster's key, and with tokens in the environment."""
     found = from_nothing.inventory(physical_cores=physical_cores() or 1)
     nodes = tuple(replace(node, numa_domains=numa_domains() or 1) for node in found.nodes[:3])
     return Operator(
@@ -92,9 +92,9 @@ def operator(from_nothing: Rig, operator_folder: Path, operator_key: Path) -> Op
 
 @pytest.fixture(scope="session")
 def trained_by_mpirun(operator: Operator, machines: list[Machine]) -> RunPaths:
-    """A run of `FEW_STEPS` steps by mpirun on the three machines."""
-    code, said = operator.do(*operator.run_words("far", f"train.steps={FEW_STEPS}"))
-    assert code == ExitCode.OK and "3 node(s) through mpirun" in said, said
+    """Return a run of `FEW_STEPS` steps by mpirun on the three machines."""
+    code, output = operator.do(*operator.run_words("far", f"train.steps={FEW_STEPS}"))
+    assert code == ExitCode.OK and "3 node(s) through mpirun" in output, output
     return operator.paths("far")
 
 
@@ -103,7 +103,7 @@ FEW_STEPS, TINY_STEPS = 6, 40
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    """Three machines with Slurm, and the storage of other engines, with a run of `TINY_RUN`."""
+    """Yield three machines with Slurm and other engines' storage, and a run of `TINY_RUN`."""
     folder = tmp_path_factory.mktemp("shared")
     storage = folder / "storage"
     for each in (storage, storage / "runs"):

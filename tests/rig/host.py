@@ -1,4 +1,4 @@
-"""The rig's needs of its host: root, programs, processes, control groups."""
+"""The rig's requirements of its host: root, programs, processes, control groups."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PROGRAMS = (
 
 
 class RigError(Exception):
-    """The rig could not do what a test asked of it."""
+    """The rig could not carry out an action of a test."""
 
 
 def missing() -> str | None:
-    """Return the reason why no machine can be booted here, in one line, or None."""
+    """Return why this host cannot boot machines, in one line, or None."""
     if os.geteuid() != 0:
         return "booting machines needs root"
     absent = [program for program in PROGRAMS if shutil.which(program) is None]
@@ -28,7 +28,7 @@ def missing() -> str | None:
 
 
 def run(argv: Sequence[str | Path], *, timeout_s: float = 60) -> str:
-    """Return the standard output of a command. Raises RigError with what it said if it fails."""
+    """Return the stdout of a command. Raises RigError with its output if it fails."""
     done = subprocess.run(
         argv,
         stdin=subprocess.DEVNULL,
@@ -45,7 +45,7 @@ def run(argv: Sequence[str | Path], *, timeout_s: float = 60) -> str:
 
 
 def wait_until(condition: Callable[[], bool], *, what: str, timeout_s: float) -> None:
-    """Return once `condition` holds. Raises RigError naming `what` did not come in time."""
+    """Wait until `condition` holds. Raises RigError with `what` after the timeout."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -54,29 +54,29 @@ def wait_until(condition: Callable[[], bool], *, what: str, timeout_s: float) ->
 
 
 def processes() -> Iterator[Path]:
-    """The /proc folder of every process."""
+    """Yield the /proc folder of every process."""
     return (path for path in Path("/proc").iterdir() if path.name.isdigit())
 
 
 def pids_in_network(namespace: str) -> list[int]:
-    """Processes in the named network namespace, those inside a machine included."""
+    """Return the processes in the network namespace, including those inside a machine."""
     try:
-        wanted = (Path("/run/netns") / namespace).stat()
+        network_stat = (Path("/run/netns") / namespace).stat()
     except FileNotFoundError:
         return []
     found = []
     for process in processes():
         try:
-            there = (process / "ns" / "net").stat()
+            process_stat = (process / "ns" / "net").stat()
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # it ended, or is a container's of which this host is a guest
-        if (there.st_dev, there.st_ino) == (wanted.st_dev, wanted.st_ino):
+            continue  # it ended, or belongs to the container that runs this host
+        if (process_stat.st_dev, process_stat.st_ino) == (network_stat.st_dev, network_stat.st_ino):
             found.append(int(process.name))
     return found
 
 
 def pids_with_argument(prefix: str) -> list[int]:
-    """Processes with a command-line argument that begins with `prefix`."""
+    """Return the processes with a command-line argument that begins with `prefix`."""
     found = []
     for process in processes():
         try:
@@ -89,14 +89,14 @@ def pids_with_argument(prefix: str) -> list[int]:
 
 
 def mounts_below(folder: Path) -> list[Path]:
-    """Mount points within the folder, the innermost first."""
+    """Return the mount points in the folder, the innermost first."""
     lines = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
     points = [Path(line.split(" ")[1]) for line in lines]
     return [point for point in reversed(points) if folder in point.parents]
 
 
 def own_cgroups(name: str) -> list[Path]:
-    """Control groups for one machine, to be made by the caller; none where systemd makes them.
+    """Return the control groups that a machine's creator must make; empty with systemd.
 
     Two machines in one group would end each other's services.
     """

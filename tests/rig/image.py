@@ -1,7 +1,7 @@
-"""The root that machines boot from: Debian 12 as its cloud images are, made once and kept.
+"""The root file system of machines: Debian 12 like its cloud images, made once and cached.
 
-Beside it lies a package repository with what bootstrap installs, so that a machine without
-internet runs the real `apt-get update` and `apt-get install`.
+Next to it is a package repository with the packages that bootstrap installs, so that a machine
+without internet runs the real `apt-get update` and `apt-get install`.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _SOURCES = f"deb [trusted=yes] file:{PACKAGES_ON_MACHINE} ./\n"
 def root_image() -> Path:
     """Return the folder of `root`, `packages` and `archive.list`.
 
-    The first call takes two minutes and the network.
+    The first call takes two minutes and needs the network.
     """
-    wanted = NodeBootstrap(authorized_keys=(), version="").packages()
-    # Of several names Debian's is the last.
-    offered = tuple(names.rpartition("|")[2] for names in wanted)
+    required = NodeBootstrap(authorized_keys=(), version="").packages()
+    # Debian's name is the last of several.
+    offered = tuple(names.rpartition("|")[2] for names in required)
     recipe = (SUITE, *_BASE, *offered, _CLOUD_CFG, _SOURCES, "2")
     return cached("image", recipe=recipe, build=lambda folder: _build(folder, offered))
 
 
 def archive_sources() -> str:
-    """Return apt's line for Debian's archive, as debootstrap has written it."""
+    """Return the line for Debian's archive that debootstrap wrote for apt."""
     return (root_image() / _ARCHIVE).read_text(encoding="utf-8")
 
 
@@ -51,7 +51,7 @@ def _build(folder: Path, offered: Sequence[str]) -> None:
     packages.mkdir()
     bootstrap = ["debootstrap", "--variant=minbase", f"--include={','.join(_BASE)}"]
     run([*bootstrap, SUITE, root], timeout_s=1200)
-    # apt and not --include: debootstrap does not know the virtual packages that it depends on.
+    # apt and not --include: debootstrap cannot resolve virtual packages.
     _apt_get(root, packages, "update")
     _apt_get(root, packages, "install", "cloud-init")
     _apt_get(root, packages, "install", "--download-only", *offered)
@@ -61,7 +61,7 @@ def _build(folder: Path, offered: Sequence[str]) -> None:
     sources.write_text(_SOURCES, encoding="utf-8")
     (root / "etc/cloud/cloud.cfg.d/99-rig.cfg").write_text(_CLOUD_CFG, encoding="utf-8")
     (root / "etc/machine-id").write_text("", encoding="utf-8")
-    # Each machine makes its own, and none knows the names of the host's network.
+    # Each machine makes its own, and resolves no names of the host's network.
     for path in [*root.glob("etc/ssh/ssh_host_*"), root / "etc/resolv.conf", root / "etc/hostname"]:
         path.unlink(missing_ok=True)
     for path in (root / "var/lib/apt/lists").glob("*_*"):
@@ -69,7 +69,7 @@ def _build(folder: Path, offered: Sequence[str]) -> None:
 
 
 def _apt_get(root: Path, packages: Path, *arguments: str) -> None:
-    """apt-get within the root, on the host's network; downloads go to `packages`."""
+    """Run apt-get in the root, on the host's network; downloads go to `packages`."""
     nspawn = ["systemd-nspawn", "--quiet", "--register=no", "--keep-unit", "--as-pid2", "--pipe"]
     nspawn += ["--resolv-conf=replace-host", "--suppress-sync=yes", f"--directory={root}"]
     nspawn += [f"--bind={packages}:/var/cache/apt/archives"]
@@ -79,7 +79,7 @@ def _apt_get(root: Path, packages: Path, *arguments: str) -> None:
 
 
 def write_package_index(folder: Path) -> None:
-    """Make the .deb files of a folder a repository that apt reads by its path."""
+    """Make a folder of .deb files a repository that apt reads by its path."""
     entries = []
     for path in sorted(folder.glob("*.deb")):
         control = run(["dpkg-deb", "--field", path]).strip()

@@ -10,24 +10,24 @@ from tests.rig.sweep import processes_of
 from tests.support.waiting import wait_until
 
 HOME = "home/trainer"
-# What a person's shell may have, and no node is told.
+# Variables of a person's shell that no node must get.
 CANARIES = {
     "HF_TOKEN": "hf_canary7Qm2xWvT",
     "GOOGLE_APPLICATION_CREDENTIALS": "/nowhere/canary4Zr9.json",
     "AWS_SECRET_ACCESS_KEY": "canaryUe83LkPd",
 }
-# The account's own services, which it has without us.
+# The account's own services, which run without a run.
 _SERVICES = ("/lib/systemd/systemd --user", "(sd-pam)")
 
 
 def is_quiet(machine: Machine) -> bool:
-    """Return True if the account has no process but its own services."""
+    """Return True if the account only runs its user services."""
     mine = [process for process in processes_of(machine) if process.user == "trainer"]
     return all(process.command in _SERVICES for process in mine)
 
 
 def marked(machine: Machine) -> list[str]:
-    """Processes that belong to a run, whoever has them."""
+    """Return the processes of a run under any user."""
     words = ("payload", "mpirun", "hydra")
     found = []
     for process in processes_of(machine):
@@ -37,10 +37,10 @@ def marked(machine: Machine) -> list[str]:
 
 
 def assert_nothing_is_left(machines: list[Machine], operator_key: Path) -> None:
-    """No process of a run, no key of one, no session."""
+    """Assert that the machines have no process, no key and no session of a run."""
     for machine in machines:
         assert not marked(machine)
-        wait_until(partial(is_quiet, machine), what=f"{machine.name}: end of the last session")
+        wait_until(partial(is_quiet, machine), what=f"{machine.name}: the last session to end")
         ssh = machine.root / HOME / ".ssh"
         public = operator_key.with_suffix(".pub").read_text(encoding="ascii")
         assert (ssh / "authorized_keys").read_text(encoding="ascii").strip() == public.strip()

@@ -1,4 +1,4 @@
-"""One machine: a real systemd, cloud-init and sshd, its own network, disk and host keys."""
+"""A machine with a real systemd, cloud-init and sshd, and its own network, disk and host keys."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from tests.rig.host import RigError, own_cgroups, pids_in_network, run, wait_unt
 from tests.rig.network import Link
 
 _PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-# Joins each control group named before `--`, then becomes what comes after.
+# Joins each control group named before `--`, then executes the command after it.
 _IN_CGROUPS = 'while [ "$1" != -- ]; do echo $$ >"$1/cgroup.procs"; shift; done; shift; exec "$@"'
 
 
 @dataclass(slots=True)
 class Machine:
-    """A machine of a rig; the rig makes and ends it."""
+    """A machine of a rig, which creates and ends it."""
 
     name: str
     full_name: str
-    """Unique on this host; also its network namespace."""
+    """Name of the machine and its network namespace, unique on this host."""
     link: Link
     folder: Path
     binds: tuple[str, ...]
-    """Folders of the host that it sees read-only, each as `HERE:THERE`."""
+    """Folders of the host that are mounted read-only, each as `HOST_PATH:MACHINE_PATH`."""
     shared: tuple[str, ...] = ()
-    """The same for those that it writes to."""
+    """Folders of the host that the machine can write to."""
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     @property
     def address(self) -> str:
-        """Where the operator and the other machines reach it."""
+        """The machine's address for the operator and the other machines."""
         return self.link.address
 
     @property
     def root(self) -> Path:
-        """Its file system, seen from the host."""
+        """Path of the machine's file system on the host."""
         return self.folder / "root"
 
     def mount(
         self, layers: Sequence[Path], *, user_data: str, hosts: str, disk_mib: int | None
     ) -> None:
-        """Lay its disk over the layers, the uppermost first, with cloud-init's seed on it.
+        """Mount its disk over the layers, the uppermost first, with cloud-init's seed.
 
-        `disk_mib` is what can be written to it; None is what the host has.
+        `disk_mib` is its writable size; None means all space of the host.
         """
         disk = self.folder / "disk"
         disk.mkdir(parents=True)
@@ -59,7 +59,7 @@ class Machine:
         for path in (self.root, upper, work):
             path.mkdir()
         lower = ":".join(map(str, layers))
-        # volatile: else each unmount waits until all that was written is on the host's disk.
+        # volatile: otherwise each unmount flushes everything to the host's disk.
         options = f"lowerdir={lower},upperdir={upper},workdir={work},volatile"
         run(["mount", "-t", "overlay", self.full_name, "-o", options, self.root])
         seed = self.root / "var/lib/cloud/seed/nocloud"
@@ -70,12 +70,12 @@ class Machine:
         (self.root / "etc/hosts").write_text(hosts, encoding="utf-8")
 
     def start(self) -> None:
-        """Power on; returns when its systemd runs."""
+        """Power on and wait until systemd runs."""
         self.power_on()
         self.wait_for_systemd()
 
     def power_on(self) -> None:
-        """Let it boot."""
+        """Start the machine without waiting."""
         cgroups = own_cgroups(self.full_name)
         for group in cgroups:
             group.mkdir(exist_ok=True)
@@ -94,22 +94,22 @@ class Machine:
                 stdout=console,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # A machine's administrator may set its network's parameters.
+                # A machine's administrator can set its network parameters.
                 env={**os.environ, "SYSTEMD_NSPAWN_API_VFS_WRITABLE": "network"},
             )
 
     def wait_for_systemd(self) -> None:
-        """Return once its systemd runs."""
+        """Wait until systemd runs."""
         wait_until(self._answers, what=f"{self.name}: systemd", timeout_s=60)
 
     def wait_for_ssh(self, *, timeout_s: float = 30) -> None:
-        """Return once its sshd listens."""
+        """Wait until sshd listens."""
         wait_until(self._listens_on_22, what=f"{self.name}: sshd", timeout_s=timeout_s)
 
     def exec(
         self, argv: Sequence[str], *, check: bool = True, timeout_s: float = 60
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on the machine, as root. Raises RigError if it fails and `check`."""
+        """Run a command as root on the machine. Raises RigError if it fails and `check` is true."""
         done = subprocess.run(
             [*self._enter(), *argv],
             stdin=subprocess.DEVNULL,
@@ -131,7 +131,7 @@ class Machine:
     ) -> subprocess.Popen[str]:
         """Start a command that ends with all its processes, as a container does.
 
-        It runs as root with no environment but `env`; its output is the returned process's.
+        It runs as root with only `env` as its environment; the returned process has its output.
         """
         service = ["systemd-run", "--quiet", "--pipe", "--wait", "--collect", f"--unit={name}"]
         service += [f"--setenv={key}={value}" for key, value in env.items()]
@@ -149,25 +149,25 @@ class Machine:
         self.exec(["systemctl", "kill", "--signal=KILL", name], check=False)
 
     def host_keys(self) -> tuple[str, ...]:
-        """Its public host keys, each as `type base64`."""
+        """Return its public host keys, each as `type base64`."""
         files = sorted((self.root / "etc/ssh").glob("ssh_host_*_key.pub"))
         return tuple(" ".join(path.read_text(encoding="utf-8").split()[:2]) for path in files)
 
     def live_root(self) -> Path:
-        """Its file system as it sees it now, with what it holds in memory."""
+        """Return the file system as the machine sees it, including file systems in memory."""
         leader = self._leader()
         if leader is None:
             raise RigError(f"{self.name} is not running")
         return Path(f"/proc/{leader}/root")
 
     def user_name(self, uid: int) -> str:
-        """Who has this number there."""
+        """Return the name of a user id on the machine."""
         rows = (self.root / "etc/passwd").read_text(encoding="utf-8").splitlines()
         names = {int(row.split(":")[2]): row.split(":")[0] for row in rows}
         return names.get(uid, str(uid))
 
     def pids(self) -> list[int]:
-        """All its processes, by their numbers on the host."""
+        """Return the host's ids of all its processes."""
         return pids_in_network(self.link.machine)
 
     def bootstrap_state(self) -> dict[str, Any] | None:
@@ -179,7 +179,7 @@ class Machine:
         return state
 
     def cut_link(self) -> None:
-        """From now on nothing comes through, and nobody is told."""
+        """Drop all traffic of its link silently."""
         self.link.unplug()
 
     def restore_link(self) -> None:
@@ -187,7 +187,7 @@ class Machine:
         self.link.plug()
 
     def cut_from(self, other: Machine) -> None:
-        """Nothing from here reaches the other machine, silently; all else goes on."""
+        """Drop traffic to the other machine silently; other traffic continues."""
         self.link.misdirect(other.address)
 
     def restore_to(self, other: Machine) -> None:
@@ -195,7 +195,7 @@ class Machine:
         self.link.redirect(other.address)
 
     def limit(self, *, mbit_per_s: float) -> None:
-        """Let no more than this through its link, each way."""
+        """Limit the rate of its link, each way."""
         self.link.limit(mbit_per_s)
 
     def unlimit(self) -> None:
@@ -203,7 +203,7 @@ class Machine:
         self.link.unlimit()
 
     def freeze(self) -> None:
-        """Stop every process on it; its connections stay open and silent."""
+        """Stop every process; its connections stay open without traffic."""
         wait_until(lambda: self._signal(signal.SIGSTOP, but="T"), what="freeze", timeout_s=60)
 
     def thaw(self) -> None:
@@ -211,25 +211,25 @@ class Machine:
         self._signal(signal.SIGCONT, but="")
 
     def kill(self) -> None:
-        """Take its power away: the link goes first, so no peer gets a farewell."""
+        """Power it off; the link goes down first, so that no peer gets a closing packet."""
         self.cut_link()
         wait_until(lambda: self._signal(signal.SIGKILL, but="Z"), what="kill", timeout_s=60)
         self.wait_for_end()
 
     def stop(self) -> None:
-        """Shut it down in order."""
+        """Shut it down regularly."""
         assert self._process is not None, "it was not started"
         self._process.terminate()
         self.wait_for_end(timeout_s=60)
 
     def reboot(self) -> None:
-        """Shut it down in order and start it again, with the same disk, until SSH answers."""
+        """Shut it down and start it again with the same disk, and wait until SSH answers."""
         self.stop()
         self.start()
         self.wait_for_ssh()
 
     def wait_for_end(self, *, timeout_s: float = 10) -> None:
-        """Return once it is off. Raises RigError if that takes too long."""
+        """Wait until it is off. Raises RigError after the timeout."""
         if self._process is None:
             return
         try:
@@ -238,7 +238,7 @@ class Machine:
             raise RigError(f"{self.name} did not end within {timeout_s:g} s") from None
 
     def console(self) -> str:
-        """The end of what it printed while it booted."""
+        """Return the end of its boot output."""
         path = self.folder / "console.log"
         return path.read_text(encoding="utf-8", errors="replace")[-4000:]
 
@@ -269,7 +269,7 @@ class Machine:
         return [*enter, "env", "-i", "--chdir=/", _PATH, "HOME=/root", "LANG=C.UTF-8"]
 
     def _leader(self) -> int | None:
-        """Its process 1, by its number on the host."""
+        """Return the host's id of its process 1."""
         for pid in pids_in_network(self.link.machine):
             numbers = _status(pid).get("NSpid", "").split()
             if len(numbers) > 1 and numbers[-1] == "1":
@@ -277,15 +277,15 @@ class Machine:
         return None
 
     def _signal(self, number: signal.Signals, *, but: str) -> bool:
-        """Send it to all its processes but those in the state `but`; true if there were none."""
+        """Signal all processes except those in state `but`; return True if there were no others."""
         states = {pid: _status(pid).get("State", "Z")[0] for pid in self.pids()}
-        wanted = [pid for pid, state in states.items() if state != but and state != "Z"]
-        for pid in wanted:
+        targets = [pid for pid, state in states.items() if state != but and state != "Z"]
+        for pid in targets:
             try:
                 os.kill(pid, number)
             except ProcessLookupError:
                 continue
-        return not wanted
+        return not targets
 
 
 def _status(pid: int) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""A disk layer with a repository of what monitoring installs: Debian's packages, and a stand-in.
+"""A disk layer with a repository of monitoring's packages: Debian's, and a stand-in for Grafana.
 
-Grafana is in no Debian archive, so its package here is a small one of the same name and version,
-whose service listens where Grafana's settings say. Everything else is what a node installs.
+Grafana is not in Debian's archive, so a small package with the same name and version replaces it;
+its service listens on the address in Grafana's settings. The other packages are a node's own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WantedBy=multi-user.target
 
 
 def monitoring_layer() -> Path:
-    """Return the layer for `Rig(layers=[...])`; the first call takes seconds and the network."""
+    """Return the layer for `Rig(layers=[...])`; the first call needs the network."""
     recipe = (root_image().name, *_PACKAGES, GRAFANA_VERSION, _SERVICE, "1")
     return cached("monitoring", recipe=recipe, build=_build)
 
@@ -39,7 +39,7 @@ def _build(folder: Path) -> None:
     lists = folder.with_name("monitoring.list")
     lists.write_text(archive_sources(), encoding="utf-8")
     nspawn = ["systemd-nspawn", "--quiet", "--register=no", "--keep-unit", "--as-pid2", "--pipe"]
-    # Nothing of the image changes: what the command writes there is in memory.
+    # The image does not change: the command writes into memory.
     nspawn += ["--volatile=overlay", "--resolv-conf=replace-host", f"--directory={image}"]
     nspawn += [f"--bind={packages}:/srv/new", f"--bind-ro={lists}:/etc/apt/sources.list"]
     apt = "apt-get -qq -y --no-install-recommends -o Acquire::Retries=3"

@@ -1,7 +1,7 @@
-"""A rig's network: a bridge in a network namespace of its own, and one namespace per machine.
+"""A rig's network: a bridge in a separate network namespace, and a namespace per machine.
 
-Nothing of it touches the host's own network, so every rig has the same addresses and any number of
-rigs run side by side.
+It is separate from the host's network, so every rig has the same addresses and any number of rigs
+can run side by side.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from tests.rig.host import run
 
 GATEWAY = "10.77.0.1"
 INTERFACE = "ens4"
-"""The machines' interface, by its name on Compute Engine."""
+"""Name of the machines' interface, as on Compute Engine."""
 
 _CLONE_NEWNET = 0x40000000
 
 
 def address_of(index: int) -> str:
-    """Address of the machine with this index."""
+    """Return the address of the machine with this index."""
     return f"10.77.0.{11 + index}"
 
 
 def make_operator_network(namespace: str) -> None:
-    """The namespace that the operator works from, with the bridge."""
+    """Create the namespace of the operator, with the bridge."""
     run(["ip", "netns", "add", namespace])
     run(["ip", "-n", namespace, "link", "set", "lo", "up"])
-    # By itself the bridge's hardware address follows its ports'.
+    # By default the bridge's hardware address follows its ports'.
     bridge = ["link", "add", "br0", "address", "02:00:00:00:00:01", "type", "bridge"]
     run(["ip", "-n", namespace, *bridge])
     run(["ip", "-n", namespace, "addr", "add", f"{GATEWAY}/24", "dev", "br0"])
@@ -43,14 +43,14 @@ class Link:
     """The cable between one machine and the bridge."""
 
     operator: str
-    """Network namespace with the bridge; the cable's end there has the machine's name."""
+    """Network namespace of the bridge, where the cable's end has the machine's name."""
     machine: str
     """The machine's network namespace."""
     port: str
     address: str
 
     def make(self) -> None:
-        """Lay the cable and give the machine its address."""
+        """Create the cable and set the machine's address."""
         run(["ip", "netns", "add", self.machine])
         ends = [self.port, "type", "veth", "peer", "name", INTERFACE, "netns", self.machine]
         run(["ip", "-n", self.operator, "link", "add", *ends])
@@ -66,11 +66,11 @@ class Link:
         run(["bridge", "-n", self.operator, "link", "set", "dev", self.port, "state", "3"])
 
     def unplug(self) -> None:
-        """The bridge drops all of it, while the machine's interface stays up."""
+        """Make the bridge drop all traffic, while the machine's interface stays up."""
         run(["bridge", "-n", self.operator, "link", "set", "dev", self.port, "state", "0"])
 
     def misdirect(self, address: str) -> None:
-        """Send what is for the address to a card that nobody has."""
+        """Send traffic for the address to a hardware address that does not exist."""
         nobody = ["lladdr", "02:00:00:00:00:ff", "nud", "permanent"]
         neighbour = ["neighbour", "replace", address, "dev", INTERFACE]
         run(["ip", "-n", self.machine, *neighbour, *nobody])
@@ -80,8 +80,8 @@ class Link:
         run(["ip", "-n", self.machine, "neighbour", "delete", address, "dev", INTERFACE])
 
     def limit(self, mbit_per_s: float) -> None:
-        """Let no more than this through, each way."""
-        # A burst of 10 ms, and never less than one segment that the card would have cut up.
+        """Limit the rate, each way."""
+        # A burst of 10 ms, and at least one unsegmented packet (TSO).
         burst_bytes = max(65536, int(mbit_per_s * 1e6 / 8 * 0.01))
         shape = ["root", "tbf", "rate", f"{int(mbit_per_s * 1000)}kbit"]
         shape += ["burst", str(burst_bytes), "latency", "200ms"]
@@ -89,7 +89,7 @@ class Link:
             run(["tc", "-n", namespace, "qdisc", "replace", "dev", device, *shape])
 
     def unlimit(self) -> None:
-        """Let everything through again."""
+        """Remove the limit."""
         for namespace, device in self._ends():
             run(["tc", "-n", namespace, "qdisc", "delete", "dev", device, "root"])
 
@@ -99,7 +99,7 @@ class Link:
 
 @contextmanager
 def joined(namespace: str) -> Iterator[None]:
-    """This thread, and threads that it starts meanwhile, have the network of `namespace`."""
+    """Move this thread, and threads that it starts, into the network of `namespace`."""
     libc = ctypes.CDLL(None, use_errno=True)
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:

@@ -1,8 +1,8 @@
-"""A disk layer with all that bootstrap installs, for tests of what comes after bootstrap.
+"""A disk layer with everything that bootstrap installs, for tests of later steps.
 
-A machine on it still boots for the first time and runs its own user-data: own host keys, own
-accounts, own state. Bootstrap only finds the packages and the environment there, and so takes
-seconds instead of a minute.
+A machine on it still boots for the first time and runs its user-data, with new host keys, accounts
+and state. Bootstrap finds packages and environment installed, and takes seconds instead of a
+minute.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.rig.wheelhouse import wheelhouse
 
 FILES = BootstrapFiles.load(ROOT / "bootstrap")
 
-# Of a key pair of which the private half was never kept.
+# The private key of this pair was discarded.
 _NOBODY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIDQC5oFuLD7OiNkh4CSiD2bpP7Kvt2AR4GIGfBKesYne"
 _OF_ONE_MACHINE = ("var/lib/cloud", "var/lib/tileforge", "var/log", "home/trainer/.ssh")
 
@@ -38,10 +38,10 @@ def node_user_data(
     wheelhouse: str = "",
     bucket: str = "none",
 ) -> str:
-    """User-data that makes a machine of the rig ready for the owner of the key.
+    """Return user-data that makes a machine of the rig ready for the owner of the key.
 
-    With a key alone it is, word for word, what `pulumi up` gives the nodes of a stack with
-    default settings.
+    With only a key it equals the user-data that `pulumi up` gives the nodes of a stack with default
+    settings.
     """
     config = ClusterConfig(os_login_user=os_login_user, wheelhouse=wheelhouse, bucket=bucket)
     keys = () if os_login_user else (public_key,)
@@ -50,14 +50,14 @@ def node_user_data(
 
 
 def layer() -> Path:
-    """The layer for `Rig(layers=[layer()])`; the first call takes a minute or two."""
+    """Return the layer for `Rig(layers=[layer()])`; the first call takes one or two minutes."""
     return _cached(_build)
 
 
 def keep(machine: Machine) -> None:
-    """Make the layer, if there is none yet, from a machine that has just become ready by itself.
+    """Make the layer, if it is missing, from a machine that has just become ready.
 
-    The machine is shut down for it and started again.
+    The machine is shut down and started again.
     """
 
     def copy(folder: Path) -> None:
@@ -85,7 +85,7 @@ def _build(folder: Path) -> None:
 
 
 def _copy_disk(machine: Machine, folder: Path) -> None:
-    # As cp and not by Python: overlayfs keeps deletions as devices and attributes.
+    # cp and not Python: overlayfs stores deletions as devices and attributes.
     run(["cp", "--archive", f"{machine.folder}/disk/upper/.", folder], timeout_s=600)
     for name in _OF_ONE_MACHINE:
         shutil.rmtree(folder / name)

@@ -1,4 +1,4 @@
-"""A rig: machines on a network of their own, from user-data to sshd, that leaves nothing behind."""
+"""A rig: machines on a separate network, from user-data to sshd, which leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from tests.rig.whole import Whole
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# In memory, as a disk that tells its device of every file that goes (mount option discard) can take
-# 4 ms a file, minutes a machine.
+# In memory: a disk mounted with `discard` can take 4 ms per deleted file, minutes per machine.
 _PLENTY_MIB = 8192
 _FILLED_MIB = 2560
 """Memory for a machine's writes: its environment takes 2 GB."""
@@ -35,11 +34,11 @@ _REMOVAL_S = 900
 
 
 class Rig(Whole):
-    """Boots one machine for each user-data: `with Rig([text, text]) as rig: rig.machines[0]...`.
+    """Boots a machine per user-data: `with Rig([text, text]) as rig: rig.machines[0]...`.
 
-    They are named node-0, node-1, ...; the first is the head. Nothing on the host's own network
-    reaches them: what acts as the operator runs with `operator_argv` or within `joined()`.
-    The rig ends with the `with` block, or when this process dies in whatever way.
+    They are named node-0, node-1, ...; the first is the head. The host's own network cannot reach
+    them: the operator's commands run with `operator_argv` or within `joined()`. The rig ends with
+    the `with` block, or when this process ends or is killed.
     """
 
     def __init__(
@@ -53,13 +52,14 @@ class Rig(Whole):
         binds: Sequence[str] = (),
         shared: Sequence[str] = (),
     ) -> None:
-        """`layers`: what lies over the image, as `prepared.layer()`; `wheels`: of these extras.
+        """`layers`: disk layers over the image; `wheels`: extras whose wheels machines get.
 
-        `disk_mib`: what each machine can write, in the host's memory; None is plenty, there if it
-        has room, else on the host's disk.
-        `without_index`: machines whose pip finds nothing by itself; that of the others takes the
-        wheelhouse for its package index.
-        `binds`, `shared`: folders of this host that all machines read, or write to (`HERE:THERE`).
+        `disk_mib`: writable size of each machine in the host's memory; None means a large disk, in
+        memory if there is room, otherwise on the host's disk.
+        `without_index`: machines whose pip has no package index; the others use the wheelhouse as
+        their index.
+        `binds`, `shared`: folders of this host that all machines can read, or also write to
+        (`HOST_PATH:MACHINE_PATH`).
         """
         self.user_data = list(user_data)
         self.name = f"tfrig-{secrets.token_hex(3)}"
@@ -73,7 +73,7 @@ class Rig(Whole):
         self._reaper: subprocess.Popen[bytes] | None = None
 
     def _make(self) -> None:
-        """Boot the machines; cloud-init is then under way. Raises RigError."""
+        """Boot the machines, where cloud-init then starts. Raises RigError."""
         problem = missing()
         if problem:
             raise RigError(problem)
@@ -95,7 +95,7 @@ class Rig(Whole):
             machine.wait_for_systemd()
 
     def wait_for_bootstrap(self, *, timeout_s: float = 300) -> dict[str, dict[str, Any]]:
-        """The last bootstrap state of every machine, once all have come to an end."""
+        """Wait until every bootstrap has ended; return the last state of each machine."""
 
         def ended() -> bool:
             return all((m.bootstrap_state() or {}).get("ok") is not None for m in self.machines)
@@ -108,15 +108,15 @@ class Rig(Whole):
         return {machine.name: machine.bootstrap_state() or {} for machine in self.machines}
 
     def operator_argv(self, argv: Sequence[str | Path]) -> list[str]:
-        """The command that runs `argv` on this host with the rig's network."""
+        """Return the command that runs `argv` on this host in the rig's network."""
         return ["nsenter", f"--net=/run/netns/{self.name}", "--", *map(str, argv)]
 
     def joined(self) -> AbstractContextManager[None]:
-        """Within it, this thread has the rig's network, and so have threads that it starts."""
+        """Move this thread, and threads that it starts, into the rig's network."""
         return joined(self.name)
 
     def inventory(self, *, physical_cores: int = 1, memory_gib: float = 4.0) -> ClusterInventory:
-        """Return the machines' inventory, with their present host keys."""
+        """Return the machines' inventory with their current host keys."""
         nodes = tuple(
             Node(
                 name=machine.name,
@@ -137,7 +137,7 @@ class Rig(Whole):
         )
 
     def _start_reaper(self) -> Path:
-        """Make the rig's folder, locked for as long as this process or the reaper lives."""
+        """Make the rig's folder, locked while this process or the reaper runs."""
         folder = cache_dir() / "live" / self.name
         with locked(cache_dir() / "live.lock"):
             folder.parent.mkdir(exist_ok=True)
@@ -164,12 +164,12 @@ class Rig(Whole):
             self.machines.append(Machine(name, full_name, link, folder / name, *folders))
 
     def _hosts(self) -> str:
-        """Every machine knows every name, as the cloud's DNS has it."""
+        """Let every machine resolve every name, as in the cloud's DNS."""
         lines = [f"{machine.address} {machine.name}" for machine in self.machines]
         return "\n".join(["127.0.0.1 localhost", *lines]) + "\n"
 
     def _end(self) -> None:
-        """The reaper does it all, as it would if this process were killed."""
+        """Let the reaper remove everything, as if this process were killed."""
         if self._reaper is None or self._reaper.stdin is None:
             return
         self._reaper.stdin.close()
@@ -177,10 +177,10 @@ class Rig(Whole):
         for machine in self.machines:
             machine.wait_for_end()
         if status:
-            raise RigError(f"{self.name}: something could not be removed; see above")
+            raise RigError(f"{self.name}: could not be removed completely; see above")
 
 
 def _plenty_mib(*, machines: int) -> int | None:
-    """Size of each machine's disk if the host's memory has room for all, else None."""
+    """Return the size of each machine's disk if all fit into the host's memory, or None."""
     available_mib = psutil.virtual_memory().available / 2**20
     return _PLENTY_MIB if available_mib > machines * _FILLED_MIB else None

@@ -1,6 +1,6 @@
-"""A small Slurm cluster on machines of the rig: a login node with the controller, and two nodes.
+"""A small Slurm cluster on the rig: a login node with the controller, and two nodes.
 
-The three share a folder. Engines other than Slurm are imitated on the same machines.
+The three machines share a folder. Tests also imitate other engines on them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.rig.slurm_layer import slurm_layer
 
 SHARED = "/shared"
 CODE, VENV = "/srv/tileforge", "/srv/venv"
-"""This checkout, and the environment that runs the tests; machines only read them."""
+"""This checkout and the environment of the tests, which machines mount read-only."""
 PACKAGES = f"{VENV}/lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
 IMAGE_ENV = {
     "PATH": f"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:{VENV}/bin",
@@ -26,9 +26,9 @@ IMAGE_ENV = {
     "HOME": "/root",
     "OMP_NUM_THREADS": "1",
 }
-"""The environment of an image with the payload: Debian's Python, and the venv's Intel MPI."""
+"""Environment of an image with the payload: Debian's Python and the venv's Intel MPI."""
 _USER_DATA = "#cloud-config\n{}\n"
-# No control groups of Slurm's own, and two cores a node whatever this host has.
+# Slurm makes no control groups, and every node has two cores.
 _CONF = """\
 ClusterName=rig
 SlurmctldHost=node-0
@@ -55,15 +55,15 @@ PartitionName=main Nodes=node-[1-2] Default=YES MaxTime=INFINITE State=UP
 
 
 class SlurmCluster:
-    """Types commands on the login node as the user `trainer`, in the shared folder."""
+    """Runs commands on the login node as the user `trainer`, in the shared folder."""
 
     def __init__(self, rig: Rig, folder: Path) -> None:
         self.login, *self.nodes = rig.machines
         self.folder = folder
-        """The shared folder, seen from this host."""
+        """Path of the shared folder on this host."""
 
     def boot(self) -> None:
-        """Start Slurm everywhere; returns when both nodes are idle."""
+        """Start Slurm on all machines, and wait until both nodes are idle."""
         for machine in (self.login, *self.nodes):
             (machine.live_root() / "etc/slurm/slurm.conf").write_text(_CONF, encoding="ascii")
         self.login.exec(["sh", "-c", "mkdir -p /var/lib/slurm/slurmctld /var/log/slurm"])
@@ -79,33 +79,33 @@ class SlurmCluster:
         machine.exec(["systemctl", "start", "munge", "slurmd"])
 
     def slurm(self, line: str) -> str:
-        """Return what one of Slurm's commands prints, as root."""
+        """Run one of Slurm's commands as root; return its output."""
         return self.login.exec(shlex.split(line), check=False).stdout.strip()
 
     def do(
         self, *arguments: str, before: Sequence[str] = (), timeout_s: float = 200
     ) -> tuple[int, str]:
-        """Type a command of orchestrate; return its exit code and all that it said.
+        """Run a command of orchestrate; return its exit code and output.
 
-        `before` are words in front of it.
+        `before` is a command prefix.
         """
-        words = [*before, "python3", "-m", "payload.orchestrate", *arguments]
-        return self.type(words, timeout_s=timeout_s)
+        argv = [*before, "python3", "-m", "payload.orchestrate", *arguments]
+        return self.type(argv, timeout_s=timeout_s)
 
     def type(
         self, command: Sequence[str], *, folder: str = SHARED, timeout_s: float = 200
     ) -> tuple[int, str]:
-        """Type any command in `folder`; return its exit code and all that it said."""
+        """Run a command in `folder`; return its exit code and output."""
         env = ["HOME=/home/trainer", f"PYTHONPATH={CODE}:{PACKAGES}", "TERM=dumb"]
         shell = ["sh", "-c", f"cd {folder} && exec {shlex.join(command)}"]
-        words = ["runuser", "-u", "trainer", "--", "env", *env, *shell]
-        done = self.login.exec(words, check=False, timeout_s=timeout_s)
+        argv = ["runuser", "-u", "trainer", "--", "env", *env, *shell]
+        done = self.login.exec(argv, check=False, timeout_s=timeout_s)
         return done.returncode, done.stdout + done.stderr
 
 
 @contextmanager
 def slurm_cluster(folder: Path, *, shared: Mapping[Path, str]) -> Iterator[SlurmCluster]:
-    """Three machines with Slurm that share `folder`, and what `shared` places elsewhere."""
+    """Yield three machines with Slurm that share `folder` and the mounts in `shared`."""
     places = {folder: SHARED, **shared}
     for each in places:
         each.chmod(0o777)

@@ -1,6 +1,6 @@
-"""A disk layer with Debian's Slurm and munge, over the image: what a small cluster's nodes have.
+"""A disk layer with Debian's Slurm and munge over the image, as on a small cluster's nodes.
 
-The trainer's packages are this environment's own: machines see them under /srv.
+The trainer's packages are those of this environment, mounted under /srv.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from tests.rig.host import run
 from tests.rig.image import archive_sources, root_image
 
 _PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
-# With this host's name server, which machines do not reach, each look-up of a name takes 10 s.
+# Machines cannot reach this host's name server, so that each lookup would take 10 s.
 _CHANGED = ("etc/apt/sources.list", "etc/resolv.conf")
 
 
 def slurm_layer() -> Path:
-    """Return the layer for `Rig(layers=[...])`; the first call takes seconds and the network."""
+    """Return the layer for `Rig(layers=[...])`; the first call needs the network."""
     recipe = (root_image().name, *_PACKAGES, "3")
     return cached("slurm", recipe=recipe, build=_build)
 
 
 def _build(folder: Path) -> None:
-    """Install the packages over the image; what the installation changes is the layer."""
+    """Install the packages over the image; the changes are the layer."""
     work, root = folder.with_name("slurm.work"), folder.with_name("slurm.root")
     for path in (work, root):
         path.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Looks everywhere for what must not be there: keys, tokens, processes, loose file modes."""
+"""Searches machines for leaks: keys, tokens, processes, loose file modes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
 from tests.rig.machine import Machine
 
-# Debian's and the environment's own files, which bootstrap takes as they are.
+# Files of Debian and of the environment, which bootstrap does not change.
 _PACKAGED = tuple(f"usr/{name}" for name in ("bin", "include", "lib", "libexec", "sbin", "share"))
 _NOT_OURS = (*_PACKAGED, "opt/tileforge/venv")
-# Not on the disk, so not in the overlay.
+# Not on the disk, and so not in the overlay.
 _IN_MEMORY = ("run", "tmp", "dev/shm")
 
 
@@ -31,18 +31,18 @@ class Process:
 
 
 def key_needles(name: str, text: bytes) -> dict[str, bytes]:
-    """Return the traces of an ed25519 key: lines of its file, its 32 bytes, plain and in hex."""
+    """Return the traces of an ed25519 key: lines of its file, and its 32 bytes, raw and in hex."""
     key = load_ssh_private_key(text, password=None)
     assert isinstance(key, Ed25519PrivateKey)
     seed = key.private_bytes_raw()
-    # The first line after the header is the same in every key without a passphrase.
+    # All keys without a passphrase have the same first line after the header.
     lines = [line for line in text.splitlines()[2:-1] if len(line) > 40]
     found = {f"{name}, {line[:8].decode()}...": line for line in lines}
     return {**found, f"{name}, bytes": seed, f"{name}, hex": seed.hex().encode()}
 
 
 def files_on(machine: Machine) -> Iterator[tuple[str, Path]]:
-    """Every file that was written on the machine since its image was made, by its path there."""
+    """Yield every file that the machine wrote since its image, by the machine's path."""
     upper = machine.folder / "disk" / "upper"
     yield from _files(upper, skip=_NOT_OURS)
     for folder in _IN_MEMORY:
@@ -51,18 +51,18 @@ def files_on(machine: Machine) -> Iterator[tuple[str, Path]]:
 
 
 def files_in(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Every file below a folder of this host, by its path in there."""
+    """Yield every file below a folder of this host, by its path in the folder."""
     return _files(folder)
 
 
 def holders(files: Iterable[tuple[str, Path]], needles: Mapping[str, bytes]) -> dict[str, set[str]]:
-    """By file: which of the needles are in it; files without are left out."""
+    """Return the needles in each file that has any."""
     found: dict[str, set[str]] = {}
     for name, path in files:
         try:
             content = path.read_bytes()
         except FileNotFoundError:
-            continue  # a run's files come and go
+            continue  # a run creates and removes files
         names = {needle for needle, value in needles.items() if value in content}
         if names:
             found[name] = names
@@ -70,7 +70,7 @@ def holders(files: Iterable[tuple[str, Path]], needles: Mapping[str, bytes]) -> 
 
 
 def processes_of(machine: Machine) -> list[Process]:
-    """All its living processes."""
+    """Return all running processes."""
     found = []
     for pid in machine.pids():
         entry = Path(f"/proc/{pid}")
@@ -87,12 +87,12 @@ def processes_of(machine: Machine) -> list[Process]:
 
 
 def mode_of(path: Path) -> str:
-    """`600`, as chmod takes it."""
+    """Return the mode as chmod reads it, such as `600`."""
     return f"{stat.S_IMODE(path.stat().st_mode):o}"
 
 
 def writable_by_others(folder: Path) -> list[str]:
-    """Files and folders that somebody else than their owner may write to."""
+    """Return files and folders that other users than their owner can write to."""
     everything = [folder, *folder.rglob("*")]
     loose = [path for path in everything if not path.is_symlink() and path.stat().st_mode & 0o022]
     return [str(path) for path in loose]

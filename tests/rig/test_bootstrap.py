@@ -1,4 +1,4 @@
-"""Machines made ready by cloud-init from the rendered user-data, and one that cannot be."""
+"""Machines that cloud-init prepares from the rendered user-data, and one whose bootstrap fails."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ready(rig: Rig) -> Machine:
 
 @pytest.fixture
 def failed(rig: Rig) -> Machine:
-    """The one that was asked for a package that does not exist."""
+    """Return the machine that requested a package that does not exist."""
     return rig.machines[3]
 
 
@@ -86,7 +86,7 @@ def test_the_trainer_has_torch_and_mpirun(rig: Rig, ready: Machine, operator_key
 
 
 def test_what_torch_compile_and_the_kernels_build_with_is_there(ready: Machine) -> None:
-    """Inductor's C++ includes Python.h and uses OpenMP; a model compiles in tests/train."""
+    """Inductor's C++ includes Python.h and uses OpenMP; tests/train compiles a model."""
     program = "#include <Python.h>\n#include <omp.h>\nint count = omp_get_max_threads();\n"
     (ready.root / "var/tmp/x.cpp").write_text(program, encoding="ascii")
     asked = "import sysconfig; print(sysconfig.get_paths()['include'])"
@@ -103,7 +103,7 @@ def test_a_session_of_the_trainer_has_the_limits(
     stack, stack_hard, memlock, files = done.stdout.split()
     assert (stack, stack_hard) == ("65536", "unlimited")
     capabilities = ready.exec(["grep", "CapBnd", "/proc/1/status"]).stdout.split()[1]
-    # A guest without CAP_SYS_RESOURCE (24) cannot raise these two, and neither can its machines.
+    # A guest without CAP_SYS_RESOURCE (24) and its machines cannot raise these two.
     if int(capabilities, 16) >> 24 & 1:
         assert (memlock, files) == ("unlimited", "1048576")
 
@@ -125,7 +125,7 @@ def test_who_has_no_key_is_refused(
 ) -> None:
     done = ssh(rig, ready, "true", key=operator_key, user=user, options=options)
     assert done.returncode == 255
-    # In brackets: the ways that sshd offers. A password is not among them.
+    # In brackets: the methods that sshd offers, without a password.
     assert "Permission denied (publickey)." in done.stderr
 
 
@@ -219,7 +219,7 @@ def test_on_a_prepared_disk_a_machine_is_soon_ready_with_keys_of_its_own(
         assert rig.machines[0].host_keys() != rig.machines[1].host_keys()
         done = ssh(rig, rig.machines[1], "hostname; id -un", key=operator_key)
         assert done.stdout == "node-1\ntrainer\n", done.stderr
-        # Google's agent would make the user; that it alone may log in is decided before.
+        # Google's agent would make the user; sshd already admits only this user.
         assert "allowusers ada_example_com\n" in rig.machines[2].exec(["sshd", "-T"]).stdout
         assert (rig.machines[2].root / "var/lib/systemd/linger/ada_example_com").exists()
         keys = rig.machines[2].root / "home/trainer/.ssh/authorized_keys"

@@ -1,4 +1,4 @@
-"""From machines that were never started to results at home; what must not be left on the way."""
+"""From the first boot of machines to collected results, without leaks on the way."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.rig, pytest.mark.timeout(1800)]
 ENDLESS = ("train.steps=100000", "train.checkpoint_every=0")
 OPERATOR_KEY = ".cluster/rig/id_ed25519"
 HOST_KEYS = tuple(f"etc/ssh/ssh_host_{kind}_key" for kind in ("ecdsa", "ed25519"))
-# Some of what the search must have seen.
+# Some files that the search must find.
 SWEPT = (
     "var/lib/cloud/seed/nocloud/user-data",
     "var/lib/cloud/seed/nocloud/meta-data",
@@ -50,8 +50,8 @@ def test_three_machines_from_nothing_train_what_one_machine_trains(
     trained_by_mpirun: RunPaths,
 ) -> None:
     assert [(m.bootstrap_state() or {})["ok"] for m in machines] == [True, True, True]
-    code, said = operator.do(*operator.on_cluster("preflight"), "--json")
-    assert code == ExitCode.OK, said
+    code, output = operator.do(*operator.on_cluster("preflight"), "--json")
+    assert code == ExitCode.OK, output
     far = trained_by_mpirun
     result = summary(far.root)
     assert (result["world_size"], result["nodes"], result["status"]) == (3, 3, "finished")
@@ -59,9 +59,9 @@ def test_three_machines_from_nothing_train_what_one_machine_trains(
     assert (far.checkpoint(STEPS) / "model.safetensors").exists()
     assert all(far.rank_log(rank).exists() for rank in range(3))
     assert_nothing_is_left(machines, operator_key)
-    words = operator.local_words("near", f"train.steps={STEPS}", "launch.ranks_per_node=3")
-    code, said = operator.do(*words)
-    assert code == ExitCode.OK, said
+    arguments = operator.local_words("near", f"train.steps={STEPS}", "launch.ranks_per_node=3")
+    code, output = operator.do(*arguments)
+    assert code == ExitCode.OK, output
     assert summary(operator.paths("near").root)["world_size"] == 3
     assert losses(far.root) == pytest.approx(losses(operator.paths("near").root), rel=1e-5)
 
@@ -76,9 +76,9 @@ def test_attach_sees_the_end_of_a_run_whose_operator_was_killed(
     finish(killed)
     there = machines[0].root / HOME / "tileforge/runs/kept"
     assert len(metrics(there)) < steps
-    code, said = operator.do("attach", "kept")
-    assert code == ExitCode.OK, said
-    # `losses` sees to it that every step is there once, in order.
+    code, output = operator.do("attach", "kept")
+    assert code == ExitCode.OK, output
+    # `losses` checks that every step appears once, in order.
     assert len(losses(operator.paths("kept").root)) == steps
     assert summary(operator.paths("kept").root)["status"] == "finished"
     assert_nothing_is_left(machines, operator_key)
@@ -87,8 +87,8 @@ def test_attach_sees_the_end_of_a_run_whose_operator_was_killed(
 def test_no_secret_is_anywhere_but_in_its_own_file_and_stop_leaves_no_process(
     operator: Operator, machines: list[Machine], operator_key: Path
 ) -> None:
-    code, said = operator.do(*operator.run_words("one", *ENDLESS), "--detach")
-    assert code == ExitCode.OK, said
+    code, output = operator.do(*operator.run_words("one", *ENDLESS), "--detach")
+    assert code == ExitCode.OK, output
     follower = operator.start("attach", "one")
     operator.wait_for_a_step("one")
     run_key = files_in_run_key(machines[0])["id_ed25519"]
@@ -108,16 +108,16 @@ def test_no_secret_is_anywhere_but_in_its_own_file_and_stop_leaves_no_process(
         assert set(SWEPT) <= set(files)
         assert set(holders(files.items(), needles)) == allowed
         allowed = set(HOST_KEYS)
-    # The same eyes see what is there.
+    # The same search finds planted secrets.
     told = Path(f"/proc/{follower.pid}/environ").read_bytes()
     assert all(value.encode() in told for value in CANARIES.values())
     typed = Path(f"/proc/{follower.pid}/cmdline").read_bytes()
     assert typed and not [name for name, value in needles.items() if value in typed]
     assert_modes(operator, machines, operator_key)
-    code, said = operator.do("stop", "one")
-    assert code == ExitCode.OK and "no process of the run is left on any node" in said, said
-    code, said = finish(follower)
-    assert code == INTERRUPTED, said
+    code, output = operator.do("stop", "one")
+    assert code == ExitCode.OK and "no process of the run is left on any node" in output, output
+    code, output = finish(follower)
+    assert code == INTERRUPTED, output
     assert_nothing_is_left(machines, operator_key)
     for machine in machines:
         assert set(holders(files_on(machine), needles)) == set(HOST_KEYS)
@@ -126,13 +126,13 @@ def test_no_secret_is_anywhere_but_in_its_own_file_and_stop_leaves_no_process(
 
 
 def files_in_run_key(head: Machine) -> dict[str, Path]:
-    """Return the head's files of run `one`'s key."""
+    """Return the head's key files of run `one`."""
     (folder,) = (head.root / HOME / ".ssh/tileforge").glob("one.*")
     return {path.name: path for path in folder.iterdir()}
 
 
 def assert_modes(operator: Operator, machines: list[Machine], operator_key: Path) -> None:
-    """Keys for their owner alone, and nothing of a run for others to write."""
+    """Only owners can read keys, and other users cannot write files of a run."""
     of_run = files_in_run_key(machines[0])
     assert {name: mode_of(path) for name, path in of_run.items()} == {
         "id_ed25519": "600",

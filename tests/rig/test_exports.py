@@ -1,4 +1,4 @@
-"""The command parts of exported files train on machines, started as each engine starts them."""
+"""The commands in exported files train on machines, started as each engine starts them."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ def exported(engine: str, *overrides: str, ranks_per_node: int = 2) -> ExportJob
 
 
 def run_of(cluster: SlurmCluster, engine: str) -> Path:
-    """Return the run's folder, which is in the storage."""
+    """Return the run's folder in the storage."""
     return cluster.folder / "storage" / "runs" / engine
 
 
 def assert_trained(
     cluster: SlurmCluster,
     engine: str,
-    wanted: Sequence[float],
+    expected: Sequence[float],
     *,
     world_size: int,
     rel: float = 1e-6,
 ) -> None:
-    """The run is finished, with the losses of one process."""
+    """Assert that the run finished with the losses of one process."""
     run = run_of(cluster, engine)
     result = summary(run)
     assert (result["status"], result["world_size"]) == ("finished", world_size)
-    assert losses(run) == pytest.approx(wanted, rel=rel)
-    assert (run / "checkpoints" / f"step_{len(wanted):08d}").is_dir()
+    assert losses(run) == pytest.approx(expected, rel=rel)
+    assert (run / "checkpoints" / f"step_{len(expected):08d}").is_dir()
 
 
 def finish(started: Sequence[subprocess.Popen[str]]) -> list[str]:
-    """Wait until every node has ended with 0; return their outputs."""
-    said = [process.communicate(timeout=TIMEOUT_S)[0] for process in started]
-    assert [process.returncode for process in started] == [0] * len(started), "\n".join(said)
-    return said
+    """Wait until every node has exited with 0; return their outputs."""
+    output = [process.communicate(timeout=TIMEOUT_S)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * len(started), "\n".join(output)
+    return output
 
 
 def start(
@@ -70,7 +70,7 @@ def start(
 
 @pytest.fixture
 def nodes(cluster: SlurmCluster) -> Iterator[list[Machine]]:
-    """The two nodes, on which no container is left."""
+    """Yield the two nodes, and check that no container remains."""
     yield cluster.nodes
     for machine in (cluster.login, *cluster.nodes):
         machine.kill_service(SERVICE)
@@ -89,19 +89,19 @@ def test_slurm_takes_the_batch_script_and_its_job_trains(
 
     storage = f"{SHARED}/storage"
     four = job_for(ENGINES["sbatch"], nodes=4, ranks_per_node=1)
-    code, said = submit(four, "--test-only")
-    assert code != 0 and "allocation failure" in said, said
+    code, output = submit(four, "--test-only")
+    assert code != 0 and "allocation failure" in output, output
     job = job_for(ENGINES["sbatch"], f"train.steps={STEPS}", run_id="sbatch", storage=storage)
-    code, said = submit(job, "--test-only")
-    assert code == 0 and "using 4 processors on nodes node-[1-2]" in said, said
+    code, output = submit(job, "--test-only")
+    assert code == 0 and "using 4 processors on nodes node-[1-2]" in output, output
     assert not run_of(cluster, "sbatch").exists()
-    code, said = submit(job, "--wait")
-    assert code == 0, said + "".join(each.read_text() for each in checkout.glob("*.log"))
+    code, output = submit(job, "--wait")
+    assert code == 0, output + "".join(each.read_text() for each in checkout.glob("*.log"))
     assert_trained(cluster, "sbatch", one_process[:STEPS], world_size=4)
 
 
 def make_checkout(folder: Path) -> Path:
-    """Make a checkout with its environment, as `bootstrap/install-payload.sh` leaves it."""
+    """Make a checkout with its environment, as `bootstrap/install-payload.sh` does."""
     packages = folder / ".venv" / Path(PACKAGES).relative_to(Path(PACKAGES).parents[2])
     packages.parent.mkdir(parents=True)
     packages.symlink_to(PACKAGES)
@@ -144,8 +144,8 @@ def test_skypilot_s_task_trains_and_a_restarted_one_resumes(
     for process in first:
         process.wait(TIMEOUT_S)
     assert 20 <= len(losses(run)) <= TINY_STEPS
-    said = finish(start_all())
-    assert "step 1:" not in said[0] and "resum" in said[0], said[0]
+    output = finish(start_all())
+    assert "step 1:" not in output[0] and "resum" in output[0], output[0]
     assert_trained(cluster, "skypilot", one_process, world_size=4, rel=1e-5)
 
 
@@ -160,7 +160,7 @@ def test_dstack_s_task_trains(
         "DSTACK_MASTER_NODE_IP": nodes[0].address,
         "DSTACK_NODES_IPS": "\n".join(node.address for node in nodes),
     }
-    # It joins the commands so.
+    # The engine joins commands like this.
     command = [task["shell"], "-c", " && ".join(task["commands"])]
     finish(
         [
@@ -175,12 +175,12 @@ def test_a_trainjob_trains(
     cluster: SlurmCluster, nodes: list[Machine], one_process: list[float]
 ) -> None:
     job = exported("trainjob", f"train.steps={STEPS}", ranks_per_node=1)
-    runtime, wanted = yaml.safe_load_all(ENGINES["trainjob"].render(job))
-    trainer = wanted["spec"]["trainer"]
+    runtime, expected = yaml.safe_load_all(ENGINES["trainjob"].render(job))
+    trainer = expected["spec"]["trainer"]
     replicated = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]
     head = f"trainjob-{replicated['name']}-0-0.trainjob"
     add_names(nodes, {head: nodes[0]})
-    # As the operator's torch plugin does it (pkg/runtime/framework/plugins/torch/torch.go).
+    # As in the operator's torch plugin (pkg/runtime/framework/plugins/torch/torch.go).
     given = {
         "PET_NNODES": str(trainer["numNodes"]),
         "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
@@ -203,7 +203,7 @@ def container_argv(container: Mapping[str, Any], env: Mapping[str, str]) -> list
 
 
 def add_names(machines: Sequence[Machine], names: Mapping[str, Machine]) -> None:
-    """Let machines find others by further names, as a cluster's DNS does."""
+    """Let machines resolve additional names of others, as with a cluster's DNS."""
     lines = "".join(f"{machine.address} {name}\n" for name, machine in names.items())
     for machine in machines:
         with (machine.live_root() / "etc/hosts").open("a", encoding="ascii") as file:
@@ -211,7 +211,7 @@ def add_names(machines: Sequence[Machine], names: Mapping[str, Machine]) -> None
 
 
 class Pods:
-    """The pods of an MPIJob: workers with sshd on the nodes, the launcher on the login node."""
+    """Pods of an MPIJob: workers with sshd on the nodes, the launcher on the login node."""
 
     def __init__(self, cluster: SlurmCluster, job: ExportJob) -> None:
         spec = yaml.safe_load(ENGINES["mpijob"].render(job))["spec"]
@@ -228,7 +228,7 @@ class Pods:
         """Start the workers, each with its secret."""
         started = []
         for machine, secret in zip(self._cluster.nodes, secrets, strict=True):
-            # A pod has no sshd but its own.
+            # A pod only has its own sshd.
             machine.exec(["systemctl", "stop", "ssh"])
             self._mount(machine, secret)
             started.append(start(machine, container_argv(self._containers["Worker"], {})))
@@ -242,7 +242,7 @@ class Pods:
         hosts = machine.live_root() / "etc/mpi/hostfile"
         hosts.parent.mkdir(exist_ok=True)
         hosts.write_text("".join(f"{name}:{self._slots}\n" for name in self.names), "ascii")
-        # The operator adds these, and they must not get in the way.
+        # The operator adds these variables, which must not disturb the launcher.
         given = {
             "I_MPI_HYDRA_HOST_FILE": "/etc/mpi/hostfile",
             "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": "-o ConnectionAttempts=10",
@@ -251,7 +251,7 @@ class Pods:
         return start(machine, container_argv(self._containers["Launcher"], given), given)
 
     def _mount(self, machine: Machine, secret: Path) -> None:
-        """Put the secret's files where all may read them."""
+        """Write the secret's files, readable for all users."""
         folder = machine.live_root() / self._secret
         folder.mkdir(exist_ok=True)
         for file in secret.iterdir():
@@ -260,7 +260,7 @@ class Pods:
 
 
 def job_secret(folder: Path) -> Path:
-    """Make what the MPI Operator makes for a job: an ECDSA key pair that lets itself in."""
+    """Make the secret of an MPI Operator's job: an ECDSA key pair that authorizes itself."""
     folder.mkdir()
     kind = ["-t", "ecdsa", "-b", "521", "-m", "PEM", "-N", "", "-C", ""]
     subprocess.run(["ssh-keygen", "-q", *kind, "-f", str(folder / "id_rsa")], check=True)
@@ -274,13 +274,15 @@ def test_an_mpijob_trains_from_its_hosts_file_and_lets_no_pod_without_its_secret
     pods = Pods(cluster, exported("mpijob", f"train.steps={STEPS}"))
     add_names([cluster.login, *nodes], dict(zip(pods.names, nodes, strict=True)))
     secret, foreign = job_secret(tmp_path / "secret"), job_secret(tmp_path / "foreign")
-    # A stranger who would let the launcher in, and shows another host key.
+    # A host that would admit the launcher, but has a different host key.
     (foreign / "authorized_keys").write_bytes((secret / "id_rsa.pub").read_bytes())
     workers = pods.start_workers([secret, foreign])
     launcher = pods.start_launcher(secret)
-    said = launcher.communicate(timeout=TIMEOUT_S)[0]
-    # ssh's own status, 255; mpirun keeps what it said to itself.
-    assert f"Unable to run bstrap_proxy on {pods.names[1]}" in said and "code 65280" in said, said
+    output = launcher.communicate(timeout=TIMEOUT_S)[0]
+    # 255 is ssh's own status; mpirun does not print ssh's output.
+    assert f"Unable to run bstrap_proxy on {pods.names[1]}" in output and "code 65280" in output, (
+        output
+    )
     assert launcher.returncode != 0
     assert not (run_of(cluster, "mpijob") / "metrics.jsonl").exists()
     for machine in nodes:

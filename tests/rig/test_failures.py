@@ -24,19 +24,19 @@ ENDLESS = (
 
 
 def start_run(operator: Operator, machines: list[Machine], run_id: str) -> None:
-    """Start a run that ends by no fault of its own, and wait for a step of it on the head."""
-    code, said = operator.do(*operator.run_words(run_id, *ENDLESS), "--quick", "--detach")
-    assert code == ExitCode.OK, said
-    there = machines[0].root / HOME / "tileforge/runs" / run_id
+    """Start a run that only a failure ends, and wait for its first step on the head."""
+    code, output = operator.do(*operator.run_words(run_id, *ENDLESS), "--quick", "--detach")
+    assert code == ExitCode.OK, output
+    remote_run = machines[0].root / HOME / "tileforge/runs" / run_id
     wait_until(
-        lambda: (there / "metrics.jsonl").exists() and bool(metrics(there)),
+        lambda: (remote_run / "metrics.jsonl").exists() and bool(metrics(remote_run)),
         what=f"the first step of {run_id}",
         timeout_s=TIMEOUT_S,
     )
 
 
 def wait_for_the_verdict(machines: list[Machine], run_id: str) -> RunState:
-    """The state that the head gives the run in the end."""
+    """Return the run's final state on the head."""
     path = machines[0].root / HOME / "tileforge/runs" / run_id / "state.json"
 
     def state() -> RunState:
@@ -49,7 +49,7 @@ def wait_for_the_verdict(machines: list[Machine], run_id: str) -> RunState:
 
 
 def wait_for_nobody(machines: list[Machine]) -> None:
-    """Until no process of a run is left; the supervisor is the last, just after its verdict."""
+    """Wait until no process of a run remains; the supervisor ends last, after its final state."""
     wait_until(
         lambda: not any(map(marked, machines)), what="all processes to end", timeout_s=TIMEOUT_S
     )
@@ -60,12 +60,14 @@ def test_a_link_of_1_mbit_per_s_is_a_warning_with_the_time_it_costs_a_step(
 ) -> None:
     machines[2].limit(mbit_per_s=1)
     try:
-        code, said = operator.do(*operator.on_cluster("preflight"))
+        code, output = operator.do(*operator.on_cluster("preflight"))
     finally:
         machines[2].unlimit()
-    assert code == ExitCode.OK, said
-    words = " ".join(said.split())
-    assert "node-2: its link is slow" in words and "of synchronisation a step" in words, said
+    assert code == ExitCode.OK, output
+    arguments = " ".join(output.split())
+    assert "node-2: its link is slow" in arguments and "of synchronisation a step" in arguments, (
+        output
+    )
 
 
 def test_a_frozen_machine_is_42_by_its_name(operator: Operator, machines: list[Machine]) -> None:
@@ -81,8 +83,8 @@ def test_a_frozen_machine_is_42_by_its_name(operator: Operator, machines: list[M
     assert "node frozen, it accepts connections but does not answer: node-2" in error
     assert "node-2 does not answer, so the run's processes on it could not be ended" in error
     assert "node-1" not in error, state
-    code, said = operator.do("attach", "frozen")
-    assert code == ExitCode.HANG and error in said, said
+    code, output = operator.do("attach", "frozen")
+    assert code == ExitCode.HANG and error in output, output
     wait_for_nobody(machines[2:])
 
 
@@ -93,8 +95,8 @@ def test_a_killed_machine_is_41_by_its_name(operator: Operator, machines: list[M
         state = wait_for_the_verdict(machines, "killed")
         assert state.exit_class == "rank_lost", state
         assert "node-2 cannot be reached" in str(state.error), state
-        code, said = operator.do("attach", "killed")
-        assert code == ExitCode.RANK_LOST and "node-2" in said, said
+        code, output = operator.do("attach", "killed")
+        assert code == ExitCode.RANK_LOST and "node-2" in output, output
         wait_for_nobody(machines[:2])
     finally:
         machines[2].restore_link()

@@ -1,4 +1,4 @@
-"""Two machines that boot with monitoring: what runs on which, where it listens, what it sees."""
+"""Two machines that boot with monitoring: their services, ports and metrics."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ pytestmark = [pytest.mark.rig, pytest.mark.timeout(1800)]
 
 @pytest.fixture(scope="module")
 def rig(operator_key: Path) -> Iterator[Rig]:
-    """A head and a worker. Their environment is the prepared one, so without prometheus_client."""
+    """Yield a head and a worker with the prepared environment, which has no prometheus_client."""
     public = operator_key.with_suffix(".pub").read_text(encoding="ascii")
     config = ClusterConfig(cluster="rig", node_count=2, monitoring="prometheus")
     node = replace(
         node_bootstrap(config, authorized_keys=(public,), version=__version__),
         extras="train",
-        # apt.grafana.com cannot be reached from here; a package that is there is not fetched.
+        # apt.grafana.com cannot be reached; an existing package is not downloaded.
         extra_packages=("grafana",),
         is_monitored=True,
         nodes=tuple((f"node-{index}", address_of(index)) for index in range(2)),
@@ -45,7 +45,7 @@ def rig(operator_key: Path) -> Iterator[Rig]:
 
 
 def listening(machine: Machine) -> set[str]:
-    """Return the addresses with ports that something on the machine listens on, over TCP."""
+    """Return the TCP addresses with ports that the machine listens on."""
     lines = machine.exec(["ss", "--no-header", "--listening", "--tcp", "--numeric"]).stdout
     return {line.split()[3] for line in lines.splitlines()}
 
@@ -57,9 +57,9 @@ def fetch(machine: Machine, url: str) -> str:
 
 def test_everything_listens_on_loopback_or_the_node_s_own_address(rig: Rig) -> None:
     head, worker = rig.machines
-    wanted = {"127.0.0.1:9090", "127.0.0.1:3000", f"{head.address}:39100"}
-    # A service that systemd has started may not listen yet.
-    wait_for(lambda: wanted <= listening(head), "the head's services")
+    expected = {"127.0.0.1:9090", "127.0.0.1:3000", f"{head.address}:39100"}
+    # A started service may not listen yet.
+    wait_for(lambda: expected <= listening(head), "the head's services")
     assert f"{worker.address}:39100" in listening(worker)
     for machine in rig.machines:
         everywhere = {each for each in listening(machine) if each.startswith(("0.0.0.0", "*", "["))}

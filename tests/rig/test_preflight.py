@@ -33,7 +33,7 @@ VENV = "/opt/tileforge/venv/bin"
 
 @pytest.fixture(scope="module")
 def rig(operator_key: Path) -> Iterator[Rig]:
-    """node-0 and node-1 become ready; node-2 is asked for a package that does not exist."""
+    """Yield machines; node-2 requests a package that does not exist, the others become ready."""
     key = operator_key.with_suffix(".pub").read_text(encoding="utf-8")
     good, broken = node_user_data(key), node_user_data(key, extra_packages=("no-such-package",))
     with Rig([good, good, broken], layers=[prepared.layer()]) as rig:
@@ -47,7 +47,7 @@ def login(operator_key: Path) -> Login:
 
 
 def inventory_of(rig: Rig, *, num_nodes: int) -> ClusterInventory:
-    """The first machines, as they are."""
+    """Return the operator of the unchanged first machines."""
     inventory = rig.inventory(physical_cores=physical_cores() or 1)
     nodes = tuple(replace(node, numa_domains=numa_domains() or 1) for node in inventory.nodes)
     return replace(inventory, nodes=nodes[:num_nodes])
@@ -166,18 +166,18 @@ def test_mpirun_crosses_machines_with_the_run_s_key(rig: Rig, login: Login, tmp_
     with rig.joined(), Cluster(inventory, login=login, env=os.environ) as cluster:
         key = install_run_key(cluster, name="run-1.00000000", lasts_s=600)
         settings = find("mpirun").settings(Reach(interface="ens4", ssh=("-F", str(key.config))))
-        words = [f"{name}={value}" for name, value in settings.items()]
-        argv = ["env", f"PATH={VENV}:/usr/bin:/bin", *words, f"{VENV}/mpirun"]
+        arguments = [f"{name}={value}" for name, value in settings.items()]
+        argv = ["env", f"PATH={VENV}:/usr/bin:/bin", *arguments, f"{VENV}/mpirun"]
         argv += ["-f", "hosts", "-n", "2", "-ppn", "1", "hostname"]
         hosts = tmp_path / "hosts"
         hosts.write_text(render_hosts(inventory.nodes), encoding="ascii")
         head = cluster.connect(inventory.head)
         put(head, hosts, "hosts", timeout_s=20)
-        said = head.check_run(argv, timeout_s=60)
+        output = head.check_run(argv, timeout_s=60)
         remove_run_key(cluster, "run-1.00000000")
         left = [
             cluster.connect(node).check_run(["cat", ".ssh/authorized_keys"], timeout_s=20)
             for node in inventory.nodes
         ]
-    assert sorted(said.decode().split()) == ["node-0", "node-1"]
+    assert sorted(output.decode().split()) == ["node-0", "node-1"]
     assert not [text for text in left if b"tileforge-run" in text]

@@ -1,4 +1,4 @@
-"""The rig itself: its machines are machines, what it does to them happens, and nothing stays."""
+"""The rig itself: its machines are real, its faults take effect, and nothing remains."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ with Rig(["#cloud-config\\n"], wheels=()) as rig:
 
 
 def user_data(key: Path) -> str:
-    """An account for the key, and no bootstrap."""
+    """Return user-data with an account for the key and without bootstrap."""
     public = key.with_suffix(".pub").read_text(encoding="utf-8").strip()
     account = f"users: [{{name: trainer, shell: /bin/bash, ssh_authorized_keys: ['{public}']}}]\n"
     return PLAIN + account
@@ -54,13 +54,13 @@ def pings(machine: Machine, target: str) -> bool:
 
 
 def banner(address: str, *, timeout_s: float = 5) -> bytes:
-    """Return sshd's first words, from this thread's network."""
+    """Return sshd's banner, from this thread's network."""
     with socket.create_connection((address, 22), timeout=timeout_s) as connection:
         return connection.recv(4)
 
 
 def left_of(name: str) -> list[str]:
-    """Everything on this host that carries the rig's name."""
+    """Return everything on this host with the rig's name."""
     mounts = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
     found = [line for line in mounts if name in line]
     found += [str(path) for path in NETWORKS.glob(f"{name}*")]
@@ -128,7 +128,7 @@ def test_a_limited_link_is_as_slow_as_asked(pair: Rig, operator_key: Path) -> No
         assert len(done.stdout) == 1_000_000
         return time.monotonic() - began
 
-    # The shortest: on a busy machine a single login takes seconds.
+    # The shortest time: on a busy machine a single login takes seconds.
     free = min(seconds_for_a_megabyte() for _ in range(3))
     machine.limit(mbit_per_s=4)
     limited = seconds_for_a_megabyte()
@@ -202,7 +202,7 @@ def test_nothing_is_left_when_a_signal_kills(reaper_too: bool) -> None:
 
     def is_gone() -> bool:
         if reaper_too:
-            remove_leftovers()  # as every rig does before it begins
+            remove_leftovers()  # as every rig does before it starts
         return not left_of(name)
 
-    wait_until(is_gone, what="removal of everything", timeout_s=30)
+    wait_until(is_gone, what="everything to be removed", timeout_s=30)

@@ -1,4 +1,4 @@
-"""The scaling benchmark's hosts: two that reach each other, and nothing left of them."""
+"""The scaling benchmark's hosts: two hosts reach each other, and nothing of them remains."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.processes
 ROOT = Path(__file__).resolve().parents[2]
 NETWORKS = Path("/run/netns")
 
-# One host reaches the other, as mpirun would; then this process waits to be killed.
+# One host connects to the other, as mpirun does; then this process waits to be killed.
 _PROGRAM = """
 import subprocess, sys, tempfile
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_hosts_reach_each_other_and_are_gone_with_the_benchmark_however_it_ends(
         )
         assert program.stdout is not None
         name = program.stdout.readline().strip()
-        assert name.startswith("tfscale-"), "the hosts were not made"
+        assert name.startswith("tfscale-"), "the hosts were not created"
         head = f"{name}-10.77.0.11"
         wait_until(partial(has_processes, head), what="sleep", timeout_s=60)
         if end is None:

@@ -1,4 +1,4 @@
-"""Runs in jobs of a real Slurm: trained as elsewhere, and kept through whatever ends a job."""
+"""Runs in jobs of a real Slurm: they train like other runs and survive the end of a job."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ SALLOC = ("salloc", "--quiet", "--nodes=2", "--exclusive", "--mem=0")
 LONG = ("train.steps=1000000", "train.checkpoint_every=0", "train.eval_every=0")
 
 
-def words(*settings: str) -> list[str]:
-    """Return the run's file and further settings as arguments."""
+def argv(*settings: str) -> list[str]:
+    """Return the arguments with the run's file and additional settings."""
     chosen = ("launch.threads_per_rank=1", *settings)
     return ["--config", "run.toml", *(word for each in chosen for word in ("--set", each))]
 
 
 def submit(cluster: SlurmCluster, *arguments: str) -> tuple[int, str]:
-    """`run --site slurm` on two nodes."""
+    """Return the arguments of `run --site slurm` on two nodes."""
     two = ("slurm.nodes=2", "launch.ranks_per_node=2")
-    return cluster.do("run", "--site", "slurm", *words(*two), *arguments)
+    return cluster.do("run", "--site", "slurm", *argv(*two), *arguments)
 
 
 def paths_of(cluster: SlurmCluster, run_id: str) -> RunPaths:
@@ -56,7 +56,7 @@ def job_of(paths: RunPaths) -> RunJob:
 
 
 def wait_for_steps(paths: RunPaths, *, beyond: int = 0) -> None:
-    """Return when the run has trained past a step."""
+    """Wait until the run has trained beyond a step."""
 
     def trained() -> bool:
         rows = metrics(paths.root) if paths.metrics.exists() else []
@@ -66,7 +66,7 @@ def wait_for_steps(paths: RunPaths, *, beyond: int = 0) -> None:
 
 
 def wait_for_end(paths: RunPaths) -> RunState:
-    """Return the state once the run's supervisor has written its end."""
+    """Wait for the run's final state and return it."""
     wait_until(lambda: state(paths).exit_class is not None, what="the end", timeout_s=WAIT_S)
     return state(paths)
 
@@ -83,8 +83,8 @@ def newest_step(paths: RunPaths) -> int:
 def test_two_nodes_of_a_job_train_what_one_process_trains(
     cluster: SlurmCluster, one_process: list[float]
 ) -> None:
-    code, said = submit(cluster, "--run-id", "job", "--set", "train.steps=6")
-    assert code == ExitCode.OK and "is running on node-[1-2]" in said, said
+    code, output = submit(cluster, "--run-id", "job", "--set", "train.steps=6")
+    assert code == ExitCode.OK and "is running on node-[1-2]" in output, output
     job = paths_of(cluster, "job")
     result = summary(job.root)
     assert (result["world_size"], result["nodes"], result["ranks_identical"]) == (4, 2, True)
@@ -96,15 +96,15 @@ def test_two_nodes_of_a_job_train_what_one_process_trains(
 def test_a_run_within_an_allocation_takes_its_nodes(
     cluster: SlurmCluster, one_process: list[float]
 ) -> None:
-    settings = words("train.steps=6", "launch.ranks_per_node=2")
-    code, said = cluster.do(
+    settings = argv("train.steps=6", "launch.ranks_per_node=2")
+    code, output = cluster.do(
         "run", "--inventory", "slurm", "--run-id", "within", *settings, before=SALLOC
     )
     assert (
         code == ExitCode.OK
-        and "4 rank(s) through srun" in said
-        and "--inventory slurm, job" in said
-    ), said
+        and "4 rank(s) through srun" in output
+        and "--inventory slurm, job" in output
+    ), output
     run = paths_of(cluster, "within").root
     result = summary(run)
     assert (result["world_size"], result["nodes"], result["ranks_identical"]) == (4, 2, True)
@@ -114,13 +114,13 @@ def test_a_run_within_an_allocation_takes_its_nodes(
 def test_torchrun_s_agents_within_an_allocation_train_what_one_process_trains(
     cluster: SlurmCluster, one_process: list[float]
 ) -> None:
-    settings = words("train.steps=6", "launch.ranks_per_node=2", "launch.launcher=torchrun")
+    settings = argv("train.steps=6", "launch.ranks_per_node=2", "launch.launcher=torchrun")
     where = ("--inventory", "slurm")
-    code, said = cluster.do("plan", *where, *settings, before=SALLOC)
-    assert code == ExitCode.OK, said
-    assert "/srun --nodes=2 --ntasks=2 --ntasks-per-node=1" in said, said
-    code, said = cluster.do("run", *where, "--run-id", "agents", *settings, before=SALLOC)
-    assert code == ExitCode.OK and "4 rank(s) through torchrun" in said, said
+    code, output = cluster.do("plan", *where, *settings, before=SALLOC)
+    assert code == ExitCode.OK, output
+    assert "/srun --nodes=2 --ntasks=2 --ntasks-per-node=1" in output, output
+    code, output = cluster.do("run", *where, "--run-id", "agents", *settings, before=SALLOC)
+    assert code == ExitCode.OK and "4 rank(s) through torchrun" in output, output
     run = paths_of(cluster, "agents").root
     result = summary(run)
     assert (result["world_size"], result["nodes"], result["ranks_identical"]) == (4, 2, True)
@@ -133,17 +133,17 @@ def test_torchrun_s_agents_within_an_allocation_train_what_one_process_trains(
 def within_salloc(
     cluster: SlurmCluster, *arguments: str, salloc: tuple[str, ...] = SALLOC
 ) -> Iterator[Future[tuple[int, str]]]:
-    """A run whose command and supervisor are on the login node, until it has ended."""
+    """Run with command and supervisor on the login node until the block ends."""
     with ThreadPoolExecutor() as pool:
         try:
             yield pool.submit(cluster.do, "run", "--inventory", "slurm", *arguments, before=salloc)
         except BaseException:
-            cluster.slurm("scancel --user=trainer")  # or the command would be waited for
+            cluster.slurm("scancel --user=trainer")  # otherwise the command would be waited for
             raise
 
 
 def require_nothing_left(cluster: SlurmCluster) -> None:
-    """Fail where a process of a run is left anywhere."""
+    """Fail if a process of a run remains on a machine."""
     for machine in (cluster.login, *cluster.nodes):
         left = machine.exec(["pgrep", "-fa", "payload[.](train|supervise)"], check=False)
         assert not left.stdout, left.stdout
@@ -155,22 +155,22 @@ def test_ctrl_c_on_the_login_node_saves_and_stops_a_run_within_salloc(
 ) -> None:
     run, two = f"typed-{launcher}", ("launch.ranks_per_node=2", f"launch.launcher={launcher}")
     paths = paths_of(cluster, run)
-    with within_salloc(cluster, "--run-id", run, *words(*LONG, *two)) as command:
+    with within_salloc(cluster, "--run-id", run, *argv(*LONG, *two)) as command:
         wait_for_steps(paths)
         assert state(paths).node == "node-0"
         cluster.login.exec(["pkill", "-INT", "-f", "^python3 -m payload[.]orchestrate run"])
-        code, said = command.result()
-    assert code == INTERRUPTED, said
-    assert (state(paths).status, state(paths).error) == ("stopped", None), said
+        code, output = command.result()
+    assert code == INTERRUPTED, output
+    assert (state(paths).status, state(paths).error) == ("stopped", None), output
     stopped = newest_step(paths)
     assert stopped > 3 and stopped == metrics(paths.root)[-1]["step"]
     require_nothing_left(cluster)
     more = ("--resume", run, "--set", f"train.steps={stopped + 3}")
     with within_salloc(cluster, *more) as command:
-        code, said = command.result()
-    assert code == ExitCode.OK, said
+        code, output = command.result()
+    assert code == ExitCode.OK, output
     rows = [row["step"] for row in metrics(paths.root) if "loss" in row]
-    assert rows == list(range(1, stopped + 4)), "a step was lost, or trained twice"
+    assert rows == list(range(1, stopped + 4)), "a step is missing or repeated"
     require_nothing_left(cluster)
 
 
@@ -178,7 +178,7 @@ def test_a_run_within_salloc_saves_before_its_time_is_over_and_sees_a_frozen_fir
     cluster: SlurmCluster,
 ) -> None:
     steps, _, no_eval = LONG
-    settings = words(
+    settings = argv(
         *(steps, no_eval, "train.checkpoint_every=20", "launch.ranks_per_node=2"),
         *("limits.max_restarts=0", f"limits.hang_timeout_s={HANG_S}"),
     )
@@ -186,8 +186,8 @@ def test_a_run_within_salloc_saves_before_its_time_is_over_and_sees_a_frozen_fir
     with within_salloc(
         cluster, "--run-id", "timed", *settings, salloc=(*SALLOC, "--time=1")
     ) as command:
-        code, said = command.result()
-    assert code == ExitCode.BUDGET and "time limit is near" in said, said
+        code, output = command.result()
+    assert code == ExitCode.BUDGET and "time limit is near" in output, output
     stopped = newest_step(paths)
     assert stopped > 3 and stopped == metrics(paths.root)[-1]["step"]
     require_nothing_left(cluster)
@@ -196,10 +196,10 @@ def test_a_run_within_salloc_saves_before_its_time_is_over_and_sees_a_frozen_fir
         wait_until(lambda: newest_step(paths) > stopped, what="a checkpoint", timeout_s=WAIT_S)
         first.freeze()
         try:
-            code, said = command.result()
+            code, output = command.result()
         finally:
             first.thaw()
-    assert code == ExitCode.HANG, said
+    assert code == ExitCode.HANG, output
     assert "does not answer: node-1" in str(state(paths).error)
     wait_until(
         lambda: cluster.slurm("sinfo -h -o %t:%D") == "idle:2", what="both nodes", timeout_s=90
@@ -212,10 +212,10 @@ def test_one_node_of_salloc_has_the_ranks_and_the_login_node_has_none(
 ) -> None:
     one, settings = (*SALLOC[:2], "--nodes=1", *SALLOC[3:]), ("train.steps=6",)
     where, paths = ("--inventory", "slurm", "--run-id", "alone"), paths_of(cluster, "alone")
-    code, said = cluster.do("run", *where, *words(*settings, "launch.launcher=mpirun"), before=one)
-    assert code == ExitCode.CONFIG and "would start the ranks on node-0" in said, said
-    code, said = cluster.do("run", *where, *words(*settings), before=one)
-    assert code == ExitCode.OK and "through srun" in said, said
+    code, output = cluster.do("run", *where, *argv(*settings, "launch.launcher=mpirun"), before=one)
+    assert code == ExitCode.CONFIG and "would start the ranks on node-0" in output, output
+    code, output = cluster.do("run", *where, *argv(*settings), before=one)
+    assert code == ExitCode.OK and "through srun" in output, output
     assert {rank.node for rank in load_ranks(paths.ranks)} <= {"node-1", "node-2"}
     require_nothing_left(cluster)
 
@@ -228,8 +228,8 @@ def test_torchrun_in_a_job_a_killed_rank_is_41_and_a_frozen_node_42(
         *("train.eval_every=0", "limits.max_restarts=1", f"limits.hang_timeout_s={HANG_S}"),
     )
     chosen = [word for setting in settings for word in ("--set", setting)]
-    code, said = submit(cluster, "--run-id", "torn", "--detach", *chosen)
-    assert code == ExitCode.OK, said
+    code, output = submit(cluster, "--run-id", "torn", "--detach", *chosen)
+    assert code == ExitCode.OK, output
     paths, node = paths_of(cluster, "torn"), cluster.nodes[1]
     wait_until(lambda: newest_step(paths) > 0, what="a checkpoint", timeout_s=WAIT_S)
     node.exec(["pkill", "-KILL", "-o", "-f", "^[^ ]*python[^ ]* -m payload[.]train "])
@@ -245,13 +245,13 @@ def test_torchrun_in_a_job_a_killed_rank_is_41_and_a_frozen_node_42(
         node.thaw()
     assert ended.exit_class == "hang", ended
     assert "does not answer: node-2" in str(ended.error)
-    code, said = cluster.do("attach", "torn")
-    assert code == ExitCode.HANG, said
+    code, output = cluster.do("attach", "torn")
+    assert code == ExitCode.HANG, output
     wait_until(
         lambda: cluster.slurm("sinfo -h -o %t:%D") == "idle:2", what="both nodes", timeout_s=90
     )
-    code, said = cluster.do("run", "--site", "slurm", "--resume", "torn", timeout_s=400)
-    assert code == ExitCode.OK, said
+    code, output = cluster.do("run", "--site", "slurm", "--resume", "torn", timeout_s=400)
+    assert code == ExitCode.OK, output
     trained = losses(paths.root)
     assert len(trained) == TORN_STEPS
     assert trained[: len(one_process)] == pytest.approx(one_process, rel=1e-6)
@@ -261,11 +261,11 @@ def test_torchrun_in_a_job_a_killed_rank_is_41_and_a_frozen_node_42(
 def test_torchrun_s_ranks_save_when_slurm_tells_the_first_node_s_agent_alone(
     cluster: SlurmCluster,
 ) -> None:
-    """As it does with proctrack/cgroup, which the rig has not; linuxproc tells all descendants."""
+    """As with proctrack/cgroup; the rig has linuxproc, which signals all descendants."""
     settings = (*LONG, "launch.launcher=torchrun", "limits.max_restarts=0")
     long = [word for each in settings for word in ("--set", each)]
-    code, said = submit(cluster, "--run-id", "told", "--detach", *long)
-    assert code == ExitCode.OK, said
+    code, output = submit(cluster, "--run-id", "told", "--detach", *long)
+    assert code == ExitCode.OK, output
     paths = paths_of(cluster, "told")
     wait_for_steps(paths)
     task = "^[^ ]*python[^ ]* -m payload[.]supervise[.]agents --task "
@@ -283,7 +283,7 @@ def test_torchrun_s_ranks_save_when_slurm_tells_the_first_node_s_agent_alone(
 def test_torchrun_s_stuck_ranks_end_after_their_supervisor_while_the_allocation_stays(
     cluster: SlurmCluster,
 ) -> None:
-    settings = words(*LONG, "launch.ranks_per_node=2", "launch.launcher=torchrun")
+    settings = argv(*LONG, "launch.ranks_per_node=2", "launch.launcher=torchrun")
     run = ["run", "--inventory", "slurm", "--run-id", "orphans", "--grace", "5", *settings]
     typed = f"{shlex.join(['python3', '-m', 'payload.orchestrate', *run])}; sleep 300"
     asked = ["salloc", "--quiet", "--nodes=2", "--exclusive", "--mem=0", "sh", "-c", typed]
@@ -308,8 +308,8 @@ def test_a_job_that_is_cancelled_or_queued_again_saves_and_goes_on(
     settings = (*LONG, f"launch.launcher={launcher}")
     long = [word for setting in settings for word in ("--set", setting)]
     run = f"kept-{launcher}"
-    code, said = submit(cluster, "--run-id", run, "--detach", *long)
-    assert code == ExitCode.OK, said
+    code, output = submit(cluster, "--run-id", run, "--detach", *long)
+    assert code == ExitCode.OK, output
     paths = paths_of(cluster, run)
     wait_for_steps(paths)
     cluster.slurm(f"scancel {job_of(paths).job_id}")
@@ -317,11 +317,11 @@ def test_a_job_that_is_cancelled_or_queued_again_saves_and_goes_on(
     assert ended.exit_class == "rank_lost" and "stopped by the system" in str(ended.error)
     first = newest_step(paths)
     assert first > 3
-    code, said = cluster.do("attach", run)
-    assert code == ExitCode.RANK_LOST and f"run --resume {run} --site slurm" in said, said
+    code, output = cluster.do("attach", run)
+    assert code == ExitCode.RANK_LOST and f"run --resume {run} --site slurm" in output, output
 
-    code, said = cluster.do("run", "--site", "slurm", "--resume", run, "--detach")
-    assert code == ExitCode.OK, said
+    code, output = cluster.do("run", "--site", "slurm", "--resume", run, "--detach")
+    assert code == ExitCode.OK, output
     wait_for_steps(paths, beyond=first)
     job = job_of(paths)
     cluster.slurm(f"scontrol requeue {job.job_id}")
@@ -333,25 +333,25 @@ def test_a_job_that_is_cancelled_or_queued_again_saves_and_goes_on(
         what="the queue",
         timeout_s=60,
     )
-    code, said = cluster.do("status", run)
-    assert code == ExitCode.OK, said
-    # By itself Slurm would let it wait for two minutes.
+    code, output = cluster.do("status", run)
+    assert code == ExitCode.OK, output
+    # By default Slurm would let it wait for two minutes.
     cluster.slurm(f"scontrol update jobid={job.job_id} starttime=now")
     wait_for_steps(paths, beyond=second)
     assert job_of(paths).job_id == job.job_id and job_of(paths).restarts == 1
-    code, said = cluster.do("stop", run)
-    assert code == ExitCode.OK and "saving and stopping" in said, said
+    code, output = cluster.do("stop", run)
+    assert code == ExitCode.OK and "saving and stopping" in output, output
     assert (state(paths).status, state(paths).exit_class) == ("stopped", "ok")
     assert newest_step(paths) > second
     rows = [row["step"] for row in metrics(paths.root) if "loss" in row]
-    assert rows == list(range(1, newest_step(paths) + 1)), "a step was lost, or trained twice"
+    assert rows == list(range(1, newest_step(paths) + 1)), "a step is missing or repeated"
 
 
 def test_a_node_that_goes_down_is_41_and_a_near_time_limit_is_50(cluster: SlurmCluster) -> None:
     settings = (*LONG[:1], "train.checkpoint_every=20", LONG[2], "limits.max_restarts=0")
     long = [word for setting in settings for word in ("--set", setting)]
-    code, said = submit(cluster, "--run-id", "down", "--detach", *long)
-    assert code == ExitCode.OK, said
+    code, output = submit(cluster, "--run-id", "down", "--detach", *long)
+    assert code == ExitCode.OK, output
     paths = paths_of(cluster, "down")
     wait_until(lambda: newest_step(paths) > 0, what="a checkpoint", timeout_s=WAIT_S)
     node = cluster.nodes[1]
@@ -367,41 +367,41 @@ def test_a_node_that_goes_down_is_41_and_a_near_time_limit_is_50(cluster: SlurmC
     wait_until(
         lambda: cluster.slurm("sinfo -h -o %t:%D") == "idle:2", what="both nodes", timeout_s=90
     )
-    code, said = cluster.do(
+    code, output = cluster.do(
         "run", "--site", "slurm", "--resume", "down", "--set", "slurm.time=1", timeout_s=150
     )
-    assert code == ExitCode.BUDGET, said
-    assert "time limit is near" in said and "--site slurm --resume down" in said
+    assert code == ExitCode.BUDGET, output
+    assert "time limit is near" in output and "--site slurm --resume down" in output
     stopped = newest_step(paths)
     assert stopped > kept
     more = ("--set", "slurm.time=5", "--set", f"train.steps={stopped + 3}")
-    code, said = cluster.do("run", "--site", "slurm", "--resume", "down", *more)
-    assert code == ExitCode.OK, said
+    code, output = cluster.do("run", "--site", "slurm", "--resume", "down", *more)
+    assert code == ExitCode.OK, output
     result = summary(paths.root)
     assert (result["status"], result["steps"]) == ("finished", stopped + 3)
 
 
 def test_what_slurm_refuses_is_one_line_and_leaves_no_run(cluster: SlurmCluster) -> None:
-    code, said = submit(cluster, "--run-id", "refused", "--set", "slurm.partition=nope")
-    assert code == ExitCode.CONFIG, said
-    assert "error: slurm.partition = 'nope': Invalid partition name specified" in said
-    assert "This cluster has main." in said
+    code, output = submit(cluster, "--run-id", "refused", "--set", "slurm.partition=nope")
+    assert code == ExitCode.CONFIG, output
+    assert "error: slurm.partition = 'nope': Invalid partition name specified" in output
+    assert "This cluster has main." in output
     assert not paths_of(cluster, "refused").root.exists()
-    code, said = submit(cluster, "--run-id", "refused", "--set", "launch.launcher=mpirun")
-    assert code == ExitCode.CONFIG and "Use 'auto', 'srun' or 'torchrun'" in said, said
-    code, said = cluster.do("run", "--inventory", "slurm", *words())
-    assert code == ExitCode.CONFIG and "this is not a Slurm job" in said, said
+    code, output = submit(cluster, "--run-id", "refused", "--set", "launch.launcher=mpirun")
+    assert code == ExitCode.CONFIG and "Use 'auto', 'srun' or 'torchrun'" in output, output
+    code, output = cluster.do("run", "--inventory", "slurm", *argv())
+    assert code == ExitCode.CONFIG and "this is not a Slurm job" in output, output
 
 
 def test_a_job_that_waits_says_why_and_can_be_cancelled(cluster: SlurmCluster) -> None:
     eight = ("--set", "slurm.nodes=4", "--set", "batch.micro_batch_size=1")
-    code, said = submit(cluster, "--run-id", "waits", "--detach", *eight)
-    assert code == ExitCode.OK, said
-    # Ctrl-C detaches.
-    code, said = cluster.do(
+    code, output = submit(cluster, "--run-id", "waits", "--detach", *eight)
+    assert code == ExitCode.OK, output
+    # Ctrl-C detaches the command.
+    code, output = cluster.do(
         "attach", "waits", before=("timeout", "--foreground", "--signal=INT", "10")
     )
-    assert code in (INTERRUPTED, 124) and "detached; run waits continues" in said, said
-    assert "is pending (Partition" in said and "the partition never allows this " in said, said
-    code, said = cluster.do("stop", "waits")
-    assert code == ExitCode.OK and "cancelled before the run began" in said, said
+    assert code in (INTERRUPTED, 124) and "detached; run waits continues" in output, output
+    assert "is pending (Partition" in output and "the partition never allows this " in output, output
+    code, output = cluster.do("stop", "waits")
+    assert code == ExitCode.OK and "cancelled before the run began" in output, output

@@ -1,4 +1,4 @@
-"""A cluster whose machines are deleted: the run goes on from its bucket on new machines."""
+"""A cluster whose machines are deleted: the run resumes from its bucket on new machines."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def two_clusters(operator_key: Path) -> Iterator[Rig]:
-    """Four machines, two of each cluster, with the bucket's client by their bootstrap."""
+    """Yield four machines, two per cluster, whose bootstrap installs the bucket's client."""
     public = operator_key.with_suffix(".pub").read_text(encoding="ascii")
     user_data = node_user_data(public, bucket="create")
     with Rig([user_data] * 4, layers=[prepared.layer()], wheels=("train", "storage")) as rig:
@@ -51,12 +51,12 @@ def two_clusters(operator_key: Path) -> Iterator[Rig]:
 
 @pytest.fixture(scope="module")
 def bucket(two_clusters: Rig) -> Iterator[FaultyProxy]:
-    """A bucket that machines and operators reach at the bridge's address."""
+    """Yield a bucket that machines and operators reach at the bridge's address."""
     with two_clusters.joined():
         proxy = FaultyProxy(Faults(seed=20), host=GATEWAY)
     for machine in two_clusters.machines:
-        # sshd's sessions get it, as they get a cloud machine's own service account. The hub's cache
-        # is named there, too, by the bootstrap of a cluster with sharedStorage.
+        # sshd's sessions read it; it replaces a cloud machine's service account. The bootstrap of a
+        # cluster with sharedStorage also names the hub's cache in it.
         with (machine.root / "etc/environment").open("a", encoding="ascii") as file:
             file.write(f"STORAGE_EMULATOR_HOST={proxy.url}\n{HUB}\n")
     with proxy:
@@ -66,7 +66,7 @@ def bucket(two_clusters: Rig) -> Iterator[FaultyProxy]:
 def operator_of(
     rig: Rig, bucket: FaultyProxy, *, cluster: int, key: Path, folder: Path
 ) -> Operator:
-    """Return someone with a folder of their own, and the inventory of one of the clusters."""
+    """Return an operator with a new folder, and the inventory of one of the clusters."""
     folder.mkdir()
     found = rig.inventory()
     nodes = found.nodes[2 * cluster : 2 * cluster + 2]
@@ -82,7 +82,7 @@ def operator_of(
 def delete_in_the_middle(
     machines: Sequence[Machine], bucket: FaultyProxy, run_id: str, *, wait_s: float
 ) -> None:
-    """Take the power of all machines at once, some time after a checkpoint is in the bucket."""
+    """Power off all machines at the same time, a while after a checkpoint is in the bucket."""
     ends = f"runs/{run_id}/checkpoints/step_"
 
     def has_checkpoint() -> bool:
@@ -100,7 +100,7 @@ def delete_in_the_middle(
         machine.kill()
     there = machines[0].root / HOME / "tileforge/runs" / run_id
     state = read_json(RunState, there / "state.json")
-    assert state is not None and state.exit_class is None, "the run ended before its machines did"
+    assert state is not None and state.exit_class is None, "the run ended before its machines"
 
 
 def test_a_run_whose_machines_are_deleted_ends_bitwise_equal_on_new_ones(
@@ -109,25 +109,27 @@ def test_a_run_whose_machines_are_deleted_ends_bitwise_equal_on_new_ones(
     first = operator_of(
         two_clusters, bucket, cluster=0, key=operator_key, folder=tmp_path / "first"
     )
-    words = first.run_words("lost", *SETTINGS, f"storage.results={RESULTS}")
-    code, said = first.do(*words, "--quick", "--detach")
-    assert code == ExitCode.OK, said
+    arguments = first.run_words("lost", *SETTINGS, f"storage.results={RESULTS}")
+    code, output = first.do(*arguments, "--quick", "--detach")
+    assert code == ExitCode.OK, output
     wait_s = random.Random(20).uniform(0, 2)
     delete_in_the_middle(two_clusters.machines[:2], bucket, "lost", wait_s=wait_s)
 
-    # Someone who has neither the run's folder nor its settings. The bucket's run.toml names a
-    # folder of a node that is gone, plan.json the first one's: a person has to agree to that.
+    # An operator with neither the run's folder nor its settings. The bucket's run.toml names a
+    # folder of a deleted node, plan.json the first operator's: a person must confirm that.
     second = operator_of(
         two_clusters, bucket, cluster=1, key=operator_key, folder=tmp_path / "second"
     )
-    words = [*second.on_cluster("run"), "--quick", "--resume", f"{RESULTS}/lost"]
-    words += ["--set", "track.to=none"]
-    code, said = second.do(*words)
-    assert code == ExitCode.CONFIG and f"--set data.dir={first.data}" in said, said
-    code, said = second.do(*words, "--set", f"data.dir={first.data}")
-    assert code == ExitCode.OK, said
-    code, said = second.do(*second.run_words("whole", *SETTINGS, "storage.results=none"), "--quick")
-    assert code == ExitCode.OK, said
+    arguments = [*second.on_cluster("run"), "--quick", "--resume", f"{RESULTS}/lost"]
+    arguments += ["--set", "track.to=none"]
+    code, output = second.do(*arguments)
+    assert code == ExitCode.CONFIG and f"--set data.dir={first.data}" in output, output
+    code, output = second.do(*arguments, "--set", f"data.dir={first.data}")
+    assert code == ExitCode.OK, output
+    code, output = second.do(
+        *second.run_words("whole", *SETTINGS, "storage.results=none"), "--quick"
+    )
+    assert code == ExitCode.OK, output
     assert_same_end(second.paths("whole"), second.paths("lost"))
     summary = read_json(Summary, second.paths("lost").summary)
     assert summary is not None and summary.status == "finished" and summary.world_size == 2

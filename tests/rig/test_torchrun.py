@@ -1,4 +1,4 @@
-"""torchrun over machines: what mpirun trains, under the same supervision."""
+"""torchrun on several machines: the same training as with mpirun, under the same supervision."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def test_torchrun_on_three_machines_trains_what_mpirun_trains(
     operator_key: Path,
     trained_by_mpirun: RunPaths,
 ) -> None:
-    code, said = operator.do(*operator.on_cluster("preflight"), *operator.set_words(TORCHRUN))
-    assert code == ExitCode.OK, said
-    words = operator.run_words("torchrun", f"train.steps={FEW_STEPS}", TORCHRUN)
-    code, said = operator.do(*words)
-    assert code == ExitCode.OK and "3 node(s) through torchrun" in said, said
+    code, output = operator.do(*operator.on_cluster("preflight"), *operator.set_words(TORCHRUN))
+    assert code == ExitCode.OK, output
+    arguments = operator.run_words("torchrun", f"train.steps={FEW_STEPS}", TORCHRUN)
+    code, output = operator.do(*arguments)
+    assert code == ExitCode.OK and "3 node(s) through torchrun" in output, output
     trained = operator.paths("torchrun").root
     for root in (trained, trained_by_mpirun.root):
         result = summary(root)
@@ -47,34 +47,34 @@ def test_a_killed_worker_is_41_a_frozen_machine_42_and_the_run_ends_0_after_both
 ) -> None:
     settings = (f"train.steps={LONG}", "train.checkpoint_every=20", "limits.max_restarts=1")
     hang = f"limits.hang_timeout_s={HANG_S}"
-    words = operator.run_words("torn", *settings, TORCHRUN, hang)
-    code, said = operator.do(*words, "--quick", "--detach")
-    assert code == ExitCode.OK, said
-    there = machines[0].root / HOME / "tileforge/runs/torn"
-    wait_until(lambda: any(there.glob("checkpoints/step_*0")), what="one", timeout_s=TIMEOUT_S)
+    arguments = operator.run_words("torn", *settings, TORCHRUN, hang)
+    code, output = operator.do(*arguments, "--quick", "--detach")
+    assert code == ExitCode.OK, output
+    remote_run = machines[0].root / HOME / "tileforge/runs/torn"
+    wait_until(lambda: any(remote_run.glob("checkpoints/step_*0")), what="one", timeout_s=TIMEOUT_S)
     kill_the_rank(machines[2])
-    wait_until(lambda: state_in(there).attempt == 2, what="a restart", timeout_s=TIMEOUT_S)
-    note = str(state_in(there).note)
+    wait_until(lambda: state_in(remote_run).attempt == 2, what="a restart", timeout_s=TIMEOUT_S)
+    note = str(state_in(remote_run).note)
     assert (
         "rank 2 on node-2 was killed by signal 9 (SIGKILL)" in note and "(restart 1 of 1)" in note
     )
-    seen = len(metrics(there))
-    wait_until(lambda: len(metrics(there)) > seen, what="further steps", timeout_s=TIMEOUT_S)
+    seen = len(metrics(remote_run))
+    wait_until(lambda: len(metrics(remote_run)) > seen, what="further steps", timeout_s=TIMEOUT_S)
     machines[2].freeze()
     try:
         wait_until(
-            lambda: state_in(there).exit_class is not None, what="the end", timeout_s=TIMEOUT_S
+            lambda: state_in(remote_run).exit_class is not None, what="the end", timeout_s=TIMEOUT_S
         )
     finally:
         machines[2].thaw()
-    assert state_in(there).exit_class == "hang", state_in(there)
+    assert state_in(remote_run).exit_class == "hang", state_in(remote_run)
     assert "node frozen, it accepts connections but does not answer: node-2" in str(
-        state_in(there).error
+        state_in(remote_run).error
     )
-    code, said = operator.do("attach", "torn")
-    assert code == ExitCode.HANG, said
-    code, said = operator.do(*operator.on_cluster("run"), "--resume", "torn")
-    assert code == ExitCode.OK, said
+    code, output = operator.do("attach", "torn")
+    assert code == ExitCode.HANG, output
+    code, output = operator.do(*operator.on_cluster("run"), "--resume", "torn")
+    assert code == ExitCode.OK, output
     assert len(losses(operator.paths("torn").root)) == LONG
     assert_nothing_is_left(machines, operator_key)
 
@@ -86,21 +86,21 @@ def test_a_killed_worker_without_a_restart_ends_the_run_with_41(
     started = operator.start(*operator.run_words("short", *settings, TORCHRUN), "--quick")
     operator.wait_for_a_step("short")
     kill_the_rank(machines[1])
-    said = "".join(started.communicate(timeout=TIMEOUT_S))
-    assert started.returncode == ExitCode.RANK_LOST, said
-    assert "rank 1 on node-1 was killed by signal 9 (SIGKILL)" in said
+    output = "".join(started.communicate(timeout=TIMEOUT_S))
+    assert started.returncode == ExitCode.RANK_LOST, output
+    assert "rank 1 on node-1 was killed by signal 9 (SIGKILL)" in output
     assert_nothing_is_left(machines, operator_key)
 
 
 def kill_the_rank(machine: Machine) -> None:
-    """Kill the trainer on a machine of one rank."""
+    """Kill the trainer on a machine with one rank."""
     (rank,) = [each for each in processes_of(machine) if "-m payload.train" in each.command]
     machine.exec(["pkill", "-KILL", "-f", "^[^ ]*python[^ ]* -m payload[.]train "])
     assert rank.user == "trainer"
 
 
 def state_in(folder: Path) -> RunState:
-    """The state that the head gives a run."""
+    """Return a run's state on the head."""
     found = read_json(RunState, folder / "state.json")
     assert found is not None
     return found

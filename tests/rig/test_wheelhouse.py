@@ -1,4 +1,4 @@
-"""Which wheels and packages the machines are offered; needs no root."""
+"""The wheels and packages that machines get; needs no root."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def test_the_wheelhouse_follows_the_machines_python_and_not_this_one() -> None:
 
 @pytest.mark.parametrize("build", ["2.13.0", "2.13.0+cpu"])
 def test_the_machines_get_the_build_of_torch_that_the_host_has(build: str) -> None:
-    wanted = requirements(LOCK.read_text("utf-8"), extra="train", torch=build)
-    names = {line.partition("==")[0].partition("[")[0] for line in wanted}
-    assert [line for line in wanted if line.startswith("torch==")] == [f"torch=={build}"]
+    required = requirements(LOCK.read_text("utf-8"), extra="train", torch=build)
+    names = {line.partition("==")[0].partition("[")[0] for line in required}
+    assert [line for line in required if line.startswith("torch==")] == [f"torch=={build}"]
     assert "impi-rt" in names
     cuda = {"cuda-toolkit", "nvidia-cublas", "triton"}
     assert names & cuda == (cuda if build == "2.13.0" else set())

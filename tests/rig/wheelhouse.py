@@ -17,19 +17,19 @@ WHEELHOUSE_ON_MACHINE = "/srv/wheelhouse"
 
 
 def folder_on_machine(extra: str) -> str:
-    """Return where a machine has the wheels of an extra."""
+    """Return the folder of an extra's wheels on a machine."""
     return WHEELHOUSE_ON_MACHINE if extra == "train" else f"{WHEELHOUSE_ON_MACHINE}-{extra}"
 
 
 def pip_conf(extras: Sequence[str]) -> str:
-    """Return pip's settings on a machine that takes the extras' wheels for its package index."""
+    """Return the settings of a machine's pip whose package index is the extras' wheels."""
     folders = "\n    ".join(map(folder_on_machine, extras))
     return f"[install]\nno-index = true\nfind-links =\n    {folders}\n"
 
 
 _PYTHON = {"python_version": "3.11", "python_full_version": "3.11.2"}
-"""Debian 12's."""
-# Debian 12 has glibc 2.36; pip takes exactly the tags that it is told.
+"""Version of Debian 12's Python."""
+# Debian 12 has glibc 2.36; pip only accepts the given tags.
 _GLIBC_MINORS = (34, 31, 28, 27, 26, 24, 17)
 _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
@@ -37,20 +37,18 @@ _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 def wheelhouse(extra: str = "train") -> Path:
     """Return the folder of wheels that `install-payload.sh --wheelhouse` needs.
 
-    0.4 GB for `train`, 3 GB where this host has torch's CUDA build: the machines get the build that
-    could be had here.
+    It has 0.4 GB for `train`, or 3 GB if this host has torch's CUDA build, which machines then get.
     """
-    wanted = requirements(
+    required = requirements(
         LOCK.read_text(encoding="utf-8"), extra=extra, torch=importlib.metadata.version("torch")
     )
-    return cached("wheels", recipe=wanted, build=lambda folder: _download(folder, wanted))
+    return cached("wheels", recipe=required, build=lambda folder: _download(folder, required))
 
 
 def requirements(lock: str, *, extra: str, torch: str) -> list[str]:
-    """Return `name==version` of the lock's lines for `extra` that hold on the machines.
+    """Return `name==version` of the lock's lines for `extra` that apply to the machines.
 
-    Of torch's two builds it is `torch`, such as 2.13.0+cpu; the other one, 2.13.0, brings CUDA
-    packages.
+    `torch` is the version of torch's build, such as 2.13.0+cpu; 2.13.0 needs CUDA packages.
     """
     extras = {extra} if torch.endswith("+cpu") else {extra, f"{extra}-cuda"}
     found = []
@@ -66,11 +64,11 @@ def requirements(lock: str, *, extra: str, torch: str) -> list[str]:
     return found
 
 
-def _download(folder: Path, wanted: Sequence[str]) -> None:
-    cpu = [name for name in wanted if name.endswith("+cpu")]
-    _pip_download(folder, *(name for name in wanted if name not in cpu))
+def _download(folder: Path, required: Sequence[str]) -> None:
+    cpu = [name for name in required if name.endswith("+cpu")]
+    _pip_download(folder, *(name for name in required if name not in cpu))
     if cpu:
-        # Where it cannot be reached, pip says so and takes what its own settings give.
+        # If it cannot be reached, pip prints an error and uses its own settings.
         _pip_download(folder, "--extra-index-url", _CPU_INDEX, "--retries=1", "--timeout=5", *cpu)
 
 

@@ -1,4 +1,4 @@
-"""Contexts for what is built outside of the process: there as a whole, or removed."""
+"""Contexts for resources outside the process, which are built completely or removed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Self
 
 
 class Whole(ABC):
-    """A context: made when it begins; removed when it ends, or when making it failed midway."""
+    """A context that builds a resource, and removes it at the end or if building fails."""
 
     def __enter__(self) -> Self:
         try:
@@ -28,8 +28,8 @@ class Whole(ABC):
 
     @abstractmethod
     def _make(self) -> None:
-        """Build it."""
+        """Build the resource."""
 
     @abstractmethod
     def _end(self) -> None:
-        """Remove all that `_make` has built so far."""
+        """Remove everything that `_make` has built so far."""

@@ -1,4 +1,4 @@
-"""Calibration of the least work: it takes a second, and most tests' runs do not last as long."""
+"""A minimal calibration: the full one takes a second, longer than most tests' runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from payload.train import calibration
 
 
 def calibrate_briefly() -> None:
-    """Let this process measure one product, and exchanges of the smallest size."""
+    """Make this process measure one matmul, and exchanges of the smallest size."""
     calibration._GEMM_BUDGET_S = 0.0
     calibration._EXCHANGE_SIZES = calibration._EXCHANGE_SIZES[:1]

@@ -87,7 +87,7 @@ class Browser:
             self._driver.wait(timeout=_TIMEOUT_S)
 
     def open(self, page: Path) -> None:
-        """Load a file, and wait until it is drawn."""
+        """Load a file, and wait until it is rendered."""
         self.console()
         self.requests()
         self._ask("POST", "/url", {"url": page.resolve().as_uri()})

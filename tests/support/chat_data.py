@@ -90,7 +90,7 @@ def conversations(count: int, *, turns: int = 1, seed: int = 0) -> list[list[dic
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Write one JSON object a line."""
+    """Write one JSON object per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 

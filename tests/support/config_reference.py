@@ -1,4 +1,4 @@
-"""Tables in README and docs that follow from the code. `make docs` writes, a test compares."""
+"""Tables in README and docs that come from the code: `make docs` writes them, a test compares."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ MEANINGS = {
 
 
 def exit_codes() -> str:
-    """The table of exit codes."""
+    """Return the table of exit codes."""
     rows = [f"| {code.value} | `{code.label}` | {MEANINGS[code]} |" for code in ExitCode]
     return "\n".join(["| Code | `exit_class` | Meaning |", "|---|---|---|", *rows])
 
 
 def settings() -> str:
-    """A table for each section of run.toml."""
+    """Return a table for each section of run.toml."""
     meanings = _field_docstrings()
     return "\n\n".join(
         _section(section.name, typing.get_type_hints(RunConfig)[section.name], meanings)
@@ -73,7 +73,7 @@ def _section(name: str, section: type[Any], meanings: dict[tuple[str, str], str]
 
 
 def _field_docstrings() -> dict[tuple[str, str], str]:
-    """(class, field) to the docstring below the field, on one line."""
+    """Return the docstring below each (class, field), on one line."""
     files = {inspect.getfile(section) for section in typing.get_type_hints(RunConfig).values()}
     trees = [ast.parse(Path(file).read_text(encoding="utf-8")) for file in sorted(files)]
     found = {}
@@ -130,19 +130,19 @@ def _kind(kind: Any, field: dataclasses.Field[Any]) -> Iterator[str]:
 
 
 def security_rules() -> str:
-    """The table of the rules that the cluster's resources keep."""
+    """Return the table of the rules for the cluster's resources."""
     rows = [f"| `{rule.name}` | {rule.cis} | {rule.holds} |" for rule in RULES]
     return "\n".join(["| Rule | CIS | What holds |", "|---|---|---|", *rows])
 
 
 def not_met() -> str:
-    """The table of the CIS recommendations that are not met."""
+    """Return the table of the CIS recommendations that are not met."""
     rows = [f"| {number} | {why} |" for number, why in NOT_MET.items()]
     return "\n".join(["| CIS | Why |", "|---|---|", *rows])
 
 
 def prices() -> str:
-    """The table of C3's prices."""
+    """Return the table of C3's prices."""
     head = "| Machine | Cores | GiB | On demand | Spot |\n|---|---|---|---|---|"
     rows = []
     for machine in machine_types():
@@ -159,7 +159,7 @@ def prices() -> str:
 
 
 def gpu_prices() -> str:
-    """The table of the machines with GPUs: what they have, and their prices."""
+    """Return the table of machines with GPUs, their sizes and prices."""
     head = (
         "| Machine | GPUs | Memory of a GPU, GiB | Cores | GiB | On demand | Spot | Regions |\n"
         "|---|---|---|---|---|---|---|---|"
@@ -192,7 +192,7 @@ def _cheapest(name: str, regions: list[str]) -> str:
 
 
 def cluster_settings() -> str:
-    """The table of Pulumi.yaml's settings."""
+    """Return the table of Pulumi.yaml's settings."""
     declared = yaml.safe_load((README.parent / "Pulumi.yaml").read_text(encoding="utf-8"))
     rows = [
         f"| `{key}` | `{json.dumps(entry['default'])}` | {' '.join(entry['description'].split())} |"
@@ -220,7 +220,7 @@ PAGES = tuple(
 
 
 def with_tables(page: str) -> str:
-    """`page` with every table between its two marks as it is by the code."""
+    """Return `page` with every table between its marks replaced by the current one."""
     for name, render in TABLES.items():
         begin, end = f"<!-- {name}: written by make docs -->", f"<!-- {name} end -->"
         if begin in page:

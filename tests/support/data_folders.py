@@ -22,7 +22,7 @@ def make_data_folder(
     tokenizer_sha256: str = TOKENIZER_SHA256,
     seed: int = 7,
 ) -> Path:
-    """A folder of repetitive random tokens, which a model learns quickly."""
+    """Write and return a folder of repetitive random tokens, which a model learns quickly."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(seed)
     phrases = generator.integers(0, vocab_size, size=(50, 16))

@@ -42,7 +42,7 @@ _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def family_names(path: PurePosixPath, source: str) -> list[str]:
-    """Return line and name of each model family that the code of a file names.
+    """Return line and name of each model family in the code of a file.
 
     Identifiers and whole string constants count; docstrings and messages are for people.
     """

@@ -1,4 +1,4 @@
-"""A process that has imported torch and the payload, and runs programs in its forks.
+"""A process that has imported torch and the payload, and runs programs in forks.
 
 `server_name` starts it once a session. tests.support.forked requests the forks. Training in the
 forks uses a short calibration.
@@ -186,9 +186,9 @@ def _peer(connection: socket.socket) -> int:
 
 
 def _become(request: Mapping[str, Any], descriptors: list[int], peer: int) -> NoReturn:
-    """Run the program in this process as Python runs it."""
-    for place, descriptor in enumerate(descriptors):
-        os.dup2(descriptor, place)
+    """Run the program in this process as Python does."""
+    for target, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, target)
     os.closerange(3, 256)
     _open_streams()
     os.sched_setaffinity(0, os.sched_getaffinity(peer))
@@ -221,17 +221,17 @@ def _open_streams() -> None:
         setattr(sys, f"__{name}__", new)
 
 
-def _run(words: list[str]) -> int:
+def _run(arguments: list[str]) -> int:
     """Run `-m MODULE` or a file and return the exit status."""
     try:
-        if words[0] == "-m":
-            sys.argv = words[1:]
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
             sys.path[0] = str(Path.cwd())
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
-            sys.argv = words
-            sys.path[0] = str(Path(words[0]).resolve().parent)
-            runpy.run_path(words[0], run_name="__main__")
+            sys.argv = arguments
+            sys.path[0] = str(Path(arguments[0]).resolve().parent)
+            runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return (end.code or 0) & 0xFF

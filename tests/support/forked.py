@@ -29,7 +29,7 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sign
 
 
 def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the interpreter or a library reads when it is loaded."""
+    """Return the variables that the interpreter or a library reads at load time."""
     return {name: text for name, text in environment.items() if name.startswith(_READ_AT_START)}
 
 

@@ -35,7 +35,7 @@ class Format:
     """Type by path, such as `nodes[].name: str` or `cost_usd: float | null`."""
 
     def to_json(self) -> str:
-        """Return the text of its golden file."""
+        """Return the text of the golden file."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
@@ -152,7 +152,7 @@ def breaking(name: str, known: Format, found: Format) -> list[str]:
 
 
 def keys_of(documents: Iterable[Any], *, maps: Sequence[str] = ()) -> dict[str, str]:
-    """Return the types of every key by its path, over all documents together."""
+    """Return the types of every key by path, over all documents."""
     found: dict[str, set[str]] = {}
     for document in documents:
         for path, kind in _walk(document, "", frozenset(maps)):

@@ -9,7 +9,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 
 
 def assert_golden(name: str, text: str) -> None:
-    """Fail unless `text` is what tests/golden/`name` holds."""
+    """Fail unless `text` equals tests/golden/`name`."""
     path = GOLDEN / name
     if os.environ.get("TILEFORGE_WRITE_GOLDEN") == "1":
         path.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Which tests stay on one worker of pytest-xdist, which of them begin first, and a worker's crash.
+"""Scheduling of tests on the workers of pytest-xdist, and a worker's crash.
 
 A pytest plugin; tests/conftest.py registers it.
 """
@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-# These share machines, or run long: the longest first, so that no worker is left with one alone.
+# These share machines or run long. The longest come first, so that workers end together.
 _FIRST = (
     *("tests/rig/", "tests/orchestrate/cluster/", "tests/nfs/", "tests/train/strategies/"),
     *("tests/train/test_ranks.py", "tests/real/test_chat.py", "tests/amx/", "tests/formats/"),
     "tests/report/",
 )
 _FEW_TESTS = 2
-"""A worker begins a test once it knows the next one, so it gets more before it has only one."""
+"""Minimum number of tests in a worker's queue; a worker only starts a test if it has the next."""
 
 _crashed = pytest.StashKey[bool]()
 
 
 def group_of(nodeid: str) -> str:
-    """A file's tests stay together, as they share what is started; so do those of some folders."""
+    """Put the tests of a file, or of some folders, into one group, as they share fixtures."""
     file = nodeid.partition("::")[0]
     return next((name for name in _FIRST if file.startswith(name)), file)
 
@@ -35,10 +35,10 @@ def place_of(nodeid: str) -> int:
 
 
 class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """Gives whole groups to workers. xdist 3.8's own `--dist loadgroup` sees none in pytest 9.2.
+    """Assigns whole groups to workers; xdist 3.8's `--dist loadgroup` finds none in pytest 9.2.
 
-    After a worker's crash, xdist 3.8 also runs the crashed test again, which crashes the next
-    worker. It assigns groups that are done, for whose reports it then waits forever.
+    After a worker's crash, xdist 3.8 also repeats the crashed test, which crashes the next worker.
+    It also assigns completed groups again, and then waits forever for their reports.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -46,7 +46,7 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has n
         return nodeid if stressed else group_of(nodeid)
 
     def remove_node(self, node: Any) -> str | None:
-        """Return the test that a worker crashed in; the tests after it go back to the queue."""
+        """Return the test in which a worker crashed, and put later tests back into the queue."""
         groups = self.assigned_work.pop(node)
         tests = [each for group in groups.values() for each in group.items()]
         crashed: str | None = next((test for test, done in tests if not done), None)
@@ -63,7 +63,7 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has n
         return crashed
 
     def _reschedule(self, node: Any) -> None:
-        """Assign groups until a worker has enough tests, and end it once no group is left."""
+        """Assign groups until a worker has enough tests; shut it down if no group remains."""
         if node.shutting_down:
             return
         while self.workqueue and self._pending_of(self.assigned_work[node]) <= _FEW_TESTS:
@@ -74,13 +74,13 @@ class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has n
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
-    """With several workers, each gets whole groups."""
+    """Return the scheduler that assigns whole groups."""
     return GroupScheduling(config, log)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """Record a crash: where it was in no test, no test fails for it."""
+    """Record a crash outside of any test, which fails no test."""
     if error:
         node.config.stash[_crashed] = True
 

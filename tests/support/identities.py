@@ -1,4 +1,4 @@
-"""Identities of runs and clusters that tests write by hand."""
+"""Identities of runs and clusters for tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLUSTER, ANOTHER_CLUSTER = "0123456789abcdef", "f" * 16
 def cluster_labels(
     cluster: str, identity: str = CLUSTER, *, expires: int = 1_700_000_000
 ) -> dict[str, str]:
-    """Labels of what is built for a cluster, which is over by default."""
+    """Return the labels of a cluster's resources; by default the cluster has expired."""
     return {
         "tileforge-cluster": cluster,
         IDENTITY_LABEL: identity,
@@ -29,12 +29,12 @@ def cluster_labels(
 
 
 def write_cluster_identity(folder: Path, cluster: str, *, stack: str | None = None) -> None:
-    """Let `folder` be the one that has built a cluster."""
+    """Make `folder` the creator of a cluster."""
     settle_cluster_identity(folder, cluster, stack=stack, told=[CLUSTER])
     accept_cluster_identity(folder, cluster)
 
 
 def write_identity(paths: RunPaths, run: RunIdentity = MINE) -> RunPaths:
-    """Give a run's folder an identity."""
+    """Write an identity into a run's folder."""
     write_whole(paths.identity, run.to_json())
     return paths

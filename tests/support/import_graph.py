@@ -10,7 +10,7 @@ from tests.support.import_rules import imports, tree_of
 def import_graph(folder: Path, *, root: Path) -> dict[str, set[str]]:
     """Return the modules of a folder, each with the modules of the folder that it imports.
 
-    Imports within functions and for type checkers count like all others.
+    Imports in functions and for type checkers count, too.
     """
     files = {_module(path.relative_to(root)): path for path in folder.rglob("*.py")}
     graph: dict[str, set[str]] = {}

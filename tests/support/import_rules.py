@@ -14,7 +14,7 @@ LOWER = (
     *("core", "optimizers", "machines", "formats", "models", "config", "run_record", "pricing"),
     *("stack", "estimates", "weights"),
 )
-"""Packages without side effects, by tier: each may import those before it."""
+"""Packages without side effects by tier; each can import the tiers before it."""
 UPPER = (
     *(
         "kernels",
@@ -31,10 +31,10 @@ UPPER = (
 )
 PACKAGES = frozenset({*LOWER, *UPPER})
 ROOT = "root"
-"""`payload/__init__.py`, which has the version alone."""
+"""`payload/__init__.py`, which only has the version."""
 PULUMI = frozenset({"pulumi", "pulumi_gcp", "pulumi_command", "pulumi_random", "pulumi_tls"})
 
-# A module may compute its constants while it is imported; it may not touch the world.
+# A module may compute constants at import, but have no side effects.
 _WORLDLY_MODULES = frozenset(
     {"datetime", "logging", "os", "random", "secrets", "shutil", "signal", "socket"}
     | {"subprocess", "sys", "tempfile", "threading", "time", "torch"}
@@ -48,12 +48,12 @@ _HARMLESS_CALLS = frozenset({"logging.getLogger"})
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The imports that one area of the code may have."""
+    """The imports that an area of the code may have."""
 
     own: frozenset[str]
-    """Packages of `payload`, and its root."""
+    """Allowed packages of `payload`, and its root."""
     never: frozenset[str] = frozenset()
-    """Modules from elsewhere."""
+    """Allowed modules outside `payload`."""
     stdlib_only: bool = False
 
 
@@ -86,12 +86,12 @@ RULES = {
         frozenset({ROOT, *LOWER, "storage"}),
         frozenset({"torch", "numpy", "paramiko", "infra"}) | PULUMI,
     ),
-    # It loads the other packages' command lines and programs by their names.
+    # It loads the command lines and programs of other packages by name.
     "cli": Rule(
         frozenset({ROOT, *LOWER, "cli"}), frozenset({"torch", "numpy", "paramiko"}) | PULUMI
     ),
     "data": Rule(frozenset({ROOT, *LOWER, "data"}), frozenset({"paramiko", "infra"}) | PULUMI),
-    # It starts the other packages' programs as processes.
+    # It starts the programs of other packages as processes.
     "finetune": Rule(
         frozenset({ROOT, *LOWER, "data", "finetune"}),
         frozenset({"paramiko", "infra", "torch"}) | PULUMI,
@@ -141,9 +141,9 @@ REGISTRIES = frozenset(
     PurePosixPath("payload/orchestrate/sites/registry.py"),
     PurePosixPath("payload/train/models/loading.py"),
 }
-"""They import the files of their package by names that they find there, or parsers by a table."""
+"""Modules that import the files of their package by listing it, or parsers by a table."""
 OPTIMIZERS = PurePosixPath("payload/optimizers")
-"""Its files import torch where they construct an optimizer, and for type checkers."""
+"""Package whose files import torch to construct an optimizer, and for type checkers."""
 EXPORTER_MODULE = PurePosixPath("payload/monitor/exporter.py")
 SSH_MODULES = tuple(
     PurePosixPath("payload/orchestrate/ssh", name)
@@ -153,12 +153,12 @@ SSH_MODULES = tuple(
 
 @cache
 def tree_of(source: str) -> ast.Module:
-    """Return the syntax tree of a file's text, which is parsed once for all rules."""
+    """Return the syntax tree of a file's text, parsed once for all rules."""
     return ast.parse(source)
 
 
 def violations(path: PurePosixPath, source: str) -> list[str]:
-    """Return the violations in `source`, the text of the file at `path` in the repository."""
+    """Return the violations in `source`, the text of the file at `path`."""
     area = _area(path)
     if area is None:
         return []
@@ -174,7 +174,7 @@ def violations(path: PurePosixPath, source: str) -> list[str]:
 
 
 def _deferred(tree: ast.Module) -> set[int]:
-    """Lines that run in calls of functions alone, or that type checkers alone read."""
+    """Return the lines that only run in function calls, or that only type checkers read."""
     return {
         line
         for node in ast.walk(tree)
@@ -185,10 +185,10 @@ def _deferred(tree: ast.Module) -> set[int]:
 
 
 def imports(tree: ast.Module, *, path: PurePosixPath) -> Iterator[tuple[int, str]]:
-    """Line and full module name of every import in the file, within functions too.
+    """Yield line and full module name of every import in the file, including those in functions.
 
-    `from a import b` counts as `a.b`: b may be a module. An import by a name that is only known
-    when the program runs counts as a module called `?`.
+    `from a import b` counts as `a.b`, as b can be a module. An import by a computed name counts as
+    a module called `?`.
     """
     package = path.parent.parts
     for node in ast.walk(tree):
@@ -207,7 +207,7 @@ def imports(tree: ast.Module, *, path: PurePosixPath) -> Iterator[tuple[int, str
             yield node.lineno, value if isinstance(value, str) else "?"
 
 
-# What runs code that its input names: an unpickled object's constructor can be any function.
+# Unpickling runs code that the input names: a constructor can be any function.
 _UNPICKLING_MODULES = frozenset(
     {"pickle", "_pickle", "cPickle", "pickletools", "shelve", "marshal", "dbm"}
     | {"dill", "cloudpickle", "joblib", "jsonpickle", "multiprocessing"}
@@ -217,7 +217,7 @@ _UNPICKLING_NAMES = frozenset(
     | {f"{verb}_object_list" for verb in ("broadcast", "scatter", "send", "recv")}
     | {"all_gather_object", "gather_object", "broadcast_object", "gather_object_list"}
 )
-# Without any of these in its text a file has nothing to be found: most are not parsed.
+# A file without these texts has no finding and is not parsed.
 _UNPICKLING_TRACES = re.compile(
     "|".join([*sorted(_UNPICKLING_MODULES | _UNPICKLING_NAMES), "__import__", "import_module"])
     + r"|allow_pickle|torch\W*load\b"
@@ -225,8 +225,8 @@ _UNPICKLING_TRACES = re.compile(
 
 
 def unpickling(path: PurePosixPath, source: str) -> list[str]:
-    """Return where `source` uses pickle or what builds on it, one line each."""
-    # Python reads letters beyond ASCII as others, so a name may be spelt with them.
+    """Return a line per use of pickle, or of a function that uses it, in `source`."""
+    # Python normalises letters beyond ASCII, so that a name can contain them.
     if source.isascii() and not _UNPICKLING_TRACES.search(source):
         return []
     tree = ast.parse(source, filename=str(path))
@@ -264,7 +264,7 @@ def _unpickling_call(call: ast.Call) -> Iterator[str]:
 
 
 def work_at_import(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and kind of every statement that does more than define and compute names."""
+    """Yield line and kind of every statement that does more than define and compute names."""
     yield from _work(tree.body)
 
 

@@ -19,10 +19,10 @@ REPO = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 DEADLINE_S = 300
 PYTHON = (sys.executable, "-I", "-S", forked.__file__)
-"""Runs `-m MODULE` or a file as Python does, in a fork that has imported torch."""
+"""Runs `-m MODULE` or a file like Python, in a fork that has imported torch."""
 SEVERAL = ("-m", "tests.support.several_runs")
 NUM_VAL_TARGETS = 999
-"""Every validation token of `make_data_folder` but the first."""
+"""Every validation token of `make_data_folder` except the first."""
 
 TINY_RUN = """
 [data]
@@ -52,7 +52,7 @@ dtype = "fp32"
 
 
 def rank_env(**extra: str) -> dict[str, str]:
-    """The environment of a rank on this machine: one thread, the loopback interface, no hub."""
+    """Return the environment of a rank on this machine: one thread, loopback interface, no hub."""
     every = {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return {
         **os.environ,
@@ -68,14 +68,14 @@ def rank_env(**extra: str) -> dict[str, str]:
 
 
 def mpirun(num_ranks: int, *program: str) -> list[str]:
-    """The command that starts `num_ranks` ranks of a Python program."""
+    """Return the command that starts `num_ranks` ranks of a Python program."""
     if num_ranks == 1:
         return [*PYTHON, *program]
     return ["mpirun", "-n", str(num_ranks), *PYTHON, *program]
 
 
 def torchrun(num_ranks: int, *program: str) -> list[str]:
-    """The same by torch's own launcher."""
+    """Return the command that starts the ranks by torchrun."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
     return [*launcher, "--master-port", str(free_port()), *program]
 
@@ -83,7 +83,7 @@ def torchrun(num_ranks: int, *program: str) -> list[str]:
 def run(
     command: Sequence[str], *, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run to the end; what it printed is in the result."""
+    """Run a command; the result has its output."""
     return subprocess.run(
         command,
         env=env or rank_env(),
@@ -116,11 +116,11 @@ def train_several(
     spoiled: Mapping[Path, tuple[int, str]] | None = None,
     program: Sequence[str] = SEVERAL,
 ) -> dict[Path, str]:
-    """Train one run after the other on the same ranks, each with its own overrides.
+    """Train runs in turn on the same ranks, each with its own overrides; return their outputs.
 
-    Most of the processor time of a short run is the start of its ranks. Returns the output of each
-    run. `config` is one for all or one for each. Those of `spoiled` have to fail: see `Planned`.
-    `program` ends with `several_runs.main`.
+    The start of the ranks takes most of the CPU time of a short run. `config` is one for all runs
+    or one per run. Runs in `spoiled` must fail: see `Planned`. `program` ends with
+    `several_runs.main`.
     """
     configs = {folder: config if isinstance(config, Path) else config[folder] for folder in runs}
     planned = [
@@ -137,9 +137,9 @@ def train_several(
 
 
 def evaluate_several(arguments: Mapping[Path, Sequence[str]], *, num_ranks: int) -> dict[Path, str]:
-    """Evaluate one checkpoint after the other on the same ranks; return the output for each.
+    """Evaluate checkpoints in turn on the same ranks; return the output of each.
 
-    A key is the path of the files with the output, without the ending that names the rank.
+    A key is the path of the output files without the suffix of the rank.
     """
     planned = [
         Planned(port=free_port(), printed=str(path), arguments=list(words), evaluates=True)
@@ -174,31 +174,31 @@ def _output(printed: Path) -> str:
 
 
 def train_program(run_dir: Path, config: Path, *overrides: str) -> list[str]:
-    """`python -m payload.train`, less the interpreter."""
+    """Return `-m payload.train` with its arguments."""
     sets = [word for override in overrides for word in ("--set", override)]
     return ["-m", "payload.train", "--config", str(config), "--run-dir", str(run_dir), *sets]
 
 
 def losses(run_dir: Path) -> list[float]:
-    """Training losses of a run, by step."""
+    """Return the training losses of a run by step."""
     rows = [row for row in metrics(run_dir) if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     return [row["loss"] for row in rows]
 
 
 def evaluations(run_dir: Path) -> list[float]:
-    """Validation losses of a run, each over all of its validation tokens."""
+    """Return the validation losses of a run by step, each over all validation tokens."""
     rows = [row for row in metrics(run_dir) if "val_loss" in row]
     assert {row["val_tokens"] for row in rows} == {NUM_VAL_TARGETS}
     return [row["val_loss"] for row in rows]
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """All rows of metrics.jsonl."""
+    """Return all rows of metrics.jsonl."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
-    """summary.json."""
+    """Return summary.json."""
     loaded: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
     return loaded

@@ -1,4 +1,4 @@
-"""Temporary folders in memory: a disk takes milliseconds for each file that is written again."""
+"""Temporary folders in memory: a disk takes milliseconds to overwrite a file."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import psutil
 
 _MEMORY = Path("/dev/shm")
 _ROOM_BYTES = 8 * 2**30
-"""A session writes less than 2 GiB there; the rest is for the ranks of the tests, and for a rig."""
-# pytest's own setting; it keeps unique names, and the removal of what older sessions left.
+"""A session writes less than 2 GiB; the rest is for the ranks of the tests, and for a rig."""
+# pytest's own setting, which keeps unique names and the removal of older sessions' folders.
 _ROOT = "PYTEST_DEBUG_TEMPROOT"
 
 
 def use_memory() -> None:
-    """Let pytest make `tmp_path` and its like in memory, where that has room enough.
+    """Make pytest create `tmp_path` and similar folders in memory, if there is enough room.
 
-    A setting of the user's own stays (`PYTEST_DEBUG_TEMPROOT`, --basetemp).
+    The user's own setting stays in force (`PYTEST_DEBUG_TEMPROOT`, --basetemp).
     """
     if _ROOT not in os.environ and _has_room():
         os.environ[_ROOT] = str(_MEMORY)
 
 
 def use_own_state() -> None:
-    """Keep this user's state of the program out of the tests: one folder for a session."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:  # whose controller has made one
+    """Isolate the tests from this user's state of the program, in one folder per session."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # pytest-xdist's controller has made the folder
         folder = tempfile.mkdtemp(prefix="tileforge-state.")
         os.environ["XDG_STATE_HOME"] = folder
         atexit.register(shutil.rmtree, folder, ignore_errors=True)

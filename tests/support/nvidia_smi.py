@@ -1,4 +1,4 @@
-"""An nvidia-smi program that prints given GPUs, in the formats of the real one."""
+"""An nvidia-smi program that prints given GPUs in the real formats."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-# As nvidia-smi prints them with --format=csv,noheader,nounits: an L4 of a g2-standard-8 shows
+# In the format of nvidia-smi --format=csv,noheader,nounits: an L4 of a g2-standard-8 shows
 # 23034 MiB and [N/A] for MIG, an A100 of an a2-highgpu-1g 40960 and Disabled.
 L4 = {
     "name": "NVIDIA L4",

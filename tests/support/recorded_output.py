@@ -22,7 +22,7 @@ class RecordedOutput:
 def record_output() -> Iterator[RecordedOutput]:
     """Record stdout and stderr of this process and of the processes that it starts.
 
-    Unlike pytest's `capfd` it needs no fixture, so helpers can use it.
+    Unlike pytest's `capfd` it needs no fixture, so that helpers can use it.
     """
     recorded = RecordedOutput()
     sys.stdout.flush()

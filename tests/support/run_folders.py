@@ -1,4 +1,4 @@
-"""Run folders as `orchestrate run` leaves them, for tests without training."""
+"""Run folders like those of `orchestrate run`, for tests without training."""
 
 from __future__ import annotations
 

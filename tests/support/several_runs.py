@@ -1,6 +1,6 @@
-"""A program for ranks that trains several runs, or evaluates several, one after the other.
+"""A program for ranks that trains or evaluates several runs in turn.
 
-Its argument is JSON, a list of `Planned`. Each rank writes the output of a run into a file.
+Its argument is a JSON list of `Planned`. Each rank writes the output of a run into a file.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from tests.support.brief_calibration import calibrate_briefly
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One run."""
+    """A run to train or evaluate."""
 
     port: int
     """MASTER_PORT."""
     printed: str
-    """The path of the files with the output, without the ending that names the rank."""
+    """Path of the output files without the suffix of the rank."""
     arguments: list[str]
-    """The command line after `python -m payload.train`, or `payload.evaluate`."""
+    """Arguments of `python -m payload.train` or `payload.evaluate`."""
     evaluates: bool = False
     spoiled: tuple[int, str] | None = None
-    """A rank and the parameter that differs there from step 3 on; the run has to fail."""
+    """A rank and a parameter that differs on it from step 3; the run must fail."""
 
 
 def main() -> None:
-    """Train or evaluate each. An error ends the process, as it ends a rank."""
+    """Train or evaluate each run. An error ends the process, as it ends a rank."""
     rank = os.environ.get("PMI_RANK", "0")
     calibrate_briefly()
     for each in json.loads(sys.argv[1]):
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _forget() -> None:
-    """Let Accelerate and DeepSpeed take another precision and the next run's process group."""
+    """Reset Accelerate and DeepSpeed for another precision and the next run's process group."""
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -65,7 +65,7 @@ def _forget() -> None:
 
 
 def _train_spoiled(arguments: list[str], rank: int, parameter: str) -> None:
-    """Flip a bit on one rank after step 2, as broken RAM would; require the exit code for that."""
+    """Flip a bit on one rank after step 2, like broken RAM; require the run to fail."""
     import torch
     from torch import distributed
 

@@ -1,4 +1,4 @@
-"""Libraries whose import takes seconds, which every worker of the tests would pay at its start."""
+"""Libraries with imports of seconds, which each test worker should not load at its start."""
 
 from __future__ import annotations
 

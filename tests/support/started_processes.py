@@ -75,7 +75,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 def _first_started(item: pytest.Item) -> str | None:
-    """Return the command of a process that the test or one of its fixtures started."""
+    """Return the command of a process that the test or a fixture started, or None."""
     if _started:
         return _started[0]
     if not isinstance(item, pytest.Function):

@@ -15,13 +15,13 @@ import pytest
 
 ROUNDS = 50
 _LOAD = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(100_000))"
-"""Computes until its parent is gone, however that ends."""
+"""Computes until its parent has ended."""
 
 _load = pytest.StashKey[list[subprocess.Popen[bytes]]]()
 
 
 def add_options(parser: pytest.Parser) -> None:
-    """Add the options. As a hook of this plugin it would run after they are parsed."""
+    """Add the options. A hook of this plugin would run after parsing."""
     group = parser.getgroup("stress")
     group.addoption(
         "--stress",
@@ -34,13 +34,13 @@ def add_options(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Collect these tests alone, and start the load."""
-    wanted = config.getoption("stress")
-    if not wanted:
+    """Collect only these tests, and start the load."""
+    selected = config.getoption("stress")
+    if not selected:
         return
-    config.args = [each.partition("[")[0] for each in wanted]
+    config.args = [each.partition("[")[0] for each in selected]
     config.option.markexpr = ""
-    # pytest-xdist's workers have the same options; one load is enough.
+    # pytest-xdist's workers have the same options, but one load is enough.
     if not hasattr(config, "workerinput"):
         cores = range(os.cpu_count() or 1)
         config.stash[_load] = [subprocess.Popen([sys.executable, "-c", _LOAD]) for _ in cores]
@@ -55,21 +55,21 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def stress_round(request: pytest.FixtureRequest) -> int:
-    """The round's number."""
+    """Return the round's number."""
     found: int = request.param
     return found
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
-    """Tear every fixture down, those of the session too: the next round makes them again."""
+    """Tear down every fixture, including session fixtures, for the next round."""
     yield
     if item.config.getoption("stress"):
         item.session._setupstate.teardown_exact(None)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Add the rounds to a test that is stressed."""
+    """Parametrize a stressed test with the rounds."""
     if metafunc.config.getoption("stress"):
         rounds = range(1, metafunc.config.getoption("stress_rounds") + 1)
         metafunc.fixturenames.append("stress_round")
@@ -78,7 +78,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the named parameters of a test alone, where one is named as PATH::TEST[PARAMETER]."""
+    """Keep only the named parameters of tests given as PATH::TEST[PARAMETER]."""
     named = {each for each in config.getoption("stress") or () if each.endswith("]")}
     tests = {each.partition("[")[0] for each in named}
 

@@ -1,4 +1,4 @@
-"""A terminal of a chosen width, for commands that draw differently on one."""
+"""A terminal with a given width, for commands that draw differently on a terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Terminal:
-    """A command whose stdin, stdout and stderr are one pseudo-terminal."""
+    """A command whose stdin, stdout and stderr are a pseudo-terminal."""
 
     def __init__(self, command: Sequence[str], *, columns: int, cwd: Path) -> None:
         ours, theirs = pty.openpty()
@@ -46,9 +46,9 @@ class Terminal:
         return self.process.wait(timeout=DEADLINE_S)
 
     def read_until(self, text: str | None, *, after: int = 0) -> str:
-        """Read until `text` was printed behind the first `after` characters, or the command ended.
+        """Read until `text` was printed after the first `after` characters, or the command ended.
 
-        With None, read to the end of the command. Returns all that was printed so far.
+        With None, read until the command ends. Returns everything that was printed so far.
         """
         ends = time.monotonic() + DEADLINE_S
         while text is None or text not in self.raw()[after:]:
@@ -57,25 +57,25 @@ class Terminal:
                 continue
             try:
                 content = os.read(self._ours, 65536)
-            except OSError:  # Linux' end of file: the command and all its children are gone
+            except OSError:  # end of file on Linux: the command and all its children have ended
                 break
             self._raw += content
         return self.raw()
 
     def press(self, keys: str) -> None:
-        """Send what these keys send."""
+        """Send the characters of these keys."""
         os.write(self._ours, keys.encode())
 
     def press_ctrl_c(self) -> None:
-        """Send what the key sends."""
+        """Send the key's sequence."""
         self.press("\x03")
 
     def raw(self) -> str:
-        """Return everything that was printed, with what steers the terminal."""
+        """Return everything that was printed, with control sequences."""
         return self._raw.decode(errors="replace")
 
     def drawn(self) -> list[str]:
-        """Return every line and every redrawn line, without what steers the terminal."""
+        """Return every line and every redrawn line, without control sequences."""
         return [line for line in re.split(r"[\r\n]+", _CSI.sub("\n", self.raw())) if line.strip()]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Prints how long each group of tests took, by their markers, and the slowest 20 tests.
+"""Prints the time of each group of tests, by markers, and the slowest 20 tests.
 
 A pytest plugin; tests/conftest.py registers it.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 GROUPS = ("engine", "nfs", "ipex", "rig", "sshd", "slow", "ranks", "processes")
-"""A test with several of these markers counts for the first."""
+"""Groups by marker; a test with several markers counts for the first."""
 _SLOWEST = 20
 
 
@@ -21,19 +21,19 @@ class GroupTime:
 
     tests: set[str] = field(default_factory=set)
     seconds: float = 0.0
-    """The sum over its tests, set-up and teardown included."""
+    """Sum over its tests, including set-up and teardown."""
     begin: float = float("inf")
     end: float = 0.0
 
     def add(self, report: pytest.TestReport) -> None:
-        """Add a phase of a test."""
+        """Add the time of a test's phase."""
         self.tests.add(report.nodeid)
         self.seconds += report.duration
         self.begin, self.end = min(self.begin, report.start), max(self.end, report.stop)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Record the group of a test; a report's keywords have the names of folders, too."""
+    """Record the group of a test, as a report's keywords also contain folder names."""
     markers = {mark.name for mark in item.iter_markers()}
     name = next((each for each in GROUPS if each in markers), "in one process")
     item.user_properties.append(("group", name))

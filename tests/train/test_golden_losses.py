@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.contenders import REPO
 from benchmarks.golden.cases import CASES, Case
 from benchmarks.golden.compare import Comparison, compare
 from benchmarks.golden.inputs import make_inputs
 from benchmarks.golden.runs import Run, train_cases
 from benchmarks.golden.stored import TOLERANCE, Stored
+from benchmarks.harness import REPO
 
 PORTABLE = [case for case in map(Case.parse, CASES) if case.is_portable()]
 ALONE = [

@@ -50,7 +50,7 @@ class Rehearsal:
     steps: list[Step] = field(default_factory=list)
 
     def through(self) -> None:
-        """Take every step up to the healed cluster. Raises TileforgeError at the first bad step."""
+        """Take every step up to the resumed run. Raises TileforgeError at the first bad step."""
         up = ("up", "--yes", "--results-may-be-lost", "--stack", self.name)
         self._step("doctor", "doctor", "--stack", self.name)
         self._step("up", *up)
@@ -62,6 +62,8 @@ class Rehearsal:
         self._lose(outputs)
         self._step("up heals it", *up)
         self._step("preflight again", *preflight)
+        more = ("--set", f"train.steps={2 * _STEPS}")
+        self._step("resume", "run", *job[:2], "--resume", self.name, *more)
 
     def end(self, *, collect: bool) -> bool:
         """Take everything down and look; nothing is raised, as this must go to its end.

@@ -1,4 +1,4 @@
-"""The command line: `python -m tests.engine.fake_pulumi WORDS`, which `pulumi` on PATH becomes."""
+"""The command line `python -m tests.engine.fake_pulumi ARGUMENTS`, run by the `pulumi` on PATH."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ _INTERRUPTED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A command line, taken apart."""
+    """A parsed command line."""
 
-    words: Sequence[str]
+    arguments: Sequence[str]
     flags: frozenset[str]
     values: Mapping[str, str]
     replaced: Sequence[str] = field(default=())
 
     @classmethod
     def of(cls, argv: Sequence[str]) -> Line:
-        """Raises RefusedError for an option that this program does not have."""
-        words: list[str] = []
+        """Parse a command line. Raises RefusedError for an unknown option."""
+        arguments: list[str] = []
         flags: set[str] = set()
         values: dict[str, str] = {}
         urns: list[str] = []
@@ -67,34 +67,34 @@ class Line:
             elif word.startswith("--"):
                 raise RefusedError(f"unknown flag: {word}")
             else:
-                words.append(word)
-        return cls(words=words, flags=frozenset(flags), values=values, replaced=tuple(urns))
+                arguments.append(word)
+        return cls(arguments=arguments, flags=frozenset(flags), values=values, replaced=tuple(urns))
 
 
 def main(argv: Sequence[str], env: Mapping[str, str], folder: Path) -> int:
-    """Carry out one command and return the exit status."""
+    """Run a command and return the exit status."""
     try:
         line = Line.of(argv)
-        if line.words == ["version"]:
+        if line.arguments == ["version"]:
             sys.stdout.write("v3.260.0\n")
             return 0
         backend = Backend(env, folder)
-        if line.words[0] in ("preview", "up", "destroy", "refresh"):
+        if line.arguments[0] in ("preview", "up", "destroy", "refresh"):
             if "--event-log" in line.values and env.get("PULUMI_DEBUG_COMMANDS") != "true":
                 raise RefusedError("unknown flag: --event-log")
             return _operate(line, backend.stack(line.values.get("--stack")), env)
         sys.stdout.write(_answer(line, backend))
         return 0
     except RefusedError as error:
-        # As recorded: an empty line for people, and the reason on stderr.
+        # As recorded: an empty line on stdout, and the reason on stderr.
         sys.stdout.write("\n")
         sys.stderr.write(f"error: {error}\n")
         return 1
 
 
 def _answer(line: Line, backend: Backend) -> str:
-    """Return what a command prints that runs no engine."""
-    match line.words:
+    """Return the output of a command that runs no engine."""
+    match line.arguments:
         case ["whoami"]:
             return "operator\n"
         case ["stack", "init", *names]:
@@ -112,9 +112,11 @@ def _answer(line: Line, backend: Backend) -> str:
         case ["stack", "select", name]:
             backend.select(backend.stack(name))
             return ""
-    removed = line.words[2] if line.words[:2] == ["stack", "rm"] and line.words[2:] else None
+    removed = (
+        line.arguments[2] if line.arguments[:2] == ["stack", "rm"] and line.arguments[2:] else None
+    )
     stack = backend.stack(removed or line.values.get("--stack"))
-    match line.words:
+    match line.arguments:
         case ["config"]:
             return f"{json.dumps(_shown_config(stack.config()), indent=2)}\n"
         case ["config", "set", key, value]:
@@ -145,7 +147,7 @@ def _answer(line: Line, backend: Backend) -> str:
         case ["cancel"]:
             stack.cancel()
             return f"\nThe currently running update for '{stack.name}' has been canceled!\n"
-    raise RefusedError(f'unknown command "{" ".join(line.words)}" for "pulumi"')
+    raise RefusedError(f'unknown command "{" ".join(line.arguments)}" for "pulumi"')
 
 
 def _full(stack: Stack, key: str) -> str:
@@ -188,7 +190,7 @@ def _outputs(stack: Stack, names: Sequence[str]) -> Any:
 
 def _operate(line: Line, stack: Stack, env: Mapping[str, str]) -> int:
     """Run preview, up, destroy or refresh; return the exit status."""
-    verb = line.words[0]
+    verb = line.arguments[0]
     stack.check_passphrase()
     if verb != "preview":
         stack.lock()
@@ -201,13 +203,13 @@ def _operate(line: Line, stack: Stack, env: Mapping[str, str]) -> int:
 
 
 class _Operation:
-    """One operation of the engine."""
+    """An operation of the engine."""
 
     def __init__(self, line: Line, stack: Stack, events: Events, env: Mapping[str, str]) -> None:
         self._line = line
         self._stack = stack
         self._events = events
-        self._verb = line.words[0]
+        self._verb = line.arguments[0]
         url = env.get(_COMPUTE, "").partition("/compute/")[0]
         self._sender = Sender(
             url=url, token=env.get("GOOGLE_OAUTH_ACCESS_TOKEN", ""), retries=_RETRIES
@@ -217,7 +219,7 @@ class _Operation:
         signal.signal(signal.SIGINT, self._interrupted)
 
     def carry_out(self) -> int:
-        """Return the exit status."""
+        """Run the operation and return the exit status."""
         config = {key: value for key, value in self._stack.config().items()}
         shown = {key: _text(value) for key, value in config.items()}
         self._events.write("preludeEvent", {"config": shown})
@@ -228,8 +230,8 @@ class _Operation:
         except ProgramError as error:
             succeeded = False
             self._events.diagnostic(f"{error}\n", "error")
-            words = "an unhandled error occurred: program exited with non-zero exit code: 1\n"
-            self._events.diagnostic(words, "error")
+            message = "an unhandled error occurred: program exited with non-zero exit code: 1\n"
+            self._events.diagnostic(message, "error")
         except StoppedError:
             succeeded = False
         except OSError as error:
@@ -296,7 +298,7 @@ class _Operation:
         raise StoppedError
 
     def _interrupted(self, _: int, __: object) -> None:
-        """End after the steps that have begun; at the second interrupt at once."""
+        """Stop after the steps that have begun; at the second interrupt immediately."""
         if self._deployment.interrupted:
             self._stack.unlock()
             os._exit(1)

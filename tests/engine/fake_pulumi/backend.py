@@ -1,4 +1,4 @@
-"""A stack's state, lock and config on disk, as Pulumi's backend in a folder has them."""
+"""A stack's state, lock and config on disk, as in Pulumi's folder backend."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _SCHEME = "file://"
 
 
 class RefusedError(Exception):
-    """Printed as `error: ...` before the engine starts."""
+    """An error that is printed as `error: ...` before the engine starts."""
 
 
 class Backend:
-    """The project in `folder`, with its state in the folder that PULUMI_BACKEND_URL names."""
+    """The project in `folder`, with its state in the folder of PULUMI_BACKEND_URL."""
 
     def __init__(self, env: Mapping[str, str], folder: Path) -> None:
-        """Raises RefusedError without a project or a backend."""
+        """Open the project. Raises RefusedError without a project or a backend."""
         if not (folder / "Pulumi.yaml").is_file():
             raise RefusedError("no Pulumi.yaml project file found (searching upwards from here)")
         url = env.get("PULUMI_BACKEND_URL", "")
@@ -57,7 +57,7 @@ class Backend:
         return sorted(path.stem for path in (self._root / "stacks" / self.name).glob("*.json"))
 
     def create(self, name: str) -> Stack:
-        """Make a stack. Raises RefusedError."""
+        """Create a stack. Raises RefusedError."""
         if self._phrase is None:
             raise RefusedError(
                 "passphrase must be set with PULUMI_CONFIG_PASSPHRASE or "
@@ -72,17 +72,17 @@ class Backend:
         return stack
 
     def select(self, stack: Stack) -> None:
-        """Make it the one of commands that name none."""
+        """Select the stack for commands without a stack name."""
         self._selected.parent.mkdir(parents=True, exist_ok=True)
         self._selected.write_text(json.dumps({"stack": stack.name}))
 
     def digest(self) -> str:
-        """Return what tells two passphrases apart."""
+        """Return a hash of the passphrase."""
         return hashlib.sha256((self._phrase or "").encode()).hexdigest()[:16]
 
     @property
     def root(self) -> Path:
-        """The folder of the state."""
+        """Return the folder of the state."""
         return self._root
 
     @property
@@ -92,7 +92,7 @@ class Backend:
 
 
 class Stack:
-    """One stack."""
+    """A stack of the project."""
 
     def __init__(self, backend: Backend, name: str) -> None:
         self.backend = backend
@@ -110,10 +110,10 @@ class Stack:
         return latest.get("resources", []), latest.get("pending_operations", [])
 
     def save(self, resources: list[Document], pending: list[Document]) -> None:
-        """Replace the state and keep the one before as `.bak`.
+        """Replace the state and keep the previous state as `.bak`.
 
-        Raises OSError where the disk is full; what is left of the state is then cut off, as in the
-        acceptance of 9e71e47 on a real engine.
+        Raises OSError if the disk is full, which truncates the state, as on a real engine in the
+        acceptance of 9e71e47.
         """
         latest = self._deployment(resources, pending)
         checkpoint = {"stack": f"organization/{self.backend.name}/{self.name}", "latest": latest}
@@ -131,7 +131,7 @@ class Stack:
         fresh.replace(self.path)
 
     def export(self) -> Document:
-        """Return what `pulumi stack export` prints."""
+        """Return the output of `pulumi stack export`."""
         return {"version": 3, "deployment": self._deployment(*self.read())}
 
     def remove(self, *, force: bool) -> None:
@@ -144,7 +144,7 @@ class Stack:
         self._settings.unlink(missing_ok=True)
 
     def lock(self) -> None:
-        """Take the lock. Raises RefusedError with the recorded text when it is held."""
+        """Take the lock. Raises RefusedError with the recorded text if it is held."""
         self._locks.mkdir(parents=True, exist_ok=True)
         own = self._locks / f"{uuid.uuid4()}.json"
         holder = {
@@ -167,7 +167,7 @@ class Stack:
             )
 
     def unlock(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         if self._own_lock is not None:
             self._own_lock.unlink(missing_ok=True)
 
@@ -177,18 +177,18 @@ class Stack:
             path.unlink(missing_ok=True)
 
     def read_settings(self) -> Document:
-        """Return the stack's file of settings."""
+        """Return the content of the stack's settings file."""
         if not self._settings.is_file():
             return {}
         found: Document = yaml.safe_load(self._settings.read_text(encoding="utf-8")) or {}
         return found
 
     def write_settings(self, document: Document) -> None:
-        """Replace the stack's file of settings."""
+        """Replace the stack's settings file."""
         self._settings.write_text(yaml.safe_dump(document), encoding="utf-8")
 
     def config(self) -> Document:
-        """Return values by their full keys, the project's defaults among them."""
+        """Return values by full keys, including the project's defaults."""
         found = {
             f"{self.backend.name}:{key}": entry["default"]
             for key, entry in self.backend.project.get("config", {}).items()
@@ -198,7 +198,7 @@ class Stack:
         return found | own
 
     def check_passphrase(self) -> None:
-        """Raises RefusedError for another passphrase than the stack was made with."""
+        """Check the passphrase. Raises RefusedError if it is not the stack's."""
         salt = self.read_settings().get("encryptionsalt", "").removeprefix("v1:")
         if salt and salt != self.backend.digest():
             raise RefusedError(

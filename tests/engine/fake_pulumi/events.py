@@ -16,7 +16,7 @@ _COUNTED = ("create", "update", "delete", "replace", "same")
 
 
 class Events:
-    """Writes each event as it happens; threads may share it."""
+    """Writes each event immediately; threads can share it."""
 
     def __init__(self, log: Path | None, *, is_preview: bool) -> None:
         """`log` is the file of `--event-log`."""

@@ -98,7 +98,7 @@ def test_a_rehearsal_goes_through_everything_and_leaves_nothing_but_a_page(tmp_p
         deleted = [each for each in cloud.requests if each.startswith("DELETE")]
         told = [" ".join(str(word) for word in call[1:]) for call in pulumi.calls()]
     rows = [line.split(" | ")[:2] for line in said.splitlines() if line.startswith("| ")]
-    assert rows[1:10] == [
+    assert rows[1:11] == [
         ["| doctor", "0"],
         ["| up", "0"],
         ["| preflight", "0"],
@@ -106,14 +106,15 @@ def test_a_rehearsal_goes_through_everything_and_leaves_nothing_but_a_page(tmp_p
         ["| delete node-1", "0"],
         ["| up heals it", "0"],
         ["| preflight again", "0"],
+        ["| resume", "0"],
         ["| down", "0"],
         ["| sweep", "0"],
     ]
     assert len(deleted) == 1 and "/instances/node-1" in deleted[0] and ups == 2
     assert told[-1] == "stack rm --yes"
-    # The run trained, and its newest checkpoint came home before anything was destroyed.
+    # The run resumed, and its newest checkpoint was copied before anything was destroyed.
     summary = json.loads((tmp_path / "runs" / name / "summary.json").read_text())
-    assert (summary["steps"], summary["nodes"], summary["status"]) == (10, 2, "finished")
+    assert (summary["steps"], summary["nodes"], summary["status"]) == (20, 2, "finished")
     page = tmp_path / f".cluster/{name}/page.md"
     assert page.read_text() in said and "What was refused" not in said
     assert PROJECT not in page.read_text() and "| removing instance node-1 | 2 | " in said

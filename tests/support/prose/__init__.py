@@ -1,1 +1,1 @@
-"""The prose lint of `make check`: wordings that docstrings, comments, messages and docs avoid."""
+"""The prose lint of `make check`: wordings to avoid in docstrings, comments, messages and docs."""

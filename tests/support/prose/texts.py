@@ -1,4 +1,4 @@
-"""Finds the prose of a repository: docstrings, comments, messages, and pages without their code."""
+"""Finds the prose of a repository: docstrings, comments, messages, and pages without code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Every string of these is read; of the tests, docstrings and comments alone: their strings are
+# Every string of these is checked; in tests only docstrings and comments are, as strings are
 # inputs and expected outputs.
 PROGRAMS = ("payload/", "infra/", "bootstrap/", "benchmarks/", "__main__.py")
 # The changelog quotes the messages and names of earlier versions.
@@ -28,7 +28,7 @@ _INLINE = re.compile(r"`[^`\n]*`")
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One piece of prose, and the line of its file where it begins."""
+    """A piece of prose, and the line of the file where it begins."""
 
     path: str
     line: int
@@ -36,7 +36,7 @@ class Text:
 
 
 def texts_of(path: str, root: Path) -> Iterator[Text]:
-    """Yield the prose of one tracked file; nothing for a file of another kind."""
+    """Yield the prose of a tracked file; nothing for other kinds of files."""
     if path.startswith(_SKIPPED):
         return
     file = root / path
@@ -87,7 +87,7 @@ def _body(node: ast.AST) -> list[ast.stmt]:
 
 
 def _runs_of_comments(source: str) -> Iterator[tuple[int, str]]:
-    """Yield comments with the ones on the lines that follow them as one text."""
+    """Yield comments, joined with the comments on the following lines."""
     first, last, lines = 0, 0, list[str]()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.COMMENT:
