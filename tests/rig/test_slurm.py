@@ -402,6 +402,7 @@ def test_a_job_that_waits_says_why_and_can_be_cancelled(cluster: SlurmCluster) -
         "attach", "waits", before=("timeout", "--foreground", "--signal=INT", "10")
     )
     assert code in (INTERRUPTED, 124) and "detached; run waits continues" in output, output
-    assert "is pending (Partition" in output and "the partition never allows this " in output, output
+    assert "is pending (Partition" in output, output
+    assert "the partition never allows this " in output, output
     code, output = cluster.do("stop", "waits")
     assert code == ExitCode.OK and "cancelled before the run began" in output, output
