@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Literal
 
+from payload.core.command_line import CommandParser
 from payload.core.suggested_commands import command
 
 Dtype = Literal["bf16", "f16", "q8_0", "fp32"]
 DTYPES: tuple[Dtype, ...] = ("bf16", "f16", "q8_0", "fp32")
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """Return the command line."""
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog=command("export"),
-        description="Write a model's weights, tokenizer and chat template for other programs: "
-        "`gguf`, one file for llama.cpp and what is built on it, for GPT-2 and the Llama family; "
-        "`hf`, a folder for transformers. An adapter is merged into its base with --merge. What is "
-        "written is whole or absent; its path is printed.",
-        epilog="Example: " + command("export", "--checkpoint", "runs/latest", "--format", "gguf"),
+        description="Write a model's weights, tokenizer and chat template for other programs. "
+        "`gguf`: one file for llama.cpp and programs based on it (GPT-2 and the Llama family). "
+        "`hf`: a folder for transformers. --merge merges an adapter into its base. Prints the "
+        "path; a failed export leaves nothing behind.",
+        example=command("export", "--checkpoint", "runs/latest", "--format", "gguf"),
     )
     made.add_argument(
         "--checkpoint",
@@ -30,25 +30,28 @@ def parser() -> argparse.ArgumentParser:
         "Hugging Face folder or name",
     )
     made.add_argument(
-        "--format", default="hf", choices=("gguf", "hf"), help="(default: %(default)s)"
+        "--format",
+        default="hf",
+        choices=("gguf", "hf"),
+        help="file format (default: %(default)s)",
     )
     made.add_argument(
         "--merge",
         action="store_true",
-        help="add an adapter to its base's weights: one model without an adapter",
+        help="merge the adapter into the weights of its base model",
     )
     made.add_argument(
         "--dtype",
         default="bf16",
         choices=DTYPES,
-        help="of the matrices; q8_0: 8 bits with a scale for 32 of them, in GGUF only (default: "
-        "%(default)s)",
+        help="dtype of the matrices; q8_0: 8 bits with a scale for each 32 values, GGUF only "
+        "(default: %(default)s)",
     )
     made.add_argument(
         "--out",
         type=Path,
         metavar="PATH",
-        help="file or folder to write, or a folder that is there to write into (default: named "
-        "after the checkpoint, here)",
+        help="output file or folder, or an existing folder to write into (default: the "
+        "checkpoint's name in the current folder)",
     )
     return made

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from payload.core.command_line import CommandParser
 from payload.core.errors import INTERRUPTED, ConfigError, ExitCode, TileforgeError, UsageError
 from payload.core.files import write_whole
 from payload.core.interrupts import interrupt_once
@@ -145,44 +146,45 @@ def _call(words: Sequence[str]) -> int:
     return 128 - status if status < 0 else status
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """Return the command line."""
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog=command("finetune"),
-        description="Fine-tune a model on a file. The data's format, the method that the memory "
-        "allows, learning rate, batch, steps and sequence length are chosen and printed with their "
-        "reasons. Data folder and run.toml can be edited and run again by the printed commands.",
-        epilog="Example: "
-        + command("finetune", "--model", "HuggingFaceTB/SmolLM2-135M-Instruct", "--data")
+        description="Fine-tune a model on a file. The command detects the data's format, and "
+        "chooses and explains a method that fits the memory, learning rate, batch, steps and "
+        "sequence length. It prints the commands that run the data folder and run.toml again "
+        "after edits.",
+        example=command("finetune", "--model", "HuggingFaceTB/SmolLM2-135M-Instruct", "--data")
         + " chats.jsonl --steps 60",
     )
     add = made.add_argument
-    add("--model", required=True, metavar="NAME", help="folder, run, or name on the hub")
+    more = made.add_advanced_group().add_argument
+    add("--model", required=True, metavar="NAME", help="folder, run, or hub name of the model")
     add(
         "--data",
         required=True,
         metavar="FILE",
-        help="jsonl, parquet or csv with conversations or labelled texts, or plain text; a folder "
-        "of such files; or a dataset on the hub, OWNER/NAME",
+        help="jsonl, parquet or csv file with conversations or labelled texts, a text file, a "
+        "folder of such files, or a hub dataset, OWNER/NAME",
     )
     add(
         "--task",
         choices=TASK_KINDS,
-        help="what to train for (default: found by the data's columns)",
+        help="training task (default: detected from the data's columns)",
     )
-    add("--text-column", metavar="NAME", help="column with the text (default: found by its name)")
-    add("--label-column", metavar="NAME", help="column with the label (default: found likewise)")
+    more("--text-column", metavar="NAME", help="column with the text (default: detected by name)")
+    more("--label-column", metavar="NAME", help="column with the label (default: detected by name)")
     add(
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder for data and run.toml (default: finetuned/ and the data's name)",
+        help="folder for data and run.toml (default: finetuned/NAME_OF_THE_DATA)",
     )
     add(
         "--steps",
         type=_positive,
         metavar="COUNT",
-        help="(default: one to three epochs; two or three for labelled texts)",
+        help="training steps (default: one to three epochs; labelled texts: two or three)",
     )
     add(
         "--set",
@@ -190,18 +192,22 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="take this setting as given; may be repeated",
+        help="override one setting; can be repeated",
     )
     add("--inventory", metavar="stack[:NAME]|local|FILE", help="the cluster, as for run")
-    add("--runs-dir", metavar="DIR", help=f"where runs are kept (default: {DEFAULT_RUNS_DIR})")
-    add("--detach", action="store_true", help="return once it runs; it outlives this terminal")
+    add("--runs-dir", metavar="DIR", help=f"folder of all runs (default: {DEFAULT_RUNS_DIR})")
     add(
+        "--detach",
+        action="store_true",
+        help="return when the run has started; it outlives this terminal",
+    )
+    more(
         "--no-samples",
         action="store_true",
-        help="do not write what the model makes of two validation prompts before and after the run",
+        help="leave out the report's samples of two validation prompts before and after the run",
     )
-    add("--force", action="store_true", help="replace data and run.toml of an earlier call")
-    add("--dry-run", action="store_true", help="print what would be done; write nothing")
+    add("--force", action="store_true", help="replace the data and run.toml of an earlier command")
+    add("--dry-run", action="store_true", help="print the choices; write and start nothing")
     return made
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
+from payload.core.command_line import CommandParser
 from payload.core.suggested_commands import command
 
 DEFAULT_PROMPT = "It is interesting"
@@ -12,17 +13,14 @@ _MAX_NEW_TOKENS, _ANSWER_TOKENS = 100, 1024
 _TEMPERATURE, _TOP_K, _NUM_SAMPLES, _SEED, _PENALTY = 0.8, 200, 3, 1337, 1.0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """Return the command line."""
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog=command("generate"),
-        description="Continue prompts, hold a conversation, or classify texts. Text goes to stdout "
-        "as it is made, "
-        "everything else to stderr. Several samples are made together: the first is shown "
-        "meanwhile, the others after it. Ctrl-C ends the command and keeps what was made until "
-        "then.",
-        epilog="Example: "
-        + command("generate", "--checkpoint", "runs/latest", "--prompt", "It is interesting"),
+        description="Continue prompts, chat, or classify texts. The text is streamed to stdout, "
+        "messages go to stderr. Several samples are generated in one batch: the first is streamed, "
+        "the others follow. Ctrl-C ends the command; the text generated so far is kept.",
+        example=command("generate", "--checkpoint", "runs/latest", "--prompt", "Hello"),
     )
     made.add_argument(
         "--checkpoint",
@@ -34,98 +32,97 @@ def parser() -> argparse.ArgumentParser:
     _add_prompts(made)
     _add_sampling(made)
     made.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="end a text before this one; may be repeated. A text also ends at the tokens that "
-        "the model's generation_config.json names",
-    )
-    made.add_argument(
         "--json",
         action="store_true",
-        help="one JSON object for each prompt, or for each answer of a chat, instead of text",
+        help="print a JSON object for each prompt or each answer of a chat, instead of text",
     )
     return made
 
 
-def _add_prompts(made: argparse.ArgumentParser) -> None:
+def _add_prompts(made: CommandParser) -> None:
     prompt = made.add_mutually_exclusive_group()
     prompt.add_argument(
         "--prompt",
         metavar="TEXT",
         help=f"text to continue (default: {DEFAULT_PROMPT})",
     )
-    prompt.add_argument(
-        "--prompt-file", metavar="FILE", help="read the prompt from this file, as it is; - = stdin"
-    )
+    prompt.add_argument("--prompt-file", metavar="FILE", help="file with one prompt; - = stdin")
     prompt.add_argument(
         "--prompts-file",
         metavar="FILE",
-        help="continue every line of this file, several at once; in a .jsonl file a line is a "
-        "string or an object with `prompt`; - = stdin",
+        help="file with one prompt a line, continued in batches; a line of a .jsonl file is a "
+        "string or an object with the key prompt; - = stdin",
     )
     prompt.add_argument(
         "--chat",
         action="store_true",
-        help="hold a conversation in the terminal, by the model's chat template; lines of stdin "
-        "where it is none. Ctrl-C ends an answer, Ctrl-D the conversation",
+        help="chat in the terminal with the model's chat template; without a terminal each line "
+        "of stdin is a message. Ctrl-C ends an answer, Ctrl-D the chat",
     )
     prompt.add_argument(
         "--input",
         metavar="FILE",
-        help="with --classify: give every line of this file a label; - = stdin",
+        help="with --classify: file with one text a line; - = stdin",
     )
     made.add_argument(
         "--classify",
         action="store_true",
-        help="give labels to texts with a classifier; --prompt is one text. --json prints `label` "
-        "and the probabilities in `scores`, a line for each text",
+        help="classify texts: --prompt, or each line of --input. --json adds the probability of "
+        "each label",
     )
-    made.add_argument("--system", metavar="TEXT", help="first message of a chat, to the model")
+    made.add_argument("--system", metavar="TEXT", help="system message of the chat")
 
 
-def _add_sampling(made: argparse.ArgumentParser) -> None:
-    made.add_argument(
+def _add_sampling(made: CommandParser) -> None:
+    common = made.add_argument_group("sampling").add_argument
+    add = made.add_advanced_group("advanced sampling options").add_argument
+    common(
         "--max-new-tokens",
         type=_positive,
         metavar="TOKENS",
-        help=f"longest continuation (default: {_MAX_NEW_TOKENS}), or answer (default: "
-        f"{_ANSWER_TOKENS})",
+        help=f"most new tokens (default: {_MAX_NEW_TOKENS}; --chat: {_ANSWER_TOKENS})",
     )
-    made.add_argument(
+    common(
         "--temperature",
         type=_temperature,
         default=_TEMPERATURE,
         metavar="T",
-        help="0 = always the likeliest token (default: %(default)s)",
+        help="0 = greedy decoding (default: %(default)s)",
     )
-    made.add_argument(
+    common(
         "--top-k",
         type=_count,
         default=_TOP_K,
         metavar="K",
-        help="choose among the K likeliest tokens; 0 = among all (default: %(default)s)",
+        help="sample from the K most likely tokens; 0 = from all (default: %(default)s)",
     )
-    made.add_argument(
+    add(
         "--repetition-penalty",
         type=_penalty,
         default=_PENALTY,
         metavar="P",
-        help="above 1, tokens that the text has already become less likely (default: %(default)s)",
+        help="above 1: repeated tokens become less likely (default: %(default)s)",
     )
-    made.add_argument(
+    common(
         "--num-samples",
         type=_positive,
         metavar="COUNT",
         help=f"continuations of each prompt (default: {_NUM_SAMPLES})",
     )
-    made.add_argument(
+    add(
         "--seed",
         type=_seed,
         default=_SEED,
         metavar="INT",
-        help="sample i, from 0, is drawn with SEED + i (default: %(default)s)",
+        help="random seed; sample i, from 0, uses SEED + i (default: %(default)s)",
+    )
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end the text before this string; can be repeated. The tokens in the model's "
+        "generation_config.json always end it",
     )
 
 

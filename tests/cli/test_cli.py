@@ -82,7 +82,7 @@ def test_a_command_s_help_has_an_example_that_can_be_typed(
     monkeypatch.chdir(REPO)
     parser = command_parser(row)
     with pytest.raises(SystemExit):
-        parser.parse_args([*row.words, "--help"])
+        parser.parse_args([*row.arguments, "--help"])
     assert parser.parse_args(example_in(capsys.readouterr().out))
 
 
@@ -90,14 +90,14 @@ def example_in(shown: str) -> list[str]:
     """Return the arguments of the first example in a help text."""
     heading, _, rest = shown.partition("xample")
     assert heading, "the help has no example"
-    # Several stand one a line; one alone may be broken.
-    text = rest.splitlines()[1] if rest.startswith("s:") else rest
+    # A list has one example a line; a single example can span lines.
+    text = rest.splitlines()[1] if rest.startswith("s:") else rest.partition("\n\n")[0]
     found = re.search(r"tileforge ([^)|]*)|-m payload\.\w+ (.*)", " ".join(text.split()))
     assert found, text
     if found[2] is not None:
         return shlex.split(found[2])
     name, *words = shlex.split(found[1])
-    return [*BY_NAME[name].words, *words]
+    return [*BY_NAME[name].arguments, *words]
 
 
 def test_help_loads_no_library(bin_folder: Path, tmp_path: Path) -> None:
@@ -127,14 +127,15 @@ def test_a_command_does_what_its_module_does_in_any_folder(
 
 
 @pytest.mark.parametrize(
-    ("word", "fix"), [("trian", "Did you mean train?"), ("x;y", "tileforge --help lists them all.")]
+    ("word", "fix"),
+    [("trian", "Did you mean train?"), ("x;y", "tileforge --help lists all commands.")],
 )
 def test_an_unknown_command_is_one_line(
     word: str, fix: str, bin_folder: Path, tmp_path: Path
 ) -> None:
     done = tileforge(bin_folder, word, cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == f"error: {word!r} is none of the commands. {fix}\n"
+    assert done.stderr == f"error: no command {word!r}. {fix}\n"
 
 
 @pytest.mark.parametrize("shell", SHELLS)

@@ -25,6 +25,7 @@ from payload.core.errors import PreflightError, UsageError
 from payload.monitor.local import in_origins_of_their_own, local_stack
 from payload.monitor.tunnel import forwarded
 from payload.orchestrate.commands import dashboard
+from payload.orchestrate.commands.run_options import DashboardOptions
 from payload.orchestrate.ssh.cluster import Cluster, connect_to
 from payload.orchestrate.ssh.remote_calls import Login
 from payload.run_record.run_files import RunPaths
@@ -70,9 +71,9 @@ def closed() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-def options(**more: object) -> dashboard.DashboardOptions:
+def options(**more: object) -> DashboardOptions:
     known: dict[str, Any] = {"run": None, "runs_dir": Path("runs"), "inventory": None}
-    return dashboard.DashboardOptions(**{**known, "ssh_key": None, "open": False, **more})
+    return DashboardOptions(**{**known, "ssh_key": None, "open": False, **more})
 
 
 @pytest.mark.sshd

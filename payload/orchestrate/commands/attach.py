@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass
 
-from payload.orchestrate.commands.run_choice import ClusterRunChoice, run_is_here, run_of
+from payload.orchestrate.commands.run_choice import run_is_here, run_of
+from payload.orchestrate.commands.run_options import AttachOptions
 from payload.orchestrate.follow.follow import EndOptions, follow
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.terminal.console import text_console
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttachOptions(ClusterRunChoice):
-    """Options of `attach`."""
-
-    json: bool
 
 
 def attach(options: AttachOptions, access: LocalAccess) -> int:

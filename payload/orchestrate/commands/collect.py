@@ -10,7 +10,8 @@ from rich.console import Console
 from payload.config.store_address import StoreAddress
 from payload.core.errors import ExitCode, SshUnreachableError
 from payload.core.suggested_commands import command
-from payload.orchestrate.commands.run_choice import RunChoice, run_is_here, site_run
+from payload.orchestrate.commands.run_choice import run_is_here, site_run
+from payload.orchestrate.commands.run_options import RunChoice
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.run_index import collect_from_store, find_run
 from payload.orchestrate.terminal.console import text_console

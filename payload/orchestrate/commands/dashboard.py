@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,7 @@ from payload.monitor.local import (
     stay,
 )
 from payload.monitor.tunnel import forwarded
-from payload.orchestrate.commands.run_choice import ClusterRunChoice
+from payload.orchestrate.commands.run_options import DashboardOptions
 from payload.orchestrate.inventories.chosen import load_cluster
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.run_index import find_run
@@ -35,13 +34,6 @@ from payload.run_record.run_files import LATEST, RunPaths
 
 if TYPE_CHECKING:
     from payload.orchestrate.ssh.cluster import Cluster
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DashboardOptions(ClusterRunChoice):
-    """Options of `dashboard`."""
-
-    open: bool
 
 
 def dashboard(options: DashboardOptions, access: LocalAccess) -> int:

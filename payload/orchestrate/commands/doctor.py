@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.firewall_drift import check_firewall
 from payload.orchestrate.clouds.pulumi.machine_status import check_machines
 from payload.orchestrate.clouds.pulumi.stack_config import cluster_name, settings
+from payload.orchestrate.commands.cloud_options import DoctorOptions
 from payload.orchestrate.inventories.chosen import nvidia_here
 from payload.orchestrate.terminal.console import text_console
 from payload.orchestrate.terminal.tables import table
@@ -82,22 +83,6 @@ def check_price(need: Need, catalog: Catalog | None, why_not: str = "") -> Check
 
 _SCHEMA_VERSION = 1
 _TELLING = (ExitCode.AUTH, ExitCode.QUOTA, ExitCode.CONFIG, ExitCode.PREFLIGHT)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DoctorOptions:
-    """Options of `doctor`, in addition to the stack's settings."""
-
-    stack: str | None
-    project: str | None
-    machine_type: str | None
-    node_count: int | None
-    region: str | None
-    zone: list[str] | None
-    spot: bool
-    disk_type: str | None
-    disk_gb: int | None
-    json: bool
 
 
 def doctor(options: DoctorOptions, env: Mapping[str, str]) -> int:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -35,32 +35,14 @@ from payload.orchestrate.clouds.pulumi.stack_outputs import (
 )
 from payload.orchestrate.clouds.pulumi.stack_state import StackState, ownership_of, stack_state
 from payload.orchestrate.clouds.pulumi.teardown import destroy_and_look
+from payload.orchestrate.commands.cloud_options import DownOptions
 from payload.orchestrate.commands.cluster_name_conflict import own_identity, require_own_state
+from payload.orchestrate.commands.head_runs import BOOT_S
+from payload.orchestrate.commands.results_at_stake import AtStake, at_stake
 from payload.orchestrate.terminal.console import confirm, confirm_by_name, text_console
 from payload.stack.cluster_identity import recorded_cluster_identity
 
-if TYPE_CHECKING:
-    pass
-from payload.orchestrate.commands.head_runs import BOOT_S
-from payload.orchestrate.commands.results_at_stake import AtStake, at_stake
-
 _WORDS = {"kept": "nothing was destroyed", "force": "down --without-collect"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DownOptions:
-    """Options of `down`."""
-
-    stack: str | None
-    cluster: str | None
-    project: str | None
-    runs_dir: Path
-    without_collect: bool
-    delete_bucket: str | None
-    delete_filestore: list[str]
-    """Names of Filestore instances that may be deleted with their data."""
-    dry_run: bool
-    yes: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

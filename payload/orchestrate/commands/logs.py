@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass
 
 from payload.core.errors import (
     ConfigError,
@@ -12,21 +11,13 @@ from payload.core.errors import (
 )
 from payload.core.links import refuse_links
 from payload.launch.ranks import load_ranks
-from payload.orchestrate.commands.run_choice import RunChoice, site_run
+from payload.orchestrate.commands.run_choice import site_run
+from payload.orchestrate.commands.run_options import LogsOptions
 from payload.orchestrate.follow.follow import Tail, follow_log
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.run_index import find_run
 from payload.orchestrate.terminal.console import text_console
 from payload.run_record.run_files import RunPaths
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogsOptions(RunChoice):
-    """Options of `logs`."""
-
-    rank: int
-    launcher: bool
-    follow: bool
 
 
 def logs(options: LogsOptions, access: LocalAccess) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from payload.config.run_config import load_run_config
@@ -16,6 +15,7 @@ from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.endpoints import REQUEST_LOG, Endpoints
 from payload.orchestrate.clouds.gcp.project_choice import project_of
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
+from payload.orchestrate.commands.cloud_options import RehearseOptions
 from payload.orchestrate.commands.rehearsal_page import REQUESTS, page
 from payload.orchestrate.commands.rehearsal_steps import Rehearsal
 from payload.orchestrate.runs.run_input_checks import check_data
@@ -37,17 +37,6 @@ _SMALLEST = {
 }
 _LIFETIMES_MIN = (45, 120)
 """Shortest in which a rehearsal can end, and longest that it may take."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RehearseOptions:
-    """Options of `rehearse`."""
-
-    budget_usd: float
-    project: str | None
-    config: Path
-    settings: list[str]
-    yes: bool
 
 
 def rehearse(options: RehearseOptions, env: Mapping[str, str]) -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from payload.core.errors import ExitCode, TileforgeError, UsageError
 from payload.orchestrate.commands.run_choice import alive_at_site, mirrored_if_readable
+from payload.orchestrate.commands.run_options import RemoveOptions
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.mirror import Mirrored, mirror_file
 from payload.orchestrate.runs.removal import (
@@ -20,19 +20,6 @@ from payload.orchestrate.runs.removal import (
 from payload.orchestrate.runs.run_index import all_runs, find_run, is_copy
 from payload.orchestrate.terminal.console import text_console
 from payload.run_record.run_files import LATEST, RunPaths, point_latest_at
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoveOptions:
-    """Options of `remove`."""
-
-    runs: Sequence[str]
-    keep: int | None
-    """Remove all but so many of the newest, in place of `runs`."""
-    dry_run: bool
-    force: bool
-    """Also runs that were not collected, and those with weights that another's adapter needs."""
-    runs_dir: Path
 
 
 def remove(options: RemoveOptions, access: LocalAccess) -> int:
@@ -48,7 +35,7 @@ def remove(options: RemoveOptions, access: LocalAccess) -> int:
     for paths in _chosen(runs_dir, options.runs, keep=options.keep):
         size = _size_bytes(paths.root) / 1e9
         try:
-            if alive_at_site(paths, access):
+            if alive_at_site(paths, access.environment()):
                 raise UsageError(f"run {paths.run_id} has a job that has not ended. Stop it first.")
             mirrored = mirrored_if_readable(paths)
             refuse_to_remove(

@@ -19,7 +19,7 @@ from payload.formats.checkpoint_listing import MANIFEST_FILE, checkpoint_step
 from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.clouds.pulumi.stack_outputs import StackOutputs
 from payload.orchestrate.commands.collect import collect
-from payload.orchestrate.commands.run_choice import RunChoice
+from payload.orchestrate.commands.run_options import RunChoice
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.mirror import Mirrored, read_mirrored
 from payload.orchestrate.runs.run_index import all_runs

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import asdict
 
 from payload.core.errors import ConfigError, ExitCode
 from payload.orchestrate.commands.run_choice import alive_at_site
+from payload.orchestrate.commands.run_options import ListOptions
 from payload.orchestrate.follow.run_text import list_lines
-from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.run_index import all_runs, view_run
 from payload.orchestrate.terminal.console import text_console
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListOptions:
-    """Options of `list`."""
-
-    runs_dir: Path
-    json: bool
-
-
-def list_runs(options: ListOptions, access: LocalAccess) -> int:
+def list_runs(options: ListOptions, env: Mapping[str, str]) -> int:
     """Show all runs, the newest first."""
     views = []
     for paths in all_runs(options.runs_dir):
         try:
-            alive = alive_at_site(paths, access)
+            alive = alive_at_site(paths, env)
             views.append(view_run(paths, now_unix=time.time(), alive=alive))
         except ConfigError as error:
             text_console(stderr=True).print(f"note: run {paths.run_id} left out: {error}")

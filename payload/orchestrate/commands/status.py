@@ -6,23 +6,17 @@ import json
 import time
 from collections.abc import Mapping
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from payload.core.errors import ConfigError, ExitCode
 from payload.machines.inventory import ClusterInventory
-from payload.orchestrate.commands.run_choice import RunChoice, mirrored_if_readable, site_run
+from payload.orchestrate.commands.run_choice import mirrored_if_readable, site_run
+from payload.orchestrate.commands.run_options import StatusOptions
 from payload.orchestrate.follow.run_text import ranks_lines, status_lines
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.run_index import find_run, view_run
 from payload.orchestrate.terminal.console import text_console
 from payload.run_record.run_files import RunPaths
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StatusOptions(RunChoice):
-    """Options of `status`."""
-
-    json: bool
 
 
 def status(options: StatusOptions, access: LocalAccess) -> int:

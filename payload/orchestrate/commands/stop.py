@@ -5,27 +5,18 @@ from __future__ import annotations
 import signal
 import time
 from contextlib import closing
-from dataclasses import dataclass
 
 from rich.console import Console
 
 from payload.core.errors import ExitCode
-from payload.orchestrate.commands.run_choice import ClusterRunChoice, run_of
+from payload.orchestrate.commands.run_choice import run_of
+from payload.orchestrate.commands.run_options import StopOptions
 from payload.orchestrate.follow.follow import EndOptions, StopWait, say_run_end
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.site import SiteRun, how_to_attach
 from payload.orchestrate.terminal.console import text_console
 from payload.run_record.run_files import StopRequest
 from payload.run_record.run_lock import FORCE_SIGNAL
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopOptions(ClusterRunChoice):
-    """Options of `stop`."""
-
-    force: bool
-    grace: float | None
-    """Seconds to save a checkpoint; None for what `run` was given."""
 
 
 def stop(options: StopOptions, access: LocalAccess) -> int:

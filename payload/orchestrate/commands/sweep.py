@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,23 +24,9 @@ from payload.orchestrate.clouds.gcp.ownership import NO_IDENTITY, Ownership
 from payload.orchestrate.clouds.gcp.project_choice import project_of
 from payload.orchestrate.clouds.gcp.removal import remove
 from payload.orchestrate.clouds.gcp.resource_kinds import FILESTORE
+from payload.orchestrate.commands.cloud_options import SweepOptions
 from payload.orchestrate.terminal.console import confirm, confirm_by_name, text_console
 from payload.stack.cluster_identity import PATTERN, WANTED, recorded_cluster_identity
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepOptions:
-    """Options of `sweep`."""
-
-    cluster: str | None
-    project: str | None
-    identity: str | None
-    keep_buckets: bool
-    delete: bool
-    delete_filestore: list[str]
-    """Names of Filestore instances that may be deleted with their data."""
-    json: bool
-    yes: bool
 
 
 def sweep(options: SweepOptions, env: Mapping[str, str]) -> int:

@@ -23,7 +23,7 @@ from payload.orchestrate.clouds.gcp.hand_additions import (
     hand_added,
     kept_metadata,
 )
-from payload.orchestrate.clouds.gcp.machine_start import StoppedChoice, see_to_stopped
+from payload.orchestrate.clouds.gcp.machine_start import see_to_stopped
 from payload.orchestrate.clouds.gcp.project_choice import project_of
 from payload.orchestrate.clouds.gcp.removal_order import Resource
 from payload.orchestrate.clouds.pulumi.building import Builder, replacing, with_words
@@ -60,6 +60,7 @@ from payload.orchestrate.clouds.pulumi.stack_state import (
     refuse_another_project,
     stack_state,
 )
+from payload.orchestrate.commands.cloud_options import UpOptions
 from payload.orchestrate.commands.cluster_name_conflict import of_this_name, own_identity, take_over
 from payload.orchestrate.commands.machine_results import WORDS, MachineResults
 from payload.orchestrate.commands.results_at_stake import AtStake
@@ -68,26 +69,6 @@ from payload.orchestrate.terminal.console import confirm, text_console
 from payload.stack.cloud_requirements import need_of, text_list
 from payload.stack.cluster_files import cluster_path
 from payload.stack.cluster_identity import settle_cluster_identity
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpOptions:
-    """Options of `up`."""
-
-    stack: str | None
-    runs_dir: Path
-    next_zone: bool
-    keep_on_failure: bool
-    without_collect: bool
-    take_over: str | None
-    delete_filestore: list[str]
-    """Names of Filestore instances that may be deleted with their data."""
-    stopped: StoppedChoice | None
-    """Treatment of stopped machines; None to ask."""
-    results_may_be_lost: bool
-    """Build spot machines without a bucket, too."""
-    dry_run: bool
-    yes: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
