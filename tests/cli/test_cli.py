@@ -114,6 +114,29 @@ def test_help_loads_no_library(bin_folder: Path, tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1] == "['__main__']" or done.stderr.strip() == "[]"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "also"),
+    [
+        ("run --help", "rich"),
+        ("generate --help", "rich"),
+        ("list --runs-dir none", "payload.launch.exports"),
+    ],
+)
+def test_a_quick_command_imports_no_slow_library(
+    arguments: str, also: str, bin_folder: Path, tmp_path: Path
+) -> None:
+    slow = {"torch", "numpy", "paramiko", "google", "huggingface_hub", also}
+    program = (
+        "import runpy, sys\n"
+        "try:\n    runpy.run_module('payload', run_name='__main__', alter_sys=True)\n"
+        f"finally:\n    print(sorted({slow} & set(sys.modules)), file=sys.stderr)\n"
+    )
+    start = [sys.executable, "-c", program, *arguments.split()]
+    env = os.environ | {"PYTHONPATH": str(REPO)}
+    done = subprocess.run(start, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stderr.splitlines()[-1] == "[]", done.stderr
+
+
 def test_a_command_does_what_its_module_does_in_any_folder(
     bin_folder: Path, tmp_path: Path
 ) -> None:
@@ -189,6 +212,7 @@ _COMPLETED = [
     ("tileforge run --inv", "tileforge run --inventory "),
     ("tileforge prepare --source std", "tileforge prepare --source stdlib "),
     ("tileforge data ver", "tileforge data verify "),
+    ("tileforge up --help-", "tileforge up --help-all "),
 ]
 _COMPLETED_TOO = [
     ("tileforge train --con", "tileforge train --config "),
