@@ -259,7 +259,8 @@ def test_one_folder_reads_what_fields_declare() -> None:
         for path, call in calls_in(ROOT / top)
         if ast.unparse(call.func).rpartition(".")[2] == "get_type_hints"
     }
-    assert readers == {"payload/core/validation/readers.py"}
+    # Of files and messages, and of command lines.
+    assert readers == {"payload/core/command_line.py", "payload/core/validation/readers.py"}
 
 
 def test_one_module_makes_one_line_of_a_text_and_one_finds_a_network_interface() -> None:

@@ -8,12 +8,9 @@ import textwrap
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-_T = TypeVar("_T", bound="DataclassInstance")
+_T = TypeVar("_T")
 _KEY = "option"
 ADVANCED = "advanced options"
 """Heading of the options that only `--help-all` shows."""
@@ -50,7 +47,7 @@ def option(help: str, *names: str, default: Any = MISSING, **form: Any) -> Any:
 
 def from_arguments(kind: type[_T], arguments: argparse.Namespace) -> _T:
     """Return the options of a command from the parsed values of the same names."""
-    return kind(**{each.name: getattr(arguments, each.name) for each in fields(kind)})
+    return kind(**{each.name: getattr(arguments, each.name) for each in fields(cast(Any, kind))})
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -62,7 +59,7 @@ class HelpFormatter(argparse.HelpFormatter):
         return "\n".join(f"{indent}{line}" for line in self._split_lines(text, width - len(indent)))
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        plain = " ".join(text.split())
+        plain = self._whitespace_matcher.sub(" ", text).strip()
         return textwrap.wrap(plain, width, break_on_hyphens=False, break_long_words=False)
 
 
@@ -84,7 +81,7 @@ class CommandParser(argparse.ArgumentParser):
         self._advanced.append(group)
         return group
 
-    def add_options(self, kind: type[DataclassInstance]) -> None:
+    def add_options(self, kind: type[Any]) -> None:
         """Add an option for each field of a dataclass that was made with `option`."""
         hints, groups = get_type_hints(kind), dict[str, argparse._ArgumentGroup]()
         exclusive: argparse._MutuallyExclusiveGroup | None = None

@@ -20,7 +20,7 @@ MODULES = {
 
 @cache
 def all_parsers() -> dict[str, CommandParser]:
-    """Return every parser, with the parsers of verbs, by its words: `data prepare`."""
+    """Return every parser by program and verb, such as `data prepare`."""
     found = {name: importlib.import_module(module).parser() for name, module in MODULES.items()}
     found["cli completion"] = completion.command_parser(BY_NAME["completion"])
     return dict(_with_verbs(found))

@@ -1,4 +1,4 @@
-"""`tileforge`: one screen of help, examples that can be typed, and completion in a real shell."""
+"""`tileforge`: help on one screen, working examples, and completion in a real shell."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_help_fits_on_one_screen_and_names_every_command(
 
 def test_every_package_with_a_command_line_has_a_command() -> None:
     programs = {path.parent.name for path in (REPO / "payload").glob("*/__main__.py")}
-    # A run starts these two; nobody types them.
+    # Runs start these two; users do not.
     assert {row.package for row in COMMANDS} == (programs - {"supervise", "kernels"}) | {"cli"}
 
 

@@ -111,7 +111,7 @@ def test_links_that_lead_to_each_other_are_no_runs_folder(
     for words in (["list"], ["status"], ["run", "--resume", "x"], ["remove", "--keep", "1"]):
         assert main([*words, "--runs-dir", str(tmp_path / "a")], os.environ) == ExitCode.USAGE
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.endswith("its links lead nowhere. Name a folder.")
+        assert line.endswith("its links form a loop. Name another folder.")
 
 
 @pytest.mark.ranks
@@ -212,7 +212,7 @@ def test_what_can_be_known_before_the_start_starts_nothing(
     # What is here and has no sizes has no figures to plan with; what a machine lacks does not come.
     refused = any(each in message for each in ("that is a file", " needs ", "has no CUDA device"))
     assert status == (ExitCode.CONFIG if refused else 0)
-    mark = "error: " if refused else "note: a run would stop here: "
+    mark = "error: " if refused else "note: a run would fail: "
     assert mark in err and message in err
 
 

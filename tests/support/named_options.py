@@ -16,7 +16,7 @@ PROGRAMS = frozenset(
     {"gcloud", "pulumi", "mpirun", "torchrun", "accelerate", "sbatch", "srun", "sacct", "squeue"}
     | {"nvidia-smi", "cloud-init", "git", "uv", "pip", "make", "numactl", "timeout", "tar", "ssh"}
 )
-"""Programs of others that texts name; the words after them are not our commands."""
+"""Other programs; names after them are not our commands."""
 _VALUE = re.compile(r"[A-Z{<\[('\"/]|\S*[./=@{]\S*$|\d")
 
 

@@ -12,7 +12,7 @@ from payload.orchestrate.commands.run_options import runs_dir_option
 
 StoppedChoice = Literal["start", "replace", "leave"]
 QUICKSTART = Path(payload.__file__).parent / "configs" / "quickstart.toml"
-_CLUSTER, _RESULTS = "what the cluster needs (default: the stack's config)", "results and data"
+_CLUSTER, _RESULTS = "requirements of the cluster (default: the stack's config)", "results and data"
 
 
 def _stack() -> str | None:
@@ -84,7 +84,7 @@ class UpOptions:
     delete_filestore: list[str] = _delete_filestore()
     stopped: StoppedChoice | None = option(
         "stopped machines: start them, replace them with their disks, or leave them (default: "
-        "ask; with --yes, start those that Google stopped)",
+        "a question; with --yes, start those that Google stopped)",
         default=None,
     )
     results_may_be_lost: bool = option(

@@ -1,4 +1,4 @@
-"""`logs`: what a rank or the launcher printed."""
+"""`logs`: print the log of a rank or the launcher."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def logs(options: LogsOptions, access: LocalAccess) -> int:
     out, run = text_console(stderr=False), site_run(paths, access)
     with closing(run), run.watched(node) as alive:
         if not alive() and not path.exists():
-            raise UsageError(f"{path} does not exist: the run ended before it wrote one.")
+            raise UsageError(f"{path} not found: the run ended before it wrote this log.")
         follow_log(
             Tail(path),
             show=out.print,
@@ -43,7 +43,7 @@ def logs(options: LogsOptions, access: LocalAccess) -> int:
 
 
 def _node_of(paths: RunPaths, rank: int) -> str | None:
-    """Return the name of a rank's node; None where the rank file cannot be read."""
+    """Return the name of a rank's node, or None if the rank file cannot be read."""
     try:
         ranks = load_ranks(paths.ranks)
     except ConfigError:

@@ -1,4 +1,4 @@
-"""`plan` and `run`: one flow from an inventory or a site to a run's end."""
+"""`plan` and `run`: from an inventory or a site to the end of a run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
         return export(options, access, engine_name=options.export)
     require_no_export_options(options)
     talk, out = text_console(stderr=True), text_console(stderr=False)
-    chosen, access = _chosen(options, access)
+    chosen, access = _resolved_inventory(options, access)
     talk.print(chosen.headline())
     site = site_of(chosen, access, talk=talk)
     config = settle_results(load_config(options), bucket=chosen.inventory.bucket)
@@ -66,20 +66,20 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
         vocab_size: int | None = _check_data(config)
     except DataError as error:
         vocab_size = None
-        talk.print(f"note: a run would stop here: {error}")
+        talk.print(f"note: a run would fail: {error}")
     placed = site.check(config, access.environment())
     try:
         config = _settle(config, site, vocab_size=vocab_size, talk=talk)
     except ConfigError as error:
         require_known_sizes(config)
-        talk.print(f"note: a run would stop here: {error}")
-    paths = RunPaths(options.runs_dir / (options.run_id or _fresh_id(config)))
+        talk.print(f"note: a run would fail: {error}")
+    paths = RunPaths(options.runs_dir / (options.run_id or _new_id(config)))
     planned = site.plan(paths, config, vocab_size=vocab_size, placed=placed)
     if site.uses_this_environment:
         try:
             require_disk(planned)
         except ConfigError as error:
-            talk.print(f"note: a run would stop here: {error}")
+            talk.print(f"note: a run would fail: {error}")
     for note in planned.notes():
         talk.print(note)
     estimated = estimate(
@@ -107,7 +107,7 @@ def run(options: RunOptions, access: LocalAccess) -> int:
     if options.site is not None:
         site = find_site(options.site)
     else:
-        chosen, access = _chosen(options, access)
+        chosen, access = _resolved_inventory(options, access)
         talk.print(chosen.headline())
         site = site_of(
             chosen,
@@ -129,15 +129,15 @@ def run(options: RunOptions, access: LocalAccess) -> int:
         if line is not None:
             talk.print(line)
         if options.detach and not started.was_under_way:
-            words = started.detached()
-            if words is not None:
-                talk.print(words)
+            message = started.detached()
+            if message is not None:
+                talk.print(message)
                 return ExitCode.OK
         end = EndOptions(json=options.json, open=options.open, inventory=options.inventory)
         is_ours = started.paths == request.paths
         status = follow(started, options=end, talk=talk, tails=tails if is_ours else None)
     if options.samples and status == ExitCode.OK and site.uses_this_environment:
-        talk.print("samples: the model before and after the run continues prompts; Ctrl-C skips it")
+        talk.print("samples: generating with the model before and after the run; Ctrl-C skips them")
         problem = add_samples(started.paths)
         if problem:
             talk.print(f"note: the report has no samples: {printable(problem)}")
@@ -151,10 +151,10 @@ def _warn_without_store(chosen: ResolvedInventory, config: RunConfig, *, talk: C
         talk.print(warning)
 
 
-def _chosen(
+def _resolved_inventory(
     options: PlanOptions | RunOptions, access: LocalAccess
 ) -> tuple[ResolvedInventory, LocalAccess]:
-    """Return the inventory, and how planning asks its nodes where it is this machine's."""
+    """Return the inventory, and the machine profile for planning."""
     if options.inventory != "slurm":
         return load_cluster(options.inventory, env=access.environment()), access
     from payload.orchestrate.sites.allocation import allocation
@@ -173,10 +173,10 @@ def _request(
     talk: Console,
     held: ExitStack,
 ) -> RunRequest:
-    """Return what the site is to start, checked as far as that is possible before.
+    """Return the run request for the site, with all checks that are possible before the start.
 
     `bucket` is the cluster's own, or None.
-    Raises ConfigError, and PreflightError for what would fail at the site.
+    Raises ConfigError, and PreflightError for a failure that is certain at the site.
     """
     env, code_env = access.environment(), access.code_environment()
     resumed, named = None, named_by(options.overrides)
@@ -209,7 +209,7 @@ def _request(
     if resumed is None:
         config = _settle(config, site, vocab_size=vocab_size, talk=talk)
     return RunRequest(
-        paths=resumed or RunPaths(options.runs_dir / (options.run_id or _fresh_id(config))),
+        paths=resumed or RunPaths(options.runs_dir / (options.run_id or _new_id(config))),
         config=config,
         vocab_size=vocab_size,
         resumes=resumed is not None,
@@ -224,9 +224,9 @@ def _request(
 
 
 def _reads_init(resumed: RunPaths, config: RunConfig, site: Site) -> bool:
-    """Return False for a hub's `model.init` of a run that goes on from its checkpoint.
+    """Return False if a resumed run with a local checkpoint does not read `model.init` of a hub.
 
-    Ranks on other machines take the checkpoint of another folder, and an adapter's run reads it.
+    Ranks on other machines read their own folder's checkpoint, and an adapter needs its base.
     """
     init = reaching(config, of=["model.init"])
     if not site.uses_this_environment or config.adapter.is_on() or not unnamed(resumed, init):
@@ -238,7 +238,7 @@ def _refuse_when_finished(paths: RunPaths, config: RunConfig) -> None:
     summary = known_summary(paths)
     if summary and summary.status == "finished" and summary.steps >= config.train.steps:
         raise ConfigError(
-            f"run {paths.run_id} is finished after {summary.steps} steps. To train on, raise "
+            f"run {paths.run_id} finished after {summary.steps} steps. To continue, raise "
             f"train.steps: --set train.steps={2 * summary.steps}"
         )
 
@@ -252,13 +252,13 @@ def _check_data(config: RunConfig) -> int:
 
 
 def _settle(config: RunConfig, site: Site, *, vocab_size: int | None, talk: Console) -> RunConfig:
-    """Return the config with the folder or commit that the run begins with. Raises ConfigError."""
+    """Return the config with the resolved model.init. Raises ConfigError."""
     return settle_initial(
         config, vocab_size=vocab_size, say=talk.print, download=site.uses_this_environment
     )
 
 
-def _fresh_id(config: RunConfig) -> str:
+def _new_id(config: RunConfig) -> str:
     return new_run_id(config.run.name, now=datetime.now(), suffix=secrets.token_hex(2))
 
 

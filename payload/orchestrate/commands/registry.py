@@ -5,15 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from payload.orchestrate.commands import cloud_options as cloud
 from payload.orchestrate.commands import run_options as runs
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-    Program = Callable[[Any, Any], int]
+Program = Callable[[Any, Any], int]
+"""A function of the options, and of a LocalAccess or the environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +23,7 @@ class OrchestrateCommand:
     description: str
     example: str
     """Arguments in the example of the help."""
-    options: type[DataclassInstance]
+    options: type[Any]
     program: str
     """`module:function` in this package; imported when the command runs."""
     takes_env: bool = False
@@ -36,9 +34,7 @@ class OrchestrateCommand:
     def load(self) -> Program:
         """Import and return the function that runs the command."""
         module, _, function = self.program.partition(":")
-        return cast(
-            "Program", getattr(importlib.import_module(f"{__package__}.{module}"), function)
-        )
+        return cast(Program, getattr(importlib.import_module(f"{__package__}.{module}"), function))
 
 
 _QUICKSTART = "payload/configs/quickstart.toml"
@@ -150,7 +146,7 @@ COMMANDS: Mapping[str, OrchestrateCommand] = {
     ),
     "up": OrchestrateCommand(
         summary="build the cluster with Pulumi",
-        description="Show `pulumi preview` with the price, ask for confirmation, and build the "
+        description="Show `pulumi preview` with the price, and after confirmation build the "
         "cluster. Before machines are replaced or removed, their missing results are collected. "
         "Nothing is built if a run cannot be collected or is still running. Exit codes: 11 quota; "
         "12 no capacity; 13 credentials or permission. If the first build fails, its resources "
@@ -185,9 +181,9 @@ COMMANDS: Mapping[str, OrchestrateCommand] = {
     "rehearse": OrchestrateCommand(
         summary="test a complete cluster life cycle within a budget",
         description="Test the smallest cluster in its own stack: doctor, up, preflight, a run of "
-        "ten steps, repair of a deleted node, down, sweep. It asks before it spends money, and "
-        "removes everything after a failure. It prints a page for bug reports: the time of each "
-        "step, resource and request, and all errors.",
+        "ten steps, repair of a deleted node, down, sweep. It requires confirmation before it "
+        "spends money, and removes everything after a failure. It prints a page for bug reports: "
+        "the time of each step, resource and request, and all errors.",
         example="--budget-usd 1",
         options=cloud.RehearseOptions,
         program="rehearse:rehearse",

@@ -1,4 +1,4 @@
-"""`list`: all runs."""
+"""`list`: show all runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from payload.core.errors import ConfigError, ExitCode
-from payload.orchestrate.commands.run_choice import alive_at_site
+from payload.orchestrate.commands.run_choice import is_alive_at_site
 from payload.orchestrate.commands.run_options import ListOptions
 from payload.orchestrate.follow.run_text import list_lines
 from payload.orchestrate.runs.run_index import all_runs, view_run
@@ -20,15 +20,15 @@ def list_runs(options: ListOptions, env: Mapping[str, str]) -> int:
     views = []
     for paths in all_runs(options.runs_dir):
         try:
-            alive = alive_at_site(paths, env)
+            alive = is_alive_at_site(paths, env)
             views.append(view_run(paths, now_unix=time.time(), alive=alive))
         except ConfigError as error:
-            text_console(stderr=True).print(f"note: run {paths.run_id} left out: {error}")
+            text_console(stderr=True).print(f"note: run {paths.run_id} is not listed: {error}")
     out = text_console(stderr=False)
     if options.json:
         out.print(json.dumps([asdict(view) for view in views], indent=2))
     elif views:
         out.print("\n".join(list_lines(views, width=out.width)))
     else:
-        text_console(stderr=True).print(f"no run in {options.runs_dir}")
+        text_console(stderr=True).print(f"no runs in {options.runs_dir}")
     return ExitCode.OK

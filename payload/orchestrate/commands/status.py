@@ -1,4 +1,4 @@
-"""`status`: one run and its ranks."""
+"""`status`: show one run and its ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from payload.core.errors import ConfigError, ExitCode
 from payload.machines.inventory import ClusterInventory
-from payload.orchestrate.commands.run_choice import mirrored_if_readable, site_run
+from payload.orchestrate.commands.run_choice import readable_mirror, site_run
 from payload.orchestrate.commands.run_options import StatusOptions
 from payload.orchestrate.follow.run_text import ranks_lines, status_lines
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
@@ -24,9 +24,9 @@ def status(options: StatusOptions, access: LocalAccess) -> int:
     began_unix = time.time()
     paths = find_run(options.runs_dir, options.run)
     run = site_run(paths, access)
-    with closing(run), run.watched() as look:
-        alive = look()
-    for line in _stopped(paths, access.environment(), since_unix=began_unix):
+    with closing(run), run.watched() as is_alive:
+        alive = is_alive()
+    for line in _stopped_machines(paths, access.environment(), since_unix=began_unix):
         text_console(stderr=True).print(line)
     view = view_run(paths, now_unix=time.time(), alive=alive if run.has_job else None)
     out = text_console(stderr=False)
@@ -38,12 +38,12 @@ def status(options: StatusOptions, access: LocalAccess) -> int:
     return ExitCode.OK
 
 
-def _stopped(paths: RunPaths, env: Mapping[str, str], *, since_unix: float) -> list[str]:
-    """Return which machines were stopped, of a copy that no node has brought up to date since then.
+def _stopped_machines(paths: RunPaths, env: Mapping[str, str], *, since_unix: float) -> list[str]:
+    """Return text about stopped machines if no node has updated the local copy since `since_unix`.
 
-    A run that has ended and was collected needs none.
+    A collected run needs no machine.
     """
-    mirrored = mirrored_if_readable(paths)
+    mirrored = readable_mirror(paths)
     if mirrored is None or mirrored.collected is not None or mirrored.seen_unix >= since_unix:
         return []
     # Google's libraries take a second to import.

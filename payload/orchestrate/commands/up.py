@@ -1,4 +1,4 @@
-"""`up`: preview, the operator's yes, and `pulumi up` until it is done."""
+"""`up`: preview, confirmation, and `pulumi up`."""
 
 from __future__ import annotations
 
@@ -61,9 +61,13 @@ from payload.orchestrate.clouds.pulumi.stack_state import (
     stack_state,
 )
 from payload.orchestrate.commands.cloud_options import UpOptions
-from payload.orchestrate.commands.cluster_name_conflict import of_this_name, own_identity, take_over
-from payload.orchestrate.commands.machine_results import WORDS, MachineResults
-from payload.orchestrate.commands.results_at_stake import AtStake
+from payload.orchestrate.commands.cluster_name_conflict import (
+    conflicting_resources,
+    own_identity,
+    take_over,
+)
+from payload.orchestrate.commands.machine_results import MESSAGES, MachineResults
+from payload.orchestrate.commands.results_at_stake import ResultsAtRisk
 from payload.orchestrate.runs.at_risk import cluster_warning, refuse_spot_without_bucket
 from payload.orchestrate.terminal.console import confirm, text_console
 from payload.stack.cloud_requirements import need_of, text_list
@@ -73,16 +77,16 @@ from payload.stack.cluster_identity import settle_cluster_identity
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stack:
-    """The stack that is to be built, as it was before."""
+    """The stack before it is built."""
 
     options: UpOptions
     env: Mapping[str, str]
     known: dict[str, Any]
-    """Its config."""
+    """The stack's config."""
     operations: Operations
     before: StackState
     identity: str
-    """The cluster's own."""
+    """The cluster's identity."""
 
     def google(self) -> Google:
         """Return the project's client; its libraries take a second to import."""
@@ -90,12 +94,12 @@ class _Stack:
         project = project_of(self.known.get("project"), cluster, self.env, folder=folder)
         return Google(project, endpoints=Endpoints.from_env(self.env))
 
-    def of_others(self) -> Sequence[Resource]:
-        """Return what another cluster of the name has, and is to be taken over."""
-        # With other credentials than Pulumi's, nothing that is built could be removed.
+    def of_other_cluster(self) -> Sequence[Resource]:
+        """Return the resources of another cluster of this name that will be taken over."""
+        # With other credentials than Pulumi's, new resources could not be removed.
         self.google().check_access()
         own = ownership_of(self.before, self.identity, project=self.google().project)
-        return of_this_name(
+        return conflicting_resources(
             self.google(),
             self.operations.cluster,
             own,
@@ -108,7 +112,7 @@ class _Stack:
         return may_delete(names, named=self.options.delete_filestore, kept=kept)
 
     def start_stopped(self) -> list[str]:
-        """See to machines that were stopped; return the words that replace some of them."""
+        """Start stopped machines; return Pulumi arguments that replace machines."""
         places = {}
         if self.before.parts:
             places = places_in(self.before, project=self.google().project)
@@ -126,12 +130,12 @@ class _Stack:
 
 
 def up(options: UpOptions, env: Mapping[str, str]) -> int:
-    """Build the cluster, or bring it up to date."""
-    stack = _settled(options, env)
+    """Build or update the cluster."""
+    stack = _resolved_stack(options, env)
     operations, talk = stack.operations, stack.operations.talk
-    # Before a machine is started that the stack lists: it may be another cluster's by now.
-    others = stack.of_others() if stack.before.parts else ()
-    added = _see_additions(stack)
+    # Checked before a listed machine is started: it can belong to another cluster now.
+    others = stack.of_other_cluster() if stack.before.parts else ()
+    added = _manual_additions(stack)
     use_kept_bucket(
         operations.pulumi,
         stack.known,
@@ -147,7 +151,7 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
     preview = operations.preview(*replaces)
     refuse_another_region(preview, need_of(stack.known).region)
     if not stack.before.parts and creates_anything(preview):
-        others = stack.of_others()
+        others = stack.of_other_cluster()
     results = MachineResults(
         pulumi=operations.pulumi,
         runs_dir=options.runs_dir,
@@ -157,30 +161,30 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
         added=added,
         talk=talk,
     )
-    stake = _show_plan(stack, preview, results)
+    stake = _print_changes(stack, preview, results)
     if options.dry_run:
         talk.print("dry run: nothing was built")
         return ExitCode.OK
-    if not _agreed(stack, preview, stake, others):
+    if not _confirmed(stack, preview, stake, others):
         talk.print("nothing was built")
         return ExitCode.OK
     remember_plan(operations.cluster, stack.known, folder=operations.folder)
     if stake is not None:
-        stake.bring_home(env, **WORDS)
+        stake.collect_missing(env, **MESSAGES)
     builder = _builder(stack, results, replaces)
     update = _built(stack, builder, preview)
-    return _conclude(operations.pulumi, builder, update, options, talk=talk)
+    return _finish(operations.pulumi, builder, update, options, talk=talk)
 
 
-def _settled(options: UpOptions, env: Mapping[str, str]) -> _Stack:
-    """Return the stack with its key and identity. Raises ConfigError for what cannot be built."""
+def _resolved_stack(options: UpOptions, env: Mapping[str, str]) -> _Stack:
+    """Return the stack with its key and identity. Raises ConfigError for an invalid config."""
     talk, folder = text_console(stderr=True), Path.cwd()
     pulumi = Pulumi(env, folder=folder, stack=options.stack)
     known = settings(pulumi)
     zones = _zones(options, known)
     if options.next_zone and len(zones) < 2:
         raise ConfigError(
-            f"--next-zone: the config has {len(zones)} zone(s). Give more, in the order to try: "
+            f"--next-zone: the config has {len(zones)} zone(s), and needs 2 or more. Add a zone: "
             "pulumi config set --path 'zones[1]' ZONE"
         )
     may_lose = options.results_may_be_lost or options.dry_run
@@ -190,11 +194,11 @@ def _settled(options: UpOptions, env: Mapping[str, str]) -> _Stack:
         pulumi=pulumi, cluster=cluster, folder=folder, talk=talk, assume_yes=options.yes
     )
     before = stack_state(pulumi)
-    # Without a project the preview refuses the config.
+    # Without a project the preview rejects the config.
     if known.get("project"):
         refuse_another_project(before, str(known["project"]))
     settle_operator_key(known, cluster, there=before.machines, talk=talk)
-    own_identity(folder, cluster, told=before.identities)
+    own_identity(folder, cluster, known=before.identities)
     return _Stack(
         options=options,
         env=env,
@@ -209,32 +213,32 @@ def _zones(options: UpOptions, known: Mapping[str, Any]) -> list[str]:
     return text_list(known.get("zones")) if options.next_zone else []
 
 
-def _show_plan(stack: _Stack, preview: Update, results: MachineResults) -> AtStake | None:
-    """Say what becomes of machines that are up; return the results that are on those that go."""
+def _print_changes(stack: _Stack, preview: Update, results: MachineResults) -> ResultsAtRisk | None:
+    """Print the changes to existing machines; return the results on machines that go."""
     talk, there = stack.operations.talk, stack.before.machines
     going = machines_that_go(preview) if there else []
     for line in reasons(preview, going):
         talk.print(line)
     if there and changes_metadata(preview):
         talk.print(
-            "machines that are up keep the operator's keys that they booted with; others reach "
-            "only machines that are built from now on"
+            "existing machines keep the operator keys from their boot; new keys apply only to "
+            "new machines"
         )
     for line in added_lines(results.added, going):
         talk.print(line)
-    stake = results.look(going)
+    stake = results.report(going)
     warning = cluster_warning(stack.known)
     if warning is not None:
         talk.print(f"warning: {warning}")
     return stake
 
 
-def _agreed(
-    stack: _Stack, preview: Update, stake: AtStake | None, others: Sequence[Resource]
+def _confirmed(
+    stack: _Stack, preview: Update, stake: ResultsAtRisk | None, others: Sequence[Resource]
 ) -> bool:
-    """Ask, and take over what another cluster has; False after a no."""
+    """Return True after all confirmations; also takes over another cluster's resources."""
     if stake is not None:
-        stake.refuse_losses(**WORDS)
+        stake.refuse_losses(**MESSAGES)
     data = filestores_that_go(preview)
     if not confirm("Build this?", assume_yes=stack.options.yes):
         return False
@@ -267,12 +271,12 @@ def _builder(stack: _Stack, results: MachineResults, replaces: Sequence[str]) ->
 
 
 def _built(stack: _Stack, builder: Builder, preview: Update) -> Update:
-    """Build; after a failure take back what was built, where there was nothing before."""
+    """Build the cluster; remove everything after a failed first build."""
     operations, began_unix = stack.operations, time.time()
     try:
         return builder.build()
     except StackBusyError:
-        # What is there now is being built by somebody else.
+        # Another process is building the stack.
         raise
     except TileforgeError as error:
         if stack.before.machines or stack.options.keep_on_failure:
@@ -289,13 +293,13 @@ def _built(stack: _Stack, builder: Builder, preview: Update) -> Update:
         builder.restore_zones()
         raise last from None
     except KeyboardInterrupt:
-        what = what_is_there(operations, stack.google(), preview)
-        operations.talk.print(f"up was interrupted: {what}. {how_to_remove(operations.pulumi)}")
+        left = what_is_there(operations, stack.google(), preview)
+        operations.talk.print(f"up was interrupted: {left}. {how_to_remove(operations.pulumi)}")
         builder.restore_zones()
         raise
 
 
-def _conclude(
+def _finish(
     pulumi: Pulumi,
     builder: Builder,
     update: Update,
@@ -303,16 +307,16 @@ def _conclude(
     *,
     talk: Console,
 ) -> int:
-    """Remember the cluster, look at its firewall, and print what is next."""
+    """Record the cluster, check its firewall, and print the next commands."""
     outputs = read_outputs(pulumi)
     remember(outputs, folder=Path.cwd(), made_bucket=stack_state(pulumi).bucket)
-    # Before the firewall: whatever is found there, the machines are billed.
+    # Printed before the firewall check: the machines are billed in any case.
     talk.print(
         f"cluster {outputs.inventory.cluster}: {len(outputs.inventory.nodes)} node(s), "
         f"{outputs.price_and_end()}; remove it: {command('orchestrate', 'down')}"
     )
-    if words := zone_words(update, outputs.inventory.head.zone):
-        talk.print(words)
+    if note := zone_words(update, outputs.inventory.head.zone):
+        talk.print(note)
     builder.settle_firewall(update)
     name = f"stack:{options.stack}" if options.stack else "stack"
     talk.print(
@@ -322,10 +326,10 @@ def _conclude(
     return ExitCode.OK
 
 
-def _see_additions(stack: _Stack) -> list[Additions]:
-    """Return what people have added to the machines, and tell the cluster program to leave it."""
+def _manual_additions(stack: _Stack) -> list[Additions]:
+    """Return manual changes to the machines, and configure the cluster program to keep them."""
     known, machines = stack.known, stack.before.machines
-    # Without a project the preview refuses the config.
+    # Without a project the preview rejects the config.
     if not machines or not known.get("project"):
         return []
     labels = {label.partition("=")[0] for label in text_list(known.get("labels"))}

@@ -70,10 +70,10 @@ def test_down_without_a_state_removes_what_google_has(
     head_says(monkeypatch)
     capsys.readouterr()
     assert main(["down", "--yes"], site.env) == ExitCode.USAGE
-    assert "which cluster? Name it with --cluster." in capsys.readouterr().err
+    assert "the cluster's name is unknown. Give it with --cluster." in capsys.readouterr().err
     assert main(["down", "--yes", "--cluster", "mine"], site.env) == ExitCode.TEARDOWN
     err = capsys.readouterr().err
-    assert f"what mine has in {PROJECT} comes from Google Cloud, without the state" in err
+    assert f"resources of mine in {PROJECT} are listed by Google Cloud, without the state" in err
     assert "left of cluster mine: " in err and "3/3 sweep: clean" in err
     assert site.cloud.items["instances", ZONE] == []
     last = err.splitlines()[-1]

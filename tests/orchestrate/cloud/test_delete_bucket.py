@@ -67,7 +67,7 @@ def test_nothing_happens_unless_the_name_is_typed(
 def test_yes_does_not_answer_for_a_bucket(mine: Site, capsys: Capture) -> None:
     assert main([*DOWN, OLD], mine.env) == ExitCode.USAGE
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "Only a person at a terminal can answer this, not --yes." in last
+    assert "Answer it at a terminal; --yes does not apply." in last
     assert words(mine) == ["stack output --json"] and mine.cloud.count("^DELETE") == 0
 
 

@@ -417,7 +417,7 @@ def test_a_machine_that_only_a_stop_can_bring_back_is_built_again(
     err = capsys.readouterr().err
     what = "machine dev-node-1: shieldedInstanceConfig.enableSecureBoot was changed outside Pulumi"
     assert what in err
-    assert "this ends 1 machine(s), with all that is on them: dev-node-1" in err
+    assert "this deletes 1 machine(s) with all their data: dev-node-1" in err
     (replaced,) = [each for each in words(dev) if "--replace" in each]
     assert replaced.endswith("gcp:compute/instance:Instance::dev-node-1")
     # Once: a provider that refuses again ends it.

@@ -72,12 +72,12 @@ def test_next_zone_does_not_leave_results_behind_in_the_old_one(
     err = capsys.readouterr().err
     assert "this ends 2 machine(s), with all that is on them: mine-0, mine-1" in err
     last = err.splitlines()[-1]
-    assert "is not known whether a run is going on, so the cluster stays in its zone" in last
+    assert "cannot determine if a run is active, so the cluster stays in its zone" in last
     # A head that says that there is none: what this folder lacks still has to come home.
-    monkeypatch.setattr(results_at_stake, "ask_head", lambda *_, **__: Head())
+    monkeypatch.setattr(results_at_stake, "query_head", lambda *_, **__: Head())
     assert main(["up", "--yes", "--next-zone"], site.env) == ExitCode.SSH_UNREACHABLE
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "run one is not brought home, so the cluster stays in its zone" in last
+    assert "run one could not be collected, so the cluster stays in its zone" in last
     # A no leaves everything where it is, too.
     monkeypatch.setattr("sys.stdin", Answers("y\nn\n"))
     assert main(["up", "--next-zone"], site.env) == ExitCode.NO_CAPACITY

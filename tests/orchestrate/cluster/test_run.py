@@ -141,7 +141,7 @@ def test_what_is_missing_here_is_brought_home_before_anything_is_destroyed(
     checkpoint = trained.operator.paths("far").checkpoint(STEPS)
     shutil.rmtree(checkpoint)
     code, said, told = as_stack(trained.operator, "down")
-    assert code == ExitCode.OK and "1/3 collect: 1 run(s) brought home" in said, said
+    assert code == ExitCode.OK and "1/3 collect: 1 run(s) collected" in said, said
     assert (checkpoint / "model.safetensors").exists()
     assert told == ["stack", "stack", "destroy"]
 
@@ -169,7 +169,7 @@ def test_what_another_operator_resumed_or_started_is_brought_home_before_anythin
     mine = another.paths("far").root
     shutil.copytree(trained.operator.paths("far").root, mine, symlinks=True)
     code, said, told = as_stack(another, "down")
-    assert code == ExitCode.OK and "1/3 collect: 1 run(s) brought home" in said, said
+    assert code == ExitCode.OK and "1/3 collect: 1 run(s) collected" in said, said
     assert (another.paths("one").checkpoint(4) / "model.safetensors").exists()
     assert summary(another.paths("one").root)["steps"] == 4 and told == [
         "stack",
