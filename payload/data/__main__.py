@@ -344,7 +344,7 @@ def _show_estimate(label: str, values: dict[str, Any], *, as_json: bool) -> None
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 up")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 up")
     return int(text)
 
 
@@ -354,7 +354,9 @@ def _fraction(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0.0 < value < 1.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number between 0 and 1, as in 0.0005")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number between 0 and 1, such as 0.0005"
+        )
     return value
 
 

@@ -41,7 +41,7 @@ def parser() -> CommandParser:
     """Return the command line."""
     made = CommandParser(
         prog=command("evaluate"),
-        description="Measure a checkpoint on the validation data of a folder: mean loss a token, "
+        description="Measure a checkpoint on the validation data of a folder: mean loss per token, "
         "over whole blocks of val.bin. Data of --task chat: only the assistant's tokens count. "
         "Data of --task preference: loss, accuracy and margin of the rewards. Classifiers: loss, "
         "accuracy, F1 and confusion matrix. Under mpirun or torchrun the ranks share the work; "
@@ -338,7 +338,7 @@ def _report(
 
 def _positive(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 

@@ -129,13 +129,13 @@ def _add_sampling(made: CommandParser) -> None:
 def _positive(text: str) -> int:
     value = _count(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return value
 
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 up")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 up")
     return int(text)
 
 
@@ -145,21 +145,21 @@ def _seed(text: str) -> int:
     except ValueError:
         value = 2**63
     if not -(2**63) <= value < 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 64 bits")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 64 bits")
     return value
 
 
 def _temperature(text: str) -> float:
     value = _number(text)
     if not 0.0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 up")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up")
     return value
 
 
 def _penalty(text: str) -> float:
     value = _number(text)
     if not 0.0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
 
 

@@ -18,7 +18,7 @@ class PreferenceTask(Task):
     """A better and a worse answer to each prompt."""
 
     kind: ClassVar[TaskKind] = "preference"
-    summary = "the better one of two answers (DPO); its flags are chat's"
+    summary = "pairs of a better and a worse answer (DPO), with the options of chat"
     flags = ("--sequence-length", "--chat-template", "--group-column")
 
     def add_flags(self, add: AddFlag) -> None:

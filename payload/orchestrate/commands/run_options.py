@@ -96,7 +96,7 @@ class ConfigOptions:
         parse=toml_file,
     )
     config: Path | None = option(
-        "config of the run (default: default settings)", metavar="FILE", exclusive=True
+        "config of the run (default: built-in defaults)", metavar="FILE", exclusive=True
     )
     overrides: Sequence[str] = option(
         "override one setting; can be repeated", "--set", metavar="SECTION.KEY=VALUE"
