@@ -35,7 +35,7 @@ class ChatTask(Task):
             "--packing",
             choices=PACKINGS,
             metavar="HOW",
-            help="best-fit: pack whole conversations into blocks; none: one conversation per block, "
+            help="best-fit: pack whole conversations into blocks; none: one conversation a block, "
             f"with padding (default: {PACKINGS[0]})",
         )
         add(

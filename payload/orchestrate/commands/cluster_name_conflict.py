@@ -31,10 +31,10 @@ from payload.stack.cluster_identity import (
 )
 
 
-def own_identity(folder: Path, cluster: str, *, known: Sequence[str] = ()) -> str | None:
+def own_identity(folder: Path, cluster: str, *, state_identities: Sequence[str] = ()) -> str | None:
     """Return the identity of the cluster built from `folder`, or None if it has no record.
 
-    `known` are the identities in the stack's state. An identity that only the folder's file
+    `state_identities` come from the stack's state. An identity that only the folder's file
     contains is accepted after the operator types the cluster's name. Raises ConfigError if the
     name is not typed or the file is damaged, and UsageError without a terminal.
     """
@@ -42,7 +42,7 @@ def own_identity(folder: Path, cluster: str, *, known: Sequence[str] = ()) -> st
     if is_proven or claimed is None:
         return claimed
     path = cluster_path(folder, cluster, "identity.json")
-    if claimed not in known and not confirm_by_name(
+    if claimed not in state_identities and not confirm_by_name(
         f"{path} claims that cluster {cluster} (identity {claimed}) was built from this folder, "
         "but it was not written on this machine. The folder was copied or moved, or the file is "
         "from an older version. Is it your cluster?",

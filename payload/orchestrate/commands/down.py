@@ -79,9 +79,9 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
     google, own, cluster, talk = target.google, target.own, target.cluster, target.talk
     # Checked before anything is destroyed: the last step needs credentials.
     google.check_credentials()
-    for where, proof in target.projects if target.state.parts else ():
-        require_own_state(where, cluster, proof, kept="nothing was destroyed", talk=talk)
-    instances = (own_filestores(where, target.state, proof) for where, proof in target.projects)
+    for client, proof in target.projects if target.state.parts else ():
+        require_own_state(client, cluster, proof, kept="nothing was destroyed", talk=talk)
+    instances = (own_filestores(client, target.state, proof) for client, proof in target.projects)
     data = sorted(set(chain.from_iterable(instances)))
     # Checked first: the network cannot be destroyed while the instance exists, and a stopped head
     # is started, and billed, only if the cluster will be destroyed.
@@ -125,7 +125,7 @@ def _target(options: DownOptions, env: Mapping[str, str]) -> _Target:
     if options.dry_run:
         identity, _ = recorded_cluster_identity(folder, cluster)
     else:
-        identity = own_identity(folder, cluster, known=state.identities)
+        identity = own_identity(folder, cluster, state_identities=state.identities)
     # The state can list resources in other projects than the config's.
     projects = [
         (
@@ -194,8 +194,8 @@ def _destroy(target: _Target, data: Sequence[str], bucket: Bucket | None) -> Non
             steps=3,
             may_go=lambda each: each.name in data,
         )
-        for where, proof in target.projects[1:]:
-            left = look(where, cluster, folder=folder, keep_buckets=True, ownership=proof)
+        for client, proof in target.projects[1:]:
+            left = look(client, cluster, folder=folder, keep_buckets=True, ownership=proof)
             conclude(left, talk=talk)
         if bucket is not None:
             delete_bucket(target.google, bucket)
@@ -253,9 +253,9 @@ def _resolve_cluster(
         return _without_state(error, pulumi, options, env, folder=folder, talk=talk)
     if outputs is None:
         # The build failed halfway; this cluster must be destroyed.
-        known = settings(pulumi)
-        cluster = options.cluster or cluster_name(pulumi, known)
-        given = options.project or next(iter(state.projects), None) or known.get("project")
+        config = settings(pulumi)
+        cluster = options.cluster or cluster_name(pulumi, config)
+        given = options.project or next(iter(state.projects), None) or config.get("project")
         return cluster, project_of(given, cluster, env, folder=folder), None
     remember(outputs, folder=folder, made_bucket=state.bucket)
     cluster = outputs.inventory.cluster
@@ -276,14 +276,14 @@ def _without_state(
     talk: Console,
 ) -> tuple[str, str, StackOutputs | None]:
     talk.print(f"warning: {error}")
-    known: dict[str, Any] = {}
+    config: dict[str, Any] = {}
     with suppress(PulumiError):
-        known = settings(pulumi)
+        config = settings(pulumi)
     try:
-        cluster = options.cluster or cluster_name(pulumi, known)
+        cluster = options.cluster or cluster_name(pulumi, config)
     except PulumiError:
         raise UsageError("the cluster's name is unknown. Give it with --cluster.") from None
-    project = project_of(options.project or known.get("project"), cluster, env, folder=folder)
+    project = project_of(options.project or config.get("project"), cluster, env, folder=folder)
     outputs = recall_outputs(folder, cluster, project=project)
     if outputs is None and not options.without_collect:
         raise ConfigError(

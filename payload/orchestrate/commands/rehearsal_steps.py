@@ -105,7 +105,7 @@ class Rehearsal:
         return outputs
 
     def _delete_last_node(self, outputs: StackOutputs) -> None:
-        """Delete the last node run_steps Google's API, like a preemption."""
+        """Delete the last node through Google's API, like a preemption."""
         victim, began_s = outputs.inventory.nodes[-1], time.monotonic()
         node = Resource(kind="instance", name=victim.name, location=victim.zone or "")
         failed = remove(self.google, [node])

@@ -81,7 +81,7 @@ class ResultsAtRisk:
         """
         if self.head.query_error:
             raise ConfigError(
-                f"cannot determine if a run is active, so {kept} (to lose its results: {force}): "
+                f"cannot determine if a run is active, so {kept} (to continue anyway: {force}): "
                 f"{self.head.query_error}"
             )
         running = self.head.running

@@ -81,7 +81,7 @@ class _Stack:
 
     options: UpOptions
     env: Mapping[str, str]
-    known: dict[str, Any]
+    config: dict[str, Any]
     """The stack's config."""
     operations: Operations
     before: StackState
@@ -91,7 +91,7 @@ class _Stack:
     def google(self) -> Google:
         """Return the project's client; its libraries take a second to import."""
         cluster, folder = self.operations.cluster, self.operations.folder
-        project = project_of(self.known.get("project"), cluster, self.env, folder=folder)
+        project = project_of(self.config.get("project"), cluster, self.env, folder=folder)
         return Google(project, endpoints=Endpoints.from_env(self.env))
 
     def of_other_cluster(self) -> Sequence[Resource]:
@@ -138,7 +138,7 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
     added = _manual_additions(stack)
     use_kept_bucket(
         operations.pulumi,
-        stack.known,
+        stack.config,
         operations.cluster,
         stack.before,
         stack.google,
@@ -149,7 +149,7 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
     )
     replaces = stack.start_stopped()
     preview = operations.preview(*replaces)
-    refuse_another_region(preview, need_of(stack.known).region)
+    refuse_another_region(preview, need_of(stack.config).region)
     if not stack.before.parts and creates_anything(preview):
         others = stack.of_other_cluster()
     results = MachineResults(
@@ -168,7 +168,7 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
     if not _confirmed(stack, preview, stake, others):
         talk.print("nothing was built")
         return ExitCode.OK
-    remember_plan(operations.cluster, stack.known, folder=operations.folder)
+    remember_plan(operations.cluster, stack.config, folder=operations.folder)
     if stake is not None:
         stake.collect_missing(env, **MESSAGES)
     builder = _builder(stack, results, replaces)
@@ -180,46 +180,46 @@ def _resolved_stack(options: UpOptions, env: Mapping[str, str]) -> _Stack:
     """Return the stack with its key and identity. Raises ConfigError for an invalid config."""
     talk, folder = text_console(stderr=True), Path.cwd()
     pulumi = Pulumi(env, folder=folder, stack=options.stack)
-    known = settings(pulumi)
-    zones = _zones(options, known)
+    config = settings(pulumi)
+    zones = _zones(options, config)
     if options.next_zone and len(zones) < 2:
         raise ConfigError(
             f"--next-zone: the config has {len(zones)} zone(s), and needs 2 or more. Add a zone: "
             "pulumi config set --path 'zones[1]' ZONE"
         )
     may_lose = options.results_may_be_lost or options.dry_run
-    refuse_spot_without_bucket(known, accepted=may_lose)
-    cluster = cluster_name(pulumi, known)
+    refuse_spot_without_bucket(config, accepted=may_lose)
+    cluster = cluster_name(pulumi, config)
     operations = Operations(
         pulumi=pulumi, cluster=cluster, folder=folder, talk=talk, assume_yes=options.yes
     )
     before = stack_state(pulumi)
     # Without a project the preview rejects the config.
-    if known.get("project"):
-        refuse_another_project(before, str(known["project"]))
-    settle_operator_key(known, cluster, there=before.machines, talk=talk)
-    own_identity(folder, cluster, known=before.identities)
+    if config.get("project"):
+        refuse_another_project(before, str(config["project"]))
+    settle_operator_key(config, cluster, there=before.machines, talk=talk)
+    own_identity(folder, cluster, state_identities=before.identities)
     return _Stack(
         options=options,
         env=env,
-        known=known,
+        config=config,
         operations=operations,
         before=before,
         identity=settle_cluster_identity(folder, cluster, told=before.identities),
     )
 
 
-def _zones(options: UpOptions, known: Mapping[str, Any]) -> list[str]:
-    return text_list(known.get("zones")) if options.next_zone else []
+def _zones(options: UpOptions, config: Mapping[str, Any]) -> list[str]:
+    return text_list(config.get("zones")) if options.next_zone else []
 
 
 def _print_changes(stack: _Stack, preview: Update, results: MachineResults) -> ResultsAtRisk | None:
     """Print the changes to existing machines; return the results on machines that go."""
-    talk, there = stack.operations.talk, stack.before.machines
-    going = machines_that_go(preview) if there else []
+    talk, machines = stack.operations.talk, stack.before.machines
+    going = machines_that_go(preview) if machines else []
     for line in reasons(preview, going):
         talk.print(line)
-    if there and changes_metadata(preview):
+    if machines and changes_metadata(preview):
         talk.print(
             "existing machines keep the operator keys from their boot; new keys apply only to "
             "new machines"
@@ -227,7 +227,7 @@ def _print_changes(stack: _Stack, preview: Update, results: MachineResults) -> R
     for line in added_lines(results.added, going):
         talk.print(line)
     stake = results.report(going)
-    warning = cluster_warning(stack.known)
+    warning = cluster_warning(stack.config)
     if warning is not None:
         talk.print(f"warning: {warning}")
     return stake
@@ -260,8 +260,8 @@ def _builder(stack: _Stack, results: MachineResults, replaces: Sequence[str]) ->
         operations=stack.operations,
         google=stack.google,
         identity=stack.identity,
-        zones=_zones(stack.options, stack.known),
-        spot=need_of(stack.known).spot,
+        zones=_zones(stack.options, stack.config),
+        spot=need_of(stack.config).spot,
         there=stack.before.machines,
         save=results.save,
         may_delete=stack.may_delete,
@@ -328,11 +328,11 @@ def _finish(
 
 def _manual_additions(stack: _Stack) -> list[Additions]:
     """Return manual changes to the machines, and configure the cluster program to keep them."""
-    known, machines = stack.known, stack.before.machines
+    config, machines = stack.config, stack.before.machines
     # Without a project the preview rejects the config.
-    if not machines or not known.get("project"):
+    if not machines or not config.get("project"):
         return []
-    labels = {label.partition("=")[0] for label in text_list(known.get("labels"))}
+    labels = {label.partition("=")[0] for label in text_list(config.get("labels"))}
     cluster = stack.operations.cluster
     added = hand_added(stack.google(), cluster, machines=machines, labels=labels)
     stack.operations.pulumi.tell_program(**{KEPT_VARIABLE: kept_metadata(added)})
