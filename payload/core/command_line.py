@@ -119,7 +119,7 @@ class CommandParser(argparse.ArgumentParser):
         formatter.add_usage(self.usage or self._short_usage(), (), ())
         formatter.add_text(self.description)
         if self.example:
-            formatter.add_text(f"Example: {self.example}".replace("%", "%%"))
+            formatter.add_text(f"Example: {self.example}")
         for group in self._action_groups:
             if is_full or group not in self._advanced:
                 formatter.start_section(group.title)

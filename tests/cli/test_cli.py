@@ -151,7 +151,7 @@ def test_a_command_does_what_its_module_does_in_any_folder(
 
 @pytest.mark.parametrize(
     ("word", "fix"),
-    [("trian", "Did you mean train?"), ("x;y", "tileforge --help lists all commands.")],
+    [("trainn", "Did you mean train?"), ("x;y", "tileforge --help lists all commands.")],
 )
 def test_an_unknown_command_is_one_line(
     word: str, fix: str, bin_folder: Path, tmp_path: Path

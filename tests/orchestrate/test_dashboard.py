@@ -1,4 +1,4 @@
-"""`dashboard`: a head's pages through a real sshd, a run's on this machine, and what is missing."""
+"""`dashboard`: pages of a head through a real sshd, pages of a local run, and missing pages."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def page(path: str) -> Iterator[int]:
             self.wfile.write(BIG)
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
     thread = threading.Thread(target=lambda: server.serve_forever(poll_interval=0.02))
@@ -64,8 +64,10 @@ def page(path: str) -> Iterator[int]:
 
 @contextmanager
 def closed() -> Iterator[int]:
-    """Hold a loopback port that refuses: head and operator are one machine here, so a port that is
-    free would be the tunnel's own, too."""
+    """Hold a loopback port that refuses connections.
+
+    Head and operator share one machine here, so the tunnel could use a free port itself.
+    """
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         yield holder.getsockname()[1]
@@ -87,7 +89,7 @@ def test_a_port_of_the_head_comes_here_whole_and_for_several_at_once(
         closed() as nobody,
         forwarded(cluster.connect(head.node), [there, nobody]) as (here, dead),
     ):
-        assert here != there  # taken by the page itself, as all is one machine
+        assert here != there  # the page itself uses the port: all is on one machine
         answers: list[bytes] = []
 
         def fetch() -> None:
@@ -100,7 +102,7 @@ def test_a_port_of_the_head_comes_here_whole_and_for_several_at_once(
         for thread in threads:
             thread.join()
         assert answers == [BIG] * 4
-        with pytest.raises(OSError):  # reset or closed: nobody is there
+        with pytest.raises(OSError):  # reset or closed: no server
             urllib.request.urlopen(f"http://127.0.0.1:{dead}/a", timeout=60)
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(f"http://127.0.0.1:{here}/a", timeout=60)
@@ -168,7 +170,7 @@ def test_the_command_ends_all_that_it_started(
     assert process.stdout is not None and process.stderr is not None
     address = urlsplit(process.stdout.readline().strip())
     assert re.fullmatch(r"tileforge-[0-9a-f]{16}\.localhost", address.hostname or "")
-    # What a browser asks, which knows by itself that the name is this machine's.
+    # A browser's request; browsers resolve this name to the local machine themselves.
     request = http.client.HTTPConnection("127.0.0.1", address.port or 0, timeout=60)
     request.request("GET", "/-/ready", headers={"Host": address.netloc})
     assert request.getresponse().status == 200
