@@ -126,7 +126,7 @@ def test_a_damaged_copy_keeps_down_from_what_the_head_has_of_it_and_from_nothing
     assert main(["down", "--yes"], site.env) != ExitCode.OK
     err = capsys.readouterr().err
     if name != "summary.json":
-        assert "warning: run one counts as one without a copy here" in err
+        assert "warning: run one: the local copy is ignored" in err
         assert "have results on the head: one, so nothing was destroyed" in err
         assert "attach one --inventory stack" in err.splitlines()[-1]
     assert words(site) == ["stack output --json"]
