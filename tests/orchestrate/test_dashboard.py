@@ -211,11 +211,11 @@ def test_a_cluster_s_page_gets_a_run_s_id_and_no_other_name(tmp_path: Path) -> N
     assert dashboard._run_id(options(run="latest", **here)) == "one"
     assert dashboard._run_id(options(run="another-s", **here)) == "another-s"
     assert dashboard._run_id(options(**here)) is None
-    with pytest.raises(UsageError, match="no run's id"):
+    with pytest.raises(UsageError, match="is not a run id"):
         dashboard._run_id(options(run="a&b=c", **here))
 
 
 def test_a_run_on_this_machine_is_found_by_its_own_inventory(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "runs" / "one")
-    inventory, found = dashboard._what(options(runs_dir=paths.root.parent), {})
+    inventory, found = dashboard._inventory_and_run(options(runs_dir=paths.root.parent), {})
     assert inventory.access.shares_folder and found == RunPaths(paths.root)

@@ -90,7 +90,7 @@ def test_down_without_a_state_asks_the_head_first(
     head_says(monkeypatch, runs=[RunThere(run_id="one", checkpoint="step_00000005", state="0")])
     capsys.readouterr()
     assert main(["down", "--yes"], site.env) == ExitCode.CONFIG
-    assert "have results on the head: one, so nothing was destroyed" in capsys.readouterr().err
+    assert "removed or damaged): one, so nothing was destroyed" in capsys.readouterr().err
     assert main(["down", "--dry-run"], site.env) == ExitCode.OK
     assert "mine-0" in capsys.readouterr().out
     assert not any(each.startswith("destroy") for each in words(site))
@@ -104,7 +104,7 @@ def test_down_without_a_state_or_a_memory_of_the_nodes_loses_results_only_when_t
     damage(site)
     assert main(["down", "--yes"], site.env) == ExitCode.CONFIG
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "this folder has never reached mine" in last and "nothing was destroyed" in last
+    assert "this folder has no record of mine" in last and "nothing was destroyed" in last
     assert f"down --without-collect --cluster mine --project {PROJECT}" in last
     # Of another project it remembers nothing either.
     remember_plan("mine", {"project": "another"}, folder=site.folder)

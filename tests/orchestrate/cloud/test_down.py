@@ -127,7 +127,7 @@ def test_a_damaged_copy_keeps_down_from_what_the_head_has_of_it_and_from_nothing
     err = capsys.readouterr().err
     if name != "summary.json":
         assert "warning: run one: the local copy is ignored" in err
-        assert "have results on the head: one, so nothing was destroyed" in err
+        assert "removed or damaged): one, so nothing was destroyed" in err
         assert "attach one --inventory stack" in err.splitlines()[-1]
     assert words(site) == ["stack output --json"]
     # What is on no machine of this cluster is not its concern.

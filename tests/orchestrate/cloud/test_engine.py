@@ -147,7 +147,7 @@ def test_an_up_that_succeeds_says_what_it_did(
             "preview-replace",
             [
                 "pulumi preview: 2 replace, 17 unchanged",
-                "this ends 2 machine(s), with all that is on them: dev-node-0, dev-node-1",
+                "this deletes 2 machine(s) with all their data: dev-node-0, dev-node-1",
             ],
         ),
         ("preview-policy", ["policy os-login (advisory): who may log in is decided by OS Login"]),

@@ -152,7 +152,7 @@ def test_a_cluster_is_taken_over_by_its_identity_and_its_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     at_terminal(monkeypatch, typed)
-    monkeypatch.setattr("payload.orchestrate.commands.up._conclude", lambda *_, **__: ExitCode.OK)
+    monkeypatch.setattr("payload.orchestrate.commands.up._finish", lambda *_, **__: ExitCode.OK)
     assert main(["up", "--take-over", identity], shared.env) == code, capsys.readouterr().err
     is_taken = identity == ANOTHER_CLUSTER and typed.endswith("mine\n")
     assert untouched(shared) is not is_taken
@@ -220,7 +220,9 @@ def test_what_the_state_lists_and_is_anothers_by_now_is_left_alone(
     for command in (["up", "--yes"], ["down", "--yes"]):
         assert main(command, shared.env) == ExitCode.CONFIG
         last = capsys.readouterr().err.splitlines()[-1]
-        assert "is another cluster's by now, so nothing was" in last and "pulumi state" in last
+        assert (
+            "lists resources of another cluster, so nothing was" in last and "pulumi state" in last
+        )
     assert untouched(shared)
 
 

@@ -94,7 +94,7 @@ def test_the_stacks_state_proves_what_a_folder_says(tmp_path: Path) -> None:
     write_whole(path, json.dumps({"identity": CLUSTER, "schema_version": 1}))
     assert settle_cluster_identity(tmp_path, "dev") == CLUSTER
     assert known_cluster_identity(tmp_path, "dev") is None
-    assert own_identity(tmp_path, "dev", told=[CLUSTER]) == CLUSTER
+    assert own_identity(tmp_path, "dev", state_identities=[CLUSTER]) == CLUSTER
     assert known_cluster_identity(tmp_path, "dev") == CLUSTER
 
 

@@ -121,7 +121,7 @@ def test_each_rehearsal_has_a_name_of_its_own_and_one_that_was_killed_is_named(
 ) -> None:
     monkeypatch.undo()
     monkeypatch.chdir(rehearsal.folder)
-    monkeypatch.setattr("payload.orchestrate.commands.rehearse._go", kill)
+    monkeypatch.setattr("payload.orchestrate.commands.rehearse._run_rehearsal", kill)
     rehearsal.pulumi.on("stack", "ls", out="[]")
     for _ in range(2):
         with pytest.raises(KilledError):

@@ -173,8 +173,8 @@ def test_down_starts_the_head_to_collect_and_destroys_without_it_only_when_told(
     # It boots for a while: it is asked again, and only once it has answered it is destroyed.
     asked = []
 
-    def ask(*_: object, patience_s: float = 0.0, **__: object) -> Head:
-        asked.append((machine(site, "mine-0")["status"], patience_s))
+    def ask(*_: object, retry_for_s: float = 0.0, **__: object) -> Head:
+        asked.append((machine(site, "mine-0")["status"], retry_for_s))
         return Head()
 
     monkeypatch.setattr(results_at_stake, "query_head", ask)

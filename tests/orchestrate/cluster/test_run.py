@@ -165,7 +165,7 @@ def test_what_another_operator_resumed_or_started_is_brought_home_before_anythin
     # Of a run that this machine has never seen, it cannot know how to bring it home.
     code, said, told = as_stack(another, "down")
     assert code == ExitCode.CONFIG and told == ["stack", "stack"], said
-    assert "have results on the head: far, so nothing was destroyed" in said, said
+    assert "removed or damaged): far, so nothing was destroyed" in said, said
     mine = another.paths("far").root
     shutil.copytree(trained.operator.paths("far").root, mine, symlinks=True)
     code, said, told = as_stack(another, "down")
