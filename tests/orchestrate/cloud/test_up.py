@@ -158,7 +158,7 @@ def test_a_run_that_begins_while_the_question_waits_is_not_ended(
     heads = [Head(running="two"), Head()]
     monkeypatch.setattr(results_at_stake, "query_head", lambda *_, **__: heads.pop())
     assert main([command, "--yes"], site.env) == ExitCode.CONFIG
-    assert "error: run two is going on, so nothing was " in capsys.readouterr().err
+    assert "error: run two is active, so nothing was " in capsys.readouterr().err
     assert heads == [] and not {"up", "destroy"} & {each.split()[0] for each in words(site)}
 
 

@@ -201,13 +201,13 @@ def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Opera
     code, said = operator.do("status")
     assert code == ExitCode.OK and "running" in said, said
     code, said, told = as_stack(operator, "down")
-    assert code == ExitCode.CONFIG and "run one is going on, so nothing was destroyed" in said, said
+    assert code == ExitCode.CONFIG and "run one is active, so nothing was destroyed" in said, said
     assert told == ["stack", "stack"]
     # From a folder that does not know the run, the head is the one who tells of it.
     own = operator.folder / ".cluster" / "test" / "id_ed25519"
     shutil.copy(operator.nodes.key, own)
     code, said, told = as_stack(operator, "down", "--runs-dir", "none")
-    assert code == ExitCode.CONFIG and "run one is going on, so nothing was destroyed" in said, said
+    assert code == ExitCode.CONFIG and "run one is active, so nothing was destroyed" in said, said
     assert "attach one --inventory stack" in said and told == ["stack", "stack"]
     code, said = operator.do(*operator.run_words("two"), "--runs-dir", "none")
     assert (
@@ -215,7 +215,7 @@ def test_a_run_goes_on_without_the_operator_and_stops_when_asked(operator: Opera
     )
     assert "attach one --inventory" in said and not (operator.folder / "none").exists(), said
     code, said, told = as_stack(operator, "up")
-    assert code == ExitCode.CONFIG and "run one is going on, so nothing was built" in said, said
+    assert code == ExitCode.CONFIG and "run one is active, so nothing was built" in said, said
     assert "up" not in told
     code, said = operator.do("stop", "one", "--grace", "120")
     assert code == ExitCode.OK and "no process of it is left on any node" in said, said
