@@ -53,6 +53,12 @@ def from_arguments(kind: type[_T], arguments: argparse.Namespace) -> _T:
 class HelpFormatter(argparse.HelpFormatter):
     """Wraps lines at spaces only, so that options stay whole; keeps a text that has line breaks."""
 
+    def add_argument(self, action: argparse.Action) -> None:
+        """Add an action; argparse forgets the indent of verbs in the width of the column."""
+        super().add_argument(action)
+        if isinstance(action, argparse._SubParsersAction):
+            self._action_max_length += self._indent_increment
+
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if "\n" in text:
             return "".join(f"{indent}{line}\n" for line in text.splitlines()).rstrip("\n")

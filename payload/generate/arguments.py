@@ -80,7 +80,8 @@ def _add_sampling(made: CommandParser) -> None:
         "--max-new-tokens",
         type=_positive,
         metavar="TOKENS",
-        help=f"most new tokens (default: {_MAX_NEW_TOKENS}; --chat: {_ANSWER_TOKENS})",
+        help=f"most new tokens of a continuation (default: {_MAX_NEW_TOKENS}) or an answer "
+        f"(default: {_ANSWER_TOKENS})",
     )
     common(
         "--temperature",

@@ -222,8 +222,6 @@ def test_what_the_state_lists_and_is_anothers_by_now_is_left_alone(
         last = capsys.readouterr().err.splitlines()[-1]
         assert "lists resources of another cluster, so nothing was" in last
         assert "pulumi state" in last
-            "lists resources of another cluster, so nothing was" in last and "pulumi state" in last
-        )
     assert untouched(shared)
 
 
