@@ -234,7 +234,7 @@ def test_the_recorded_outputs_are_the_cluster_whose_machines_are_gone(
     dev.pulumi.replay("destroy-empty", status=0)
     assert main(["down", "--yes"], dev.env) == ExitCode.OK
     err = capsys.readouterr().err
-    assert "dev-node-0: its machine does not exist any more" in err
+    assert "dev-node-0: the machine no longer exists" in err
     assert "3/3 sweep: clean" in err
 
 

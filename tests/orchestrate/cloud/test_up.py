@@ -248,7 +248,7 @@ def test_up_that_would_end_machines_saves_what_is_on_them(
     site.pulumi.machines("mine-0", "mine-1")
     capsys.readouterr()
     assert main(["up", "--yes"], site.env) == ExitCode.OK
-    assert "this ends" not in capsys.readouterr().err
+    assert "this deletes" not in capsys.readouterr().err
 
 
 def test_another_key_for_machines_that_are_up_is_named(site: Site, capsys: Capture) -> None:
