@@ -15,41 +15,46 @@ from payload.cli.commands import BY_NAME, help_text
 from payload.core.errors import ExitCode, TileforgeError
 from payload.core.suggested_commands import CONSOLE, program_name
 
+_HELP = ("-h", "--help", "--help-all")
+
 
 def main() -> int:
-    """Carry out the command that the process was started with; the entry point of `tileforge`."""
+    """Run the command in sys.argv; the entry point of `tileforge`."""
     if Path(sys.argv[0]).name == "tileforge":
         os.environ.setdefault(CONSOLE, sys.argv[0])
-    if completion.ASKED in os.environ:
+    if completion.REQUEST in os.environ:
         completion.complete(os.environ)
         return ExitCode.OK
     return _run(sys.argv[1:])
 
 
-def _run(words: Sequence[str]) -> int:
+def _run(argv: Sequence[str]) -> int:
     program = program_name()
-    if not words or words[0] in ("-h", "--help", "help"):
-        (sys.stdout if words else sys.stderr).write(help_text(program))
-        return ExitCode.OK if words else ExitCode.USAGE
-    if words[0] == "--version":
+    if not argv or argv[0] in (*_HELP, "help"):
+        (sys.stdout if argv else sys.stderr).write(help_text(program))
+        return ExitCode.OK if argv else ExitCode.USAGE
+    if argv[0] == "--version":
         print(payload.__version__)
         return ExitCode.OK
-    row = BY_NAME.get(words[0])
+    row = BY_NAME.get(argv[0])
     if row is None:
-        near = get_close_matches(words[0], BY_NAME, n=1)
-        fix = f"Did you mean {near[0]}?" if near else f"{program} --help lists them all."
-        print(f"error: {words[0]!r} is none of the commands. {fix}", file=sys.stderr)
+        near = get_close_matches(argv[0], BY_NAME, n=1)
+        fix = f"Did you mean {near[0]}?" if near else f"{program} --help lists all commands."
+        print(f"error: no command {argv[0]!r}. {fix}", file=sys.stderr)
         return ExitCode.USAGE
     if row.package == "cli":
-        return _print_completion(words[1:], program=program)
-    sys.argv[1:] = [*row.words, *words[1:]]
-    # As `python -m payload.PACKAGE` does it: that module decides how the process ends.
+        return _print_completion(argv[1:], program=program)
+    sys.argv[1:] = [*row.arguments, *argv[1:]]
+    if any(argument in _HELP for argument in sys.argv[1:]):
+        # The parser alone prints the help; a program may import torch first.
+        completion.command_parser(row).parse_args()
+    # Like `python -m payload.PACKAGE`: that module decides how the process ends.
     runpy.run_module(f"payload.{row.package}", run_name="__main__", alter_sys=True)
     return ExitCode.OK
 
 
-def _print_completion(words: Sequence[str], *, program: str) -> int:
-    shell = completion.parser(prog=f"{program} completion").parse_args(words).shell
+def _print_completion(argv: Sequence[str], *, program: str) -> int:
+    shell = completion.parser(prog=f"{program} completion").parse_args(argv).shell
     try:
         sys.stdout.write(completion.shell_code(shell))
     except TileforgeError as error:

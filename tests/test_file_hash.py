@@ -16,7 +16,8 @@ from payload.config.store_address import parse_store_address
 from payload.core import file_hash
 from payload.core.file_hash import sha256_of
 from payload.formats.checkpoint_listing import manifest_problems, newest_sound
-from payload.orchestrate.commands.plan_and_run import ConfigOptions
+from payload.orchestrate.commands.config_choice import load_config
+from payload.orchestrate.commands.run_options import ConfigOptions
 from payload.run_record.run_files import RunPaths
 from payload.storage.checkpoints import Upload, fetch_newest
 from payload.storage.opening import open_store
@@ -120,7 +121,7 @@ def test_a_resume_that_takes_its_settings_from_a_checkpoint_reads_that_once(
     file_hash._known.clear()
     reads.clear()
     options = ConfigOptions(inventory=None, config=None, overrides=())
-    assert options.load(resumed=paths).train.steps == 77
+    assert load_config(options, resumed=paths).train.steps == 77
     assert newest_sound(paths.checkpoints) == folder
     assert set(reads.values()) == {1} and len(reads) == 4
 

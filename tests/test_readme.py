@@ -45,7 +45,8 @@ _HELPER = """
 import contextlib, io, json, runpy, sys
 for line in sys.stdin:
     module, *words = json.loads(line)
-    sys.argv = [module, *words, "--help"]
+    full = "--help-all" if module.startswith("payload") else "--help"
+    sys.argv = [module, *words, full]
     out, status = io.StringIO(), None
     with contextlib.redirect_stdout(out):
         try:
@@ -59,7 +60,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def help_of() -> Iterator[HelpOf]:
-    """Returns the output of `python -m PROGRAM... --help`: help_of("payload.data", "prepare")."""
+    """Returns the full help of `python -m PROGRAM...`: help_of("payload.data", "prepare")."""
     with subprocess.Popen(
         [sys.executable, "-c", _HELPER],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""The commands of `tileforge`: a row for each, with the package that carries it out."""
+"""The commands of `tileforge`, each with the package that runs it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from itertools import chain, groupby, zip_longest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One row."""
+    """One command."""
 
     name: str
     group: str
-    """The heading above it in the help."""
+    """Heading in the help."""
     package: str
-    """The part of `payload` that carries it out."""
+    """The subpackage of `payload` that runs the command."""
     summary: str
-    """At most 26 characters: two columns have to fit on a screen."""
-    words: tuple[str, ...] = ()
-    """Words of the package's own command line before the user's."""
+    """At most 26 characters: the help has two columns."""
+    arguments: tuple[str, ...] = ()
+    """Arguments of the package's command line before the user's."""
 
 
 def _rows(group: str, package: str, summaries: Mapping[str, str]) -> tuple[Command, ...]:
     return tuple(
-        Command(name=name, group=group, package=package, summary=summary, words=(name,))
+        Command(name=name, group=group, package=package, summary=summary, arguments=(name,))
         for name, summary in summaries.items()
     )
 
@@ -36,16 +36,16 @@ COMMANDS = (
         "Runs",
         "orchestrate",
         {
-            "plan": "print what a run would do",
+            "plan": "dry run: memory and time",
             "preflight": "check a cluster's nodes",
             "run": "start a run and follow it",
             "status": "show a run and its ranks",
-            "logs": "print what a rank printed",
+            "logs": "print a rank's log",
             "list": "show all runs",
             "attach": "follow a cluster's run",
             "dashboard": "show a run's metrics",
             "stop": "save and stop a run",
-            "collect": "bring a run's results here",
+            "collect": "fetch a run's results",
             "remove": "delete old runs",
         },
     ),
@@ -53,20 +53,20 @@ COMMANDS = (
         name="report",
         group="Runs",
         package="report",
-        summary="write a run's page",
+        summary="write a run's report",
     ),
     Command(
         name="compare",
         group="Runs",
         package="report",
         summary="compare several runs",
-        words=("--compare",),
+        arguments=("--compare",),
     ),
     Command(
         name="storage",
         group="Runs",
         package="storage",
-        summary="look into a run's store",
+        summary="check and list a store",
     ),
     *_rows(
         "Google Cloud",
@@ -74,18 +74,18 @@ COMMANDS = (
         {
             "doctor": "check project and quota",
             "up": "build the cluster",
-            "sweep": "look for leftovers",
+            "sweep": "find leftover resources",
             "down": "destroy the cluster",
-            "rehearse": "try everything once",
+            "rehearse": "test a full life cycle",
         },
     ),
-    *_rows(_DATA, "data", {"prepare": "turn text into tokens"}),
+    *_rows(_DATA, "data", {"prepare": "tokenize text"}),
     Command(name="data", group=_DATA, package="data", summary="verify or show data"),
     Command(
         name="finetune",
         group=_MODEL,
         package="finetune",
-        summary="from a model and a file",
+        summary="fine-tune on a file",
     ),
     Command(
         name="train",
@@ -109,22 +109,22 @@ COMMANDS = (
         name="export",
         group=_MODEL,
         package="export",
-        summary="write weights for others",
+        summary="export weights",
     ),
     Command(
         name="completion",
         group="Shell",
         package="cli",
-        summary="complete these commands",
+        summary="set up shell completion",
     ),
 )
 BY_NAME: Mapping[str, Command] = {row.name: row for row in COMMANDS}
 
 
 def help_text(program: str) -> str:
-    """Return the whole help, in groups in two columns; `program` is how the user called it.
+    """Return the help, with groups in two columns; `program` is the name that the user typed.
 
-    With the prompt below it, it fits on a terminal of 24 lines of 80 characters.
+    It fits on a terminal of 24 lines of 80 characters, with the prompt below it.
     """
     groups = [_group_lines(name, tuple(rows)) for name, rows in groupby(COMMANDS, key=_group_of)]
     left, right = _balanced(groups)
@@ -154,9 +154,9 @@ def _group_lines(name: str, rows: Sequence[Command]) -> list[str]:
 
 
 def _balanced(groups: Sequence[list[str]]) -> tuple[list[str], list[str]]:
-    """Return the groups' lines in two columns of about the same length, in their order."""
+    """Return the lines of the groups, in order, in two columns of similar length."""
     splits = [
-        (list(chain(*groups[:place])), list(chain(*groups[place:])))
-        for place in range(len(groups) + 1)
+        (list(chain(*groups[:count])), list(chain(*groups[count:])))
+        for count in range(len(groups) + 1)
     ]
     return min(splits, key=lambda columns: max(map(len, columns)))

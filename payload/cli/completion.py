@@ -1,6 +1,6 @@
-"""Shell completion through argcomplete, from the parsers that carry out the commands.
+"""Shell completion with argcomplete, from the parsers of the commands.
 
-Only the parser of the command that is being typed is loaded, and no parser loads torch or numpy.
+Only the parser of the typed command is loaded, and no parser imports torch or numpy.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import os
 from collections.abc import Mapping
 
 from payload.cli.commands import BY_NAME, Command
+from payload.core.command_line import CommandParser
 from payload.core.errors import UsageError
 
 SHELLS = ("bash", "zsh", "fish")
-ASKED = "_ARGCOMPLETE"
-"""Set by the shell's completion: the number of words before the first argument."""
+REQUEST = "_ARGCOMPLETE"
+"""Set by the shell during completion: the number of words before the first argument."""
 
 _PARSERS = {
     "orchestrate": "payload.orchestrate.__main__",
@@ -28,27 +29,27 @@ _PARSERS = {
     "report": "payload.report.__main__",
     "storage": "payload.storage.__main__",
 }
-"""The module of each package whose `parser()` is its command line."""
+"""The module with the function `parser` of each package."""
 
 
 def complete(env: Mapping[str, str]) -> None:
-    """Tell the shell what may come next, and end the process."""
+    """Print the possible next words for the shell, and end the process."""
     try:
         import argcomplete
         from argcomplete.lexers import split_line
     except ImportError:
         return
-    *_, words, _ = split_line(env.get("COMP_LINE", ""), int(env.get("COMP_POINT", "0")))
-    start = int(env[ASKED]) - 1
-    row = BY_NAME.get(words[start + 1]) if len(words) > start + 1 else None
-    if row is not None and not row.words:
+    *_, typed, _ = split_line(env.get("COMP_LINE", ""), int(env.get("COMP_POINT", "0")))
+    start = int(env[REQUEST]) - 1
+    row = BY_NAME.get(typed[start + 1]) if len(typed) > start + 1 else None
+    if row is not None and not row.arguments:
         # The package's own command line begins after the command's name.
-        os.environ[ASKED] = str(start + 2)
+        os.environ[REQUEST] = str(start + 2)
     argcomplete.autocomplete(command_parser(row), always_complete_options="long")
 
 
 def command_parser(row: Command | None) -> argparse.ArgumentParser:
-    """Return the parser of a command's package; without a command, one that takes its name."""
+    """Return the parser of a command's package; without a command, a parser of command names."""
     if row is None:
         made = argparse.ArgumentParser(prog="tileforge")
         made.add_argument("command", choices=tuple(BY_NAME))
@@ -56,27 +57,29 @@ def command_parser(row: Command | None) -> argparse.ArgumentParser:
     if row.package == "cli":
         return parser(prog="tileforge completion")
     module = importlib.import_module(_PARSERS[row.package])
-    parsed: argparse.ArgumentParser = module.parser()
-    return parsed
+    # orchestrate's parser adds the options of one command only.
+    only = (row.name,) if row.package == "orchestrate" else ()
+    found: argparse.ArgumentParser = module.parser(*only)
+    return found
 
 
-def parser(*, prog: str) -> argparse.ArgumentParser:
+def parser(*, prog: str) -> CommandParser:
     """Return the command line of `completion`."""
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog=prog,
-        description="Print what makes a shell complete `tileforge`'s commands and options.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Print a script that completes the commands and options of `tileforge`. Put "
+        "its line into your shell's start file.",
         epilog="examples:\n"
         '  bash  eval "$(tileforge completion bash)"\n'
         '  zsh   eval "$(tileforge completion zsh)"\n'
         "  fish  tileforge completion fish | source",
     )
-    made.add_argument("shell", choices=SHELLS)
+    made.add_argument("shell", choices=SHELLS, help="your shell")
     return made
 
 
 def shell_code(shell: str) -> str:
-    """Return what the shell is to evaluate. Raises UsageError without argcomplete."""
+    """Return the script for the shell. Raises UsageError without argcomplete."""
     try:
         from argcomplete.shell_integration import shellcode
     except ImportError:

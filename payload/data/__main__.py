@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from payload.core.command_line import CommandParser
 from payload.core.errors import ExitCode, TileforgeError, UsageError
 from payload.core.interrupts import interrupt_once
 from payload.core.printable_text import printable
@@ -30,28 +31,33 @@ from payload.formats.prepare_hints import no_range_hashes
 
 TOKENIZER = "gpt2"
 
-_EXAMPLES = """\
-examples:
-  {prepare} --source stdlib --out data/stdlib
-  {prepare} --source openwebtext --out data/openwebtext
-  {prepare} --source jsonl --input corpus/ --text-column body --out data/mine
-  {prepare} --source hf --input roneneldan/TinyStories --out data/stories
-  {prepare} --source stdlib --tokenizer HuggingFaceTB/SmolLM2-135M --out data/smollm2
-  {prepare} --task chat --source jsonl --input chats.jsonl --tokenizer MODEL --out data/chats
-  {prepare} --task preference --source jsonl --input pairs.jsonl --tokenizer MODEL --out data/pairs
+_NOTES = """\
+more examples:
+  prepare --source openwebtext --out data/openwebtext
+  prepare --source jsonl --input corpus/ --text-column body --out data/mine
+  prepare --source hf --input roneneldan/TinyStories --out data/stories
+  prepare --source stdlib --tokenizer HuggingFaceTB/SmolLM2-135M \\
+      --out data/smollm2
+  prepare --task chat --source jsonl --input chats.jsonl --tokenizer MODEL \\
+      --out data/chats
+  prepare --task preference --source jsonl --input pairs.jsonl \\
+      --tokenizer MODEL --out data/pairs
 
 sources:
-  stdlib       the running Python's own library, 31 MB; needs no network
-  openwebtext  Skylion007/openwebtext at a fixed commit, 40 GB of text; --input FOLDER for a copy
-    text         files or folders, one document a file; a single file is split at form feeds,
-                 otherwise at blank lines, and if these are far apart at line ends or spaces
-  jsonl        files or folders, one JSON object a line (.gz too)
+  stdlib       Python's standard library, 31 MB; needs no network
+  openwebtext  Skylion007/openwebtext at a fixed commit, 40 GB of text;
+               --input FOLDER: a local copy
+  text         files or folders, one document a file; a single file is split
+               at form feeds, otherwise at blank lines, or at line ends or
+               spaces if blank lines are far apart
+  jsonl        files or folders, one JSON object a line (also .gz)
   parquet      files or folders, one document a row
-  hf           any dataset of the Hugging Face hub, or a folder in its formats
+  hf           a dataset of the Hugging Face hub, or a folder in its formats
 
-Documents keep the order of the source. If they can be counted beforehand, validation gets the
-documents that train_test_split of datasets, and so nanoGPT, chooses; otherwise a hash of each
-document's number decides. To resume an interrupted prepare, run the same command without --force.
+Documents keep the source's order. The validation documents are those of
+train_test_split of the library datasets, as in nanoGPT, if the documents can
+be counted in advance; otherwise a hash of the document's number selects them.
+Repeat an interrupted command without --force, and it resumes.
 """
 
 
@@ -81,22 +87,20 @@ def main(argv: Sequence[str]) -> int:
         return 128 + signal.SIGINT
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    made = argparse.ArgumentParser(
+def parser() -> CommandParser:
+    """Return the command line."""
+    made = CommandParser(
         prog=command("data"),
-        description="Prepare tokenized data for training.",
-        epilog="Example: "
-        + command("data", "prepare", "--source", "stdlib", "--out", "data/stdlib"),
+        description="Prepare, verify or show the tokens of a data folder.",
+        example=command("data", "prepare", "--source", "stdlib", "--out", "data/stdlib"),
     )
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     prepare = commands.add_parser(
         "prepare",
         help="tokenize text into train.bin, val.bin and meta.json",
         description="Tokenize text into train.bin, val.bin and meta.json.",
-        usage="%(prog)s --source KIND [--input PATH ...] --out DIR [options]",
-        epilog=_EXAMPLES.format(prepare=command("data", "prepare")),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        example=command("data", "prepare", "--source", "stdlib", "--out", "data/stdlib"),
+        notes=_NOTES,
     )
     prepare.add_argument(
         "--task",
@@ -110,28 +114,28 @@ def parser() -> argparse.ArgumentParser:
     _add_output_flags(prepare)
     for task in all_tasks():
         if task.flags:
-            task.add_flags(prepare.add_argument_group(f"--task {task.kind}").add_argument)
+            task.add_flags(prepare.add_advanced_group(f"--task {task.kind}").add_argument)
     verify = commands.add_parser(
         "verify",
-        help="compare a data folder's files with the hashes in its meta.json",
-        description="Read a data folder's files and compare them with the hashes in meta.json.",
-        epilog="Example: " + command("data", "verify", "data/mine"),
+        help="check a data folder's files against their hashes",
+        description="Compare a data folder's files with the hashes in its meta.json.",
+        example=command("data", "verify", "data/mine"),
     )
-    verify.add_argument("folder", type=Path, metavar="DIR")
+    verify.add_argument("folder", type=Path, metavar="DIR", help="data folder")
     verify.add_argument(
         "--add-hashes",
         action="store_true",
-        help="add to meta.json the hashes of file ranges that training checks, for a folder that "
-        "an older release prepared",
+        help="add the hashes of file ranges, which training verifies, to the meta.json of an "
+        "older release",
     )
     _add_show_flags(
         commands.add_parser(
             "show",
             help="print a prepared conversation or pair with the trained tokens in colour",
-            description="Print one conversation of a folder prepared with --task chat, or both of "
-            "a pair of --task preference. Tokens that the loss covers are green; without colours "
-            "they are between \u27e6 and \u27e7.",
-            epilog="Example: " + command("data", "show", "data/chats"),
+            description="Print a conversation of a folder that was prepared with --task chat, or "
+            "a pair of --task preference. Tokens in the loss are green; without colours they are "
+            "in \u27e6 \u27e7.",
+            example=command("data", "show", "data/chats"),
         )
     )
     return made
@@ -139,7 +143,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_show_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("folder", type=Path, metavar="DIR")
+    add("folder", type=Path, metavar="DIR", help="data folder")
     add(
         "--sample",
         type=_count,
@@ -147,17 +151,18 @@ def _add_show_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of the sample, from 0 (default: 0)",
     )
-    add("--split", choices=("train", "val"), default="train", help="(default: %(default)s)")
+    add("--split", choices=("train", "val"), default="train", help="split (default: %(default)s)")
     add(
         "--color",
         choices=("auto", "always", "never"),
         default="auto",
-        help="auto: on a terminal, unless NO_COLOR is set (default: %(default)s)",
+        help="auto: colours on a terminal unless NO_COLOR is set (default: %(default)s)",
     )
 
 
-def _add_source_flags(parser: argparse.ArgumentParser) -> None:
+def _add_source_flags(parser: CommandParser) -> None:
     add = parser.add_argument_group("source").add_argument
+    more = parser.add_advanced_group("advanced source options").add_argument
     add(
         "--source",
         choices=SOURCE_KINDS,
@@ -171,75 +176,75 @@ def _add_source_flags(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="PATH",
-        help="files or folders; for hf a folder or a dataset's name",
+        help="files or folders; hf: a folder or the name of a dataset",
     )
-    add("--glob", metavar="PATTERN", help="files of a folder to read, such as '*.md'")
+    more("--glob", metavar="PATTERN", help="pattern of the files in a folder, such as '*.md'")
     add(
         "--text-column",
         metavar="NAME",
         help=f"key or column that holds the text (default: {DEFAULT_TEXT_COLUMN})",
     )
-    add("--config", metavar="NAME", help="hf: the dataset's configuration (subset)")
-    add("--revision", metavar="REV", help="hf: branch, tag or commit (default: the newest)")
-    add("--split", metavar="NAME", help=f"hf: split (default: {DEFAULT_SPLIT})")
-    add("--max-documents", type=positive_int, metavar="COUNT", help="stop after COUNT documents")
-    add(
+    more("--config", metavar="NAME", help="hf: the dataset's configuration (subset)")
+    more("--revision", metavar="REV", help="hf: branch, tag or commit (default: the newest)")
+    more("--split", metavar="NAME", help=f"hf: split (default: {DEFAULT_SPLIT})")
+    more("--max-documents", type=positive_int, metavar="COUNT", help="stop after COUNT documents")
+    more(
         "--skip-bad",
         action="store_true",
         help="skip and count bad documents instead of stopping at the first",
     )
 
 
-def _add_output_flags(parser: argparse.ArgumentParser) -> None:
+def _add_output_flags(parser: CommandParser) -> None:
     add = parser.add_argument_group("output").add_argument
-    add("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+    more = parser.add_advanced_group("advanced output options").add_argument
+    add("--out", type=Path, required=True, metavar="DIR", help="output folder")
     add(
         "--tokenizer",
         default=TOKENIZER,
         metavar="NAME",
-        help="gpt2, a folder with tokenizer.json (a model, a checkpoint, a run), or a hub name "
-        "such as HuggingFaceTB/SmolLM2-135M@main; use the tokenizer of the model to be trained "
-        "(default: %(default)s)",
+        help="tokenizer of the model to train: gpt2, a folder with tokenizer.json (model, "
+        "checkpoint, run), or a hub name such as HuggingFaceTB/SmolLM2-135M@main (default: "
+        "%(default)s)",
     )
-    add(
+    more(
         "--allow-odd-tokenizer",
         action="store_true",
-        help="continue although the tokenizer looks wrong: no tokens or an unusual number of them "
-        "for a text, over 1 %% unknown tokens, text lost in decoding, or a vocabulary that does "
-        "not fit the model",
+        help="continue although the tokenizer yields no or unusually many tokens, over 1 %% "
+        "unknown tokens, loses text when decoding, or does not fit the model's vocabulary",
     )
-    add(
+    more(
         "--val-fraction",
         type=_fraction,
         metavar="SHARE",
-        help="share of the documents for validation (default: 0.1 for up to 1,000 documents; for "
-        "more, a share of about 100 documents; 0.0005, as in nanoGPT, from 200,000 documents on, "
-        "for openwebtext, and if they cannot be counted; 0.02 for stdlib)",
+        help="fraction of the documents for validation (default: 0.1 up to 1,000 documents, about "
+        "100 documents above that; nanoGPT's 0.0005 from 200,000 documents, for openwebtext, and "
+        "if they cannot be counted; stdlib: 0.02)",
     )
-    add(
+    more(
         "--seed",
         type=_count,
         default=2357,
         metavar="INT",
-        help="seed for the choice of validation documents (default: %(default)s, as in nanoGPT)",
+        help="random seed of the validation split (default: %(default)s, as in nanoGPT)",
     )
     add(
         "--force",
         "--restart",
         action="store_true",
-        help="start from scratch and replace the output of an earlier run in DIR",
+        help="start from scratch and replace earlier output in DIR",
     )
-    add("--wait", action="store_true", help="wait for another prepare that writes to DIR")
-    add(
+    more("--wait", action="store_true", help="wait for another prepare that writes to DIR")
+    more(
         "--shard-mib",
         type=positive_int,
         default=64,
         metavar="MIB",
-        help="save progress after every MIB mebibytes of output (default: %(default)s)",
+        help="output between two saves of the progress (default: %(default)s)",
     )
-    add("--dry-run", action="store_true", help="show the planned work; write nothing")
-    add("--quiet", action="store_true", help="print only errors on stderr")
-    add("--json", action="store_true", help="print the result as JSON on stdout")
+    add("--dry-run", action="store_true", help="print the estimated output; write nothing")
+    more("--quiet", action="store_true", help="print only errors on stderr")
+    more("--json", action="store_true", help="print the result as JSON on stdout")
 
 
 def _prepare(args: argparse.Namespace) -> int:
@@ -341,7 +346,7 @@ def _show_estimate(label: str, values: dict[str, Any], *, as_json: bool) -> None
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number, 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 up")
     return int(text)
 
 
@@ -352,7 +357,7 @@ def _fraction(text: str) -> float:
         value = -1.0
     if not 0.0 < value < 1.0:
         raise argparse.ArgumentTypeError(
-            f"{text!r}: must be a number between 0 and 1, such as 0.0005"
+            f"{text!r} is not a number between 0 and 1, such as 0.0005"
         )
     return value
 

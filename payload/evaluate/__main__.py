@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from payload.core.command_line import CommandParser
 from payload.core.errors import (
     CheckpointError,
     ConfigError,
@@ -36,17 +37,16 @@ _COMPARED_ELEMENTS = 64
 """Number of elements of each parameter that the ranks compare."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    made = argparse.ArgumentParser(
+def parser() -> CommandParser:
+    """Return the command line."""
+    made = CommandParser(
         prog=command("evaluate"),
-        description="Measure the mean loss per token of a checkpoint over the first whole blocks "
-        "of a data folder's val.bin. The last target of a block is the token after it. In a "
-        "folder prepared with --task chat, only the assistant's tokens count. In a folder "
-        "prepared with --task preference: loss, accuracy and margin of the rewards. For a "
-        "classifier: loss, accuracy, F1 and confusion matrix of the labelled texts. Under "
-        "mpirun or torchrun the ranks share the work; the result equals that of one rank.",
-        epilog="Example: torchrun --nproc-per-node 2 -m payload.evaluate --checkpoint runs/latest "
+        description="Measure a checkpoint on the validation data of a folder: mean loss per token, "
+        "over whole blocks of val.bin. Data of --task chat: only the assistant's tokens count. "
+        "Data of --task preference: loss, accuracy and margin of the rewards. Classifiers: loss, "
+        "accuracy, F1 and confusion matrix. Under mpirun or torchrun the ranks share the work; "
+        "the result is the same as on one rank.",
+        example="torchrun --nproc-per-node 2 -m payload.evaluate --checkpoint runs/latest "
         "--data data/stdlib",
     )
     made.add_argument(
@@ -61,25 +61,28 @@ def parser() -> argparse.ArgumentParser:
         required=True,
         type=Path,
         metavar="DIR",
-        help="data folder that `prepare` wrote with the model's tokenizer",
+        help="folder prepared with the model's tokenizer",
     )
     made.add_argument(
         "--sequence-length",
         type=_positive,
         metavar="TOKENS",
-        help=f"tokens in a block (default: {_SEQUENCE_LENGTH}, or the model's context if it is "
-        "shorter); a classifier reads only this many tokens of a text (default: its context)",
+        help=f"block length (default: {_SEQUENCE_LENGTH}, or the model's context if shorter); "
+        "classifiers truncate texts to it (default: their context)",
     )
     made.add_argument(
         "--max-tokens",
         type=_positive,
         metavar="TOKENS",
-        help="limit the evaluation to TOKENS tokens (default: all)",
+        help="evaluate at most this many tokens, in whole blocks (default: all)",
     )
     made.add_argument(
-        "--dtype", choices=("fp32", "bf16"), default="fp32", help="dtype of the matmuls"
+        "--dtype",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="dtype of the matmuls (default: %(default)s)",
     )
-    made.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    made.add_argument("--json", action="store_true", help="print the result as JSON, in one line")
     return made
 
 
@@ -340,7 +343,7 @@ def _report(
 
 def _positive(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 

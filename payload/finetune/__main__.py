@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from payload.core.command_line import CommandParser
 from payload.core.errors import INTERRUPTED, ConfigError, ExitCode, TileforgeError, UsageError
 from payload.core.files import write_whole
 from payload.core.interrupts import interrupt_once
@@ -147,44 +148,45 @@ def _run_to_end(arguments: Sequence[str]) -> int:
     return 128 - status if status < 0 else status
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    made = argparse.ArgumentParser(
+def parser() -> CommandParser:
+    """Return the command line."""
+    made = CommandParser(
         prog=command("finetune"),
-        description="Fine-tune a model on a file. Data format, learning rate, batch size, steps, "
-        "sequence length, and the method that fits into memory are chosen and printed with "
-        "their reasons. The printed commands repeat the run, also with an edited run.toml.",
-        epilog="Example: "
-        + command("finetune", "--model", "HuggingFaceTB/SmolLM2-135M-Instruct", "--data")
+        description="Fine-tune a model on a file. The command detects the data's format, and "
+        "chooses and explains a method that fits the memory, learning rate, batch, steps and "
+        "sequence length. It prints the commands that run the data folder and run.toml again "
+        "after edits.",
+        example=command("finetune", "--model", "HuggingFaceTB/SmolLM2-135M-Instruct", "--data")
         + " chats.jsonl --steps 60",
     )
     add = made.add_argument
-    add("--model", required=True, metavar="NAME", help="folder, run, or hub name")
+    more = made.add_advanced_group().add_argument
+    add("--model", required=True, metavar="NAME", help="folder, run, or hub name of the model")
     add(
         "--data",
         required=True,
         metavar="FILE",
-        help="jsonl, parquet or csv with conversations or labelled texts, or plain text; a folder "
-        "of such files; or a dataset on the hub, OWNER/NAME",
+        help="jsonl, parquet or csv file with conversations or labelled texts, a text file, a "
+        "folder of such files, or a hub dataset, OWNER/NAME",
     )
     add(
         "--task",
         choices=TASK_KINDS,
-        help="training task (default: by the columns of the data)",
+        help="training task (default: detected from the data's columns)",
     )
-    add("--text-column", metavar="NAME", help="column with the text (default: by its name)")
-    add("--label-column", metavar="NAME", help="column with the label (default: by its name)")
+    more("--text-column", metavar="NAME", help="column with the text (default: detected by name)")
+    more("--label-column", metavar="NAME", help="column with the label (default: detected by name)")
     add(
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder for data and run.toml (default: finetuned/NAME of the data)",
+        help="folder for data and run.toml (default: finetuned/NAME_OF_THE_DATA)",
     )
     add(
         "--steps",
         type=_positive,
         metavar="COUNT",
-        help="training steps (default: one to three epochs; two or three for labelled texts)",
+        help="training steps (default: one to three epochs; labelled texts: two or three)",
     )
     add(
         "--set",
@@ -192,28 +194,28 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="set a setting instead of choosing it; can be repeated",
+        help="override one setting; can be repeated",
     )
-    add("--inventory", metavar="stack[:NAME]|local|FILE", help="cluster, as for run")
-    add("--runs-dir", metavar="DIR", help=f"where runs are kept (default: {DEFAULT_RUNS_DIR})")
+    add("--inventory", metavar="stack[:NAME]|local|FILE", help="the cluster, as for run")
+    add("--runs-dir", metavar="DIR", help=f"folder of all runs (default: {DEFAULT_RUNS_DIR})")
     add(
         "--detach",
         action="store_true",
-        help="return once the run has started; it continues without this terminal",
+        help="return when the run has started; it outlives this terminal",
     )
-    add(
+    more(
         "--no-samples",
         action="store_true",
-        help="do not write samples of two validation prompts before and after the run",
+        help="leave out the report's samples of two validation prompts before and after the run",
     )
-    add("--force", action="store_true", help="replace data and run.toml of an earlier command")
-    add("--dry-run", action="store_true", help="print the plan; write nothing")
+    add("--force", action="store_true", help="replace the data and run.toml of an earlier command")
+    add("--dry-run", action="store_true", help="print the choices; write and start nothing")
     return made
 
 
 def _positive(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 

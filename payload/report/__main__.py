@@ -9,6 +9,7 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
+from payload.core.command_line import CommandParser
 from payload.core.errors import ConfigError, ExitCode, TileforgeError, UsageError
 from payload.core.files import write_whole
 from payload.core.interrupts import interrupt_once
@@ -38,14 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return ExitCode.OK
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """Return the command line."""
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog=command("report"),
-        description="Write a run's report: one HTML page with its outcome, curves, time, cost, "
-        "data and settings, which needs no network. Several runs go beside each other. Its path is "
-        "printed.",
-        epilog="Example: " + command("report", "latest", "--open"),
+        description="Write a run's report: one HTML page with result, curves, time, cost, data and "
+        "settings, which needs no network. Several runs are shown side by side. Prints the path.",
+        example=command("report", "latest", "--open"),
     )
     made.add_argument(
         "runs",
@@ -57,25 +57,26 @@ def parser() -> argparse.ArgumentParser:
         "--out",
         type=Path,
         metavar="FILE",
-        help="where to write (default: report.html in the run's folder; of several runs, here)",
+        help="output file (default: report.html in the run's folder; several runs: in the current "
+        "folder)",
     )
-    made.add_argument("--open", action="store_true", help="show it in the browser")
+    made.add_argument("--open", action="store_true", help="show the page in the browser")
     made.add_argument(
         "--compare",
         action="store_true",
-        help="print a table of the runs in the terminal, and write nothing",
+        help="print a table that compares the runs, and write no page",
     )
     made.add_argument(
         "--track",
         action="store_true",
-        help="hand a run to the trackers of its track.to once more, and write nothing else",
+        help="send the run to the trackers in its track.to again, and write no page",
     )
     made.add_argument(
         "--to",
         action="append",
         default=[],
         choices=SENDING_TRACKERS,
-        help="with --track: send the run to this tracker even if not enabled here",
+        help="with --track: send the run to this tracker even if it is not enabled on this machine",
     )
     made.add_argument("--live", action="store_true", help=argparse.SUPPRESS)
     made.add_argument("--started-here", action="store_true", help=argparse.SUPPRESS)
@@ -83,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
         "--runs-dir",
         type=Path,
         metavar="DIR",
-        help=f"where runs are kept (default: {DEFAULT_RUNS_DIR})",
+        help=f"folder of all runs (default: {DEFAULT_RUNS_DIR})",
     )
     return made
 

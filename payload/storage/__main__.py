@@ -11,6 +11,7 @@ from pathlib import Path
 
 from payload.config.run_config import load_run_config
 from payload.config.store_address import StoreAddress, parse_store_address
+from payload.core.command_line import CommandParser
 from payload.core.errors import ExitCode, TileforgeError, UsageError
 from payload.core.interrupts import interrupt_once
 from payload.core.printable_text import printable, shown_name
@@ -115,46 +116,59 @@ def _say(line: str) -> None:
     print(printable(line), file=sys.stderr, flush=True)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """Return the command line."""
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog=command("storage"),
-        description="A run's results in a bucket (gs://BUCKET/PREFIX) or a mounted folder.",
-        epilog="Example: " + command("storage", "list", "gs://BUCKET/PREFIX"),
+        description="Check, list, upload or restore a run's results in a bucket "
+        "(gs://BUCKET/PREFIX) or a mounted folder.",
+        example=command("storage", "list", "gs://BUCKET/PREFIX"),
     )
     commands = made.add_subparsers(required=True, metavar="COMMAND")
-    for verb, act, words in (
-        ("check", _check, "write, read and remove a small object"),
+    for verb, act, summary in (
+        ("check", _check, "write, read and delete a small object"),
         ("list", _list, "list the runs at an address, or the checkpoints of a run"),
-        ("serve", _serve, "answer the requests of another process about a store"),
+        ("serve", _serve, "answer another process's requests to a store"),
     ):
-        at = commands.add_parser(verb, help=words)
+        at = _add_verb(commands, verb, summary, "gs://BUCKET/PREFIX")
         at.set_defaults(command=act)
         if verb == "check":
-            at.add_argument("--new", metavar="RUN", help="fail where it has a run of this id")
+            at.add_argument("--new", metavar="RUN", help="fail if the store has a run of this id")
         if verb == "serve":
-            words = "how many last parts of the address are no symlinks (default: 0)"
-            at.add_argument("--below", type=int, default=0, metavar="N", help=words)
+            below = "number of last components of the address that are not symlinks (default: 0)"
+            at.add_argument("--below", type=int, default=0, metavar="N", help=below)
         at.add_argument("address", metavar="ADDRESS", help="gs://BUCKET/PREFIX or a folder")
-    for verb, act, words in (
-        ("upload", _upload, "bring a run's results to its store until stdin ends"),
-        ("restore", _restore, "bring the newest checkpoint from the store, if it is newer"),
+    for verb, act, summary in (
+        ("upload", _upload, "upload a run's results to its store until stdin ends"),
+        ("restore", _restore, "fetch the newest checkpoint from the store if it is newer"),
     ):
-        of = commands.add_parser(verb, help=words)
+        of = _add_verb(commands, verb, summary, "--run-dir", "runs/latest")
         of.set_defaults(command=act, new=False)
-        of.add_argument("--run-dir", type=Path, required=True, metavar="DIR")
+        of.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="run folder")
         of.add_argument(
             "--set",
             dest="overrides",
             action="append",
             default=[],
             metavar="SECTION.KEY=VALUE",
-            help="override one setting; names a store that nobody has named for the run here",
+            help="override one setting, such as storage.results of a run from another machine",
         )
         of.add_argument("--started-here", action="store_true", help=argparse.SUPPRESS)
         if verb == "upload":
-            of.add_argument("--new", action="store_true", help="the store has no such run yet")
+            new = "the run is new: fail if the store already contains it"
+            of.add_argument("--new", action="store_true", help=new)
     return made
+
+
+def _add_verb(
+    commands: argparse._SubParsersAction[CommandParser], verb: str, summary: str, *example: str
+) -> CommandParser:
+    return commands.add_parser(
+        verb,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        example=command("storage", verb, *example),
+    )
 
 
 if __name__ == "__main__":

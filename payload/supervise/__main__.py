@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from payload.core.command_line import CommandParser
 from payload.core.errors import ConfigError, PreflightError, TileforgeError
 from payload.core.printable_text import printable
 from payload.core.suggested_commands import command
@@ -77,32 +77,34 @@ def _make_room(paths: RunPaths) -> None:
         raise PreflightError(f"{paths.root} cannot be written ({error.strerror}).") from None
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog=command("supervise"),
-        description="Supervise one planned run until it ends. Ctrl-C stops it with a checkpoint, "
-        "SIGUSR1 or a second Ctrl-C without one. SIGTERM or SIGHUP that no command of "
-        "orchestrate sent also ends it with a checkpoint, but with the exit code of a lost rank.",
+        description="Start the ranks of a planned run, restart them after failures, and wait until "
+        "the run ends. Ctrl-C stops it with a checkpoint; SIGUSR1 or a second Ctrl-C stops it "
+        "immediately. SIGTERM or SIGHUP from another program also saves a checkpoint, but the run "
+        "then counts as lost.",
+        example=command("supervise", "--run-dir", "runs/latest"),
     )
-    parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="run folder")
     parser.add_argument(
         "--owner-pid",
         type=int,
         metavar="PID",
-        help="stop the run when this process, the supervisor's parent, is gone",
+        help="stop the run when this parent process of the supervisor ends",
     )
     parser.add_argument(
         "--grace",
         type=float,
         default=DEFAULT_GRACE_S,
         metavar="SECONDS",
-        help="time to save a checkpoint after a stop was requested (default: %(default)g)",
+        help="time to save a checkpoint after a stop request (default: %(default)g)",
     )
     parser.add_argument(
         "--job-ends",
         type=float,
         metavar="UNIX",
-        help="when a scheduler will kill this job: the run saves and stops before that",
+        help="time at which a scheduler kills this job; the run saves and stops before it",
     )
     return parser
 

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Never
 
 from payload.config.run_config import RunConfig, load_run_config
+from payload.core.command_line import CommandParser
 from payload.core.errors import ExitCode, TileforgeError, TrainingError, UsageError
 from payload.core.interrupts import Presses
 from payload.core.printable_text import printable
@@ -244,21 +245,21 @@ def _set_up_logging(env: Mapping[str, str]) -> None:
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """Return the command line."""
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog=command("train"),
-        description="Train a GPT on this process, or on all ranks that a launcher started. "
-        "A run folder with a checkpoint in it is resumed.",
-        epilog="Example: torchrun --nproc-per-node 2 -m payload.train --config "
+        description="Train a model in this process, or on all ranks that a launcher started. A "
+        "run folder that contains a checkpoint is resumed.",
+        example="torchrun --nproc-per-node 2 -m payload.train --config "
         "payload/configs/quickstart.toml",
     )
-    made.add_argument("--config", type=Path, metavar="FILE", help="run.toml to train by")
+    made.add_argument("--config", type=Path, metavar="FILE", help="config of the run")
     made.add_argument(
         "--run-dir",
         type=Path,
         metavar="DIR",
-        help="run folder; its run.toml is used when --config is not given "
+        help="run folder; its run.toml is the config without --config "
         "(default: runs/<name>-<time>-<random>)",
     )
     made.add_argument(
@@ -267,7 +268,7 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="override one setting; may be repeated",
+        help="override one setting; can be repeated",
     )
     return made
 

@@ -1,4 +1,4 @@
-"""Leaves out, and says so, what needs a shell that is not installed."""
+"""Skips the completion tests of shells that are not installed, with a notice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tileforge`: one screen of help, examples that can be typed, and completion in a real shell."""
+"""`tileforge`: help on one screen, working examples, and completion in a real shell."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_help_fits_on_one_screen_and_names_every_command(
 
 def test_every_package_with_a_command_line_has_a_command() -> None:
     programs = {path.parent.name for path in (REPO / "payload").glob("*/__main__.py")}
-    # A run starts these two; nobody types them.
+    # Runs start these two; users do not.
     assert {row.package for row in COMMANDS} == (programs - {"supervise", "kernels"}) | {"cli"}
 
 
@@ -82,7 +82,7 @@ def test_a_command_s_help_has_an_example_that_can_be_typed(
     monkeypatch.chdir(REPO)
     parser = command_parser(row)
     with pytest.raises(SystemExit):
-        parser.parse_args([*row.words, "--help"])
+        parser.parse_args([*row.arguments, "--help"])
     assert parser.parse_args(example_in(capsys.readouterr().out))
 
 
@@ -90,14 +90,14 @@ def example_in(shown: str) -> list[str]:
     """Return the arguments of the first example in a help text."""
     heading, _, rest = shown.partition("xample")
     assert heading, "the help has no example"
-    # Several stand one a line; one alone may be broken.
-    text = rest.splitlines()[1] if rest.startswith("s:") else rest
+    # A list has one example a line; a single example can span lines.
+    text = rest.splitlines()[1] if rest.startswith("s:") else rest.partition("\n\n")[0]
     found = re.search(r"tileforge ([^)|]*)|-m payload\.\w+ (.*)", " ".join(text.split()))
     assert found, text
     if found[2] is not None:
         return shlex.split(found[2])
     name, *words = shlex.split(found[1])
-    return [*BY_NAME[name].words, *words]
+    return [*BY_NAME[name].arguments, *words]
 
 
 def test_help_loads_no_library(bin_folder: Path, tmp_path: Path) -> None:
@@ -114,6 +114,29 @@ def test_help_loads_no_library(bin_folder: Path, tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1] == "['__main__']" or done.stderr.strip() == "[]"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "also"),
+    [
+        ("run --help", "rich"),
+        ("generate --help", "rich"),
+        ("list --runs-dir none", "payload.launch.exports"),
+    ],
+)
+def test_a_quick_command_imports_no_slow_library(
+    arguments: str, also: str, bin_folder: Path, tmp_path: Path
+) -> None:
+    slow = {"torch", "numpy", "paramiko", "google", "huggingface_hub", also}
+    program = (
+        "import runpy, sys\n"
+        "try:\n    runpy.run_module('payload', run_name='__main__', alter_sys=True)\n"
+        f"finally:\n    print(sorted({slow} & set(sys.modules)), file=sys.stderr)\n"
+    )
+    start = [sys.executable, "-c", program, *arguments.split()]
+    env = os.environ | {"PYTHONPATH": str(REPO)}
+    done = subprocess.run(start, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stderr.splitlines()[-1] == "[]", done.stderr
+
+
 def test_a_command_does_what_its_module_does_in_any_folder(
     bin_folder: Path, tmp_path: Path
 ) -> None:
@@ -127,14 +150,15 @@ def test_a_command_does_what_its_module_does_in_any_folder(
 
 
 @pytest.mark.parametrize(
-    ("word", "fix"), [("trian", "Did you mean train?"), ("x;y", "tileforge --help lists them all.")]
+    ("word", "fix"),
+    [("trainn", "Did you mean train?"), ("x;y", "tileforge --help lists all commands.")],
 )
 def test_an_unknown_command_is_one_line(
     word: str, fix: str, bin_folder: Path, tmp_path: Path
 ) -> None:
     done = tileforge(bin_folder, word, cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == f"error: {word!r} is none of the commands. {fix}\n"
+    assert done.stderr == f"error: no command {word!r}. {fix}\n"
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -188,6 +212,7 @@ _COMPLETED = [
     ("tileforge run --inv", "tileforge run --inventory "),
     ("tileforge prepare --source std", "tileforge prepare --source stdlib "),
     ("tileforge data ver", "tileforge data verify "),
+    ("tileforge up --help-", "tileforge up --help-all "),
 ]
 _COMPLETED_TOO = [
     ("tileforge train --con", "tileforge train --config "),

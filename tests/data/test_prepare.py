@@ -290,7 +290,7 @@ def test_the_standard_library_is_a_source(tmp_path: Path) -> None:
 def test_help_is_fast_because_it_loads_no_library() -> None:
     probe = (
         "import sys; from payload.data.__main__ import main\n"
-        "try: main(['prepare', '--help'])\n"
+        "try: main(['prepare', '--help-all'])\n"
         "except SystemExit: pass\n"
         "print({'numpy', 'datasets', 'pyarrow', 'gigatoken', 'tiktoken'} & set(sys.modules))"
     )

@@ -9,7 +9,7 @@ import pytest
 from infra.gcp.node_and_cost_limits import too_dear
 from payload.core.errors import ConfigError
 from payload.orchestrate.commands.doctor import check_price
-from payload.orchestrate.commands.rehearse import _reckon
+from payload.orchestrate.commands.rehearse import _price_and_lifetime
 from payload.pricing.cluster_cost import cluster_cost
 from payload.stack.cloud_requirements import need_of
 from tests.infra.stacks import CASES
@@ -26,13 +26,13 @@ def test_a_stack_costs_the_same_wherever_its_cost_is_shown(
     shown = check_price(need, None)
     if hourly is None:
         assert shown.outcome == "unknown"
-        with pytest.raises(ConfigError, match="no price is known"):
-            _reckon(need, budget_usd=1000)
+        with pytest.raises(ConfigError, match="no known price"):
+            _price_and_lifetime(need, budget_usd=1000)
         return
     found = re.search(r"\$([0-9.]+) an hour", shown.found)
     assert found is not None and float(found[1]) == pytest.approx(hourly, abs=1e-4)
     if need.spot != "auto":
-        assert _reckon(need, budget_usd=1000)[0] == pytest.approx(hourly, abs=1e-6)
+        assert _price_and_lifetime(need, budget_usd=1000)[0] == pytest.approx(hourly, abs=1e-6)
     cost = cluster_cost(need.billed(spot=need.spot != "false"))
     of_nodes = cost.known - cost.shared  # what the policy sees
     assert list(too_dear(stack.resources, most_usd=of_nodes + 0.001)) == []

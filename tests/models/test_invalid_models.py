@@ -550,7 +550,7 @@ def test_a_plan_and_a_run_refuse_it_in_one_line_and_write_nothing(
     # A plan has figures for a model whose sizes are known, and says that a run would stop.
     code = ExitCode.OK if case.has_sizes else ExitCode.CONFIG
     assert orchestrate(["plan", *words], os.environ) == code, capsys.readouterr()
-    mark = "note: a run would stop here: " if case.has_sizes else "error: "
+    mark = "note: a run would fail: " if case.has_sizes else "error: "
     assert f"{mark}{line}" in capsys.readouterr().err.splitlines()
     assert below(tmp_path) == before
 

@@ -1,4 +1,4 @@
-"""`python -m payload.orchestrate` with the stand-in program in the trainer's place.
+"""`python -m payload.orchestrate` with the stand-in program as the trainer.
 
 cli.py OPTIONS_OF_THE_STAND_IN -- ARGUMENTS
 """

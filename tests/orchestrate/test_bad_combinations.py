@@ -1,4 +1,4 @@
-"""Settings that are each allowed, but not together: `plan` and `run` refuse them alike."""
+"""Settings that are valid alone but not together: `plan` and `run` reject them."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ _ANYWHERE = {
         '"replicate".'
     ),
 }
-"""Refused by the settings alone, in whose name the line says where they come from."""
+"""Rejected by the settings alone; the message names the file of the settings."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Checks of `run` and `plan` before anything starts, and the remains of a run that fails."""
+"""Checks of `run` and `plan` before the start, and the leftovers of a failed run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def workplace(tmp_path: Path) -> Workplace:
 
 
 def make_checkpoint(folder: Path) -> Path:
-    """A checkpoint that is valid by its files, without weights."""
+    """A checkpoint with valid files and without weights."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(GPT2_CONFIG))
     for name in ("model.safetensors", "optimizer.safetensors", "trainer.json"):
@@ -60,7 +60,7 @@ def make_checkpoint(folder: Path) -> Path:
 
 
 def latest_run(workplace: Workplace, run_id: str) -> RunPaths:
-    """Create the latest run, with two valid checkpoints."""
+    """Make the latest run, with two valid checkpoints."""
     paths = make_run(workplace.runs / run_id)
     for step in (5, 10):
         make_checkpoint(paths.checkpoint(step))
@@ -81,7 +81,7 @@ def test_a_run_that_is_being_started_is_not_started_or_removed_by_another_comman
     seen: list[int] = []
 
     class StartsOther(LocalAccess):
-        """This machine, on which another command comes just before the supervisor's start."""
+        """This machine; another command runs just before the supervisor starts."""
 
         def start_supervisor(self, paths: RunPaths, *, detached: bool, grace_s: float) -> NoReturn:
             os.utime(paths.root, times=(1.0, 1.0))
@@ -111,7 +111,7 @@ def test_links_that_lead_to_each_other_are_no_runs_folder(
     for words in (["list"], ["status"], ["run", "--resume", "x"], ["remove", "--keep", "1"]):
         assert main([*words, "--runs-dir", str(tmp_path / "a")], os.environ) == ExitCode.USAGE
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.endswith("its links lead nowhere. Name a folder.")
+        assert line.endswith("its links form a loop. Name another folder.")
 
 
 @pytest.mark.ranks
@@ -192,7 +192,7 @@ def test_a_run_that_fails_before_its_first_step_does_not_become_the_latest(
 def test_errors_that_are_detectable_before_the_start_start_nothing(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch, setting: str, message: str
 ) -> None:
-    # No server answers: requests to the hub fail immediately. Its client may be imported already.
+    # Nothing listens on this port: the hub is unreachable immediately. Its client may be imported.
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     before = latest_run(workplace, "before")
     if "positions" in message:
@@ -209,10 +209,10 @@ def test_errors_that_are_detectable_before_the_start_start_nothing(
     assert not workplace.run_paths("one").root.exists()
     assert (workplace.runs / "latest").readlink() == Path("before")
     status, _, err = workplace.call("plan", *words)
-    # A local model without sizes has no numbers to plan with; a missing package is not installed.
+    # A local model without sizes cannot be planned; a missing model cannot be fetched.
     refused = any(each in message for each in ("that is a file", " needs ", "has no CUDA device"))
     assert status == (ExitCode.CONFIG if refused else 0)
-    mark = "error: " if refused else "note: a run would stop here: "
+    mark = "error: " if refused else "note: a run would fail: "
     assert mark in err and message in err
 
 
@@ -238,7 +238,7 @@ def test_a_full_disk_is_found_before_the_start(
 def test_the_room_of_an_interrupted_checkpoint_counts_as_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer removes what an interrupted write left before it writes anything."""
+    """The trainer removes leftovers of an interrupted write before its first write."""
     partial = tmp_path / "checkpoints" / "step_00000010.partial"
     partial.mkdir(parents=True)
     monkeypatch.setattr(disk_room, "free_bytes", lambda _: 3 * 12 * 1000 - 8192)
@@ -266,7 +266,7 @@ def test_a_run_whose_folder_is_deleted_ends_with_one_line_and_recreates_nothing(
     paths = workplace.run_paths("one")
     wait_for_steps(paths)
     moved = workplace.runs.parent / "deleted"
-    paths.root.rename(moved)  # at the same time, as no file manager leaves it half removed
+    paths.root.rename(moved)  # atomically: a file manager leaves no half-removed folder
     _, err = run.communicate(timeout=DEADLINE_S)
     assert run.returncode == ExitCode.TRAINING, err
     assert "Traceback" not in err

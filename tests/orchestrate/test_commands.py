@@ -1,4 +1,4 @@
-"""The commands as an operator types them, with real ranks underneath."""
+"""Commands as an operator types them, with real rank processes."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from tests.support.recorded_output import record_output
 
 ENDLESS = ("--steps", "100000")
 ONE_RANK = ("--set", "launch.ranks_per_node=1")
-"""For runs whose number of ranks does not matter: the start takes two thirds of the time."""
+"""For tests in which the number of ranks is irrelevant: two thirds of the time is their start."""
 
 
 class Workplace:
-    """A runs folder, a data folder, and the command line on them."""
+    """A folder of runs, a data folder, and the command line for both."""
 
     def __init__(self, folder: Path) -> None:
         self.runs = folder / "runs"
@@ -60,7 +60,7 @@ class Workplace:
     def start(
         self, stand_in: tuple[str, ...], command: str, *arguments: str, under: Sequence[str] = ()
     ) -> subprocess.Popen[str]:
-        """Start a command in a separate process, with the stand-in program as the trainer."""
+        """Start a command in its own process, with the stand-in program as the trainer."""
         return subprocess.Popen(
             [
                 *under,
@@ -71,7 +71,7 @@ class Workplace:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # As a shell's foreground job is: Ctrl-C goes to the group.
+            # Like a foreground job of a shell: Ctrl-C reaches the group.
             start_new_session=True,
         )
 
@@ -90,7 +90,7 @@ class Workplace:
         if command in ("run", "plan"):
             arguments = (*self.settings(), *arguments)
         if command == "run":
-            # Whoever runs the tests may have a stack that is up.
+            # The user who runs the tests can have a stack that is up.
             arguments = (*arguments, "--inventory", "local")
         return self.arguments(command, *arguments)
 
@@ -221,7 +221,7 @@ def test_a_failure_shows_the_rank_s_own_error(workplace: Workplace) -> None:
 
 @pytest.mark.ranks
 def test_ctrl_c_saves_and_stops_and_the_run_can_go_on(workplace: Workplace) -> None:
-    # It sends its signal, and any that it gets, to the process and to its group.
+    # It forwards its own and received signals to the process and its group.
     under = ("timeout", "-s", "INT", str(DEADLINE_S))
     process = workplace.start(ENDLESS, "run", "--run-id", "one", *ONE_RANK, under=under)
     wait_for_steps(workplace.run_paths("one"), ranks=1)
@@ -245,7 +245,7 @@ def test_ctrl_c_saves_and_stops_and_the_run_can_go_on(workplace: Workplace) -> N
 def test_a_closed_terminal_is_a_stop_as_ctrl_c_is(
     workplace: Workplace, number: signal.Signals
 ) -> None:
-    # Under `nohup` the tests ignore a hangup, and what they start would inherit that.
+    # Under `nohup` the tests ignore SIGHUP, and child processes would inherit that.
     before = signal.signal(number, signal.SIG_DFL)
     process = workplace.start(ENDLESS, "run", "--run-id", "one", *ONE_RANK)
     signal.signal(number, before)
@@ -255,7 +255,7 @@ def test_a_closed_terminal_is_a_stop_as_ctrl_c_is(
     assert process.stderr is not None
     while "stopping: saving a checkpoint first" not in process.stderr.readline():
         assert process.poll() is None
-    os.killpg(process.pid, number)  # as `timeout` does, or a shell that ends
+    os.killpg(process.pid, number)  # like `timeout`, or a shell that ends
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == INTERRUPTED
     assert "stopping immediately" not in err
@@ -267,10 +267,10 @@ def test_a_closed_terminal_is_a_stop_as_ctrl_c_is(
 def test_ctrl_c_right_after_the_start_is_a_stop_and_no_killed_supervisor(
     workplace: Workplace,
 ) -> None:
-    """The supervisor is born with signals held back until it is ready for them."""
+    """The supervisor starts with blocked signals until its handlers are installed."""
     process = workplace.start(ENDLESS, "run", "--run-id", "one", *ONE_RANK)
     paths = workplace.run_paths("one")
-    # There before the supervisor is: `run` opens it to start the supervisor.
+    # It exists before the supervisor: `run` opens it to start the supervisor.
     wait_for(paths.supervisor_log.exists, "the supervisor to be started")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=DEADLINE_S)

@@ -1,4 +1,4 @@
-"""`dashboard`: a head's pages through a real sshd, a run's on this machine, and what is missing."""
+"""`dashboard`: pages of a head through a real sshd, pages of a local run, and missing pages."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from payload.core.errors import PreflightError, UsageError
 from payload.monitor.local import in_origins_of_their_own, local_stack
 from payload.monitor.tunnel import forwarded
 from payload.orchestrate.commands import dashboard
+from payload.orchestrate.commands.run_options import DashboardOptions
 from payload.orchestrate.ssh.cluster import Cluster, connect_to
 from payload.orchestrate.ssh.remote_calls import Login
 from payload.run_record.run_files import RunPaths
@@ -48,7 +49,7 @@ def page(path: str) -> Iterator[int]:
             self.wfile.write(BIG)
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
     thread = threading.Thread(target=lambda: server.serve_forever(poll_interval=0.02))
@@ -63,16 +64,18 @@ def page(path: str) -> Iterator[int]:
 
 @contextmanager
 def closed() -> Iterator[int]:
-    """Hold a loopback port that refuses: head and operator are one machine here, so a port that is
-    free would be the tunnel's own, too."""
+    """Hold a loopback port that refuses connections.
+
+    Head and operator share one machine here, so the tunnel could use a free port itself.
+    """
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         yield holder.getsockname()[1]
 
 
-def options(**more: object) -> dashboard.DashboardOptions:
+def options(**more: object) -> DashboardOptions:
     known: dict[str, Any] = {"run": None, "runs_dir": Path("runs"), "inventory": None}
-    return dashboard.DashboardOptions(**{**known, "ssh_key": None, "open": False, **more})
+    return DashboardOptions(**{**known, "ssh_key": None, "open": False, **more})
 
 
 @pytest.mark.sshd
@@ -86,7 +89,7 @@ def test_a_port_of_the_head_comes_here_whole_and_for_several_at_once(
         closed() as nobody,
         forwarded(cluster.connect(head.node), [there, nobody]) as (here, dead),
     ):
-        assert here != there  # taken by the page itself, as all is one machine
+        assert here != there  # the page itself uses the port: all is on one machine
         answers: list[bytes] = []
 
         def fetch() -> None:
@@ -99,7 +102,7 @@ def test_a_port_of_the_head_comes_here_whole_and_for_several_at_once(
         for thread in threads:
             thread.join()
         assert answers == [BIG] * 4
-        with pytest.raises(OSError):  # reset or closed: nobody is there
+        with pytest.raises(OSError):  # reset or closed: no server
             urllib.request.urlopen(f"http://127.0.0.1:{dead}/a", timeout=60)
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(f"http://127.0.0.1:{here}/a", timeout=60)
@@ -167,7 +170,7 @@ def test_the_command_ends_all_that_it_started(
     assert process.stdout is not None and process.stderr is not None
     address = urlsplit(process.stdout.readline().strip())
     assert re.fullmatch(r"tileforge-[0-9a-f]{16}\.localhost", address.hostname or "")
-    # What a browser asks, which knows by itself that the name is this machine's.
+    # A browser's request; browsers resolve this name to the local machine themselves.
     request = http.client.HTTPConnection("127.0.0.1", address.port or 0, timeout=60)
     request.request("GET", "/-/ready", headers={"Host": address.netloc})
     assert request.getresponse().status == 200
@@ -208,11 +211,11 @@ def test_a_cluster_s_page_gets_a_run_s_id_and_no_other_name(tmp_path: Path) -> N
     assert dashboard._run_id(options(run="latest", **here)) == "one"
     assert dashboard._run_id(options(run="another-s", **here)) == "another-s"
     assert dashboard._run_id(options(**here)) is None
-    with pytest.raises(UsageError, match="no run's id"):
+    with pytest.raises(UsageError, match="is not a run id"):
         dashboard._run_id(options(run="a&b=c", **here))
 
 
 def test_a_run_on_this_machine_is_found_by_its_own_inventory(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "runs" / "one")
-    inventory, found = dashboard._what(options(runs_dir=paths.root.parent), {})
+    inventory, found = dashboard._inventory_and_run(options(runs_dir=paths.root.parent), {})
     assert inventory.access.shares_folder and found == RunPaths(paths.root)

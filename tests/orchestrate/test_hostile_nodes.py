@@ -11,7 +11,8 @@ import pytest
 from payload.core.errors import AnswerError, ConfigError, TileforgeError
 from payload.core.printable_text import printable
 from payload.machines.inventory import ClusterInventory
-from payload.orchestrate.commands.attach import AttachOptions, attach
+from payload.orchestrate.commands.attach import attach
+from payload.orchestrate.commands.run_options import AttachOptions
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.mirror import record_contact
 from payload.orchestrate.runs.remote_run import RemoteRun

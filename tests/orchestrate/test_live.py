@@ -1,4 +1,4 @@
-"""The live line: what it says, at which widths, and how it predicts the end."""
+"""The live line: its text at several widths, and its prediction of the end."""
 
 from __future__ import annotations
 
@@ -72,18 +72,18 @@ def test_before_the_first_heartbeat_and_while_stopping_the_line_says_so() -> Non
 
 @dataclass(slots=True)
 class Clock:
-    """The clock of predictions; a test moves it."""
+    """The clock of the predictions; tests set it."""
 
     now_s: float = 50.0
 
     def monotonic(self) -> float:
-        """Return the clock's time."""
+        """Return the time of the clock."""
         return self.now_s
 
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """A clock that stands still, however long a busy machine takes between two lines."""
+    """A stopped clock, independent of delays on a busy machine."""
     clock = Clock()
     monkeypatch.setattr(time_left, "time", clock)
     return clock
@@ -110,7 +110,7 @@ def test_the_first_steps_micro_steps_tell_the_time_already() -> None:
     eta.progress(replace(HEARTBEAT, step=0, time_unix=100.0, micro_step=None))
     assert eta.left_s() is None
     eta.progress(replace(HEARTBEAT, step=0, time_unix=115.0, micro_step=3))
-    # The step's phase began at 100: no new heartbeat changes that.
+    # The phase of the step began at 100; later heartbeats do not change it.
     left_s = eta.left_s()
     assert left_s is not None and left_s == pytest.approx(120.0)
 

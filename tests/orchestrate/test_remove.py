@@ -1,4 +1,4 @@
-"""Removing runs, naming a config, and what `plan` says of disk and time."""
+"""Removal of runs, config arguments, and disk and time in `plan`."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ BATCH = ("--set", "batch.global_batch_size=8", "--set", "batch.micro_batch_size=
 
 
 def ran_before(workplace: Workplace) -> RunPaths:
-    """Make a finished run of that batch, with its speed."""
+    """Make a finished run with this batch size and speed."""
     before = plan_stand_in(workplace.runs / "before", settings=tuple(workplace.settings()[1::2]))
     speed = Summary(
         run_id="before", status="finished", exit_class="ok", world_size=2, nodes=1,
@@ -334,7 +334,7 @@ def test_the_default_folder_of_runs_is_no_link(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A cloned project may have a link `runs`: only who names a place has runs of it removed."""
+    """A cloned project can contain a link `runs`: its target must be named with --runs-dir."""
     clone = tmp_path / "clone"
     clone.mkdir()
     (clone / "runs").symlink_to(runs)

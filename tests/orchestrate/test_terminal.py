@@ -1,4 +1,4 @@
-"""The operator's terminal: several widths, and one that nobody reads any more."""
+"""The operator's terminal: several widths, and a closed terminal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def workplace(tmp_path: Path) -> Workplace:
 
 @pytest.fixture
 def open_terminal(workplace: Workplace) -> Iterator[OpenTerminal]:
-    """Open a terminal with a command in it: open_terminal("status", columns=80)."""
+    """Run a command in a terminal: open_terminal("status", columns=80)."""
     with ExitStack() as stack:
 
         def start(*arguments: str, columns: int = 80, stand_in: tuple[str, ...] = ()) -> Terminal:

@@ -138,6 +138,7 @@ REGISTRIES = frozenset(
     )
 ) | {
     PurePosixPath("payload/cli/completion.py"),
+    PurePosixPath("payload/orchestrate/commands/registry.py"),
     PurePosixPath("payload/orchestrate/sites/registry.py"),
     PurePosixPath("payload/train/models/loading.py"),
 }

@@ -73,5 +73,5 @@ def positive_int(text: str) -> int:
     """Parse a whole number above 0."""
     value = int(text) if text.isascii() and text.isdigit() else 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return value

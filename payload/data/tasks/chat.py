@@ -29,26 +29,26 @@ class ChatTask(Task):
             "--sequence-length",
             type=positive_int,
             metavar="TOKENS",
-            help=f"tokens in a block; training must use the same (default: {SEQUENCE_LENGTH})",
+            help=f"block length; training uses the same (default: {SEQUENCE_LENGTH})",
         )
         add(
             "--packing",
             choices=PACKINGS,
             metavar="HOW",
-            help="best-fit: as many whole conversations as fit into a block; none: one "
-            f"conversation a block, the rest padding (default: {PACKINGS[0]})",
+            help="best-fit: pack whole conversations into blocks; none: one conversation a block, "
+            f"with padding (default: {PACKINGS[0]})",
         )
         add(
             "--chat-template",
             type=Path,
             metavar="FILE",
-            help="Jinja file to use instead of the tokenizer's template",
+            help="Jinja file instead of the tokenizer's template",
         )
         add(
             "--group-column",
             metavar="NAME",
-            help="column that groups conversations: a group is all for training or all for "
-            "validation (default: no groups)",
+            help="keep conversations with equal values of this column in one split, training or "
+            "validation (default: split each conversation separately)",
         )
 
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:

@@ -18,7 +18,7 @@ class PreferenceTask(Task):
     """Preference pairs: a chosen and a rejected answer to each prompt."""
 
     kind: ClassVar[TaskKind] = "preference"
-    summary = "the chosen one of two answers (DPO); same flags as chat"
+    summary = "pairs of a better and a worse answer (DPO), with the options of chat"
     flags = ("--sequence-length", "--chat-template", "--group-column")
 
     def add_flags(self, add: AddFlag) -> None:

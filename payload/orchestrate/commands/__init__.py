@@ -1,1 +1,1 @@
-"""The operator's commands: plan, run, status, attach, dashboard, and those of the cloud."""
+"""The operator's commands: plan, run, status, attach, dashboard, and the cloud commands."""

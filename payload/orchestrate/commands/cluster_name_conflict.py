@@ -1,4 +1,4 @@
-"""Another cluster of the same name in the project: refused, or taken over."""
+"""Refuse or take over another cluster of the same name in the project."""
 
 from __future__ import annotations
 
@@ -31,37 +31,37 @@ from payload.stack.cluster_identity import (
 )
 
 
-def own_identity(folder: Path, cluster: str, *, told: Sequence[str] = ()) -> str | None:
-    """Return the identity of the cluster that is built from `folder`; None where none is known.
+def own_identity(folder: Path, cluster: str, *, state_identities: Sequence[str] = ()) -> str | None:
+    """Return the identity of the cluster built from `folder`, or None if it has no record.
 
-    `told` are those in the stack's state. What the folder's file alone says counts once the
-    operator has typed the cluster's name. Raises ConfigError where it was not typed, or the file is
-    damaged, and UsageError where nobody can be asked.
+    `state_identities` come from the stack's state. An identity that only the folder's file
+    contains is accepted after the operator types the cluster's name. Raises ConfigError if the
+    name is not typed or the file is damaged, and UsageError without a terminal.
     """
     claimed, is_proven = recorded_cluster_identity(folder, cluster)
     if is_proven or claimed is None:
         return claimed
     path = cluster_path(folder, cluster, "identity.json")
-    if claimed not in told and not confirm_by_name(
-        f"{path} says that the cluster {cluster} of identity {claimed} was built from this folder, "
-        "and nothing shows that you have written that. It may have come with the folder, or be of "
-        "an older version, or the folder was moved. Is it your cluster?",
+    if claimed not in state_identities and not confirm_by_name(
+        f"{path} claims that cluster {cluster} (identity {claimed}) was built from this folder, "
+        "but it was not written on this machine. The folder was copied or moved, or the file is "
+        "from an older version. Is it your cluster?",
         name=cluster,
-        otherwise="Answer it once at a terminal; --yes does not. Or, if it is not yours, remove "
-        "the file.",
+        otherwise="Confirm this once at a terminal; --yes does not. If the cluster is not yours, "
+        "remove the file.",
     ):
         raise ConfigError(f"nothing was done. If the cluster is not yours, remove {path}")
     accept_cluster_identity(folder, cluster)
     return claimed
 
 
-def of_this_name(
+def conflicting_resources(
     google: Google, cluster: str, own: Ownership, *, take_over: str | None, talk: Console
 ) -> Sequence[Resource]:
-    """Return what another cluster of the name has, and is to be taken over.
+    """Return the resources of another cluster of this name that will be taken over.
 
-    Raises ConfigError where there is any that `take_over`, an identity or NO_IDENTITY, does not
-    name. A bucket is in nobody's way: each has a name of its own.
+    Raises ConfigError for resources with another identity than `take_over`, which is an identity
+    or NO_IDENTITY. Buckets do not conflict: their names are unique.
     """
     listing = _listed(google, cluster, own, kept="nothing was built", talk=talk)
     _, others = own.split(removable(listing))
@@ -70,8 +70,8 @@ def of_this_name(
     if unnamed:
         raise ConfigError(
             f"cluster = {cluster!r}: project {google.project} has another cluster of this name, "
-            f"so nothing was built. It is {'; and '.join(describe_others(unnamed))}. Take another "
-            "name: pulumi config set cluster NAME. Or, if nobody uses that one: "
+            f"so nothing was built: {'; and '.join(describe_others(unnamed))}. Choose another "
+            "name: pulumi config set cluster NAME. Or, if that cluster is unused: "
             + command("orchestrate", "up", "--take-over", "ID")
             + f" (ID is its identity, or {NO_IDENTITY!r})"
         )
@@ -81,10 +81,11 @@ def of_this_name(
 def require_own_state(
     google: Google, cluster: str, own: Ownership, *, kept: str, talk: Console
 ) -> None:
-    """Raise ConfigError where the stack's state lists what is another cluster's by now.
+    """Raise ConfigError if the stack's state lists resources that now belong to another cluster.
 
-    Pulumi knows a resource by its name: what was removed without Pulumi and built again by somebody
-    else would be changed or destroyed as if it were ours. `kept` says what is not done then.
+    Pulumi identifies a resource by name. A resource that was removed without Pulumi and rebuilt by
+    another user would be changed or destroyed as if it were ours. `kept` is the outcome in the
+    message.
     """
     _listed(google, cluster, own, kept=kept, talk=talk)
 
@@ -94,13 +95,13 @@ def _listed(
 ) -> Sequence[Resource]:
     listing = list_everything(google)
     for reason in listing.blind:
-        talk.print(f"warning: another cluster of the name {cluster} may not be seen: {reason}")
+        talk.print(f"warning: another cluster named {cluster} may be undetected: {reason}")
     if belied := [each for each in listing.resources if own.belies(each)]:
         raise ConfigError(
-            f"the stack lists what is another cluster's by now, so {kept}: "
-            f"{'; and '.join(describe_others(belied))}. What this stack had was removed without "
-            "Pulumi. Take it out of the stack: `pulumi stack --show-urns`, then `pulumi state "
-            "delete URN --target-dependents` for each"
+            f"the stack's state lists resources of another cluster, so {kept}: "
+            f"{'; and '.join(describe_others(belied))}. This stack's own resources were removed "
+            "without Pulumi. Remove them from the state: `pulumi stack --show-urns`, then `pulumi "
+            "state delete URN --target-dependents` for each"
         )
     return listing.resources
 
@@ -113,20 +114,18 @@ def take_over(
     may_delete: MayDelete,
     talk: Console,
 ) -> bool:
-    """Remove another cluster's resources after its name was typed; False where it was not.
+    """Remove another cluster's resources after its name is typed; return False if it is not.
 
-    Raises UsageError where nobody can be asked, and CloudError when something stays.
+    Raises UsageError without a terminal, and CloudError if a resource remains.
     """
     for line in describe_others(others):
-        talk.print(f"to be removed with all that is on it, {line}")
-    talk.print(
-        "whether a run is going on there cannot be asked from here: its own operator has the key"
-    )
+        talk.print(f"will be removed with all its data: {line}")
+    talk.print("active runs on it cannot be detected: only its operator has the SSH key")
     if not confirm_by_name(f"Remove these {len(others)} resource(s)?", name=cluster):
         return False
     data = [each.name for each in others if each.kind == FILESTORE]
     if not may_delete(data, kept="nothing was built"):
         return False
     if failed := remove(google, others):
-        raise CloudError(f"not everything was removed: {'; '.join(failed)}")
+        raise CloudError(f"some resources remain: {'; '.join(failed)}")
     return True

@@ -1,4 +1,4 @@
-"""`collect`: brings a run's results here, from its cluster or its store."""
+"""`collect`: fetch a run's results from its cluster or its store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from rich.console import Console
 from payload.config.store_address import StoreAddress
 from payload.core.errors import ExitCode, SshUnreachableError
 from payload.core.suggested_commands import command
-from payload.orchestrate.commands.run_choice import RunChoice, run_is_here, site_run
+from payload.orchestrate.commands.run_choice import local_run_error, site_run
+from payload.orchestrate.commands.run_options import RunChoice
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.run_index import collect_from_store, find_run
 from payload.orchestrate.terminal.console import text_console
@@ -22,9 +23,9 @@ from payload.storage.store_access import is_address, run_address, stored_at
 
 
 def collect(options: RunChoice, access: LocalAccess) -> int:
-    """Bring logs, metrics, summary and the newest checkpoint of a run here.
+    """Fetch logs, metrics, summary and the newest checkpoint of a run.
 
-    They come from the run's store where its address is given, and where no machine answers.
+    The source is the run's store if its address is given or no machine answers.
     """
     talk = text_console(stderr=True)
     if options.run is not None and is_address(options.run):
@@ -33,27 +34,29 @@ def collect(options: RunChoice, access: LocalAccess) -> int:
         return _collect_stored(address, paths, env=access.code_environment(), talk=talk)
     run = site_run(find_run(options.runs_dir, options.run), access)
     if not run.is_copied:
-        raise run_is_here(run.paths)
+        raise local_run_error(run.paths)
     try:
         with closing(run):
-            home = run.bring_home()
+            collected = run.bring_home()
     except SshUnreachableError as error:
         kept = stored_at(run.paths)
         if kept is None:
             raise
         if unnamed(run.paths, {"storage.results": str(kept.parent())}):
-            # The word of a node, or of whoever made the folder.
+            # A node, or the creator of the folder, can have written this address.
             raise SshUnreachableError(
-                f"{error} The run's settings name {kept}, which nobody has named for it on this "
-                f"machine. If it is right: {command('orchestrate', 'collect', str(kept))}"
+                f"{error} The run's settings contain the store {kept}, which was not confirmed on "
+                f"this machine. If it is right: {command('orchestrate', 'collect', str(kept))}"
             ) from None
-        talk.print(f"warning: {error} What is in {kept} comes instead.")
+        talk.print(f"warning: {error} Fetching the results from {kept} instead.")
         return _collect_stored(kept, run.paths, env=access.code_environment(), talk=talk)
-    if home.checkpoint is not None:
+    if collected.checkpoint is not None:
         with suppress(OSError):  # the link is a convenience
             point_latest_at(run.paths)
-    talk.print(f"checkpoint: {home.checkpoint or 'none yet'}")
-    talk.print(f"everything in {run.paths.root}" + ("; the run goes on" if home.alive else ""))
+    talk.print(f"checkpoint: {collected.checkpoint or 'none yet'}")
+    talk.print(
+        f"everything in {run.paths.root}" + ("; the run is still active" if collected.alive else "")
+    )
     return ExitCode.OK
 
 
@@ -68,5 +71,5 @@ def _collect_stored(
     with suppress(OSError):  # the link is a convenience
         point_latest_at(paths)
     talk.print(f"checkpoint: {found or 'none yet'}")
-    talk.print(f"everything in {paths.root}; it comes from {address}")
+    talk.print(f"everything in {paths.root}, fetched from {address}")
     return ExitCode.OK

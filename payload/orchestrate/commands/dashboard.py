@@ -1,10 +1,9 @@
-"""`dashboard`: a run's metrics in the browser."""
+"""`dashboard`: show a run's metrics in the browser."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,7 @@ from payload.monitor.local import (
     stay,
 )
 from payload.monitor.tunnel import forwarded
-from payload.orchestrate.commands.run_choice import ClusterRunChoice
+from payload.orchestrate.commands.run_options import DashboardOptions
 from payload.orchestrate.inventories.chosen import load_cluster
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.run_index import find_run
@@ -37,17 +36,10 @@ if TYPE_CHECKING:
     from payload.orchestrate.ssh.cluster import Cluster
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DashboardOptions(ClusterRunChoice):
-    """Options of `dashboard`."""
-
-    open: bool
-
-
 def dashboard(options: DashboardOptions, access: LocalAccess) -> int:
     """Show the dashboards until Ctrl-C; return the exit code."""
     show, say = text_console(stderr=False).print, text_console(stderr=True).print
-    inventory, paths = _what(options, access.environment())
+    inventory, paths = _inventory_and_run(options, access.environment())
     run_id = paths.run_id if paths is not None else _run_id(options)
     try:
         with ended_by_sigterm():
@@ -71,10 +63,10 @@ def dashboard(options: DashboardOptions, access: LocalAccess) -> int:
     return ExitCode.OK
 
 
-def _what(
+def _inventory_and_run(
     options: DashboardOptions, env: Mapping[str, str]
 ) -> tuple[ClusterInventory, RunPaths | None]:
-    """Return the cluster, and the run where it is one of this machine. Raises UsageError."""
+    """Return the cluster, and the run if it is on this machine. Raises UsageError."""
     if options.inventory is not None:
         chosen = load_cluster(options.inventory, env=env).inventory
         if not chosen.access.shares_folder:
@@ -86,20 +78,20 @@ def _what(
 def _run_id(options: DashboardOptions) -> str | None:
     """Return the id of the run that a cluster's page shows first. Raises UsageError.
 
-    The cluster may have runs that nobody has followed from here.
+    The cluster can have runs without a copy on this machine.
     """
     if options.run is None or options.run == LATEST:
         return None if options.run is None else find_run(options.runs_dir, LATEST).run_id
     if not RUN_ID.fullmatch(options.run):
-        raise UsageError(f"{shown(options.run)} is no run's id.")
+        raise UsageError(f"{shown(options.run)} is not a run id.")
     return options.run
 
 
 @contextmanager
 def _cluster_pages(cluster: Cluster, run_id: str | None) -> Iterator[list[str]]:
-    """Forward the head's Grafana and Prometheus to here. Raises PreflightError without them.
+    """Forward the head's Grafana and Prometheus. Raises PreflightError without them.
 
-    `run_id` is the run whose page is shown; the connection is closed at the end.
+    `run_id` selects the page; the connection is closed at the end.
     """
     with ExitStack() as stack:
         head = stack.enter_context(cluster).connect(cluster.inventory.head)
@@ -112,7 +104,7 @@ def _cluster_pages(cluster: Cluster, run_id: str | None) -> Iterator[list[str]]:
             pages.append(f"{prometheus}/alerts")
         if not pages:
             raise PreflightError(
-                f"{head.node.name} has neither Grafana nor Prometheus. Build the cluster with "
-                "them: pulumi config set monitoring prometheus, then tileforge up"
+                f"{head.node.name} has neither Grafana nor Prometheus. Add them: pulumi config set "
+                "monitoring prometheus, then tileforge up"
             )
         yield pages

@@ -1,4 +1,4 @@
-"""`doctor`: checks the Google Cloud project before `up`: access, quotas, offers, price."""
+"""`doctor`: check a Google Cloud project before `up`: access, quotas, offers, price."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.firewall_drift import check_firewall
 from payload.orchestrate.clouds.pulumi.machine_status import check_machines
 from payload.orchestrate.clouds.pulumi.stack_config import cluster_name, settings
+from payload.orchestrate.commands.cloud_options import DoctorOptions
 from payload.orchestrate.inventories.chosen import nvidia_here
 from payload.orchestrate.terminal.console import text_console
 from payload.orchestrate.terminal.tables import table
@@ -50,9 +51,9 @@ from payload.stack.cluster_files import cluster_path
 
 
 def check_price(need: Need, catalog: Catalog | None, why_not: str = "") -> Check:
-    """Return what the cluster costs an hour, or the parts whose price is not known.
+    """Return the cluster's price per hour, or the parts without a known price.
 
-    `why_not` is why there is no catalog, or no newer one.
+    `why_not` is the reason for a missing or old catalog.
     """
     spot = need.spot != "false"
     kind = "spot" if spot else "on demand"
@@ -64,15 +65,15 @@ def check_price(need: Need, catalog: Catalog | None, why_not: str = "") -> Check
         return Check(
             name="price",
             outcome="unknown",
-            found=f"no price is known of {', '.join(cost.unknown)} ({origin})",
-            fix="Look: https://cloud.google.com/compute/all-pricing",
+            found=f"no known price for {', '.join(cost.unknown)} ({origin})",
+            fix="See https://cloud.google.com/compute/all-pricing",
         )
     bound = "at most " if cost.bounds else ""
     more = (("an external address", cost.address), ("Filestore", cost.filestore))
-    words = "".join(f", {name} ${usd:.4f}" for name, usd in more if usd)
+    extras = "".join(f", {name} ${usd:.4f}" for name, usd in more if usd)
     found = (
         f"{bound}${cost.hourly_usd:.4f} an hour: {need.node_count} x ${cost.machine} {kind}, disks "
-        f"{bound}${cost.disks_usd:.4f}, NAT ${cost.nat:.4f}{words} ({origin})"
+        f"{bound}${cost.disks_usd:.4f}, NAT ${cost.nat:.4f}{extras} ({origin})"
     )
     warning = spot_warning(time.time()) if spot and catalog is None else None
     if warning is not None:
@@ -81,27 +82,11 @@ def check_price(need: Need, catalog: Catalog | None, why_not: str = "") -> Check
 
 
 _SCHEMA_VERSION = 1
-_TELLING = (ExitCode.AUTH, ExitCode.QUOTA, ExitCode.CONFIG, ExitCode.PREFLIGHT)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DoctorOptions:
-    """Options of `doctor`, in addition to the stack's settings."""
-
-    stack: str | None
-    project: str | None
-    machine_type: str | None
-    node_count: int | None
-    region: str | None
-    zone: list[str] | None
-    spot: bool
-    disk_type: str | None
-    disk_gb: int | None
-    json: bool
+_BY_PRIORITY = (ExitCode.AUTH, ExitCode.QUOTA, ExitCode.CONFIG, ExitCode.PREFLIGHT)
 
 
 def doctor(options: DoctorOptions, env: Mapping[str, str]) -> int:
-    """Check, print a table and each fault with its fix, and return the exit code."""
+    """Run all checks, print a table and the fixes, and return the exit code."""
     talk, out = text_console(stderr=True), text_console(stderr=False)
     pulumi = Pulumi(env, folder=Path.cwd(), stack=options.stack)
     known, why = _settings(pulumi)
@@ -111,7 +96,7 @@ def doctor(options: DoctorOptions, env: Mapping[str, str]) -> int:
     project = project_of(given or None, None, env, folder=Path.cwd())
     talk.print(f"project {project}: {need.describe()} ({why})")
     google = Google(project, endpoints=Endpoints.from_env(env))
-    # Of another project than the stack's, its firewall says nothing.
+    # The stack's firewall is relevant only for the stack's project.
     own = pulumi if project == configured else None
     checks = [*check_proxy(env), *examine(google, need, own)]
     checks += check_gpus(need)
@@ -132,12 +117,12 @@ def doctor(options: DoctorOptions, env: Mapping[str, str]) -> int:
     else:
         blind = sum(check.outcome == "unknown" for check in checks)
         more = f"; {blind} of {len(checks)} could not be checked" if blind else ""
-        talk.print(f"nothing that was checked keeps the cluster from being built{more}")
+        talk.print(f"no check failed{more}")
     return code
 
 
 def examine(google: Google, need: Need, pulumi: Pulumi | None) -> Iterator[Check]:
-    """Yield every check; a check that cannot be made is reported and does not end it.
+    """Yield every check; a check that cannot be made is reported as unknown.
 
     Raises CloudAuthError without credentials.
     """
@@ -156,7 +141,7 @@ def examine(google: Google, need: Need, pulumi: Pulumi | None) -> Iterator[Check
         yield unknown("Compute Engine", error)
         return
     else:
-        yield Check(name="Compute Engine", outcome="ok", found="answers for this project")
+        yield Check(name="Compute Engine", outcome="ok", found="enabled for this project")
     yield from check_quota_project(google)
     yield check_billing(google)
     yield from check_services(google, need)
@@ -172,23 +157,23 @@ def examine(google: Google, need: Need, pulumi: Pulumi | None) -> Iterator[Check
 
 
 def exit_code(checks: Sequence[Check]) -> ExitCode:
-    """Return the most telling exit code of what failed."""
+    """Return the exit code of the most important failed check."""
     codes = {check.exit_code for check in checks if check.outcome == "error"}
-    return next((code for code in _TELLING if code in codes), ExitCode.OK)
+    return next((code for code in _BY_PRIORITY if code in codes), ExitCode.OK)
 
 
 def _settings(pulumi: Pulumi) -> tuple[dict[str, Any], str]:
-    """Return the stack's config, or nothing where there is no stack to be asked."""
+    """Return the stack's config with its origin; empty without a stack."""
     try:
         known = settings(pulumi)
     except PulumiError as error:
         if pulumi.stack is not None:
             raise
-        return {}, f"defaults and flags, as {error.trouble}: no stack's config"
-    with suppress(PulumiError):  # only a policy's message needs it
+        return {}, f"defaults and options; no stack config: {error.trouble}"
+    with suppress(PulumiError):  # only policy messages use it
         known["cluster"] = cluster_name(pulumi, known)
     stack = f"stack {pulumi.stack}" if pulumi.stack else "the selected stack"
-    return known, f"config of {stack}, and flags"
+    return known, f"config of {stack}, and options"
 
 
 def _with_flags(need: Need, options: DoctorOptions) -> Need:
@@ -205,7 +190,7 @@ def _with_flags(need: Need, options: DoctorOptions) -> Need:
     values = {name: value for name, value in given.items() if value is not None}
     nodes = values.get("node_count", need.node_count)
     if nodes < 1:
-        raise UsageError(f"--node-count {nodes}: at least one node is needed.")
+        raise UsageError(f"--node-count {nodes}: must be 1 or more.")
     per_node = options.disk_gb or need.disk_gib / need.node_count
     return replace(need, **values, disk_gib=round(per_node * nodes))
 

@@ -1,4 +1,4 @@
-"""`down`: bring home what is missing, `pulumi destroy`, and look that nothing is left."""
+"""`down`: collect missing results, destroy the cluster, and verify that nothing remains."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -35,37 +35,19 @@ from payload.orchestrate.clouds.pulumi.stack_outputs import (
 )
 from payload.orchestrate.clouds.pulumi.stack_state import StackState, ownership_of, stack_state
 from payload.orchestrate.clouds.pulumi.teardown import destroy_and_look
+from payload.orchestrate.commands.cloud_options import DownOptions
 from payload.orchestrate.commands.cluster_name_conflict import own_identity, require_own_state
+from payload.orchestrate.commands.head_runs import BOOT_S
+from payload.orchestrate.commands.results_at_stake import ResultsAtRisk, results_at_risk
 from payload.orchestrate.terminal.console import confirm, confirm_by_name, text_console
 from payload.stack.cluster_identity import recorded_cluster_identity
 
-if TYPE_CHECKING:
-    pass
-from payload.orchestrate.commands.head_runs import BOOT_S
-from payload.orchestrate.commands.results_at_stake import AtStake, at_stake
-
-_WORDS = {"kept": "nothing was destroyed", "force": "down --without-collect"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DownOptions:
-    """Options of `down`."""
-
-    stack: str | None
-    cluster: str | None
-    project: str | None
-    runs_dir: Path
-    without_collect: bool
-    delete_bucket: str | None
-    delete_filestore: list[str]
-    """Names of Filestore instances that may be deleted with their data."""
-    dry_run: bool
-    yes: bool
+_MESSAGES = {"kept": "nothing was destroyed", "force": "down --without-collect"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Target:
-    """The cluster that is to end, and what proves that resources are its own."""
+    """The cluster to destroy, with the proof of which resources belong to it."""
 
     options: DownOptions
     env: Mapping[str, str]
@@ -76,35 +58,35 @@ class _Target:
     cluster: str
     project: str
     outputs: StackOutputs | None
-    """None where it never came up."""
-    places: Sequence[tuple[Google, Ownership]]
-    """The cluster's project, and others that the stack's state lists resources in."""
+    """None if the cluster was never up."""
+    projects: Sequence[tuple[Google, Ownership]]
+    """The cluster's project first, then other projects in the stack's state."""
 
     @property
     def google(self) -> Google:
         """Return the client of the cluster's project."""
-        return self.places[0][0]
+        return self.projects[0][0]
 
     @property
     def own(self) -> Ownership:
-        """Return the proof for resources of the cluster's project."""
-        return self.places[0][1]
+        """Return the proof of ownership in the cluster's project."""
+        return self.projects[0][1]
 
 
 def down(options: DownOptions, env: Mapping[str, str]) -> int:
-    """Take the three steps and print each result. Raises TeardownError when something is left."""
+    """Collect, destroy and verify. Raises TeardownError if a resource remains."""
     target = _target(options, env)
     google, own, cluster, talk = target.google, target.own, target.cluster, target.talk
-    # Before anything is destroyed: without these the last step could not look.
+    # Checked before anything is destroyed: the last step needs credentials.
     google.check_credentials()
-    for where, proof in target.places if target.state.parts else ():
-        require_own_state(where, cluster, proof, kept="nothing was destroyed", talk=talk)
-    instances = (own_filestores(where, target.state, proof) for where, proof in target.places)
+    for client, proof in target.projects if target.state.parts else ():
+        require_own_state(client, cluster, proof, kept="nothing was destroyed", talk=talk)
+    instances = (own_filestores(client, target.state, proof) for client, proof in target.projects)
     data = sorted(set(chain.from_iterable(instances)))
-    # First of all: without the instance nothing of its network can be destroyed, and a stopped head
-    # is started, and billed, only for a cluster that goes.
+    # Checked first: the network cannot be destroyed while the instance exists, and a stopped head
+    # is started, and billed, only if the cluster will be destroyed.
     if not options.dry_run and not may_delete(
-        data, named=options.delete_filestore, kept=_WORDS["kept"]
+        data, named=options.delete_filestore, kept=_MESSAGES["kept"]
     ):
         talk.print("nothing was destroyed")
         return ExitCode.OK
@@ -112,22 +94,22 @@ def down(options: DownOptions, env: Mapping[str, str]) -> int:
     bucket = None
     if options.delete_bucket is not None:
         bucket = find_bucket(google, options.delete_bucket, cluster=cluster, own=own)
-    _say_plan(stake, cluster, target.project, bucket, data, talk=talk)
+    _print_steps(stake, cluster, target.project, bucket, data, talk=talk)
     if options.dry_run:
         found = look(google, cluster, folder=target.folder, keep_buckets=True, ownership=own)
         text_console(stderr=False).print(found.table())
         talk.print("dry run: nothing was collected or destroyed")
         return ExitCode.OK
     if stake is not None:
-        stake.refuse_losses(**_WORDS)
-    is_agreed = confirm(f"Destroy cluster {cluster}?", assume_yes=options.yes)
-    if is_agreed and bucket is not None:
-        is_agreed = confirm_by_name(f"Delete {bucket} for good?", name=bucket.name)
-    if not is_agreed:
+        stake.refuse_losses(**_MESSAGES)
+    confirmed = confirm(f"Destroy cluster {cluster}?", assume_yes=options.yes)
+    if confirmed and bucket is not None:
+        confirmed = confirm_by_name(f"Delete {bucket} permanently?", name=bucket.name)
+    if not confirmed:
         talk.print("nothing was destroyed")
         return ExitCode.OK
-    brought = [] if stake is None else stake.bring_home(env, **_WORDS)
-    talk.print(f"1/3 collect: {len(brought)} run(s) brought home")
+    collected = [] if stake is None else stake.collect_missing(env, **_MESSAGES)
+    talk.print(f"1/3 collect: {len(collected)} run(s) collected")
     _destroy(target, data, bucket)
     return ExitCode.OK
 
@@ -137,13 +119,15 @@ def _target(options: DownOptions, env: Mapping[str, str]) -> _Target:
     folder = Path.cwd()
     pulumi = Pulumi(env, folder=folder, stack=options.stack)
     state = _state_if_readable(pulumi)
-    cluster, project, outputs = _which(pulumi, options, env, state=state, folder=folder, talk=talk)
+    cluster, project, outputs = _resolve_cluster(
+        pulumi, options, env, state=state, folder=folder, talk=talk
+    )
     if options.dry_run:
         identity, _ = recorded_cluster_identity(folder, cluster)
     else:
-        identity = own_identity(folder, cluster, told=state.identities)
-    # The state may list what is in another project than the config's.
-    places = [
+        identity = own_identity(folder, cluster, state_identities=state.identities)
+    # The state can list resources in other projects than the config's.
+    projects = [
         (
             Google(each, endpoints=Endpoints.from_env(env)),
             ownership_of(state, identity, project=each),
@@ -160,12 +144,12 @@ def _target(options: DownOptions, env: Mapping[str, str]) -> _Target:
         cluster=cluster,
         project=project,
         outputs=outputs,
-        places=places,
+        projects=projects,
     )
 
 
-def _stake(target: _Target) -> AtStake:
-    """Return the results that would be lost; a head that was stopped is started first."""
+def _stake(target: _Target) -> ResultsAtRisk:
+    """Return the results that would be lost; a stopped head is started first."""
     outputs, started = target.outputs, None
     if outputs is not None:
         started = start_head(
@@ -178,14 +162,14 @@ def _stake(target: _Target) -> AtStake:
         )
     if outputs is not None and started is not None:
         outputs = replace(outputs, inventory=started)
-    stake = at_stake(
+    stake = results_at_risk(
         target.cluster,
         outputs,
         target.env,
         folder=target.folder,
         runs_dir=target.options.runs_dir,
         talk=target.talk,
-        patience_s=0.0 if started is None else BOOT_S,
+        retry_for_s=0.0 if started is None else BOOT_S,
     )
     if started is not None:
         stake.note_address(started.head)
@@ -193,7 +177,7 @@ def _stake(target: _Target) -> AtStake:
 
 
 def _destroy(target: _Target, data: Sequence[str], bucket: Bucket | None) -> None:
-    """Destroy the stack and look in every project; then delete the bucket."""
+    """Destroy the stack, verify every project, then delete the bucket."""
     cluster, folder, talk = target.cluster, target.folder, target.talk
     try:
         operations = Operations(
@@ -210,8 +194,8 @@ def _destroy(target: _Target, data: Sequence[str], bucket: Bucket | None) -> Non
             steps=3,
             may_go=lambda each: each.name in data,
         )
-        for where, proof in target.places[1:]:
-            left = look(where, cluster, folder=folder, keep_buckets=True, ownership=proof)
+        for client, proof in target.projects[1:]:
+            left = look(client, cluster, folder=folder, keep_buckets=True, ownership=proof)
             conclude(left, talk=talk)
         if bucket is not None:
             delete_bucket(target.google, bucket)
@@ -219,25 +203,26 @@ def _destroy(target: _Target, data: Sequence[str], bucket: Bucket | None) -> Non
             _forget(bucket.name, cluster, target.pulumi, folder=folder, talk=talk)
     except KeyboardInterrupt:
         talk.print(
-            f"down was interrupted: what is left of {cluster} is billed until its lifetime ends, "
-            "and it was not looked what that is. Go on with: "
-            f"{command('orchestrate', 'down')}; "
-            f"look with: sweep --cluster {cluster} --project {target.project}"
+            f"down was interrupted: remaining resources of {cluster} are billed until its lifetime "
+            f"ends. Repeat: {command('orchestrate', 'down')}; or list them: sweep --cluster "
+            f"{cluster} --project {target.project}"
         )
         raise
 
 
 def _forget(bucket: str, cluster: str, pulumi: Pulumi, *, folder: Path, talk: Console) -> None:
-    """Take a deleted bucket out of record and config: anybody may take its name."""
+    """Remove a deleted bucket from record and config; others can now use its name."""
     forget_bucket(folder, cluster, bucket)
     with suppress(PulumiError):
         if settings(pulumi).get("bucket") == bucket:
             pulumi.ask("config", "set", "bucket", "create")
-            talk.print("the stack's config named it; the next `up` makes another: bucket create")
+            talk.print(
+                "the stack's config now has `bucket create`: the next `up` makes a new bucket"
+            )
 
 
 def _state_if_readable(pulumi: Pulumi) -> StackState:
-    """Return the stack's state; of a damaged one nothing, so that the identity alone is proof."""
+    """Return the stack's state, or an empty one if it is damaged; then only the identity counts."""
     try:
         return stack_state(pulumi)
     except PulumiError as error:
@@ -246,7 +231,7 @@ def _state_if_readable(pulumi: Pulumi) -> StackState:
         return StackState(machines=(), parts=())
 
 
-def _which(
+def _resolve_cluster(
     pulumi: Pulumi,
     options: DownOptions,
     env: Mapping[str, str],
@@ -255,10 +240,10 @@ def _which(
     folder: Path,
     talk: Console,
 ) -> tuple[str, str, StackOutputs | None]:
-    """Return the cluster, its project, and its outputs if it ever came up.
+    """Return the cluster, its project, and its outputs if it was ever up.
 
-    Those of a damaged state are the ones that this folder remembers. Raises ConfigError where it
-    remembers none, unless results may be lost.
+    For a damaged state the outputs come from this folder's record. Raises ConfigError without a
+    record, unless results may be lost.
     """
     try:
         outputs = outputs_if_any(pulumi)
@@ -267,17 +252,17 @@ def _which(
             raise
         return _without_state(error, pulumi, options, env, folder=folder, talk=talk)
     if outputs is None:
-        # It failed half-way, and is the one that must go.
-        known = settings(pulumi)
-        cluster = options.cluster or cluster_name(pulumi, known)
-        given = options.project or next(iter(state.projects), None) or known.get("project")
+        # The build failed halfway; this cluster must be destroyed.
+        config = settings(pulumi)
+        cluster = options.cluster or cluster_name(pulumi, config)
+        given = options.project or next(iter(state.projects), None) or config.get("project")
         return cluster, project_of(given, cluster, env, folder=folder), None
     remember(outputs, folder=folder, made_bucket=state.bucket)
     cluster = outputs.inventory.cluster
     if options.cluster not in (None, cluster):
         raise ConfigError(f"--cluster {options.cluster}: the stack's cluster is {cluster}.")
     if options.project not in (None, outputs.project):
-        raise ConfigError(f"--project {options.project}: the stack's is {outputs.project}.")
+        raise ConfigError(f"--project {options.project}: the stack's project is {outputs.project}.")
     return cluster, outputs.project, outputs
 
 
@@ -291,31 +276,31 @@ def _without_state(
     talk: Console,
 ) -> tuple[str, str, StackOutputs | None]:
     talk.print(f"warning: {error}")
-    known: dict[str, Any] = {}
+    config: dict[str, Any] = {}
     with suppress(PulumiError):
-        known = settings(pulumi)
+        config = settings(pulumi)
     try:
-        cluster = options.cluster or cluster_name(pulumi, known)
+        cluster = options.cluster or cluster_name(pulumi, config)
     except PulumiError:
-        raise UsageError("which cluster? Name it with --cluster.") from None
-    project = project_of(options.project or known.get("project"), cluster, env, folder=folder)
+        raise UsageError("the cluster's name is unknown. Give it with --cluster.") from None
+    project = project_of(options.project or config.get("project"), cluster, env, folder=folder)
     outputs = recall_outputs(folder, cluster, project=project)
     if outputs is None and not options.without_collect:
         raise ConfigError(
-            f"the state is damaged, and this folder has never reached {cluster}, so it is not "
-            "known whether results are on its head, and nothing was destroyed. Repair the state "
-            "as above; or destroy them too: "
+            f"the state is damaged, and this folder has no record of {cluster}. Its head can have "
+            "uncollected results, so nothing was destroyed. Repair the state as above; or destroy "
+            "the results too: "
             + command(
                 *("orchestrate", "down", "--without-collect"),
                 *("--cluster", cluster, "--project", project),
             )
         )
-    talk.print(f"what {cluster} has in {project} comes from Google Cloud, without the state")
+    talk.print(f"resources of {cluster} in {project} are listed by Google Cloud, without the state")
     return cluster, project, outputs
 
 
-def _say_plan(
-    stake: AtStake | None,
+def _print_steps(
+    stake: ResultsAtRisk | None,
     cluster: str,
     project: str,
     bucket: Bucket | None,
@@ -323,10 +308,10 @@ def _say_plan(
     *,
     talk: Console,
 ) -> None:
-    """Say what the steps will do; lines with a step's number are results."""
+    """Print the steps in advance; only lines with a step's number are results."""
     last = "a results bucket stays" if bucket is None else f"then {bucket}"
-    first = "left out (--without-collect)" if stake is None else stake.names()
-    also = "".join(f", Filestore {name} with all data on it" for name in data)
+    first = "nothing (--without-collect)" if stake is None else stake.names()
+    also = "".join(f", Filestore {name} with all its data" for name in data)
     talk.print(f"to collect: {first}")
     talk.print(f"to destroy: every machine, disk and network{also}; {last}")
-    talk.print(f"to look for: what is left of {cluster} in {project}")
+    talk.print(f"to verify: no resource of {cluster} remains in {project}")

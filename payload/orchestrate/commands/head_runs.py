@@ -1,4 +1,4 @@
-"""The runs that a cluster's head has, as far as it can be asked."""
+"""The runs on a cluster's head, if it can be reached."""
 
 from __future__ import annotations
 
@@ -23,65 +23,65 @@ if TYPE_CHECKING:
     from payload.orchestrate.ssh.node_code import RunThere
 
 
-# A machine that has no host keys yet is booting, and nobody has reached it over SSH.
+# A machine without host keys is still booting and was never reachable over SSH.
 _KEYS_S = 5.0
 BOOT_S, _RETRY_S = 300.0, 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """The head, as far as it could be asked."""
+    """The state of the head; `query_error` is set if it could not be reached."""
 
     machine: str | None = None
-    """The cloud's number of it, where known."""
+    """The instance id, if known."""
     is_gone: bool = False
-    """True if the cloud has no such machine any more."""
+    """True if the machine no longer exists."""
     running: str | None = None
-    """The run that is going on, whoever started it."""
+    """The active run, from any operator."""
     runs: Sequence[RunThere] = ()
-    """Its copy of every run, as far as it could be asked."""
-    unasked: str | None = None
-    """Why it could not be asked for one."""
+    """Its copy of every run; empty if it could not be reached."""
+    query_error: str | None = None
+    """The reason that it could not be reached."""
 
     def has_lost(self, node: Node) -> bool:
-        """Return whether the disk of `node`, the head of some run, went with its machine."""
+        """Return True if the machine of `node`, the head of a run, was deleted with its disk."""
         if self.machine is None or node.instance_id is None:
             return self.is_gone
         return self.machine != node.instance_id
 
 
-def ask_head(
+def query_head(
     outputs: StackOutputs,
     env: Mapping[str, str],
     *,
     folder: Path,
-    more_keys: Sequence[Path],
+    other_keys: Sequence[Path],
     talk: Console,
-    patience_s: float = 0.0,
+    retry_for_s: float = 0.0,
 ) -> Head:
-    """Ask it, and say so when it cannot be asked.
+    """Query the head for its runs, and print a warning if it cannot be reached.
 
-    The operator's key is the cluster's own in `folder`, else the first of `more_keys` that exists.
-    A head that boots is asked again for `patience_s`.
+    The SSH key is the cluster's own in `folder`, otherwise the first of `other_keys` that exists.
+    A booting head is retried for `retry_for_s`.
     """
     inventory = outputs.inventory
     name = inventory.head.name
-    talk.print(f"asking {name} whether a run is going on")
-    ends = time.monotonic() + patience_s
-    head = _ask(outputs, env, folder=folder, more_keys=more_keys, ends=ends, talk=talk)
+    talk.print(f"checking {name} for an active run")
+    ends = time.monotonic() + retry_for_s
+    head = _query(outputs, env, folder=folder, other_keys=other_keys, ends=ends, talk=talk)
     if head.is_gone:
-        talk.print(f"{name}: its machine does not exist any more")
-    if head.unasked:
-        talk.print(f"warning: it is not known whether a run is going on: {head.unasked}")
+        talk.print(f"{name}: the machine no longer exists")
+    if head.query_error:
+        talk.print(f"warning: cannot determine if a run is active: {head.query_error}")
     return head
 
 
-def _ask(
+def _query(
     outputs: StackOutputs,
     env: Mapping[str, str],
     *,
     folder: Path,
-    more_keys: Sequence[Path],
+    other_keys: Sequence[Path],
     ends: float,
     talk: Console,
 ) -> Head:
@@ -103,11 +103,11 @@ def _ask(
     except MachineGoneError:
         return Head(is_gone=True)
     except TileforgeError as error:
-        return Head(unasked=str(error))
-    keys = [operator_key_path(folder, cluster=inventory.cluster), *more_keys]
+        return Head(query_error=str(error))
+    keys = [operator_key_path(folder, cluster=inventory.cluster), *other_keys]
     key = next((each for each in keys if each.exists()), None)
     if key is None:
-        return Head(machine=node.instance_id, unasked=f"there is no key here: {keys[0]}")
+        return Head(machine=node.instance_id, query_error=f"SSH key not found: {keys[0]}")
     if key == keys[0]:
         require_private(key)
     pinned, login = replace(inventory, nodes=(node,)), Login(user=inventory.ssh_user, key=key)
@@ -118,6 +118,6 @@ def _ask(
             break
         except TileforgeError as error:
             if time.monotonic() + _RETRY_S > ends:
-                return Head(machine=node.instance_id, unasked=str(error))
+                return Head(machine=node.instance_id, query_error=str(error))
         time.sleep(_RETRY_S)
     return Head(machine=node.instance_id, running=found.running, runs=found.runs)

@@ -1,9 +1,8 @@
-"""`logs`: what a rank or the launcher printed."""
+"""`logs`: print the log of a rank or the launcher."""
 
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass
 
 from payload.core.errors import (
     ConfigError,
@@ -12,21 +11,13 @@ from payload.core.errors import (
 )
 from payload.core.links import refuse_links
 from payload.launch.ranks import load_ranks
-from payload.orchestrate.commands.run_choice import RunChoice, site_run
+from payload.orchestrate.commands.run_choice import site_run
+from payload.orchestrate.commands.run_options import LogsOptions
 from payload.orchestrate.follow.follow import Tail, follow_log
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.run_index import find_run
 from payload.orchestrate.terminal.console import text_console
 from payload.run_record.run_files import RunPaths
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogsOptions(RunChoice):
-    """Options of `logs`."""
-
-    rank: int
-    launcher: bool
-    follow: bool
 
 
 def logs(options: LogsOptions, access: LocalAccess) -> int:
@@ -42,7 +33,7 @@ def logs(options: LogsOptions, access: LocalAccess) -> int:
     out, run = text_console(stderr=False), site_run(paths, access)
     with closing(run), run.watched(node) as alive:
         if not alive() and not path.exists():
-            raise UsageError(f"{path} does not exist: the run ended before it wrote one.")
+            raise UsageError(f"{path} not found: the run ended before it wrote this log.")
         follow_log(
             Tail(path),
             show=out.print,
@@ -52,7 +43,7 @@ def logs(options: LogsOptions, access: LocalAccess) -> int:
 
 
 def _node_of(paths: RunPaths, rank: int) -> str | None:
-    """Return the name of a rank's node; None where the rank file cannot be read."""
+    """Return the name of a rank's node, or None if the rank file cannot be read."""
     try:
         ranks = load_ranks(paths.ranks)
     except ConfigError:

@@ -1,4 +1,4 @@
-"""Results on the machines of a cluster that is up, before `up` removes some of them."""
+"""Collect results from a cluster's machines before `up` removes some of them."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from rich.console import Console
 from payload.orchestrate.clouds.gcp.hand_additions import Additions, added_lines
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.stack_outputs import outputs_if_any
-from payload.orchestrate.commands.results_at_stake import AtStake, at_stake
+from payload.orchestrate.commands.results_at_stake import ResultsAtRisk, results_at_risk
 from payload.orchestrate.terminal.console import confirm
 
-WORDS = {"kept": "nothing was built", "force": "up --without-collect"}
+MESSAGES = {"kept": "nothing was built", "force": "up --without-collect"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineResults:
-    """Results on the machines of a cluster that is up, before some of them are removed."""
+    """Results on the machines of a cluster, before some of them are removed."""
 
     pulumi: Pulumi
     runs_dir: Path
     without_collect: bool
-    """Lose them."""
+    """Accept the loss of the results."""
     assume_yes: bool
     env: Mapping[str, str]
     added: Sequence[Additions]
-    """Additions that people have made to the machines by hand."""
+    """Manual changes to the machines."""
     talk: Console
 
-    def look(self, going: Sequence[str]) -> AtStake | None:
-        """Say which machines go, and what is to be collected first; None where nothing is."""
+    def report(self, going: Sequence[str]) -> ResultsAtRisk | None:
+        """Print the machines that go and the runs to collect; None if no results are at stake."""
         if not going:
             return None
         self.talk.print(
-            f"this ends {len(going)} machine(s), with all that is on them: {', '.join(going)}"
+            f"this deletes {len(going)} machine(s) with all their data: {', '.join(going)}"
         )
         outputs = outputs_if_any(self.pulumi)
         if outputs is None or self.without_collect:
             return None
-        stake = at_stake(
+        stake = results_at_risk(
             outputs.inventory.cluster,
             outputs,
             self.env,
@@ -53,16 +53,16 @@ class MachineResults:
         return stake
 
     def save(self, going: Sequence[str], kept: str, question: str) -> bool:
-        """Look, ask, and collect; False after a no. Raises when something would be lost."""
+        """Collect results after a question; False after a no. Raises if results would be lost."""
         for line in added_lines([each for each in self.added if each.machine in going], going):
             self.talk.print(line)
-        stake = self.look(going)
+        stake = self.report(going)
         if not going or self.without_collect:
             return True
         if stake is not None:
-            stake.refuse_losses(kept=kept, force=WORDS["force"])
+            stake.refuse_losses(kept=kept, force=MESSAGES["force"])
         if not confirm(question, assume_yes=self.assume_yes):
             return False
         if stake is not None:
-            stake.bring_home(self.env, kept=kept, force=WORDS["force"])
+            stake.collect_missing(self.env, kept=kept, force=MESSAGES["force"])
         return True

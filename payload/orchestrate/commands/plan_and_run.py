@@ -1,24 +1,26 @@
-"""`plan` and `run`: one flow from an inventory or a site to a run's end."""
+"""`plan` and `run`: from an inventory or a site to the end of a run."""
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack, closing
+from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
-from pathlib import Path
 
 from rich.console import Console
 
-from payload.config.run_config import RunConfig, load_run_config, parse_run_config
+from payload.config.run_config import RunConfig
 from payload.core.errors import ConfigError, DataError, ExitCode
 from payload.core.printable_text import printable
-from payload.estimates.batch_size import as_recorded, left_open
+from payload.estimates.batch_size import left_open
 from payload.formats.checkpoint_listing import newest_sound
 from payload.launch.plan import auto_batch_size
+from payload.orchestrate.commands.config_choice import load_config
+from payload.orchestrate.commands.inventory_site import site_of
+from payload.orchestrate.commands.plan_export import export, require_no_export_options
+from payload.orchestrate.commands.run_options import PlanOptions, RunOptions
 from payload.orchestrate.follow.follow import EndOptions, Tails, follow
 from payload.orchestrate.follow.run_text import Estimate, estimate, print_plan, strategy_table
 from payload.orchestrate.inventories.chosen import ResolvedInventory, load_cluster
@@ -32,8 +34,8 @@ from payload.orchestrate.runs.run_input_checks import (
     settle_initial,
 )
 from payload.orchestrate.runs.run_request import RunRequest
-from payload.orchestrate.runs.site import InventorySite, Site
-from payload.orchestrate.sites.local import Local, require_disk
+from payload.orchestrate.runs.site import Site
+from payload.orchestrate.sites.local import require_disk
 from payload.orchestrate.sites.registry import find_site, run_at_site
 from payload.orchestrate.terminal.console import text_console
 from payload.run_record.approved_settings import (
@@ -45,95 +47,39 @@ from payload.run_record.approved_settings import (
 )
 from payload.run_record.report_and_samples import add_samples
 from payload.run_record.run_files import RunPaths, new_run_id, require_own_folders
-from payload.run_record.run_repair import config_to_resume, known_summary
+from payload.run_record.run_repair import known_summary
 from payload.storage.store_access import bring_data_here, settle_results
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigOptions:
-    """The inventory and the settings of a run, as `plan`, `run` and `preflight` take them."""
-
-    inventory: str | None
-    config: Path | None
-    overrides: Sequence[str]
-
-    def load(
-        self, *, resumed: RunPaths | None = None, say: Callable[[str], None] = lambda _: None
-    ) -> RunConfig:
-        """Return the config file's settings, the resumed run's, or all defaults; with --set on top.
-
-        A micro-batch of `auto` is what a resumed run has settled on. Where that run's settings
-        named a number, `auto` is settled again. Raises ConfigError.
-        """
-        if self.config is not None:
-            config = load_run_config(self.config, overrides=self.overrides)
-        elif resumed is not None:
-            config, warning = config_to_resume(resumed, overrides=self.overrides)
-            if warning:
-                say(f"warning: {warning}")
-        else:
-            return parse_run_config("", overrides=self.overrides, where="defaults")
-        if resumed is not None and _left_size_open(resumed):
-            with suppress(ConfigError):
-                config = as_recorded(config, config_to_resume(resumed, overrides=())[0])
-        return config
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions(ConfigOptions):
-    """Options of `plan`."""
-
-    run_id: str | None
-    runs_dir: Path
-    json: bool
-    strategies: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions(ConfigOptions):
-    """Options of `run`."""
-
-    run_id: str | None
-    runs_dir: Path
-    site: str | None
-    ssh_key: Path | None
-    resume: str | None
-    quick: bool
-    detach: bool
-    grace: float
-    """Seconds to save a checkpoint after a stop was asked for."""
-    json: bool
-    open: bool
-    samples: bool
-    """Let the report show what the model writes before and after the run."""
-
-
 def plan(options: PlanOptions, access: LocalAccess) -> int:
-    """Print what `run` would do."""
+    """Print where a run would be placed, with its memory and time; start nothing."""
+    if options.export is not None:
+        return export(options, access, engine_name=options.export)
+    require_no_export_options(options)
     talk, out = text_console(stderr=True), text_console(stderr=False)
-    chosen, access = _chosen(options, access)
+    chosen, access = _resolved_inventory(options, access)
     talk.print(chosen.headline())
     site = site_of(chosen, access, talk=talk)
-    config = settle_results(options.load(), bucket=chosen.inventory.bucket)
+    config = settle_results(load_config(options), bucket=chosen.inventory.bucket)
     _warn_without_store(chosen, config, talk=talk)
     try:
         vocab_size: int | None = _check_data(config)
     except DataError as error:
         vocab_size = None
-        talk.print(f"note: a run would stop here: {error}")
+        talk.print(f"note: a run would fail: {error}")
     placed = site.check(config, access.environment())
     try:
         config = _settle(config, site, vocab_size=vocab_size, talk=talk)
     except ConfigError as error:
         require_known_sizes(config)
-        talk.print(f"note: a run would stop here: {error}")
-    paths = RunPaths(options.runs_dir / (options.run_id or _fresh_id(config)))
+        talk.print(f"note: a run would fail: {error}")
+    paths = RunPaths(options.runs_dir / (options.run_id or _new_id(config)))
     planned = site.plan(paths, config, vocab_size=vocab_size, placed=placed)
     if site.uses_this_environment:
         try:
             require_disk(planned)
         except ConfigError as error:
-            talk.print(f"note: a run would stop here: {error}")
+            talk.print(f"note: a run would fail: {error}")
     for note in planned.notes():
         talk.print(note)
     estimated = estimate(
@@ -152,13 +98,16 @@ def plan(options: PlanOptions, access: LocalAccess) -> int:
 
 
 def run(options: RunOptions, access: LocalAccess) -> int:
-    """Start a run, or continue one, and follow it to its end."""
+    """Start or resume a run, and follow it until it ends."""
+    if options.profile is not None:
+        profiled = f"train.profile_step={options.profile}"
+        options = replace(options, overrides=[*options.overrides, profiled])
     talk, chosen = text_console(stderr=True), None
     site: Site
     if options.site is not None:
         site = find_site(options.site)
     else:
-        chosen, access = _chosen(options, access)
+        chosen, access = _resolved_inventory(options, access)
         talk.print(chosen.headline())
         site = site_of(
             chosen,
@@ -180,15 +129,15 @@ def run(options: RunOptions, access: LocalAccess) -> int:
         if line is not None:
             talk.print(line)
         if options.detach and not started.was_under_way:
-            words = started.detached()
-            if words is not None:
-                talk.print(words)
+            message = started.detached()
+            if message is not None:
+                talk.print(message)
                 return ExitCode.OK
         end = EndOptions(json=options.json, open=options.open, inventory=options.inventory)
         is_ours = started.paths == request.paths
         status = follow(started, options=end, talk=talk, tails=tails if is_ours else None)
     if options.samples and status == ExitCode.OK and site.uses_this_environment:
-        talk.print("samples: the model before and after the run continues prompts; Ctrl-C skips it")
+        talk.print("samples: generating with the model before and after the run; Ctrl-C skips them")
         problem = add_samples(started.paths)
         if problem:
             talk.print(f"note: the report has no samples: {printable(problem)}")
@@ -202,10 +151,10 @@ def _warn_without_store(chosen: ResolvedInventory, config: RunConfig, *, talk: C
         talk.print(warning)
 
 
-def _chosen(
+def _resolved_inventory(
     options: PlanOptions | RunOptions, access: LocalAccess
 ) -> tuple[ResolvedInventory, LocalAccess]:
-    """Return the inventory, and how planning asks its nodes where it is this machine's."""
+    """Return the inventory, and the machine profile for planning."""
     if options.inventory != "slurm":
         return load_cluster(options.inventory, env=access.environment()), access
     from payload.orchestrate.sites.allocation import allocation
@@ -213,28 +162,6 @@ def _chosen(
     folders = (options.runs_dir.parent,)
     found = allocation(access.environment(), why="--inventory slurm", folders=folders)
     return found.chosen, found.access
-
-
-def site_of(
-    chosen: ResolvedInventory,
-    access: LocalAccess,
-    *,
-    talk: Console,
-    argument: str | None = None,
-    ssh_key: Path | None = None,
-    quick: bool = False,
-) -> InventorySite:
-    """Return the site that an inventory is of. Raises ConfigError.
-
-    `argument` is `--inventory` as it was given; `quick` starts on nodes that were not tried yet.
-    """
-    if chosen.inventory.access.shares_folder:
-        return Local(chosen, access, argument=argument)
-    # paramiko takes half a second to import, which a local run does not need.
-    from payload.orchestrate.sites.ssh import Ssh
-
-    env = access.environment()
-    return Ssh(chosen, env=env, talk=talk, argument=argument, ssh_key=ssh_key, quick=quick)
 
 
 def _request(
@@ -246,10 +173,10 @@ def _request(
     talk: Console,
     held: ExitStack,
 ) -> RunRequest:
-    """Return what the site is to start, checked as far as that is possible before.
+    """Return the run request for the site, with all checks that are possible before the start.
 
     `bucket` is the cluster's own, or None.
-    Raises ConfigError, and PreflightError for what would fail at the site.
+    Raises ConfigError, and PreflightError for a failure that is certain at the site.
     """
     env, code_env = access.environment(), access.code_environment()
     resumed, named = None, named_by(options.overrides)
@@ -258,8 +185,8 @@ def _request(
             options.resume,
             runs_dir=options.runs_dir,
             overrides=options.overrides,
-            settings=lambda: settle_results(options.load(), bucket=bucket),
-            has_config=options.config is not None,
+            settings=lambda: settle_results(load_config(options), bucket=bucket),
+            has_config=options.config_path is not None,
             env=code_env,
             say=talk.print,
         )
@@ -268,9 +195,9 @@ def _request(
         if any(each.startswith("storage.results=") for each in overrides):
             named |= {"storage.results"}
         site.hold_to_resume(resumed, partial(run_at_site, resumed, env), held, talk)
-    config, auto_size = options.load(resumed=resumed, say=talk.print), None
+    config, auto_size = load_config(options, resumed=resumed, say=talk.print), None
     reads_init = resumed is None or options.samples or _reads_init(resumed, config, site)
-    if resumed is not None and options.config is None:
+    if resumed is not None and options.config_path is None:
         require_named(resumed, reaching(config, reads_init=reads_init), named=named)
     config = settle_results(config, bucket=bucket)
     if resumed is not None:
@@ -282,7 +209,7 @@ def _request(
     if resumed is None:
         config = _settle(config, site, vocab_size=vocab_size, talk=talk)
     return RunRequest(
-        paths=resumed or RunPaths(options.runs_dir / (options.run_id or _fresh_id(config))),
+        paths=resumed or RunPaths(options.runs_dir / (options.run_id or _new_id(config))),
         config=config,
         vocab_size=vocab_size,
         resumes=resumed is not None,
@@ -297,9 +224,9 @@ def _request(
 
 
 def _reads_init(resumed: RunPaths, config: RunConfig, site: Site) -> bool:
-    """Return False for a hub's `model.init` of a run that goes on from its checkpoint.
+    """Return False if a resumed run with a local checkpoint does not read `model.init` of a hub.
 
-    Ranks on other machines take the checkpoint of another folder, and an adapter's run reads it.
+    Ranks on other machines read their own folder's checkpoint, and an adapter needs its base.
     """
     init = reaching(config, of=["model.init"])
     if not site.uses_this_environment or config.adapter.is_on() or not unnamed(resumed, init):
@@ -307,16 +234,11 @@ def _reads_init(resumed: RunPaths, config: RunConfig, site: Site) -> bool:
     return not is_on_hub(config.model.init) or newest_sound(resumed.checkpoints) is None
 
 
-def _left_size_open(resumed: RunPaths) -> bool:
-    """Say if the run's plan chose its micro-batch; true as well where it has no plan here."""
-    return not resumed.plan.exists() or auto_batch_size(resumed.plan) is not None
-
-
 def _refuse_when_finished(paths: RunPaths, config: RunConfig) -> None:
     summary = known_summary(paths)
     if summary and summary.status == "finished" and summary.steps >= config.train.steps:
         raise ConfigError(
-            f"run {paths.run_id} is finished after {summary.steps} steps. To train on, raise "
+            f"run {paths.run_id} finished after {summary.steps} steps. To continue, raise "
             f"train.steps: --set train.steps={2 * summary.steps}"
         )
 
@@ -330,13 +252,13 @@ def _check_data(config: RunConfig) -> int:
 
 
 def _settle(config: RunConfig, site: Site, *, vocab_size: int | None, talk: Console) -> RunConfig:
-    """Return the config with the folder or commit that the run begins with. Raises ConfigError."""
+    """Return the config with the resolved model.init. Raises ConfigError."""
     return settle_initial(
         config, vocab_size=vocab_size, say=talk.print, download=site.uses_this_environment
     )
 
 
-def _fresh_id(config: RunConfig) -> str:
+def _new_id(config: RunConfig) -> str:
     return new_run_id(config.run.name, now=datetime.now(), suffix=secrets.token_hex(2))
 
 

@@ -1,4 +1,4 @@
-"""The page of a rehearsal, in Markdown."""
+"""The Markdown page of a rehearsal."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from payload.core.regular_files import read_bytes
 from payload.core.validation.json_text import parse_json
 
 REQUESTS = "requests.jsonl"
-"""In a rehearsal's folder: a line for each request to Google."""
+"""In the rehearsal's folder: one line for each request to Google."""
 _LOG_LINES = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One command, and how it ended."""
+    """One command and its exit code."""
 
     name: str
     argv: Sequence[str]
@@ -35,7 +35,7 @@ class Step:
 
     @property
     def is_good(self) -> bool:
-        """Tell whether it ended as it should."""
+        """Return True if it succeeded."""
         return self.status == 0
 
 
@@ -50,7 +50,7 @@ def page(
     project: str,
     trouble: str,
 ) -> str:
-    """Return the page in Markdown; it names neither the project nor an address."""
+    """Return the page in Markdown, without the project's id and addresses."""
     chosen = ", ".join(f"{key} = {value}" for key, value in sorted(settings.items()))
     lines = [
         "# A rehearsal in Google Cloud",
@@ -59,7 +59,7 @@ def page(
         f"{_provider()}, Python {platform.python_version()}.",
         f"{took_s / 60:.1f} minutes, at most ${hourly_usd * took_s / 3600:.2f}.",
         f"Settings: {chosen}.",
-        *([f"It broke off: {trouble}."] if trouble else []),
+        *([f"It failed: {trouble}."] if trouble else []),
         "",
         "| Step | Exit code | Seconds |",
         "|---|--:|--:|",
@@ -75,57 +75,57 @@ def page(
     ]
     failed = [step for step in steps if not step.is_good]
     if failed:
-        lines += ["", "## What was refused", "", *_report(failed)]
+        lines += ["", "## Failed steps", "", *_report(failed)]
     return f"{_anonymous(chr(10).join(lines), project=project).rstrip()}\n"
 
 
 def _report(failed: Sequence[Step]) -> list[str]:
-    """Return each failed step with its command and the end of its output, for a bug report."""
+    """Return each failed step with its command and the end of its log, for a bug report."""
     lines = []
     for step in failed:
         tail = []
         if step.log is not None:
             tail = printable(read_bytes(step.log).decode("utf-8", "replace")).splitlines()
-        lines += [f"`{' '.join(step.argv)}` ended with {step.status}:", "", "```text"]
+        lines += [f"`{' '.join(step.argv)}` failed with exit code {step.status}:", "", "```text"]
         lines += [*tail[-_LOG_LINES:], "```", ""]
     return lines
 
 
 def _anonymous(text: str, *, project: str) -> str:
     """Return the text without the project's id, addresses and home folders."""
-    places = {Path.cwd(): "FOLDER", Path(sys.prefix): "PYTHON", Path.home(): "HOME"}
-    places[Path(payload.__file__).parents[1]] = "CHECKOUT"
-    for path, word in sorted(places.items(), key=lambda each: -len(each[0].parts)):
-        text = text if path == Path("/") else text.replace(str(path), word)
+    placeholders = {Path.cwd(): "FOLDER", Path(sys.prefix): "PYTHON", Path.home(): "HOME"}
+    placeholders[Path(payload.__file__).parents[1]] = "CHECKOUT"
+    for path, placeholder in sorted(placeholders.items(), key=lambda each: -len(each[0].parts)):
+        text = text if path == Path("/") else text.replace(str(path), placeholder)
     text = text.replace(project, "PROJECT")
     return re.sub(r"\b(?!10\.|127\.)\d{1,3}(?:\.\d{1,3}){3}\b", "ADDRESS", text)
 
 
 def _resource_rows(folder: Path) -> list[str]:
-    """Return a row of each resource that Pulumi changed."""
+    """Return a table row for each resource that Pulumi changed."""
     paths = [*folder.glob("up-*.json"), *folder.glob("destroy-*.json")]
     rows = []
     for path in sorted(paths, key=lambda each: each.stat().st_mtime):
         for each in parse_json(read_bytes(path), where=str(path))["resources"]:
-            what = f"{each['kind']} {each['name']}"
-            rows.append(f"| {what} | {each['state']} | {each['seconds']:.1f} |")
+            resource = f"{each['kind']} {each['name']}"
+            rows.append(f"| {resource} | {each['state']} | {each['seconds']:.1f} |")
     return rows
 
 
 def _request_rows(path: Path) -> list[str]:
-    """Return a row of each kind of request to Google."""
-    asked: dict[str, list[tuple[float, bool]]] = {}
+    """Return a table row for each kind of request to Google."""
+    by_kind: dict[str, list[tuple[float, bool]]] = {}
     if not path.exists():
         return []
     for line in read_bytes(path).splitlines():
         each = parse_json(line, where=str(path))
-        asked.setdefault(each["what"], []).append((each["seconds"], each["failed"]))
+        by_kind.setdefault(each["what"], []).append((each["seconds"], each["failed"]))
     rows = []
-    for what, times in sorted(asked.items()):
+    for what, times in sorted(by_kind.items()):
         seconds = [took for took, _ in times]
         failed = sum(bad for _, bad in times)
-        figures = f"{len(times)} | {median(seconds):.3f} | {max(seconds):.3f} | {failed}"
-        rows.append(f"| {what} | {figures} |")
+        columns = f"{len(times)} | {median(seconds):.3f} | {max(seconds):.3f} | {failed}"
+        rows.append(f"| {what} | {columns} |")
     return rows
 
 

@@ -1,4 +1,4 @@
-"""The steps of a rehearsal, within its budget, and what takes everything down."""
+"""The steps of a rehearsal within its budget, and the teardown."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _GRACE_S = 60.0
 
 @dataclass(slots=True, kw_only=True)
 class Rehearsal:
-    """One way through; `steps` grows."""
+    """One rehearsal; `steps` has the steps taken so far."""
 
     name: str
-    """Name of its stack, its cluster and its run."""
+    """Name of the stack, the cluster and the run."""
     pulumi: Pulumi
     google: Google
     env: Mapping[str, str]
     folder: Path
-    """The cluster's folder, which gets the logs and the page, too."""
+    """The cluster's folder, also for the logs and the page."""
     config: Path
     hourly_usd: float
     budget_usd: float
@@ -49,96 +49,98 @@ class Rehearsal:
     began_s: float = field(default_factory=time.monotonic)
     steps: list[Step] = field(default_factory=list)
 
-    def through(self) -> None:
-        """Take every step up to the resumed run. Raises TileforgeError at the first bad step."""
+    def run_steps(self) -> None:
+        """Take every step up to the resumed run. Raises TileforgeError after a failure."""
         up = ("up", "--yes", "--results-may-be-lost", "--stack", self.name)
         self._step("doctor", "doctor", "--stack", self.name)
         self._step("up", *up)
-        outputs = self._priced()
-        job = ("--inventory", f"stack:{self.name}", *self._job(outputs))
+        outputs = self._checked_outputs()
+        job = ("--inventory", f"stack:{self.name}", *self._config_arguments(outputs))
         preflight = ("preflight", *job, "--wait", _BOOT_MINUTES)
         self._step("preflight", *preflight)
         self._step(f"run of {_STEPS} steps", "run", *job, "--run-id", self.name)
-        self._lose(outputs)
-        self._step("up heals it", *up)
+        self._delete_last_node(outputs)
+        self._step("up repairs it", *up)
         self._step("preflight again", *preflight)
         more = ("--set", f"train.steps={2 * _STEPS}")
         self._step("resume", "run", *job[:2], "--resume", self.name, *more)
 
-    def end(self, *, collect: bool) -> bool:
-        """Take everything down and look; nothing is raised, as this must go to its end.
+    def take_down(self, *, collect: bool) -> bool:
+        """Destroy the cluster and verify; return True if no resource remains.
 
-        Return whether nothing is left. Where results cannot be collected, they are lost.
+        Errors are recorded, not raised. Results that cannot be collected are lost.
         """
         project = ("--project", self.google.project)
         data = ("--delete-filestore", filestore_name(self.name))
         down = ("down", "--yes", "--stack", self.name, *data, *project)
-        gone = collect and self._tried("down", *down)
-        gone = gone or self._tried("down, results lost", *down, "--without-collect")
-        is_clean = self._tried("sweep", "sweep", "--cluster", self.name, *project)
+        gone = collect and self._succeeds("down", *down)
+        gone = gone or self._succeeds("down, results lost", *down, "--without-collect")
+        is_clean = self._succeeds("sweep", "sweep", "--cluster", self.name, *project)
         if gone and is_clean:
             with suppress(TileforgeError):
                 self.pulumi.ask("stack", "rm", "--yes")
         return gone and is_clean
 
-    def _tried(self, name: str, *words: str) -> bool:
+    def _succeeds(self, name: str, *arguments: str) -> bool:
         with suppress(TileforgeError):
-            self._step(name, *words, limited=False)
+            self._step(name, *arguments, limited=False)
         return self.steps[-1].is_good
 
-    def _job(self, outputs: StackOutputs) -> list[str]:
-        """Return the config, with a batch that this cluster's ranks share evenly."""
+    def _config_arguments(self, outputs: StackOutputs) -> list[str]:
+        """Return arguments for the config with a batch size that this cluster's ranks divide."""
         config = load_run_config(self.config)
         nodes = outputs.inventory.nodes
         ranks = place_ranks(nodes, config.launch, device=config.device).world_size
         per_pass = config.batch.per_pass(ranks)
         batch = -(-config.batch.global_batch_size // per_pass) * per_pass
         values = {"batch.global_batch_size": batch, "train.steps": _STEPS}
-        sets = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+        sets = [each for key, value in values.items() for each in ("--set", f"{key}={value}")]
         return ["--config", str(self.config), *sets]
 
-    def _priced(self) -> StackOutputs:
+    def _checked_outputs(self) -> StackOutputs:
         outputs = read_outputs(self.pulumi)
         if outputs.hourly_usd is None or outputs.hourly_usd > 1.1 * self.hourly_usd:
             raise BudgetError(
-                f"the cluster costs {outputs.hourly_usd} dollars an hour, and {self.hourly_usd:.4f}"
-                " were reckoned with"
+                f"the cluster costs ${outputs.hourly_usd} an hour; the estimate was "
+                f"${self.hourly_usd:.4f}"
             )
         return outputs
 
-    def _lose(self, outputs: StackOutputs) -> None:
-        """Delete the last node through Google's API, as a preemption does."""
+    def _delete_last_node(self, outputs: StackOutputs) -> None:
+        """Delete the last node through Google's API, like a preemption."""
         victim, began_s = outputs.inventory.nodes[-1], time.monotonic()
         node = Resource(kind="instance", name=victim.name, location=victim.zone or "")
         failed = remove(self.google, [node])
-        self._note(f"delete {victim.name}", ["DELETE", victim.name], int(bool(failed)), began_s)
+        self._record_step(
+            f"delete {victim.name}", ["DELETE", victim.name], int(bool(failed)), began_s
+        )
 
-    def _step(self, name: str, *words: str, limited: bool = True) -> None:
-        """Run a command. Raises TileforgeError when it does not end as it should."""
-        self.talk.print(f"+ {' '.join(words)}")
+    def _step(self, name: str, *arguments: str, limited: bool = True) -> None:
+        """Run a command. Raises TileforgeError if it fails."""
+        self.talk.print(f"+ {' '.join(arguments)}")
         began_s = time.monotonic()
-        log = self.folder / f"{len(self.steps) + 1:02}-{words[0]}.log"
+        log = self.folder / f"{len(self.steps) + 1:02}-{arguments[0]}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                module_words("payload.orchestrate", *words),
+                module_words("payload.orchestrate", *arguments),
                 env=code_environment(self.env),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # What takes everything down is not ended by Ctrl-C.
+                # Ctrl-C does not reach the teardown.
                 start_new_session=not limited,
             )
             status = self._within_budget(process) if limited else self._wait(process)
-        self._note(name, words, status, began_s, log=log)
+        self._record_step(name, arguments, status, began_s, log=log)
 
     def _within_budget(self, process: subprocess.Popen[bytes]) -> int:
-        """Return its exit status; it is interrupted when the budget is spent."""
+        """Return the exit code; the process is interrupted when the budget is spent."""
         try:
             return process.wait(timeout=self._left_s())
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
         except KeyboardInterrupt:
-            # The terminal has sent it to the command, too.
+            # The terminal also sent the signal to the command.
             process.wait()
             raise
         try:
@@ -149,18 +151,18 @@ class Rehearsal:
         return ExitCode.BUDGET
 
     def _wait(self, process: subprocess.Popen[bytes]) -> int:
-        """Return its exit status, whatever the operator presses meanwhile."""
+        """Return the exit code, and ignore Ctrl-C while waiting."""
         while True:
             try:
                 return process.wait()
             except KeyboardInterrupt:
-                self.talk.print("interrupted: everything is being taken down; it costs until then")
+                self.talk.print("interrupted: destroying the cluster, which is billed until then")
 
     def _left_s(self) -> float:
         spent_s = time.monotonic() - self.began_s
         return max(1.0, self.budget_usd / self.hourly_usd * 3600 - spent_s)
 
-    def _note(
+    def _record_step(
         self,
         name: str,
         argv: Sequence[str],
@@ -174,7 +176,7 @@ class Rehearsal:
         self.steps.append(step)
         self.talk.print(f"  {name}: exit code {status} after {took_s:.1f} s")
         if not step.is_good:
-            error = TileforgeError(f"step {name!r} ended with {status}. Its output: {log}")
+            error = TileforgeError(f"step {name!r} failed with exit code {status}. Its log: {log}")
             error.exit_code = _exit_code(status)
             raise error
 

@@ -1,10 +1,9 @@
-"""`rehearse`: builds the smallest real cluster, tries everything on it once, and removes it."""
+"""`rehearse`: build the smallest real cluster, test its life cycle, and remove it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from payload.config.run_config import load_run_config
@@ -16,6 +15,7 @@ from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.endpoints import REQUEST_LOG, Endpoints
 from payload.orchestrate.clouds.gcp.project_choice import project_of
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
+from payload.orchestrate.commands.cloud_options import RehearseOptions
 from payload.orchestrate.commands.rehearsal_page import REQUESTS, page
 from payload.orchestrate.commands.rehearsal_steps import Rehearsal
 from payload.orchestrate.runs.run_input_checks import check_data
@@ -28,7 +28,7 @@ from payload.stack.cluster_identity import new_cluster_identity, settle_cluster_
 from payload.stack.stack_settings import DEFAULTS
 
 _NAME = "rehearsal-{}"
-"""Name of a rehearsal's stack, cluster and run, with the first digits of the cluster's identity."""
+"""Name of the stack, cluster and run; it contains the first digits of the cluster's identity."""
 _NAME_DIGITS = 8
 _SMALLEST = {
     "nodeCount": "2",
@@ -36,37 +36,26 @@ _SMALLEST = {
     "region": DEFAULTS.region,
 }
 _LIFETIMES_MIN = (45, 120)
-"""Shortest in which a rehearsal can end, and longest that it may take."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RehearseOptions:
-    """Options of `rehearse`."""
-
-    budget_usd: float
-    project: str | None
-    config: Path
-    settings: list[str]
-    yes: bool
+"""Shortest and longest lifetime of a rehearsal's cluster, in minutes."""
 
 
 def rehearse(options: RehearseOptions, env: Mapping[str, str]) -> int:
-    """Ask, go through, take everything down, and print the page."""
+    """Run the rehearsal after a confirmation, destroy the cluster, and print the page."""
     talk = text_console(stderr=True)
     data = load_run_config(options.config).data
     check_data(data.folder(), sequence_length=data.sequence_length)
     settings = _settings(options.settings)
     need = need_of({**settings, "zones": [settings["zone"]]})
-    usd, minutes = _reckon(need, budget_usd=options.budget_usd)
+    usd, minutes = _price_and_lifetime(need, budget_usd=options.budget_usd)
     folder = Path.cwd()
     project = project_of(options.project, None, env, folder=folder)
-    for name in _left_before(env, folder=folder):
-        talk.print(f"{name} was not taken down, or is still going on. {_how_to_take_down(name)}")
+    for name in _leftover_rehearsals(env, folder=folder):
+        talk.print(f"{name} was not destroyed, or is still running. {_how_to_take_down(name)}")
     talk.print(
         f"a rehearsal in project {project}: {need.describe()}, ${usd:.4f} an hour, for at most "
-        f"{minutes} minutes (${usd * minutes / 60:.2f}); the machines end themselves after that"
+        f"{minutes} minutes (${usd * minutes / 60:.2f}); the machines delete themselves after that"
     )
-    if not confirm("Build this, and take it down again?", assume_yes=options.yes):
+    if not confirm("Build this cluster, and destroy it afterwards?", assume_yes=options.yes):
         talk.print("nothing was built")
         return ExitCode.OK
     name = _settle_name(folder)
@@ -88,25 +77,25 @@ def rehearse(options: RehearseOptions, env: Mapping[str, str]) -> int:
         config=options.config,
         hourly_usd=usd,
         budget_usd=options.budget_usd,
-        engine=_engine(pulumi),
+        engine=_pulumi_version(pulumi),
         talk=talk,
     )
-    return _go(rehearsal, settings)
+    return _run_rehearsal(rehearsal, settings)
 
 
-def _go(rehearsal: Rehearsal, settings: Mapping[str, str]) -> int:
+def _run_rehearsal(rehearsal: Rehearsal, settings: Mapping[str, str]) -> int:
     code, trouble = int(ExitCode.OK), ""
     try:
-        rehearsal.through()
+        rehearsal.run_steps()
     except TileforgeError as error:
         code, trouble = error.exit_code, str(error)
     except KeyboardInterrupt:
         code, trouble = INTERRUPTED, "interrupted"
     if trouble:
-        rehearsal.talk.print(f"error: {trouble}; taking everything down")
-    if not rehearsal.end(collect=not trouble):
+        rehearsal.talk.print(f"error: {trouble}; destroying the cluster")
+    if not rehearsal.take_down(collect=not trouble):
         code = ExitCode.TEARDOWN
-        rehearsal.talk.print(f"not all is taken down. {_how_to_take_down(rehearsal.name)}")
+        rehearsal.talk.print(f"some resources remain. {_how_to_take_down(rehearsal.name)}")
     text = page(
         rehearsal.steps,
         folder=rehearsal.folder,
@@ -119,29 +108,29 @@ def _go(rehearsal: Rehearsal, settings: Mapping[str, str]) -> int:
     )
     write_whole(rehearsal.folder / "page.md", text)
     text_console(stderr=False).print(text, soft_wrap=True, end="")
-    rehearsal.talk.print(f"the page: {rehearsal.folder / 'page.md'}")
+    rehearsal.talk.print(f"page: {rehearsal.folder / 'page.md'}")
     return code
 
 
 def _settings(given: Sequence[str]) -> dict[str, str]:
-    """Return the smallest stack's settings, changed by KEY=VALUE. Raises ConfigError."""
+    """Return the smallest stack's settings with KEY=VALUE overrides. Raises ConfigError."""
     settings = dict(_SMALLEST)
     for each in given:
         key, equals, value = each.partition("=")
         if not equals or not key.isalnum() or key in ("cluster", "project"):
-            raise ConfigError(f"--set {each}: must be KEY=VALUE of a cluster's settings.")
+            raise ConfigError(f"--set {each}: must be KEY=VALUE with a setting of the cluster.")
         settings[key] = value
     settings.setdefault("zone", f"{settings['region']}-a")
     return settings
 
 
-def _reckon(need: Need, *, budget_usd: float) -> tuple[float, int]:
-    """Return dollars an hour and for how many minutes. Raises BudgetError, ConfigError."""
+def _price_and_lifetime(need: Need, *, budget_usd: float) -> tuple[float, int]:
+    """Return dollars per hour and the lifetime in minutes. Raises BudgetError, ConfigError."""
     catalog = read_catalog(cluster_path(Path.cwd()), now_unix=time.time())
     usd = cluster_cost(need.billed(spot=need.spot == "true"), catalog=catalog).hourly_usd
     if usd is None:
         raise ConfigError(
-            f"no price is known of {need.describe()}, so no budget can be kept. Take other "
+            f"no known price for {need.describe()}, so the budget cannot be checked. Choose other "
             "settings: --set region=us-central1 --set machineType=c3-standard-4"
         )
     shortest, longest = _LIFETIMES_MIN
@@ -155,43 +144,43 @@ def _reckon(need: Need, *, budget_usd: float) -> tuple[float, int]:
 
 
 def _settle_name(folder: Path) -> str:
-    """Return the name of a new rehearsal, once it is known here: it may be killed any time."""
+    """Record and return the name of a new rehearsal; it can be killed at any time."""
     identity = new_cluster_identity()
     name = _NAME.format(identity[:_NAME_DIGITS])
     settle_cluster_identity(folder, name, told=[identity])
     return name
 
 
-def _left_before(env: Mapping[str, str], *, folder: Path) -> list[str]:
-    """Return the rehearsals of this folder whose stack still exists. Raises PulumiError."""
+def _leftover_rehearsals(env: Mapping[str, str], *, folder: Path) -> list[str]:
+    """Return this folder's rehearsals with an existing stack. Raises PulumiError."""
     pattern = _NAME.format("[0-9a-f]" * _NAME_DIGITS)
     known = {path.parent.name for path in folder.glob(f".cluster/{pattern}/identity.json")}
     if not known:
         return []
     stacks = Pulumi(env, folder=folder).ask_json("stack", "ls")
-    there = {
+    existing = {
         str(each.get("name")).rpartition("/")[2]
         for each in (stacks if isinstance(stacks, list) else [])
         if isinstance(each, dict)
     }
-    return sorted(known & there)
+    return sorted(known & existing)
 
 
 def _how_to_take_down(name: str) -> str:
     down = command("orchestrate", "down", "--stack", name)
-    return f"Take it down: {down}; then: pulumi stack rm {name}"
+    return f"Destroy it: {down}; then: pulumi stack rm {name}"
 
 
 def _make_stack(pulumi: Pulumi, settings: Mapping[str, str]) -> None:
-    """Make the stack, and leave the operator's selected one selected. Raises PulumiError."""
-    # Its name is the option's: the engine refuses one as an argument beside that.
+    """Make the stack without selecting it. Raises PulumiError."""
+    # The option --stack gives the name; Pulumi refuses a second name as an argument.
     pulumi.ask("stack", "init", "--no-select")
     for key, value in settings.items():
         path = ("--path", "zones[0]") if key == "zone" else (key,)
         pulumi.ask("config", "set", *path, value)
 
 
-def _engine(pulumi: Pulumi) -> str:
+def _pulumi_version(pulumi: Pulumi) -> str:
     try:
         return pulumi.ask("version").strip()
     except TileforgeError:

@@ -1,13 +1,13 @@
-"""`remove`: removes old runs from the disk."""
+"""`remove`: delete old runs from the disk."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from payload.core.errors import ExitCode, TileforgeError, UsageError
-from payload.orchestrate.commands.run_choice import alive_at_site, mirrored_if_readable
+from payload.orchestrate.commands.run_choice import is_alive_at_site, readable_mirror
+from payload.orchestrate.commands.run_options import RemoveOptions
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.mirror import Mirrored, mirror_file
 from payload.orchestrate.runs.removal import (
@@ -22,35 +22,22 @@ from payload.orchestrate.terminal.console import text_console
 from payload.run_record.run_files import LATEST, RunPaths, point_latest_at
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoveOptions:
-    """Options of `remove`."""
-
-    runs: Sequence[str]
-    keep: int | None
-    """Remove all but so many of the newest, in place of `runs`."""
-    dry_run: bool
-    force: bool
-    """Also runs that were not collected, and those with weights that another's adapter needs."""
-    runs_dir: Path
-
-
 def remove(options: RemoveOptions, access: LocalAccess) -> int:
-    """Remove the named runs, or all but the newest; never one that is running."""
+    """Remove the named runs, or all except the newest; a running run stays."""
     runs_dir = options.runs_dir
     talk, out = text_console(stderr=True), text_console(stderr=False)
     if bool(options.runs) == (options.keep is not None):
-        raise UsageError("name the runs to remove, or say how many to keep with --keep N.")
+        raise UsageError("name the runs to remove, or keep the newest N with --keep N.")
     if options.keep is not None and options.keep < 0:
         raise UsageError(f"--keep {options.keep}: must be 0 or more.")
     refused: TileforgeError | None = None
     gone: set[Path] = set()
-    for paths in _chosen(runs_dir, options.runs, keep=options.keep):
+    for paths in _selected(runs_dir, options.runs, keep=options.keep):
         size = _size_bytes(paths.root) / 1e9
         try:
-            if alive_at_site(paths, access):
-                raise UsageError(f"run {paths.run_id} has a job that has not ended. Stop it first.")
-            mirrored = mirrored_if_readable(paths)
+            if is_alive_at_site(paths, access.environment()):
+                raise UsageError(f"run {paths.run_id} has an active job. Stop it first.")
+            mirrored = readable_mirror(paths)
             refuse_to_remove(
                 paths,
                 [each for each in all_runs(runs_dir) if each.root not in gone],
@@ -70,15 +57,15 @@ def remove(options: RemoveOptions, access: LocalAccess) -> int:
     if not options.dry_run:
         finish_removals(runs_dir)
         _repair_latest(runs_dir)
-    # What --keep passes over is no failure: it was not asked for by name.
+    # A run that --keep skips is not a failure: it was not named.
     return refused.exit_code if refused is not None and options.runs else ExitCode.OK
 
 
-def _chosen(runs_dir: Path, names: Sequence[str], *, keep: int | None) -> list[RunPaths]:
-    """Return the runs that the command line means, each once. Raises UsageError.
+def _selected(runs_dir: Path, names: Sequence[str], *, keep: int | None) -> list[RunPaths]:
+    """Return the selected runs without duplicates. Raises UsageError.
 
-    What only looks like a run does not count among those that are kept. A run comes after the
-    adapters on its weights, as it can be removed only then.
+    Folders of other programs do not count for `keep`. A run follows the adapters on its weights,
+    because it can be removed only after them.
     """
     if keep is not None:
         found = [paths for paths in all_runs(runs_dir) if is_own_run(paths)][keep:]
@@ -89,13 +76,13 @@ def _chosen(runs_dir: Path, names: Sequence[str], *, keep: int | None) -> list[R
 
 
 def _may_lose(paths: RunPaths, mirrored: Mirrored | None) -> bool:
-    """Tell whether the run is on a cluster and was not collected."""
+    """Return True if the run is on a cluster and was not collected."""
     was_collected = mirrored is not None and mirrored.collected is not None
     return not was_collected and (mirror_file(paths).exists() or is_copy(paths))
 
 
 def _repair_latest(runs_dir: Path) -> None:
-    """Let `latest` lead to the newest run that has a checkpoint, where its own is gone."""
+    """Point a dangling `latest` at the newest run with a checkpoint."""
     link = runs_dir / LATEST
     if not link.is_symlink() or link.exists():
         return

@@ -19,7 +19,7 @@ from payload.formats.checkpoint_listing import MANIFEST_FILE, checkpoint_step
 from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.clouds.pulumi.stack_outputs import StackOutputs
 from payload.orchestrate.commands.collect import collect
-from payload.orchestrate.commands.run_choice import RunChoice
+from payload.orchestrate.commands.run_options import RunChoice
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.mirror import Mirrored, read_mirrored
 from payload.orchestrate.runs.run_index import all_runs
@@ -27,41 +27,41 @@ from payload.run_record.run_files import RunPaths, Summary, read_json
 
 if TYPE_CHECKING:
     from payload.orchestrate.ssh.node_code import RunThere
-from payload.orchestrate.commands.head_runs import Head, ask_head
+from payload.orchestrate.commands.head_runs import Head, query_head
 
 Copies = Sequence[tuple[RunPaths, Mirrored, ClusterInventory]]
-"""The runs of a cluster that have a copy here."""
+"""The runs of a cluster with a local copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AtStake:
+class ResultsAtRisk:
     """Results that would be lost with the cluster's machines."""
 
     copies: Copies
     head: Head
-    ask: Callable[[], Head] | None
-    """A function that asks the head again; None where there is none."""
+    query_again: Callable[[], Head] | None
+    """Queries the head again; None for a cluster that was never up."""
 
     @property
     def missing(self) -> Sequence[RunPaths]:
-        """Runs whose copy here lacks something that the head has, or that may be going on."""
-        there = {run.run_id: run for run in self.head.runs}
+        """Runs with an incomplete local copy, and runs that can still be active."""
+        on_head = {run.run_id: run for run in self.head.runs}
         return [
             paths
             for paths, mirrored, inventory in self.copies
             if not self.head.has_lost(inventory.head)
-            and not _is_whole(paths, mirrored, there.get(paths.run_id))
+            and not _is_whole(paths, mirrored, on_head.get(paths.run_id))
         ]
 
     @property
-    def elsewhere(self) -> Sequence[str]:
-        """Runs that have something on the head and no copy here that can be brought up to date."""
+    def uncopied(self) -> Sequence[str]:
+        """Runs with results on the head and without a local copy that can be updated."""
         known = {paths.run_id for paths, _, _ in self.copies}
-        there = [run.run_id for run in self.head.runs if run.state or run.checkpoint]
-        return [run_id for run_id in there if run_id not in known]
+        on_head = [run.run_id for run in self.head.runs if run.state or run.checkpoint]
+        return [run_id for run_id in on_head if run_id not in known]
 
     def note_address(self, head: Node) -> None:
-        """Write the external address that the head has now into the copies of its runs."""
+        """Write the head's current external address into the local copies of its runs."""
         for paths, _, inventory in self.copies:
             was = inventory.head
             if was.instance_id == self.head.machine and was.external_address is not None:
@@ -70,45 +70,44 @@ class AtStake:
                 write_whole(paths.inventory, now.to_json())
 
     def names(self) -> str:
-        """Name the runs to collect, for people, and the one that goes on."""
-        names = ", ".join(paths.run_id for paths in self.missing) or "nothing is missing here"
-        return names + (f"; run {self.head.running} is going on" if self.head.running else "")
+        """Return the names of the runs to collect, and of the active run, as text."""
+        names = ", ".join(paths.run_id for paths in self.missing) or "nothing is missing"
+        return names + (f"; run {self.head.running} is active" if self.head.running else "")
 
     def refuse_losses(self, *, kept: str, force: str) -> None:
-        """Raise ConfigError when a run may go on, or has results that nothing here collects.
+        """Raise ConfigError if a run can be active, or has results that cannot be collected.
 
-        `kept` says what is not done then, `force` is the command that does it all the same.
+        `kept` is the outcome in the message, `force` the command that ignores the results.
         """
-        if self.head.unasked:
+        if self.head.query_error:
             raise ConfigError(
-                f"it is not known whether a run is going on, so {kept} (go on all the same: "
-                f"{force}): {self.head.unasked}"
+                f"cannot determine if a run is active, so {kept} (to continue anyway: {force}): "
+                f"{self.head.query_error}"
             )
         running = self.head.running
         if running is not None:
             if running in [paths.run_id for paths, _, _ in self.copies]:
                 how = _how_to_stop(running)
             else:
-                how = f"It has no copy here. Stop it elsewhere, or here after: {_attach(running)}"
+                how = f"It has no local copy. Stop it on its machine, or attach: {_attach(running)}"
             raise ConfigError(
-                f"run {running} is going on, so {kept}. {how} (or lose its end: {force})"
+                f"run {running} is active, so {kept}. {how} (or lose its last steps: {force})"
             )
-        if self.elsewhere:
+        if self.uncopied:
             raise ConfigError(
-                f"{len(self.elsewhere)} run(s) that have no copy here (started elsewhere, removed "
-                "or damaged) have results on the "
-                f"head: {', '.join(self.elsewhere[:5])}, so {kept}. Bring each here first: "
-                f"{_attach(self.elsewhere[0])} "
-                f"(or lose them: {force})"
+                f"{len(self.uncopied)} run(s) have results on the head and no local copy (started "
+                f"elsewhere, removed or damaged): {', '.join(self.uncopied[:5])}, so {kept}. Fetch "
+                f"each first: {_attach(self.uncopied[0])} (or lose them: {force})"
             )
 
-    def bring_home(self, env: Mapping[str, str], *, kept: str, force: str) -> Sequence[RunPaths]:
-        """Collect the runs and return them. Raises when one cannot be; the words are as above.
+    def collect_missing(
+        self, env: Mapping[str, str], *, kept: str, force: str
+    ) -> Sequence[RunPaths]:
+        """Collect the missing runs and return them. Raises ConfigError like `refuse_losses`.
 
-        The head is asked once more: a run may have begun, or gone on and ended, while the operator
-        was thinking.
+        The head is queried again: a run can have started or ended while the operator decided.
         """
-        now = self if self.ask is None else replace(self, head=self.ask())
+        now = self if self.query_again is None else replace(self, head=self.query_again())
         now.refuse_losses(kept=kept, force=force)
         missing = now.missing
         for paths in missing:
@@ -116,7 +115,7 @@ class AtStake:
         return missing
 
 
-def at_stake(
+def results_at_risk(
     cluster: str,
     outputs: StackOutputs | None,
     env: Mapping[str, str],
@@ -124,32 +123,32 @@ def at_stake(
     folder: Path,
     runs_dir: Path,
     talk: Console,
-    patience_s: float = 0.0,
-) -> AtStake:
-    """Look here and ask the head. Without `outputs` the cluster never came up, and has none.
+    retry_for_s: float = 0.0,
+) -> ResultsAtRisk:
+    """Compare the local copies with the head. Without `outputs` the cluster was never up.
 
-    A head that boots is asked again for `patience_s`.
+    A booting head is retried for `retry_for_s`.
     """
     project = None if outputs is None else outputs.project
     copies = list(_copies(runs_dir, cluster, project=project, talk=talk))
-    # Of a stack without outputs whatever had this name and results before is gone.
-    ask, head = None, Head(is_gone=True)
+    # Without outputs, any earlier cluster of this name is already gone.
+    query_again, head = None, Head(is_gone=True)
     if outputs is not None:
         keys = [Path(mirrored.ssh_key) for _, mirrored, _ in copies]
-        ask = partial(ask_head, outputs, env, folder=folder, more_keys=keys, talk=talk)
-        head = ask(patience_s=patience_s)
+        query_again = partial(query_head, outputs, env, folder=folder, other_keys=keys, talk=talk)
+        head = query_again(retry_for_s=retry_for_s)
     for paths, mirrored, inventory in copies:
         if head.has_lost(inventory.head) and not _is_whole(paths, mirrored, None):
-            talk.print(f"run {paths.run_id}: the machine that had its results is gone")
-    return AtStake(copies=copies, head=head, ask=ask)
+            talk.print(f"run {paths.run_id}: its results are lost: the machine no longer exists")
+    return ResultsAtRisk(copies=copies, head=head, query_again=query_again)
 
 
 def _copies(
     runs_dir: Path, cluster: str, *, project: str | None, talk: Console
 ) -> Iterator[tuple[RunPaths, Mirrored, ClusterInventory]]:
-    """Yield what can be brought up to date; of a damaged copy the head tells whether it matters.
+    """Yield the local copies that can be updated; damaged copies count as missing.
 
-    A cluster of the name in another project than `project` is another one.
+    A cluster of this name in another project than `project` is a different cluster.
     """
     for paths in all_runs(runs_dir):
         try:
@@ -158,7 +157,7 @@ def _copies(
                 continue
             inventory = ClusterInventory.load(paths.inventory)
         except ConfigError as error:
-            talk.print(f"warning: run {paths.run_id} counts as one without a copy here: {error}")
+            talk.print(f"warning: run {paths.run_id}: the local copy is ignored: {error}")
             continue
         if inventory.cluster == cluster and (
             None in (project, inventory.project) or project == inventory.project
@@ -166,19 +165,19 @@ def _copies(
             yield paths, mirrored, inventory
 
 
-def _is_whole(paths: RunPaths, mirrored: Mirrored, there: RunThere | None) -> bool:
-    """Return whether all of a run that has ended is here; `there` is what the head has of it now.
+def _is_whole(paths: RunPaths, mirrored: Mirrored, on_head: RunThere | None) -> bool:
+    """Return True if an ended run is complete locally; `on_head` is the head's current record.
 
-    Somebody else may have resumed it since it was collected. Without the head's word the copy's has
-    to do: the newest checkpoint of a run that failed may be older than its last step, or there is
-    none, so that what was collected tells.
+    Another operator can have resumed the run after it was collected. Without the head's record,
+    the local copy decides: a failed run can lack a checkpoint of its last step, so the name of the
+    collected checkpoint counts.
     """
     if mirrored.alive:
         return False
-    if there is not None:
-        newest = paths.checkpoints / there.checkpoint / MANIFEST_FILE
-        has_newest = not there.checkpoint or newest.is_file()
-        if not has_newest or _sha256(paths.state) != there.state:
+    if on_head is not None:
+        newest = paths.checkpoints / on_head.checkpoint / MANIFEST_FILE
+        has_newest = not on_head.checkpoint or newest.is_file()
+        if not has_newest or _sha256(paths.state) != on_head.state:
             return False
     collected = mirrored.collected
     if collected is not None and (not collected or (paths.checkpoints / collected).is_dir()):
@@ -206,7 +205,7 @@ def _collect(paths: RunPaths, env: Mapping[str, str], *, kept: str, force: str) 
     except TileforgeError as error:
         why = str(error).rstrip(".")
         again = TileforgeError(
-            f"run {paths.run_id} is not brought home, so {kept}: {why}. To go on without its "
+            f"run {paths.run_id} could not be collected, so {kept}: {why}. To continue without its "
             f"results: {force}"
         )
         again.exit_code = error.exit_code
@@ -214,8 +213,8 @@ def _collect(paths: RunPaths, env: Mapping[str, str], *, kept: str, force: str) 
     mirrored = read_mirrored(paths)
     if mirrored is not None and mirrored.alive:
         raise ConfigError(
-            f"run {paths.run_id} is going on, so {kept}. {_how_to_stop(paths.run_id)} "
-            f"(or lose its end: {force})"
+            f"run {paths.run_id} is active, so {kept}. {_how_to_stop(paths.run_id)} "
+            f"(or lose its last steps: {force})"
         )
 
 

@@ -1,84 +1,74 @@
-"""The run that a command is about."""
+"""Find the run that a command reads or changes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from payload.core.errors import ConfigError, TileforgeError, UsageError
-from payload.orchestrate.commands.plan_and_run import site_of
-from payload.orchestrate.inventories.chosen import load_cluster
-from payload.orchestrate.machine_profiles.local_profile import LocalAccess
+from payload.orchestrate.commands.run_options import ClusterRunChoice
 from payload.orchestrate.runs.mirror import Mirrored, read_mirrored
 from payload.orchestrate.runs.run_index import find_run
 from payload.orchestrate.runs.site import SiteRun, looks_alive
-from payload.orchestrate.sites.local import LocalRun
 from payload.orchestrate.sites.registry import run_at_site
 from payload.orchestrate.terminal.console import text_console
 from payload.run_record.run_files import RunPaths
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunChoice:
-    """Which run a command is about; the options of `collect`."""
-
-    run: str | None
-    runs_dir: Path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterRunChoice(RunChoice):
-    """Which run a command is about: by its folder here, or on the cluster of an inventory."""
-
-    inventory: str | None
-    ssh_key: Path | None
+if TYPE_CHECKING:
+    from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 
 
 def site_run(paths: RunPaths, access: LocalAccess) -> SiteRun:
-    """Return the run of a folder here, wherever it lives. Raises ConfigError."""
+    """Return the run of a local folder, on this machine or at its site. Raises ConfigError."""
     env = access.environment()
     at_site = run_at_site(paths, env)
     if at_site is not None:
         return at_site
     mirrored = read_mirrored(paths)
     if mirrored is None:
+        from payload.orchestrate.sites.local import LocalRun
+
         return LocalRun(paths, access=access)
-    # paramiko takes half a second to import, which a local run does not need.
+    # paramiko takes half a second to import; a local run does not need it.
     from payload.orchestrate.sites.ssh_run import run_of_copy
 
     return run_of_copy(paths, mirrored, env=env, talk=text_console(stderr=True))
 
 
 def run_of(options: ClusterRunChoice, access: LocalAccess, *, verb: str) -> SiteRun:
-    """Return the run of a folder here, or one that the cluster of `--inventory` has."""
+    """Return the run of a local folder, or a run on the cluster of `--inventory`."""
     if options.inventory is None:
         return site_run(find_run(options.runs_dir, options.run), access)
+    # `list` and `status` need no inventory; these modules take 0.2 s to import.
+    from payload.orchestrate.commands.inventory_site import site_of
+    from payload.orchestrate.inventories.chosen import load_cluster
+
     chosen = load_cluster(options.inventory, env=access.environment())
     talk = text_console(stderr=True)
     site = site_of(chosen, access, talk=talk, argument=options.inventory, ssh_key=options.ssh_key)
     return site.find_run(options.run, runs_dir=options.runs_dir, verb=verb)
 
 
-def run_is_here(paths: RunPaths) -> UsageError:
-    """Return the error of a command on a run that is on this machine."""
+def local_run_error(paths: RunPaths) -> UsageError:
+    """Return the error of a cluster command for a run on this machine."""
     return UsageError(
-        f"run {paths.run_id} is on this machine: look with status and logs -f. For one on a "
-        "cluster, name it with --inventory FILE."
+        f"run {paths.run_id} is on this machine: use status and logs -f. For a run on a cluster, "
+        "name the cluster with --inventory FILE."
     )
 
 
-def alive_at_site(paths: RunPaths, access: LocalAccess) -> bool | None:
-    """Return whether a run's job goes on; None where it has none, or its site does not answer."""
+def is_alive_at_site(paths: RunPaths, env: Mapping[str, str]) -> bool | None:
+    """Return whether a run's job is active, or None without a job or an answer of its site."""
     try:
-        at_site = run_at_site(paths, access.environment())
+        at_site = run_at_site(paths, env)
         return None if at_site is None else looks_alive(at_site, set())
     except TileforgeError:
         return None
 
 
-def mirrored_if_readable(paths: RunPaths) -> Mirrored | None:
-    """Return the record of a copy; None where there is none, or where it cannot be read."""
+def readable_mirror(paths: RunPaths) -> Mirrored | None:
+    """Return the record of a local copy, or None if it is missing or unreadable."""
     try:
         return read_mirrored(paths)
     except ConfigError:
-        return None  # what cannot be read does not say that the run was collected
+        return None  # an unreadable record does not prove that the run was collected

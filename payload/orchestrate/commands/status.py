@@ -1,4 +1,4 @@
-"""`status`: one run and its ranks."""
+"""`status`: show one run and its ranks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import json
 import time
 from collections.abc import Mapping
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from payload.core.errors import ConfigError, ExitCode
 from payload.machines.inventory import ClusterInventory
-from payload.orchestrate.commands.run_choice import RunChoice, mirrored_if_readable, site_run
+from payload.orchestrate.commands.run_choice import readable_mirror, site_run
+from payload.orchestrate.commands.run_options import StatusOptions
 from payload.orchestrate.follow.run_text import ranks_lines, status_lines
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.run_index import find_run, view_run
@@ -18,21 +19,14 @@ from payload.orchestrate.terminal.console import text_console
 from payload.run_record.run_files import RunPaths
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StatusOptions(RunChoice):
-    """Options of `status`."""
-
-    json: bool
-
-
 def status(options: StatusOptions, access: LocalAccess) -> int:
     """Show one run and its ranks."""
     began_unix = time.time()
     paths = find_run(options.runs_dir, options.run)
     run = site_run(paths, access)
-    with closing(run), run.watched() as look:
-        alive = look()
-    for line in _stopped(paths, access.environment(), since_unix=began_unix):
+    with closing(run), run.watched() as is_alive:
+        alive = is_alive()
+    for line in _stopped_machines(paths, access.environment(), since_unix=began_unix):
         text_console(stderr=True).print(line)
     view = view_run(paths, now_unix=time.time(), alive=alive if run.has_job else None)
     out = text_console(stderr=False)
@@ -44,12 +38,12 @@ def status(options: StatusOptions, access: LocalAccess) -> int:
     return ExitCode.OK
 
 
-def _stopped(paths: RunPaths, env: Mapping[str, str], *, since_unix: float) -> list[str]:
-    """Return which machines were stopped, of a copy that no node has brought up to date since then.
+def _stopped_machines(paths: RunPaths, env: Mapping[str, str], *, since_unix: float) -> list[str]:
+    """Return text about stopped machines if no node has updated the local copy since `since_unix`.
 
-    A run that has ended and was collected needs none.
+    A collected run needs no machine.
     """
-    mirrored = mirrored_if_readable(paths)
+    mirrored = readable_mirror(paths)
     if mirrored is None or mirrored.collected is not None or mirrored.seen_unix >= since_unix:
         return []
     # Google's libraries take a second to import.

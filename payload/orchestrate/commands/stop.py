@@ -1,16 +1,16 @@
-"""`stop`: stops a run, and brings its results here."""
+"""`stop`: stop a run, and collect its results."""
 
 from __future__ import annotations
 
 import signal
 import time
 from contextlib import closing
-from dataclasses import dataclass
 
 from rich.console import Console
 
 from payload.core.errors import ExitCode
-from payload.orchestrate.commands.run_choice import ClusterRunChoice, run_of
+from payload.orchestrate.commands.run_choice import run_of
+from payload.orchestrate.commands.run_options import StopOptions
 from payload.orchestrate.follow.follow import EndOptions, StopWait, say_run_end
 from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.site import SiteRun, how_to_attach
@@ -19,17 +19,8 @@ from payload.run_record.run_files import StopRequest
 from payload.run_record.run_lock import FORCE_SIGNAL
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopOptions(ClusterRunChoice):
-    """Options of `stop`."""
-
-    force: bool
-    grace: float | None
-    """Seconds to save a checkpoint; None for what `run` was given."""
-
-
 def stop(options: StopOptions, access: LocalAccess) -> int:
-    """Stop a run with a checkpoint or at once, and see that no process of it is left."""
+    """Stop a run with a checkpoint or immediately, and verify that no process remains."""
     talk = text_console(stderr=True)
     run = run_of(options, access, verb="stop")
     with closing(run):
@@ -41,7 +32,7 @@ def _stop(run: SiteRun, options: StopOptions, *, talk: Console) -> int:
     request = StopRequest(grace_s=options.grace)
     run_id = run.paths.run_id
     if run.signal(number, request):
-        how = "stopping at once" if options.force else "saving and stopping"
+        how = "stopping immediately" if options.force else "saving and stopping"
         talk.print(f"run {run_id}: {how}")
         wait = StopWait(run.paths, request)
         while run.look().alive:
@@ -54,7 +45,7 @@ def _stop(run: SiteRun, options: StopOptions, *, talk: Console) -> int:
             return ExitCode.OK
     home = run.bring_home(at_once=options.force)
     if home.alive:
-        talk.print(f"it has ended and was started again; {how_to_attach(run.paths)}")
+        talk.print(f"the run ended and was started again; {how_to_attach(run.paths)}")
         return ExitCode.OK
     line = run.result_line()
     if line is not None:

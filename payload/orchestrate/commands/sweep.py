@@ -1,10 +1,9 @@
-"""`sweep`: lists what clusters left in the cloud, and removes it."""
+"""`sweep`: list and delete leftover cloud resources."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,27 +24,13 @@ from payload.orchestrate.clouds.gcp.ownership import NO_IDENTITY, Ownership
 from payload.orchestrate.clouds.gcp.project_choice import project_of
 from payload.orchestrate.clouds.gcp.removal import remove
 from payload.orchestrate.clouds.gcp.resource_kinds import FILESTORE
+from payload.orchestrate.commands.cloud_options import SweepOptions
 from payload.orchestrate.terminal.console import confirm, confirm_by_name, text_console
 from payload.stack.cluster_identity import PATTERN, WANTED, recorded_cluster_identity
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepOptions:
-    """Options of `sweep`."""
-
-    cluster: str | None
-    project: str | None
-    identity: str | None
-    keep_buckets: bool
-    delete: bool
-    delete_filestore: list[str]
-    """Names of Filestore instances that may be deleted with their data."""
-    json: bool
-    yes: bool
-
-
 def sweep(options: SweepOptions, env: Mapping[str, str]) -> int:
-    """Look, show, and remove when asked to."""
+    """List leftover resources, and delete them with --delete."""
     folder = Path.cwd()
     project = project_of(options.project, options.cluster, env, folder=folder)
     _check_identity(options)
@@ -64,8 +49,8 @@ def sweep(options: SweepOptions, env: Mapping[str, str]) -> int:
     if options.delete and found.removable() and not found.may_live():
         _show(found, as_json=False)
         if named is not None and not confirm_by_name(
-            f"No proof on this machine that cluster {options.cluster} (identity "
-            f"{', '.join(named.identities)}) is yours. Delete its resources?",
+            f"Cluster {options.cluster} (identity {', '.join(named.identities)}) has no proof of "
+            "ownership on this machine. Delete its resources?",
             name=str(options.cluster),
         ):
             raise TeardownError("nothing was removed.")
@@ -80,9 +65,10 @@ def sweep(options: SweepOptions, env: Mapping[str, str]) -> int:
 
 
 def _named_proof(options: SweepOptions, folder: Path) -> Ownership | None:
-    """Return what --identity proves, where it names another cluster than the folder's own.
+    """Return the ownership from --identity if it is another cluster than the folder's own.
 
-    With --delete, what the folder's file says is as if it were named: its name is asked for.
+    With --delete, an identity that only the folder's file contains counts as given: its name must
+    be typed.
     """
     if options.cluster is None:
         return None
@@ -96,17 +82,17 @@ def _named_proof(options: SweepOptions, folder: Path) -> Ownership | None:
 
 
 def _check_identity(options: SweepOptions) -> None:
-    """Raise UsageError for an --identity that cannot be."""
+    """Raise UsageError for an invalid --identity."""
     identity = options.identity
     if identity is None:
         return
     if not (identity == NO_IDENTITY or PATTERN.fullmatch(identity)):
         raise UsageError(
-            f"--identity {shown(identity)}: must be {WANTED} as `sweep` prints them, or "
-            f"{NO_IDENTITY!r} for what has no identity."
+            f"--identity {shown(identity)}: must be {WANTED} as printed by `sweep`, or "
+            f"{NO_IDENTITY!r} for resources without an identity."
         )
     if options.cluster is None:
-        raise UsageError("--identity: name the cluster, too: --cluster NAME")
+        raise UsageError("--identity needs the cluster's name. Add --cluster NAME.")
 
 
 def _show(found: Sweep, *, as_json: bool) -> None:
@@ -120,7 +106,7 @@ def _show(found: Sweep, *, as_json: bool) -> None:
 def _remove(google: Google, found: Sweep, *, assume_yes: bool, talk: Console) -> None:
     going = found.removable()
     if not confirm(
-        f"Remove these {len(going)} resource(s) from {found.project}? Buckets stay.",
+        f"Delete these {len(going)} resource(s) from {found.project}? Buckets stay.",
         assume_yes=assume_yes,
     ):
         raise TeardownError("nothing was removed.")

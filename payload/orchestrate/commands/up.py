@@ -1,4 +1,4 @@
-"""`up`: preview, the operator's yes, and `pulumi up` until it is done."""
+"""`up`: preview, confirmation, and `pulumi up`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from payload.orchestrate.clouds.gcp.hand_additions import (
     hand_added,
     kept_metadata,
 )
-from payload.orchestrate.clouds.gcp.machine_start import StoppedChoice, see_to_stopped
+from payload.orchestrate.clouds.gcp.machine_start import see_to_stopped
 from payload.orchestrate.clouds.gcp.project_choice import project_of
 from payload.orchestrate.clouds.gcp.removal_order import Resource
 from payload.orchestrate.clouds.pulumi.building import Builder, replacing, with_words
@@ -60,9 +60,14 @@ from payload.orchestrate.clouds.pulumi.stack_state import (
     refuse_another_project,
     stack_state,
 )
-from payload.orchestrate.commands.cluster_name_conflict import of_this_name, own_identity, take_over
-from payload.orchestrate.commands.machine_results import WORDS, MachineResults
-from payload.orchestrate.commands.results_at_stake import AtStake
+from payload.orchestrate.commands.cloud_options import UpOptions
+from payload.orchestrate.commands.cluster_name_conflict import (
+    conflicting_resources,
+    own_identity,
+    take_over,
+)
+from payload.orchestrate.commands.machine_results import MESSAGES, MachineResults
+from payload.orchestrate.commands.results_at_stake import ResultsAtRisk
 from payload.orchestrate.runs.at_risk import cluster_warning, refuse_spot_without_bucket
 from payload.orchestrate.terminal.console import confirm, text_console
 from payload.stack.cloud_requirements import need_of, text_list
@@ -71,50 +76,30 @@ from payload.stack.cluster_identity import settle_cluster_identity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpOptions:
-    """Options of `up`."""
-
-    stack: str | None
-    runs_dir: Path
-    next_zone: bool
-    keep_on_failure: bool
-    without_collect: bool
-    take_over: str | None
-    delete_filestore: list[str]
-    """Names of Filestore instances that may be deleted with their data."""
-    stopped: StoppedChoice | None
-    """Treatment of stopped machines; None to ask."""
-    results_may_be_lost: bool
-    """Build spot machines without a bucket, too."""
-    dry_run: bool
-    yes: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Stack:
-    """The stack that is to be built, as it was before."""
+    """The stack before it is built."""
 
     options: UpOptions
     env: Mapping[str, str]
-    known: dict[str, Any]
-    """Its config."""
+    config: dict[str, Any]
+    """The stack's config."""
     operations: Operations
     before: StackState
     identity: str
-    """The cluster's own."""
+    """The cluster's identity."""
 
     def google(self) -> Google:
         """Return the project's client; its libraries take a second to import."""
         cluster, folder = self.operations.cluster, self.operations.folder
-        project = project_of(self.known.get("project"), cluster, self.env, folder=folder)
+        project = project_of(self.config.get("project"), cluster, self.env, folder=folder)
         return Google(project, endpoints=Endpoints.from_env(self.env))
 
-    def of_others(self) -> Sequence[Resource]:
-        """Return what another cluster of the name has, and is to be taken over."""
-        # With other credentials than Pulumi's, nothing that is built could be removed.
+    def of_other_cluster(self) -> Sequence[Resource]:
+        """Return the resources of another cluster of this name that will be taken over."""
+        # With other credentials than Pulumi's, new resources could not be removed.
         self.google().check_access()
         own = ownership_of(self.before, self.identity, project=self.google().project)
-        return of_this_name(
+        return conflicting_resources(
             self.google(),
             self.operations.cluster,
             own,
@@ -127,7 +112,7 @@ class _Stack:
         return may_delete(names, named=self.options.delete_filestore, kept=kept)
 
     def start_stopped(self) -> list[str]:
-        """See to machines that were stopped; return the words that replace some of them."""
+        """Start stopped machines; return Pulumi arguments that replace machines."""
         places = {}
         if self.before.parts:
             places = places_in(self.before, project=self.google().project)
@@ -145,15 +130,15 @@ class _Stack:
 
 
 def up(options: UpOptions, env: Mapping[str, str]) -> int:
-    """Build the cluster, or bring it up to date."""
-    stack = _settled(options, env)
+    """Build or update the cluster."""
+    stack = _resolved_stack(options, env)
     operations, talk = stack.operations, stack.operations.talk
-    # Before a machine is started that the stack lists: it may be another cluster's by now.
-    others = stack.of_others() if stack.before.parts else ()
-    added = _see_additions(stack)
+    # Checked before a listed machine is started: it can belong to another cluster now.
+    others = stack.of_other_cluster() if stack.before.parts else ()
+    added = _manual_additions(stack)
     use_kept_bucket(
         operations.pulumi,
-        stack.known,
+        stack.config,
         operations.cluster,
         stack.before,
         stack.google,
@@ -164,9 +149,9 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
     )
     replaces = stack.start_stopped()
     preview = operations.preview(*replaces)
-    refuse_another_region(preview, need_of(stack.known).region)
+    refuse_another_region(preview, need_of(stack.config).region)
     if not stack.before.parts and creates_anything(preview):
-        others = stack.of_others()
+        others = stack.of_other_cluster()
     results = MachineResults(
         pulumi=operations.pulumi,
         runs_dir=options.runs_dir,
@@ -176,84 +161,84 @@ def up(options: UpOptions, env: Mapping[str, str]) -> int:
         added=added,
         talk=talk,
     )
-    stake = _show_plan(stack, preview, results)
+    stake = _print_changes(stack, preview, results)
     if options.dry_run:
         talk.print("dry run: nothing was built")
         return ExitCode.OK
-    if not _agreed(stack, preview, stake, others):
+    if not _confirmed(stack, preview, stake, others):
         talk.print("nothing was built")
         return ExitCode.OK
-    remember_plan(operations.cluster, stack.known, folder=operations.folder)
+    remember_plan(operations.cluster, stack.config, folder=operations.folder)
     if stake is not None:
-        stake.bring_home(env, **WORDS)
+        stake.collect_missing(env, **MESSAGES)
     builder = _builder(stack, results, replaces)
     update = _built(stack, builder, preview)
-    return _conclude(operations.pulumi, builder, update, options, talk=talk)
+    return _finish(operations.pulumi, builder, update, options, talk=talk)
 
 
-def _settled(options: UpOptions, env: Mapping[str, str]) -> _Stack:
-    """Return the stack with its key and identity. Raises ConfigError for what cannot be built."""
+def _resolved_stack(options: UpOptions, env: Mapping[str, str]) -> _Stack:
+    """Return the stack with its key and identity. Raises ConfigError for an invalid config."""
     talk, folder = text_console(stderr=True), Path.cwd()
     pulumi = Pulumi(env, folder=folder, stack=options.stack)
-    known = settings(pulumi)
-    zones = _zones(options, known)
+    config = settings(pulumi)
+    zones = _zones(options, config)
     if options.next_zone and len(zones) < 2:
         raise ConfigError(
-            f"--next-zone: the config has {len(zones)} zone(s). Give more, in the order to try: "
+            f"--next-zone: the config has {len(zones)} zone(s), and needs 2 or more. Add a zone: "
             "pulumi config set --path 'zones[1]' ZONE"
         )
     may_lose = options.results_may_be_lost or options.dry_run
-    refuse_spot_without_bucket(known, accepted=may_lose)
-    cluster = cluster_name(pulumi, known)
+    refuse_spot_without_bucket(config, accepted=may_lose)
+    cluster = cluster_name(pulumi, config)
     operations = Operations(
         pulumi=pulumi, cluster=cluster, folder=folder, talk=talk, assume_yes=options.yes
     )
     before = stack_state(pulumi)
-    # Without a project the preview refuses the config.
-    if known.get("project"):
-        refuse_another_project(before, str(known["project"]))
-    settle_operator_key(known, cluster, there=before.machines, talk=talk)
-    own_identity(folder, cluster, told=before.identities)
+    # Without a project the preview rejects the config.
+    if config.get("project"):
+        refuse_another_project(before, str(config["project"]))
+    settle_operator_key(config, cluster, there=before.machines, talk=talk)
+    own_identity(folder, cluster, state_identities=before.identities)
     return _Stack(
         options=options,
         env=env,
-        known=known,
+        config=config,
         operations=operations,
         before=before,
         identity=settle_cluster_identity(folder, cluster, told=before.identities),
     )
 
 
-def _zones(options: UpOptions, known: Mapping[str, Any]) -> list[str]:
-    return text_list(known.get("zones")) if options.next_zone else []
+def _zones(options: UpOptions, config: Mapping[str, Any]) -> list[str]:
+    return text_list(config.get("zones")) if options.next_zone else []
 
 
-def _show_plan(stack: _Stack, preview: Update, results: MachineResults) -> AtStake | None:
-    """Say what becomes of machines that are up; return the results that are on those that go."""
-    talk, there = stack.operations.talk, stack.before.machines
-    going = machines_that_go(preview) if there else []
+def _print_changes(stack: _Stack, preview: Update, results: MachineResults) -> ResultsAtRisk | None:
+    """Print the changes to existing machines; return the results on machines that go."""
+    talk, machines = stack.operations.talk, stack.before.machines
+    going = machines_that_go(preview) if machines else []
     for line in reasons(preview, going):
         talk.print(line)
-    if there and changes_metadata(preview):
+    if machines and changes_metadata(preview):
         talk.print(
-            "machines that are up keep the operator's keys that they booted with; others reach "
-            "only machines that are built from now on"
+            "existing machines keep the operator keys from their boot; new keys apply only to "
+            "new machines"
         )
     for line in added_lines(results.added, going):
         talk.print(line)
-    stake = results.look(going)
-    warning = cluster_warning(stack.known)
+    stake = results.report(going)
+    warning = cluster_warning(stack.config)
     if warning is not None:
         talk.print(f"warning: {warning}")
     return stake
 
 
-def _agreed(
-    stack: _Stack, preview: Update, stake: AtStake | None, others: Sequence[Resource]
+def _confirmed(
+    stack: _Stack, preview: Update, stake: ResultsAtRisk | None, others: Sequence[Resource]
 ) -> bool:
-    """Ask, and take over what another cluster has; False after a no."""
+    """Return True after all confirmations; also takes over another cluster's resources."""
     if stake is not None:
-        stake.refuse_losses(**WORDS)
+        stake.refuse_losses(**MESSAGES)
     data = filestores_that_go(preview)
     if not confirm("Build this?", assume_yes=stack.options.yes):
         return False
@@ -275,8 +260,8 @@ def _builder(stack: _Stack, results: MachineResults, replaces: Sequence[str]) ->
         operations=stack.operations,
         google=stack.google,
         identity=stack.identity,
-        zones=_zones(stack.options, stack.known),
-        spot=need_of(stack.known).spot,
+        zones=_zones(stack.options, stack.config),
+        spot=need_of(stack.config).spot,
         there=stack.before.machines,
         save=results.save,
         may_delete=stack.may_delete,
@@ -286,12 +271,12 @@ def _builder(stack: _Stack, results: MachineResults, replaces: Sequence[str]) ->
 
 
 def _built(stack: _Stack, builder: Builder, preview: Update) -> Update:
-    """Build; after a failure take back what was built, where there was nothing before."""
+    """Build the cluster; remove everything after a failed first build."""
     operations, began_unix = stack.operations, time.time()
     try:
         return builder.build()
     except StackBusyError:
-        # What is there now is being built by somebody else.
+        # Another process is building the stack.
         raise
     except TileforgeError as error:
         if stack.before.machines or stack.options.keep_on_failure:
@@ -308,13 +293,13 @@ def _built(stack: _Stack, builder: Builder, preview: Update) -> Update:
         builder.restore_zones()
         raise last from None
     except KeyboardInterrupt:
-        what = what_is_there(operations, stack.google(), preview)
-        operations.talk.print(f"up was interrupted: {what}. {how_to_remove(operations.pulumi)}")
+        left = what_is_there(operations, stack.google(), preview)
+        operations.talk.print(f"up was interrupted: {left}. {how_to_remove(operations.pulumi)}")
         builder.restore_zones()
         raise
 
 
-def _conclude(
+def _finish(
     pulumi: Pulumi,
     builder: Builder,
     update: Update,
@@ -322,16 +307,16 @@ def _conclude(
     *,
     talk: Console,
 ) -> int:
-    """Remember the cluster, look at its firewall, and print what is next."""
+    """Record the cluster, check its firewall, and print the next commands."""
     outputs = read_outputs(pulumi)
     remember(outputs, folder=Path.cwd(), made_bucket=stack_state(pulumi).bucket)
-    # Before the firewall: whatever is found there, the machines are billed.
+    # Printed before the firewall check: the machines are billed in any case.
     talk.print(
         f"cluster {outputs.inventory.cluster}: {len(outputs.inventory.nodes)} node(s), "
         f"{outputs.price_and_end()}; remove it: {command('orchestrate', 'down')}"
     )
-    if words := zone_words(update, outputs.inventory.head.zone):
-        talk.print(words)
+    if note := zone_words(update, outputs.inventory.head.zone):
+        talk.print(note)
     builder.settle_firewall(update)
     name = f"stack:{options.stack}" if options.stack else "stack"
     talk.print(
@@ -341,13 +326,13 @@ def _conclude(
     return ExitCode.OK
 
 
-def _see_additions(stack: _Stack) -> list[Additions]:
-    """Return what people have added to the machines, and tell the cluster program to leave it."""
-    known, machines = stack.known, stack.before.machines
-    # Without a project the preview refuses the config.
-    if not machines or not known.get("project"):
+def _manual_additions(stack: _Stack) -> list[Additions]:
+    """Return manual changes to the machines, and configure the cluster program to keep them."""
+    config, machines = stack.config, stack.before.machines
+    # Without a project the preview rejects the config.
+    if not machines or not config.get("project"):
         return []
-    labels = {label.partition("=")[0] for label in text_list(known.get("labels"))}
+    labels = {label.partition("=")[0] for label in text_list(config.get("labels"))}
     cluster = stack.operations.cluster
     added = hand_added(stack.google(), cluster, machines=machines, labels=labels)
     stack.operations.pulumi.tell_program(**{KEPT_VARIABLE: kept_metadata(added)})

@@ -459,21 +459,6 @@ def ranks_lines(view: RunView, *, width: int) -> list[str]:
     )
 
 
-def list_lines(views: Sequence[RunView], *, width: int) -> list[str]:
-    """Return all runs as lines of at most `width`."""
-    rows = [
-        (
-            view.run_id,
-            view.status,
-            f"{view.step}/{view.steps}",
-            _number(view.loss),
-            _number(view.val_loss),
-        )
-        for view in views
-    ]
-    return table_lines(("run", "status", "step", "loss", "validation"), rows, width=width)
-
-
 def _rank_lines(placement: Placement, *, width: int) -> list[str]:
     rows = [
         (

@@ -193,6 +193,7 @@ def view_run(paths: RunPaths, *, now_unix: float, alive: bool | None = None) -> 
     `alive` comes from the run's site; with None, the run's lock decides.
     """
     state = known_state(paths)
+    config, config_errors = _config(paths)
     rows = read_metrics(paths.metrics)
     trained: dict[str, Any] = dict(next((row for row in reversed(rows) if "loss" in row), {}))
     evaluated = [row["val_loss"] for row in rows if "val_loss" in row]
@@ -206,7 +207,7 @@ def view_run(paths: RunPaths, *, now_unix: float, alive: bool | None = None) -> 
         note=state.note if state else None,
         failed_rank=state.failed_rank if state else None,
         step=trained.get("step", 0),
-        steps=known_config(paths).train.steps,
+        steps=config.train.steps,
         loss=trained.get("loss"),
         val_loss=evaluated[-1] if evaluated else None,
         tokens_per_s=trained.get("tokens_per_s"),
@@ -214,7 +215,7 @@ def view_run(paths: RunPaths, *, now_unix: float, alive: bool | None = None) -> 
         store=state.store if state else None,
         started_unix=state.started_unix if state else _started_unix(paths),
         ranks=ranks,
-        damaged=tuple(_damaged(paths)),
+        damaged=(*config_errors, *_damaged(paths)),
     )
 
 
@@ -251,9 +252,16 @@ def _started_unix(paths: RunPaths) -> float:
     return 0.0
 
 
+def _config(paths: RunPaths) -> tuple[RunConfig, list[str]]:
+    """Return the run's settings, and the error of a damaged run.toml."""
+    try:
+        return load_run_config(paths.config), []
+    except ConfigError as error:
+        return known_config(paths), [str(error)]
+
+
 def _damaged(paths: RunPaths) -> Iterator[str]:
     for load, path in (
-        (load_run_config, paths.config),
         (LaunchPlan.load, paths.plan),
         (ClusterInventory.load, paths.inventory),
         (load_ranks, paths.ranks),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from payload.core.errors import ConfigError
 from payload.core.members import member_names
 from payload.orchestrate import sites
-from payload.orchestrate.runs.site import NamedSite, SiteRun
 from payload.run_record.run_files import RunJob, RunPaths, last_record
+
+if TYPE_CHECKING:
+    from payload.orchestrate.runs.site import NamedSite, SiteRun
 
 _NOT_SITES = (
     "allocation",

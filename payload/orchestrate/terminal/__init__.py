@@ -1,1 +1,1 @@
-"""Lines on the operator's terminal: progress, questions, the time that is left."""
+"""Output on the operator's terminal: progress, questions, tables, remaining time."""

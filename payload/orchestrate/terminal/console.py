@@ -1,6 +1,6 @@
 """Output of commands: safe text, questions to the operator, and the live line.
 
-Text that others wrote cannot steer the terminal or end a run.
+Text from other machines cannot control the terminal or end a run.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _PIPE_WIDTH = 200
 
 
 class TextConsole(Console):
-    """A console for plain text and tables: no markup, no emoji codes, no colours by content.
+    """A console for plain text and tables, without markup, emoji codes or highlighting.
 
-    Escape sequences and control characters are removed, also from table cells: most of what is
-    printed comes from nodes, logs and run folders.
+    Escape sequences and control characters are removed, also from table cells: most text comes
+    from nodes, logs and run folders.
     """
 
     def __init__(self, *, stderr: bool) -> None:
@@ -51,16 +51,16 @@ class TextConsole(Console):
 
     @property
     def is_closed(self) -> bool:
-        """Tell whether nobody reads any more: `head` has seen enough, or the terminal is gone."""
+        """Return True if the reader is gone: `head` has ended, or the terminal was closed."""
         return self._output.is_closed
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Return the text without anything that a terminal would obey."""
+        """Return the text without control sequences."""
         return super().render_str(printable(text), **options)
 
 
 class _Output:
-    """A standard stream that drops what it cannot write: a lost reader must not end a run."""
+    """A standard stream that drops failed writes: a lost reader must not end a run."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -70,7 +70,7 @@ class _Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write as the stream does."""
+        """Write the text, or drop it after an error."""
         try:
             return self._stream.write(text)
         except UnicodeEncodeError:
@@ -81,14 +81,14 @@ class _Output:
             return len(text)
 
     def flush(self) -> None:
-        """Flush as the stream does."""
+        """Flush the stream; ignore errors."""
         try:
             self._stream.flush()
         except OSError:
             self._close()
 
     def _close(self) -> None:
-        """Send the rest nowhere; Python would complain at its own exit otherwise."""
+        """Redirect the stream to /dev/null, so that Python prints no error at its exit."""
         self.is_closed = True
         with contextlib.suppress(OSError, ValueError), Path(os.devnull).open("wb") as nowhere:
             os.dup2(nowhere.fileno(), self._stream.fileno())
@@ -100,11 +100,11 @@ def text_console(*, stderr: bool) -> TextConsole:
 
 
 def confirm(question: str, *, assume_yes: bool) -> bool:
-    """Return whether the operator agrees. Raises UsageError where nobody can be asked."""
+    """Return True if the operator confirms. Raises UsageError without a terminal."""
     if assume_yes:
         return True
     if not sys.stdin.isatty():
-        raise UsageError(f"{question} Nobody is here to say yes: repeat with --yes.")
+        raise UsageError(f"{question} No terminal for an answer: repeat with --yes.")
     return _answer(f"{question} [y/N] ").lower() in ("y", "yes")
 
 
@@ -112,15 +112,15 @@ def confirm_by_name(
     question: str,
     *,
     name: str,
-    otherwise: str = "Only a person at a terminal can answer this, not --yes.",
+    otherwise: str = "Answer it at a terminal; --yes does not apply.",
 ) -> bool:
-    """Return whether the operator types `name`, which --yes does not answer.
+    """Return True if the operator types `name`; --yes does not replace it.
 
-    Raises UsageError where nobody can be asked; `otherwise` says what else can be done.
+    Raises UsageError with the alternative `otherwise` without a terminal.
     """
     if not sys.stdin.isatty():
         raise UsageError(f"{question} {otherwise}")
-    return _answer(f"{question} Type {name} to go on: ") == name
+    return _answer(f"{question} Type {name} to continue: ") == name
 
 
 def _answer(prompt: str) -> str:
@@ -129,13 +129,13 @@ def _answer(prompt: str) -> str:
 
 
 _REDRAWS_PER_S = 4
-# Without a terminal: a line when nothing was printed for so long.
+# Without a terminal: print a status line after this time without output.
 _PLAIN_EVERY_S = 30.0
 _BAR_CELLS = 24
-_LAST_WORDS = "error: "
-# Parts of the line from this rank on are left out before any other is shortened.
-_EXTRA = 6
-_PHASES = {
+_ERROR_PREFIX = "error: "
+# Parts of the line from this priority on are left out before other parts are shortened.
+_OPTIONAL = 6
+_PHASE_NAMES = {
     "load": "loading",
     "calibration": "calibrating",
     "start": "preparing",
@@ -151,7 +151,7 @@ _PHASES = {
 class LiveLine:
     """Phase, step, micro-step, elapsed time, ETA, loss and speed in one line of any width.
 
-    A terminal redraws it several times a second; elsewhere it is printed now and then.
+    It is redrawn several times a second on a terminal, otherwise printed every 30 s.
     """
 
     def __init__(self, console: Console, *, train: TrainSection, nodes: int) -> None:
@@ -159,8 +159,8 @@ class LiveLine:
         self._eta = Eta(train)
         self._view = View(steps=train.steps, nodes=nodes)
         self._began_s = self._printed_s = time.monotonic()
-        self._news: str | None = None
-        self._kept = ""
+        self._last_message: str | None = None
+        self._held_error = ""
         self._live: Live | None = None
         if console.is_terminal and not console.is_dumb_terminal:
             self._live = Live(
@@ -187,33 +187,33 @@ class LiveLine:
             self._live.stop()
 
     def say(self, line: str) -> None:
-        """Print a line above."""
+        """Print a line above the live line."""
         self._printed_s = time.monotonic()
         self._console.print(line)
 
     def log(self, line: str) -> None:
-        """Print a line of rank 0's log; its last words wait, as the run's error may repeat them."""
+        """Print a line of rank 0's log; hold back its error, as the run's error can repeat it."""
         self.say_kept()
-        if line.startswith(_LAST_WORDS):
-            self._kept = line
+        if line.startswith(_ERROR_PREFIX):
+            self._held_error = line
         else:
             self.say(line)
 
     def say_kept(self, *, unless: str = "") -> None:
-        """Print rank 0's last words if they were kept back, but not when `unless` repeats them."""
-        kept, self._kept = self._kept, ""
-        if kept and kept.removeprefix(_LAST_WORDS) not in unless:
+        """Print rank 0's held error unless the text `unless` contains it."""
+        kept, self._held_error = self._held_error, ""
+        if kept and kept.removeprefix(_ERROR_PREFIX) not in unless:
             self.say(kept)
 
     def news(self, text: str) -> None:
-        """Print a line above, unless it is the last one of its kind."""
-        if text != self._news:
-            self._news = text
+        """Print a line above the live line, unless it repeats the previous message."""
+        if text != self._last_message:
+            self._last_message = text
             self.say(text)
 
-    def status(self, word: str) -> None:
-        """Show what the run as a whole is doing; called often, it also prints the plain lines."""
-        self._view = replace(self._view, status=word)
+    def status(self, state: str) -> None:
+        """Show the state of the run; frequent calls also print the lines without a terminal."""
+        self._view = replace(self._view, status=state)
         if self._live is None and time.monotonic() - self._printed_s >= _PLAIN_EVERY_S:
             self.say(self._now().line(self._console.width))
 
@@ -223,7 +223,7 @@ class LiveLine:
 
     @property
     def has_stepped(self) -> bool:
-        """Tell whether a finished step has been shown."""
+        """Return True if a finished step has been shown."""
         return self._view.row is not None
 
     def step(self, row: Mapping[str, Any]) -> None:
@@ -232,11 +232,11 @@ class LiveLine:
         self._view = replace(self._view, row=row)
 
     def progress(self, progress: RankProgress | None) -> None:
-        """Show rank 0's last heartbeat, or that there is none yet."""
+        """Show rank 0's last heartbeat; None before the first heartbeat."""
         if progress is not None:
             self._eta.progress(progress)
             if progress.phase in START_PHASES:
-                # Ranks that begin again go on from their checkpoint, not from the last step shown.
+                # Restarted ranks resume from their checkpoint, not from the last shown step.
                 self._view = replace(self._view, row=None)
         self._view = replace(self._view, progress=progress)
 
@@ -257,10 +257,10 @@ class LiveLine:
 class Part:
     """One part of the live line."""
 
-    rank: int
+    priority: int
     """0 is the most important."""
     forms: Sequence[str]
-    """From long to short; none when there is nothing to show."""
+    """Texts from long to short; empty if the part is hidden."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,13 +272,13 @@ class View:
     status: str = "starting"
     progress: RankProgress | None = None
     row: Mapping[str, Any] | None = None
-    """The last finished step's."""
+    """Metrics of the last finished step."""
     elapsed_s: float = 0.0
     left_s: float | None = None
     cost_usd: float | None = None
 
     def line(self, width: int) -> str:
-        """Return what fits into `width` cells; what matters least is shortened and left out."""
+        """Return the line in at most `width` cells, with shortened or fewer parts if needed."""
         parts = [
             Part(0, self._activity()),
             Part(3, self._micro_step()),
@@ -302,7 +302,7 @@ class View:
             if progress.phase == "step":
                 doing = f"step {min(done + 1, self.steps)}/{self.steps}"
             else:
-                doing = _PHASES.get(progress.phase, progress.phase)
+                doing = _PHASE_NAMES.get(progress.phase, progress.phase)
                 doing += f", step {done}/{self.steps}" if done else ""
         if self.status == "stopping":
             return (f"stopping: {doing}", "stopping")
@@ -341,16 +341,16 @@ class View:
 
 
 def _fit(parts: Sequence[Part], width: int) -> str:
-    """Join one form of each part: extras are left out first, then all shortened, then left out."""
-    form = {part.rank: 0 for part in parts}
-    by_importance = sorted(parts, key=lambda part: -part.rank)
-    moves = [(part, len(part.forms)) for part in by_importance if part.rank >= _EXTRA]
+    """Join one form of each part: drop optional parts, shorten the rest, then drop more."""
+    form = {part.priority: 0 for part in parts}
+    by_importance = sorted(parts, key=lambda part: -part.priority)
+    moves = [(part, len(part.forms)) for part in by_importance if part.priority >= _OPTIONAL]
     moves += [(part, len(part.forms) - 1) for part in by_importance if part.forms]
-    moves += [(part, len(part.forms)) for part in by_importance if part.rank]
+    moves += [(part, len(part.forms)) for part in by_importance if part.priority]
     line = ""
     for part, target in [(parts[0], 0), *moves]:
-        form[part.rank] = max(form[part.rank], target)
-        chosen = (each.forms[form[each.rank] :][:1] for each in parts)
+        form[part.priority] = max(form[part.priority], target)
+        chosen = (each.forms[form[each.priority] :][:1] for each in parts)
         line = "  ".join(text for texts in chosen for text in texts)
         if len(line) <= width:
             break

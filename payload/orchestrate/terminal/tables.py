@@ -1,4 +1,4 @@
-"""Tables for the terminal: rich's, without lines, with two spaces between columns."""
+"""Tables for the terminal: rich tables without borders, two spaces between columns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ANY_WIDTH = 100_000
 
 
 def table(*names: str, wrapped: Collection[str] = (), right: Collection[str] = ()) -> Table:
-    """Return an empty table with these columns, or with those of its rows and no header.
+    """Return an empty table with these columns; without names it has no header.
 
     The columns in `wrapped` may take several lines; those in `right` are right-aligned.
     """
@@ -30,7 +30,7 @@ def table(*names: str, wrapped: Collection[str] = (), right: Collection[str] = (
 def table_lines(
     names: Sequence[str], rows: Sequence[Sequence[str]], *, width: int | None = None
 ) -> list[str]:
-    """Return a table; where it is wider than `width`, each row under its first cell instead."""
+    """Return the lines of a table; if it is wider than `width`, one indented block for each row."""
     whole = table(*names)
     for row in rows:
         whole.add_row(*row)
@@ -48,7 +48,7 @@ def table_lines(
 
 
 def _filled(cells: Sequence[str], *, width: int) -> list[str]:
-    """Return cells in as few indented lines as fit."""
+    """Return the cells in as few indented lines as possible."""
     lines = ["  " + cells[0]]
     for cell in cells[1:]:
         if len(lines[-1]) + 2 + len(cell) <= width:
@@ -59,7 +59,7 @@ def _filled(cells: Sequence[str], *, width: int) -> list[str]:
 
 
 def labelled_lines(rows: Sequence[tuple[str, str]], *, width: int) -> list[str]:
-    """Return names and values; a value that does not fit beside its name is placed below it."""
+    """Return lines of names and values; a value that does not fit is placed below its name."""
     column = max(len(name) for name, _ in rows)
     lines: list[str] = []
     for name, value in rows:

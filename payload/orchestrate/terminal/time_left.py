@@ -1,4 +1,4 @@
-"""CONTRACT: the time that a run still takes, and the evaluations and checkpoints it has left."""
+"""CONTRACT: the remaining time, evaluations and checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from payload.config.training_sections import TrainSection
 from payload.run_record.checkpoint_grace import START_PHASES
 from payload.run_record.run_files import RankProgress
 
-# Steps whose median time the ETA goes by.
+# Number of recent steps in the median step time.
 _RECENT = 20
 
 
 class Eta:
-    """Predicts the time left from steps, evaluations, checks and checkpoints seen so far."""
+    """Predicts the remaining time from past steps, evaluations, checks and checkpoints."""
 
     def __init__(self, train: TrainSection) -> None:
         self._train = train
@@ -29,13 +29,13 @@ class Eta:
         self._since_s = time.monotonic()
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Take in a finished step."""
+        """Add a finished step."""
         self._step = row["step"]
         self._step_s.append(row["step_time_s"])
         self._since_s = time.monotonic()
 
     def progress(self, progress: RankProgress) -> None:
-        """Take in a heartbeat; both ends of a phase are by rank 0's clock."""
+        """Add a heartbeat; the duration of a phase is measured by rank 0's clock."""
         last, self._last = self._last, progress
         if last is not None and last.phase == progress.phase:
             return
@@ -47,7 +47,7 @@ class Eta:
         self._phase_began_unix, self._since_s = progress.time_unix, time.monotonic()
 
     def left_s(self) -> float | None:
-        """Return the predicted time until the run is done; None before anything tells it."""
+        """Return the predicted remaining time, or None before the first measurement."""
         step_s, last = self._median_step_s(), self._last
         if step_s is None or last is None:
             return None
@@ -63,7 +63,7 @@ class Eta:
         return left_s + max(0.0, self._mean_s(last.phase) - since_s)
 
     def _median_step_s(self) -> float | None:
-        """Return the median step; before the first one is done, micro-steps tell."""
+        """Return the median step time; before the first step it is estimated from micro-steps."""
         if self._step_s:
             return statistics.median(self._step_s)
         last = self._last
@@ -73,17 +73,17 @@ class Eta:
         return took_s / last.micro_step * last.micro_steps
 
     def _mean_s(self, phase: str) -> float:
-        seen = self._phase_s.get(phase)
-        return statistics.fmean(seen) if seen else 0.0
+        times_s = self._phase_s.get(phase)
+        return statistics.fmean(times_s) if times_s else 0.0
 
 
 def evaluations_left(train: TrainSection, step: int) -> int:
-    """Count the evaluations after those that belong to `step`."""
+    """Return the number of evaluations after `step`."""
     return _due_between(train.eval_every, step, train.steps - 1) + (step < train.steps)
 
 
 def saves_left(train: TrainSection, step: int) -> int:
-    """Count the checkpoints after the one that belongs to `step`."""
+    """Return the number of checkpoints after `step`."""
     return _due_between(train.checkpoint_every, step, train.steps - 1) + (step < train.steps)
 
 

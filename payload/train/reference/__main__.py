@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from payload.core.command_line import CommandParser
 from payload.core.errors import ConfigError
 from payload.core.suggested_commands import command
 
@@ -22,30 +23,30 @@ if TYPE_CHECKING:
 _BATCH_PAIRS = 4
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """Return the command line."""
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog=command("train.reference"),
-        description="Compute the log-probabilities that a model gives both answers of every pair "
-        "in a folder of prepare --task preference, and store them there. A run with "
+        description="Compute a reference model's log-probabilities of both answers of every pair, "
+        "and store them in the data folder of prepare --task preference. A run with "
         "task.kind=preference reads them, or computes them at its start; this command replaces "
         "those of another model. Under mpirun or torchrun the ranks share the work.",
-        epilog="Example: " + command("train.reference", "--model", "MODEL", "--data", "data/pairs"),
+        example=command("train.reference", "--model", "MODEL", "--data", "data/pairs"),
     )
     add = made.add_argument
-    add("--model", required=True, metavar="NAME", help="as in model.init of the run")
+    add("--model", required=True, metavar="NAME", help="reference model: model.init of the run")
     add("--data", required=True, type=Path, metavar="DIR", help="folder of prepared pairs")
     add(
         "--dtype",
         choices=("bf16", "fp32"),
         default="bf16",
-        help="of the matmuls, as precision.dtype of the run (default: %(default)s)",
+        help="dtype of the matmuls: precision.dtype of the run (default: %(default)s)",
     )
     add(
         "--quantize",
         choices=("none", "nf4"),
         default="none",
-        help="as in model.quantize of the run (default: %(default)s)",
+        help="quantization: model.quantize of the run (default: %(default)s)",
     )
     return made
 

@@ -223,7 +223,7 @@ def test_the_command_writes_a_file_that_says_how_it_is_started(
         (["--export", "sbatch", "--nodes", "0"], ExitCode.USAGE, "--nodes 0"),
         (["--export", "sbatch", "--nodes", "7"], ExitCode.CONFIG, "batch.global_batch_size"),
         (["--export", "sbatch", "--out", "/proc/no/x"], ExitCode.USAGE, "--out /proc/no/x"),
-        (["--image", "x"], ExitCode.USAGE, "--image is for a file"),
+        (["--image", "x"], ExitCode.USAGE, "--image needs --export ENGINE"),
         (
             ["--export", "sbatch", "--set", "launch.malloc=tcmalloc"],
             ExitCode.CONFIG,

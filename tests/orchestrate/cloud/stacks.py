@@ -61,7 +61,7 @@ def destroys(site: Site, *, leaves: tuple[str, ...] = (), status: int = 0, out: 
 
 def head_says(monkeypatch: pytest.MonkeyPatch, **said: Any) -> None:
     """From now on `up` and `down` are told this of the head; nobody answers at its address."""
-    monkeypatch.setattr(results_at_stake, "ask_head", lambda *_, **__: Head(**said))
+    monkeypatch.setattr(results_at_stake, "query_head", lambda *_, **__: Head(**said))
 
 
 def copy_of_run(

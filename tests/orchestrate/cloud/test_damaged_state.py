@@ -70,10 +70,10 @@ def test_down_without_a_state_removes_what_google_has(
     head_says(monkeypatch)
     capsys.readouterr()
     assert main(["down", "--yes"], site.env) == ExitCode.USAGE
-    assert "which cluster? Name it with --cluster." in capsys.readouterr().err
+    assert "the cluster's name is unknown. Give it with --cluster." in capsys.readouterr().err
     assert main(["down", "--yes", "--cluster", "mine"], site.env) == ExitCode.TEARDOWN
     err = capsys.readouterr().err
-    assert f"what mine has in {PROJECT} comes from Google Cloud, without the state" in err
+    assert f"resources of mine in {PROJECT} are listed by Google Cloud, without the state" in err
     assert "left of cluster mine: " in err and "3/3 sweep: clean" in err
     assert site.cloud.items["instances", ZONE] == []
     last = err.splitlines()[-1]
@@ -90,7 +90,7 @@ def test_down_without_a_state_asks_the_head_first(
     head_says(monkeypatch, runs=[RunThere(run_id="one", checkpoint="step_00000005", state="0")])
     capsys.readouterr()
     assert main(["down", "--yes"], site.env) == ExitCode.CONFIG
-    assert "have results on the head: one, so nothing was destroyed" in capsys.readouterr().err
+    assert "removed or damaged): one, so nothing was destroyed" in capsys.readouterr().err
     assert main(["down", "--dry-run"], site.env) == ExitCode.OK
     assert "mine-0" in capsys.readouterr().out
     assert not any(each.startswith("destroy") for each in words(site))
@@ -104,7 +104,7 @@ def test_down_without_a_state_or_a_memory_of_the_nodes_loses_results_only_when_t
     damage(site)
     assert main(["down", "--yes"], site.env) == ExitCode.CONFIG
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "this folder has never reached mine" in last and "nothing was destroyed" in last
+    assert "this folder has no record of mine" in last and "nothing was destroyed" in last
     assert f"down --without-collect --cluster mine --project {PROJECT}" in last
     # Of another project it remembers nothing either.
     remember_plan("mine", {"project": "another"}, folder=site.folder)

@@ -43,7 +43,7 @@ def test_the_named_bucket_goes_with_its_old_versions_after_its_name_was_typed(
     monkeypatch.setattr("sys.stdin", Answers(f"{OLD}\n"))
     assert main([*DOWN, OLD], mine.env) == ExitCode.OK
     err = capsys.readouterr().err
-    assert f"Delete gs://{OLD} (3 objects, 3.0 GiB) for good? Type {OLD} to go on:" in err
+    assert f"Delete gs://{OLD} (3 objects, 3.0 GiB) permanently? Type {OLD} to continue:" in err
     assert err.index("3/3 sweep: clean") < err.index(f"gs://{OLD}: deleted")
     assert [each["name"] for each in mine.cloud.buckets] == [
         *("other-results", "mine-photos", "mine-elsewhere")
@@ -67,7 +67,7 @@ def test_nothing_happens_unless_the_name_is_typed(
 def test_yes_does_not_answer_for_a_bucket(mine: Site, capsys: Capture) -> None:
     assert main([*DOWN, OLD], mine.env) == ExitCode.USAGE
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "Only a person at a terminal can answer this, not --yes." in last
+    assert "Answer it at a terminal; --yes does not apply." in last
     assert words(mine) == ["stack output --json"] and mine.cloud.count("^DELETE") == 0
 
 

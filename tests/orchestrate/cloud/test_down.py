@@ -28,11 +28,11 @@ def test_down_destroys_and_shows_that_nothing_is_left(
     destroys(site)
     assert main(["down", "--yes"], site.env) == ExitCode.OK
     err = capsys.readouterr().err
-    steps = ["1/3 collect: 0 run(s) brought home", "2/3 destroy: done", "3/3 sweep: clean"]
+    steps = ["1/3 collect: 0 run(s) collected", "2/3 destroy: done", "3/3 sweep: clean"]
     lines = err.splitlines()
     # What will be done is said before; a step's number comes with its result, in order.
     assert [line for line in lines if line[1:3] == "/3"] == steps
-    assert lines.index("to look for: what is left of mine in acme-lab") < lines.index(steps[0])
+    assert lines.index("to verify: no resource of mine remains in acme-lab") < lines.index(steps[0])
     assert "kept with its results: gs://mine-results" in err
     assert words(site) == [
         "stack output --json",
@@ -88,7 +88,7 @@ def test_results_that_cannot_be_brought_home_stop_the_destroy(
     assert main(["down", "--yes"], site.env) == ExitCode.SSH_UNREACHABLE
     err = capsys.readouterr().err
     assert "to collect: one" in err
-    assert "run one is not brought home, so nothing was destroyed" in err
+    assert "run one could not be collected, so nothing was destroyed" in err
     assert "down --without-collect" in err
     assert words(site) == ["stack output --json"]
     assert main(["down", "--yes", "--without-collect"], site.env) == ExitCode.OK
@@ -105,9 +105,9 @@ def test_nothing_is_destroyed_while_the_head_cannot_be_asked(
         make_operator_key(site.folder / "key")
     assert main(["down", "--yes"], site.env) == ExitCode.CONFIG
     err = capsys.readouterr().err
-    assert "warning: it is not known whether a run is going on: " in err
+    assert "warning: cannot determine if a run is active: " in err
     last = err.splitlines()[-1]
-    assert "it is not known whether a run is going on, so nothing was destroyed" in last
+    assert "cannot determine if a run is active, so nothing was destroyed" in last
     assert "down --without-collect" in last
     assert words(site) == ["stack output --json"]
     assert main(["down", "--yes", "--without-collect"], site.env) == ExitCode.OK
@@ -126,8 +126,8 @@ def test_a_damaged_copy_keeps_down_from_what_the_head_has_of_it_and_from_nothing
     assert main(["down", "--yes"], site.env) != ExitCode.OK
     err = capsys.readouterr().err
     if name != "summary.json":
-        assert "warning: run one counts as one without a copy here" in err
-        assert "have results on the head: one, so nothing was destroyed" in err
+        assert "warning: run one: the local copy is ignored" in err
+        assert "removed or damaged): one, so nothing was destroyed" in err
         assert "attach one --inventory stack" in err.splitlines()[-1]
     assert words(site) == ["stack output --json"]
     # What is on no machine of this cluster is not its concern.
@@ -150,7 +150,7 @@ def test_runs_of_other_clusters_and_collected_ones_are_left_alone(
     # One that failed before its first checkpoint: its files alone never show that it is all here.
     copy_of_run(site, "one", alive=collected is None, collected=collected)
     assert main(["down", "--yes"], site.env) == ExitCode.OK
-    assert "to collect: nothing is missing here" in capsys.readouterr().err
+    assert "to collect: nothing is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("replaced", [True, False])
@@ -166,8 +166,8 @@ def test_results_that_went_with_their_machine_do_not_keep_down_from_the_rest(
         site.cloud.drop("instances", "mine-0")
     assert main(["down", "--yes"], site.env) == ExitCode.OK
     err = capsys.readouterr().err
-    assert "run one: the machine that had its results is gone" in err
-    assert "to collect: nothing is missing here" in err
+    assert "run one: its results are lost: the machine no longer exists" in err
+    assert "to collect: nothing is missing" in err
 
 
 def test_a_stack_that_never_came_up_whole_can_be_taken_down(site: Site, capsys: Capture) -> None:
@@ -183,7 +183,7 @@ def test_a_stack_that_never_came_up_whole_can_be_taken_down(site: Site, capsys: 
     copy_of_run(site, "one", alive=True, instance_id="77")
     assert main(["down", "--yes"], site.env) == ExitCode.TEARDOWN
     err = capsys.readouterr().err
-    assert "run one: the machine that had its results is gone" in err
+    assert "run one: its results are lost: the machine no longer exists" in err
     assert "instances delete mine-0" in err
 
 
@@ -205,4 +205,4 @@ def test_a_copy_from_a_cluster_of_the_name_in_another_project_is_left_out(
     was = ClusterInventory.load(paths.inventory)
     paths.inventory.write_text(replace(was, source="pulumi", project="old-lab").to_json())
     assert main(["down", "--yes"], site.env) == ExitCode.OK
-    assert "to collect: nothing is missing here" in capsys.readouterr().err
+    assert "to collect: nothing is missing" in capsys.readouterr().err

@@ -147,7 +147,7 @@ def test_an_up_that_succeeds_says_what_it_did(
             "preview-replace",
             [
                 "pulumi preview: 2 replace, 17 unchanged",
-                "this ends 2 machine(s), with all that is on them: dev-node-0, dev-node-1",
+                "this deletes 2 machine(s) with all their data: dev-node-0, dev-node-1",
             ],
         ),
         ("preview-policy", ["policy os-login (advisory): who may log in is decided by OS Login"]),
@@ -234,7 +234,7 @@ def test_the_recorded_outputs_are_the_cluster_whose_machines_are_gone(
     dev.pulumi.replay("destroy-empty", status=0)
     assert main(["down", "--yes"], dev.env) == ExitCode.OK
     err = capsys.readouterr().err
-    assert "dev-node-0: its machine does not exist any more" in err
+    assert "dev-node-0: the machine no longer exists" in err
     assert "3/3 sweep: clean" in err
 
 
@@ -417,7 +417,7 @@ def test_a_machine_that_only_a_stop_can_bring_back_is_built_again(
     err = capsys.readouterr().err
     what = "machine dev-node-1: shieldedInstanceConfig.enableSecureBoot was changed outside Pulumi"
     assert what in err
-    assert "this ends 1 machine(s), with all that is on them: dev-node-1" in err
+    assert "this deletes 1 machine(s) with all their data: dev-node-1" in err
     (replaced,) = [each for each in words(dev) if "--replace" in each]
     assert replaced.endswith("gcp:compute/instance:Instance::dev-node-1")
     # Once: a provider that refuses again ends it.

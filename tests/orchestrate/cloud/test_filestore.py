@@ -48,7 +48,7 @@ def test_yes_alone_destroys_nothing_while_there_is_one(
     assert "This deletes Filestore mine-shared with all data on it. --yes does not answer" in last
     assert "so nothing was destroyed" in last and last.endswith(f"repeat with {' '.join(NAMED)}")
     assert main(["down", "--dry-run"], built.env) == ExitCode.OK
-    said = "every machine, disk and network, Filestore mine-shared with all data on it; "
+    said = "every machine, disk and network, Filestore mine-shared with all its data; "
     assert said in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin", Answers("yes\n"))
     assert main(["down", "--yes"], built.env) == ExitCode.OK

@@ -70,14 +70,14 @@ def test_next_zone_does_not_leave_results_behind_in_the_old_one(
     copy_of_run(site, "one", alive=True)
     assert main(["up", "--yes", "--next-zone"], site.env) == ExitCode.CONFIG
     err = capsys.readouterr().err
-    assert "this ends 2 machine(s), with all that is on them: mine-0, mine-1" in err
+    assert "this deletes 2 machine(s) with all their data: mine-0, mine-1" in err
     last = err.splitlines()[-1]
-    assert "is not known whether a run is going on, so the cluster stays in its zone" in last
+    assert "cannot determine if a run is active, so the cluster stays in its zone" in last
     # A head that says that there is none: what this folder lacks still has to come home.
-    monkeypatch.setattr(results_at_stake, "ask_head", lambda *_, **__: Head())
+    monkeypatch.setattr(results_at_stake, "query_head", lambda *_, **__: Head())
     assert main(["up", "--yes", "--next-zone"], site.env) == ExitCode.SSH_UNREACHABLE
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "run one is not brought home, so the cluster stays in its zone" in last
+    assert "run one could not be collected, so the cluster stays in its zone" in last
     # A no leaves everything where it is, too.
     monkeypatch.setattr("sys.stdin", Answers("y\nn\n"))
     assert main(["up", "--next-zone"], site.env) == ExitCode.NO_CAPACITY
@@ -104,7 +104,7 @@ def test_next_zone_ends_machines_once_and_then_asks_no_more(
     monkeypatch.setattr("sys.stdin", Answers("y\ny\n"))
     assert main(["up", "--next-zone"], site.env) == ExitCode.OK
     err = capsys.readouterr().err
-    assert err.count("this ends 2 machine(s)") == 1 and err.count("[y/N]") == 2
+    assert err.count("this deletes 2 machine(s)") == 1 and err.count("[y/N]") == 2
     assert words(site).count("up --yes --skip-preview") == 3
 
 

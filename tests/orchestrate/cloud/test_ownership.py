@@ -152,7 +152,7 @@ def test_a_cluster_is_taken_over_by_its_identity_and_its_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     at_terminal(monkeypatch, typed)
-    monkeypatch.setattr("payload.orchestrate.commands.up._conclude", lambda *_, **__: ExitCode.OK)
+    monkeypatch.setattr("payload.orchestrate.commands.up._finish", lambda *_, **__: ExitCode.OK)
     assert main(["up", "--take-over", identity], shared.env) == code, capsys.readouterr().err
     is_taken = identity == ANOTHER_CLUSTER and typed.endswith("mine\n")
     assert untouched(shared) is not is_taken
@@ -162,7 +162,7 @@ def test_a_cluster_is_taken_over_by_its_identity_and_its_name(
 def test_yes_does_not_take_over(shared: Site, capsys: Capture) -> None:
     code = main(["up", "--yes", "--take-over", ANOTHER_CLUSTER], shared.env)
     assert code == ExitCode.USAGE
-    assert "Only a person at a terminal" in capsys.readouterr().err and untouched(shared)
+    assert "Answer it at a terminal" in capsys.readouterr().err and untouched(shared)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,8 @@ def test_what_the_state_lists_and_is_anothers_by_now_is_left_alone(
     for command in (["up", "--yes"], ["down", "--yes"]):
         assert main(command, shared.env) == ExitCode.CONFIG
         last = capsys.readouterr().err.splitlines()[-1]
-        assert "is another cluster's by now, so nothing was" in last and "pulumi state" in last
+        assert "lists resources of another cluster, so nothing was" in last
+        assert "pulumi state" in last
     assert untouched(shared)
 
 
@@ -375,7 +376,7 @@ def test_down_refuses_another_project_than_the_stacks(site: Site, capsys: Captur
     site.build()
     assert main(["down", "--yes", "--project", "old-lab"], site.env) == ExitCode.CONFIG
     last = capsys.readouterr().err.splitlines()[-1]
-    assert f"--project old-lab: the stack's is {PROJECT}" in last
+    assert f"--project old-lab: the stack's project is {PROJECT}" in last
 
 
 def test_a_stopped_machine_of_others_is_not_started_in_the_heads_place(site: Site) -> None:

@@ -51,7 +51,7 @@ def test_records_that_came_with_a_folder_prove_nothing(
     words = ["sweep", "--cluster", "mine", "--project", PROJECT]
     # Nobody can be asked, and --yes is no answer.
     assert main([*words, "--delete", "--yes"], site.env) == ExitCode.USAGE
-    assert "Only a person at a terminal can answer this" in capsys.readouterr().err
+    assert "Answer it at a terminal; --yes does not apply" in capsys.readouterr().err
     assert main(words, site.env) == ExitCode.TEARDOWN
     err = capsys.readouterr().err
     assert "not known to be built from this folder" in err and "remove with" not in err
@@ -72,7 +72,7 @@ def test_up_and_down_ask_once_whose_cluster_it_is(
     own_key(site)
     for words in (["up", "--yes"], ["down", "--yes"]):
         assert main(words, site.env) == ExitCode.USAGE
-        assert "nothing shows that you have written that" in capsys.readouterr().err
+        assert "but it was not written on this machine" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin", Answers("no\n"))
     assert main(["down", "--yes"], site.env) == ExitCode.CONFIG
     assert known_cluster_identity(site.folder, "mine") is None
@@ -94,7 +94,7 @@ def test_the_stacks_state_proves_what_a_folder_says(tmp_path: Path) -> None:
     write_whole(path, json.dumps({"identity": CLUSTER, "schema_version": 1}))
     assert settle_cluster_identity(tmp_path, "dev") == CLUSTER
     assert known_cluster_identity(tmp_path, "dev") is None
-    assert own_identity(tmp_path, "dev", told=[CLUSTER]) == CLUSTER
+    assert own_identity(tmp_path, "dev", state_identities=[CLUSTER]) == CLUSTER
     assert known_cluster_identity(tmp_path, "dev") == CLUSTER
 
 

@@ -187,7 +187,7 @@ def test_doctor_has_the_files_price_of_every_type_in_every_region(column: str, s
         need = Need(machine_type=machine, region=region, node_count=1, disk_gib=100, spot=spot)
         check = check_price(need, None)
         if not row[column] or disk_price(need.disk_type, gib=100, region=region) is None:
-            assert check.outcome == "unknown" and "no price is known of" in check.found
+            assert check.outcome == "unknown" and "no known price for" in check.found
             continue
         known += 1
         (figure,) = re.findall(r"1 x \$([0-9.e-]+) ", check.found)

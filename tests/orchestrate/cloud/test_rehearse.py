@@ -101,7 +101,7 @@ def test_data_of_a_bucket_is_looked_for_in_the_cache(
             ExitCode.BUDGET,
             "a rehearsal needs 45 minutes. Allow $0.60",
         ),
-        (("--set", "machineType=c9-x-4"), ExitCode.CONFIG, "no price is known of 2 x c9-x-4"),
+        (("--set", "machineType=c9-x-4"), ExitCode.CONFIG, "no known price for 2 x c9-x-4"),
         (("--set", "cluster=prod"), ExitCode.CONFIG, "--set cluster=prod: must be KEY=VALUE"),
         (("--set", "nothing"), ExitCode.CONFIG, "--set nothing: must be KEY=VALUE"),
         (("--config", "none.toml"), ExitCode.CONFIG, "none.toml"),
@@ -121,7 +121,7 @@ def test_each_rehearsal_has_a_name_of_its_own_and_one_that_was_killed_is_named(
 ) -> None:
     monkeypatch.undo()
     monkeypatch.chdir(rehearsal.folder)
-    monkeypatch.setattr("payload.orchestrate.commands.rehearse._go", kill)
+    monkeypatch.setattr("payload.orchestrate.commands.rehearse._run_rehearsal", kill)
     rehearsal.pulumi.on("stack", "ls", out="[]")
     for _ in range(2):
         with pytest.raises(KilledError):
@@ -140,7 +140,7 @@ def test_each_rehearsal_has_a_name_of_its_own_and_one_that_was_killed_is_named(
     capsys.readouterr()
     assert main(argv(rehearsal), rehearsal.env) == ExitCode.USAGE
     err = capsys.readouterr().err
-    assert f"{one} was not taken down, or is still going on. Take it down: " in err
+    assert f"{one} was not destroyed, or is still running. Destroy it: " in err
     assert f"orchestrate down --stack {one}; then: pulumi stack rm {one}" in err
     assert two not in err
 
@@ -181,8 +181,8 @@ def test_what_google_refused_is_on_the_page_and_everything_is_taken_down(
         ["| down, results lost", "0"],
         ["| sweep", "0"],
     ]
-    refused = out.partition("## What was refused")[2]
-    assert f"`up --yes --results-may-be-lost --stack {NAME}` ended with 11:" in refused
+    refused = out.partition("## Failed steps")[2]
+    assert f"`up --yes --results-may-be-lost --stack {NAME}` failed with exit code 11:" in refused
     assert "quota C3_CPUS is 8 in us-central1, the cluster needs more" in refused
     # It can be sent as it is.
     assert PROJECT not in out and str(rehearsal.folder) not in out and str(ROOT) not in out
@@ -190,7 +190,7 @@ def test_what_google_refused_is_on_the_page_and_everything_is_taken_down(
     assert "| machine dev-node-0 | creating FAILED | " in out
     assert "| listing instances | " in out
     assert (rehearsal.folder / f".cluster/{NAME}/page.md").read_text() == out
-    assert "error: step 'up' ended with 11" in err and "taking everything down" in err
+    assert "error: step 'up' failed with exit code 11" in err and "destroying the cluster" in err
     assert f"+ down --yes --stack {NAME} --delete-filestore {NAME}-shared --project" in err
     told = words(rehearsal)
     assert told[-1] == f"{NAME} stack rm --yes"
@@ -216,8 +216,8 @@ def test_a_cluster_that_costs_too_much_is_taken_down_and_what_stays_is_exit_60(
     )
     assert main(argv(rehearsal, "--yes"), rehearsal.env) == ExitCode.TEARDOWN
     out, err = capsys.readouterr()
-    assert "It broke off: the cluster costs 99.0 dollars an hour, and 0." in out
-    assert "not all is taken down. Take it down: " in err and f"down --stack {NAME};" in err
+    assert "It failed: the cluster costs $99.0 an hour; the estimate was $0." in out
+    assert "some resources remain. Destroy it: " in err and f"down --stack {NAME};" in err
     assert "| down, results lost | 60 |" in out and "| sweep | 60 |" in out
     assert words(rehearsal)[-1] != f"{NAME} stack rm --yes"
 
@@ -243,5 +243,5 @@ def test_ctrl_c_takes_everything_down(rehearsal: Site) -> None:
     finally:
         process.kill()
     assert process.returncode == INTERRUPTED
-    assert "It broke off: interrupted." in out and "| down, results lost | 0 |" in out
+    assert "It failed: interrupted." in out and "| down, results lost | 0 |" in out
     assert json.dumps(words(rehearsal)).count("destroy --yes") == 1

@@ -133,8 +133,8 @@ def test_a_stopped_machine_is_replaced_only_with_what_is_on_it_known_to_be_lost(
     replace = ["up", "--yes", "--stopped", "replace"]
     assert main(replace, site.env) == ExitCode.CONFIG
     err = capsys.readouterr().err
-    assert "this ends 1 machine(s), with all that is on them: mine-0" in err
-    assert "it is not known whether a run is going on, so nothing was built" in err
+    assert "this deletes 1 machine(s) with all their data: mine-0" in err
+    assert "cannot determine if a run is active, so nothing was built" in err
     assert "mine-0: its machine is TERMINATED, not running" in err
     assert words(site) == [f"preview --replace {URN}", "stack output --json"]
     assert main([*replace, "--without-collect"], site.env) == ExitCode.OK
@@ -173,11 +173,11 @@ def test_down_starts_the_head_to_collect_and_destroys_without_it_only_when_told(
     # It boots for a while: it is asked again, and only once it has answered it is destroyed.
     asked = []
 
-    def ask(*_: object, patience_s: float = 0.0, **__: object) -> Head:
-        asked.append((machine(site, "mine-0")["status"], patience_s))
+    def ask(*_: object, retry_for_s: float = 0.0, **__: object) -> Head:
+        asked.append((machine(site, "mine-0")["status"], retry_for_s))
         return Head()
 
-    monkeypatch.setattr(results_at_stake, "ask_head", ask)
+    monkeypatch.setattr(results_at_stake, "query_head", ask)
     assert main(["down", "--yes"], site.env) == ExitCode.OK
     assert asked[0] == ("RUNNING", 300.0)
     assert site.cloud.items["instances", ZONE] == []
@@ -393,7 +393,7 @@ def test_a_started_head_has_another_address_and_the_copies_of_its_runs_get_it(
         asked.append(outputs.inventory.head.external_address)
         return Head(machine="77")
 
-    monkeypatch.setattr(results_at_stake, "ask_head", ask)
+    monkeypatch.setattr(results_at_stake, "query_head", ask)
     assert main(["down", "--yes"], site.env) == ExitCode.OK
     assert asked[0] == "203.0.113.99"
     heads = [ClusterInventory.load(paths.inventory).head for paths in (ours, others)]

@@ -156,9 +156,9 @@ def test_a_run_that_begins_while_the_question_waits_is_not_ended(
     own_key(site)
     site.pulumi.machines("mine-0", going=["mine-0"])
     heads = [Head(running="two"), Head()]
-    monkeypatch.setattr(results_at_stake, "ask_head", lambda *_, **__: heads.pop())
+    monkeypatch.setattr(results_at_stake, "query_head", lambda *_, **__: heads.pop())
     assert main([command, "--yes"], site.env) == ExitCode.CONFIG
-    assert "error: run two is going on, so nothing was " in capsys.readouterr().err
+    assert "error: run two is active, so nothing was " in capsys.readouterr().err
     assert heads == [] and not {"up", "destroy"} & {each.split()[0] for each in words(site)}
 
 
@@ -234,13 +234,13 @@ def test_up_that_would_end_machines_saves_what_is_on_them(
     copy_of_run(site, "one", alive=True)
     site.pulumi.machines("mine-0", "mine-1", going=["mine-1"])
     assert main(["up", "--yes"], site.env) == ExitCode.CONFIG
-    assert "is not known whether a run is going on, so nothing was" in capsys.readouterr().err
+    assert "cannot determine if a run is active, so nothing was" in capsys.readouterr().err
     head_says(monkeypatch)
     assert main(["up", "--yes"], site.env) == ExitCode.SSH_UNREACHABLE
     err = capsys.readouterr().err
-    assert "this ends 1 machine(s), with all that is on them: mine-1" in err
+    assert "this deletes 1 machine(s) with all their data: mine-1" in err
     assert "to collect first: one" in err
-    assert "run one is not brought home, so nothing was built" in err
+    assert "run one could not be collected, so nothing was built" in err
     assert "up --without-collect" in err
     assert words(site) == ["preview", "stack output --json"] * 2
     assert main(["up", "--yes", "--without-collect"], site.env) == ExitCode.OK
@@ -248,7 +248,7 @@ def test_up_that_would_end_machines_saves_what_is_on_them(
     site.pulumi.machines("mine-0", "mine-1")
     capsys.readouterr()
     assert main(["up", "--yes"], site.env) == ExitCode.OK
-    assert "this ends" not in capsys.readouterr().err
+    assert "this deletes" not in capsys.readouterr().err
 
 
 def test_another_key_for_machines_that_are_up_is_named(site: Site, capsys: Capture) -> None:
@@ -258,7 +258,7 @@ def test_another_key_for_machines_that_are_up_is_named(site: Site, capsys: Captu
     for diffs, is_said in ((["metadata"], True), (["labels"], False)):
         site.pulumi.on("preview", events=step("update", urn, diffs=diffs))
         assert main(["up", "--dry-run"], site.env) == ExitCode.OK
-        assert ("keys that they booted with" in capsys.readouterr().err) == is_said
+        assert ("operator keys from their boot" in capsys.readouterr().err) == is_said
 
 
 @pytest.mark.parametrize(

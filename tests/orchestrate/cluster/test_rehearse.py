@@ -104,7 +104,7 @@ def test_a_rehearsal_goes_through_everything_and_leaves_nothing_but_a_page(tmp_p
         ["| preflight", "0"],
         ["| run of 10 steps", "0"],
         ["| delete node-1", "0"],
-        ["| up heals it", "0"],
+        ["| up repairs it", "0"],
         ["| preflight again", "0"],
         ["| resume", "0"],
         ["| down", "0"],
@@ -116,5 +116,5 @@ def test_a_rehearsal_goes_through_everything_and_leaves_nothing_but_a_page(tmp_p
     summary = json.loads((tmp_path / "runs" / name / "summary.json").read_text())
     assert (summary["steps"], summary["nodes"], summary["status"]) == (20, 2, "finished")
     page = tmp_path / f".cluster/{name}/page.md"
-    assert page.read_text() in said and "What was refused" not in said
+    assert page.read_text() in said and "Failed steps" not in said
     assert PROJECT not in page.read_text() and "| removing instance node-1 | 2 | " in said

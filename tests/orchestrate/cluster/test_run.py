@@ -141,7 +141,7 @@ def test_missing_results_are_collected_before_anything_is_destroyed(
     checkpoint = trained.operator.paths("far").checkpoint(STEPS)
     shutil.rmtree(checkpoint)
     code, said, told = as_stack(trained.operator, "down")
-    assert code == ExitCode.OK and "1/3 collect: 1 run(s) brought home" in said, said
+    assert code == ExitCode.OK and "1/3 collect: 1 run(s) collected" in said, said
     assert (checkpoint / "model.safetensors").exists()
     assert told == ["stack", "stack", "destroy"]
 
@@ -165,11 +165,11 @@ def test_another_operator_s_runs_are_collected_before_anything_is_destroyed(
     # A run that this machine has never seen cannot be collected without its inventory.
     code, said, told = as_stack(another, "down")
     assert code == ExitCode.CONFIG and told == ["stack", "stack"], said
-    assert "have results on the head: far, so nothing was destroyed" in said, said
+    assert "removed or damaged): far, so nothing was destroyed" in said, said
     mine = another.paths("far").root
     shutil.copytree(trained.operator.paths("far").root, mine, symlinks=True)
     code, said, told = as_stack(another, "down")
-    assert code == ExitCode.OK and "1/3 collect: 1 run(s) brought home" in said, said
+    assert code == ExitCode.OK and "1/3 collect: 1 run(s) collected" in said, said
     assert (another.paths("one").checkpoint(4) / "model.safetensors").exists()
     assert summary(another.paths("one").root)["steps"] == 4 and told == [
         "stack",
@@ -201,20 +201,20 @@ def test_a_run_continues_without_the_operator_and_stops_on_request(operator: Ope
     code, said = operator.do("status")
     assert code == ExitCode.OK and "running" in said, said
     code, said, told = as_stack(operator, "down")
-    assert code == ExitCode.CONFIG and "run one is going on, so nothing was destroyed" in said, said
+    assert code == ExitCode.CONFIG and "run one is active, so nothing was destroyed" in said, said
     assert told == ["stack", "stack"]
     # In a folder without the run, the head names it.
     own = operator.folder / ".cluster" / "test" / "id_ed25519"
     shutil.copy(operator.nodes.key, own)
     code, said, told = as_stack(operator, "down", "--runs-dir", "none")
-    assert code == ExitCode.CONFIG and "run one is going on, so nothing was destroyed" in said, said
+    assert code == ExitCode.CONFIG and "run one is active, so nothing was destroyed" in said, said
     assert "attach one --inventory stack" in said and told == ["stack", "stack"]
     code, said = operator.do(*operator.run_words("two"), "--runs-dir", "none")
     assert code == ExitCode.CONFIG, said
     assert "run one is active on this cluster, and was not started from" in said
     assert "attach one --inventory" in said and not (operator.folder / "none").exists(), said
     code, said, told = as_stack(operator, "up")
-    assert code == ExitCode.CONFIG and "run one is going on, so nothing was built" in said, said
+    assert code == ExitCode.CONFIG and "run one is active, so nothing was built" in said, said
     assert "up" not in told
     code, said = operator.do("stop", "one", "--grace", "120")
     assert code == ExitCode.OK and "no process of the run is left on any node" in said, said

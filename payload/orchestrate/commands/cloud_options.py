@@ -1,0 +1,153 @@
+"""Options of the cloud's commands; parsers, help and completion are made from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import payload
+from payload.core.command_line import option
+from payload.orchestrate.commands.run_options import runs_dir_option
+
+StoppedChoice = Literal["start", "replace", "leave"]
+QUICKSTART = Path(payload.__file__).parent / "configs" / "quickstart.toml"
+_CLUSTER, _RESULTS = "requirements of the cluster (default: the stack's config)", "results and data"
+
+
+def _stack() -> str | None:
+    name: str | None = option("Pulumi stack (default: the selected one)", metavar="NAME")
+    return name
+
+
+def _project() -> str | None:
+    project: str | None = option(
+        "Google Cloud project (default: the cluster's, or GOOGLE_CLOUD_PROJECT)", metavar="ID"
+    )
+    return project
+
+
+def _delete_filestore() -> list[str]:
+    names: list[str] = option(
+        "delete this Filestore instance with its data without typing its name; --yes does not "
+        "cover it; can be repeated",
+        metavar="NAME",
+        group=_RESULTS,
+    )
+    return names
+
+
+def _yes() -> bool:
+    yes: bool = option("answer every yes/no question with yes")
+    return yes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorOptions:
+    """Options of `doctor`, in addition to the stack's settings."""
+
+    stack: str | None = _stack()
+    project: str | None = _project()
+    machine_type: str | None = option("machine type of every node", metavar="TYPE", group=_CLUSTER)
+    node_count: int | None = option("number of nodes", metavar="COUNT", group=_CLUSTER)
+    region: str | None = option("region of the cluster", metavar="REGION", group=_CLUSTER)
+    zone: list[str] | None = option(
+        "zone to check; can be repeated", default=None, metavar="ZONE", group=_CLUSTER
+    )
+    spot: bool = option("check spot machines", group=_CLUSTER)
+    disk_type: str | None = option("disk type of every node", metavar="TYPE", group=_CLUSTER)
+    disk_gb: int | None = option("disk size of every node", metavar="GIB", group=_CLUSTER)
+    json: bool = option("print the checks as JSON")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpOptions:
+    """Options of `up`."""
+
+    stack: str | None = _stack()
+    runs_dir: Path = runs_dir_option()
+    next_zone: bool = option(
+        "if a zone has no capacity, try the config's other zones, and update the config"
+    )
+    keep_on_failure: bool = option(
+        "after a failure keep the resources that were built; they are billed"
+    )
+    without_collect: bool = option(
+        "replace machines even if their results are not collected", group=_RESULTS
+    )
+    take_over: str | None = option(
+        "remove another cluster of the same name and this identity, after its name is typed; "
+        "`none`: resources without an identity",
+        metavar="ID",
+        advanced=True,
+    )
+    delete_filestore: list[str] = _delete_filestore()
+    stopped: StoppedChoice | None = option(
+        "stopped machines: start them, replace them with their disks, or leave them (default: "
+        "a question; with --yes, start those that Google stopped)",
+        default=None,
+    )
+    results_may_be_lost: bool = option(
+        "also build spot machines without a bucket; their checkpoints are lost with them",
+        group=_RESULTS,
+    )
+    dry_run: bool = option("show the preview only")
+    yes: bool = _yes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepOptions:
+    """Options of `sweep`."""
+
+    cluster: str | None = option("cluster name (default: every expired cluster)", metavar="NAME")
+    project: str | None = _project()
+    identity: str | None = option(
+        "act on another folder's cluster with this identity, after its name is typed; `none`: "
+        "resources without an identity",
+        metavar="ID",
+        advanced=True,
+    )
+    keep_buckets: bool = option("count no bucket as a leftover", group=_RESULTS)
+    delete: bool = option(
+        "after a question, delete the leftovers of this folder's cluster, except buckets"
+    )
+    delete_filestore: list[str] = _delete_filestore()
+    json: bool = option("print the resources as JSON")
+    yes: bool = _yes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DownOptions:
+    """Options of `down`."""
+
+    stack: str | None = _stack()
+    cluster: str | None = option("cluster name, for a stack without outputs", metavar="NAME")
+    project: str | None = _project()
+    runs_dir: Path = runs_dir_option()
+    without_collect: bool = option("also destroy results that are not collected", group=_RESULTS)
+    delete_bucket: str | None = option(
+        "also delete this results bucket with its contents, after its name is typed; --yes does "
+        "not cover it",
+        metavar="NAME",
+        group=_RESULTS,
+    )
+    delete_filestore: list[str] = _delete_filestore()
+    dry_run: bool = option("print the steps without taking them")
+    yes: bool = _yes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearseOptions:
+    """Options of `rehearse`."""
+
+    budget_usd: float = option("largest cost (default: %(default)g)", default=1.0, metavar="USD")
+    project: str | None = _project()
+    config: Path = option(
+        "config of the run (default: the quickstart)", default=QUICKSTART, metavar="FILE"
+    )
+    settings: list[str] = option(
+        "one of the cluster's settings, such as region=europe-west4; can be repeated",
+        "--set",
+        metavar="KEY=VALUE",
+    )
+    yes: bool = _yes()

@@ -1,0 +1,44 @@
+"""The settings that a command line selects: a config file, a resumed run's, or the defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from payload.config.run_config import RunConfig, load_run_config, parse_run_config
+from payload.core.errors import ConfigError
+from payload.estimates.batch_size import as_recorded
+from payload.launch.plan import auto_batch_size
+from payload.orchestrate.commands.run_options import ConfigOptions
+from payload.run_record.run_files import RunPaths
+from payload.run_record.run_repair import config_to_resume
+
+
+def load_config(
+    options: ConfigOptions,
+    *,
+    resumed: RunPaths | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> RunConfig:
+    """Return the config file's settings, the resumed run's, or all defaults, with --set on top.
+
+    A micro-batch of `auto` resolves to the resumed run's recorded size. If that run's settings
+    gave a number, `auto` is resolved again. Raises ConfigError.
+    """
+    if options.config_path is not None:
+        config = load_run_config(options.config_path, overrides=options.overrides)
+    elif resumed is not None:
+        config, warning = config_to_resume(resumed, overrides=options.overrides)
+        if warning:
+            say(f"warning: {warning}")
+    else:
+        return parse_run_config("", overrides=options.overrides, where="defaults")
+    if resumed is not None and _left_size_open(resumed):
+        with suppress(ConfigError):
+            config = as_recorded(config, config_to_resume(resumed, overrides=())[0])
+    return config
+
+
+def _left_size_open(resumed: RunPaths) -> bool:
+    """Return True if the run's plan chose its micro-batch size, or there is no copy of the plan."""
+    return not resumed.plan.exists() or auto_batch_size(resumed.plan) is not None

@@ -1,0 +1,58 @@
+"""`plan --export`: write a run as a job file for another engine."""
+
+from __future__ import annotations
+
+from payload.core.errors import ExitCode, UsageError
+from payload.core.files import write_whole
+from payload.core.suggested_commands import quoted
+from payload.launch.exports.registry import ENGINES
+from payload.orchestrate.commands.config_choice import load_config
+from payload.orchestrate.commands.run_options import PlanOptions
+from payload.orchestrate.inventories.chosen import load_cluster
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess
+from payload.orchestrate.runs.export_plan import plan_export
+from payload.orchestrate.terminal.console import text_console
+
+_EXPORT_ONLY = ("out", "image", "nodes", "storage")
+
+
+def require_no_export_options(options: PlanOptions) -> None:
+    """Raise UsageError for an option of `--export` that is given without it."""
+    for name in _EXPORT_ONLY:
+        if getattr(options, name) is not None:
+            raise UsageError(f"--{name} needs --export ENGINE.")
+
+
+def export(options: PlanOptions, access: LocalAccess, *, engine_name: str) -> int:
+    """Write the job file, or print it, and print the command that starts it."""
+    talk, engine = text_console(stderr=True), ENGINES[engine_name]
+    chosen = load_cluster(options.inventory, env=access.environment())
+    talk.print(chosen.headline())
+    job, notes = plan_export(
+        load_config(options),
+        run_id=options.run_id,
+        machines=chosen.inventory.nodes,
+        domains=chosen.domains,
+        nodes=options.nodes,
+        image=options.image,
+        storage=options.storage,
+    )
+    engine.require(job)
+    for note in notes:
+        talk.print(f"note: {note}")
+    text, where = engine.render(job), "FILE"
+    if options.out is None:
+        text_console(stderr=False).print(text.removesuffix("\n"))
+    else:
+        where = quoted(str(options.out))
+        try:
+            write_whole(options.out, text)
+        except OSError as error:
+            raise UsageError(
+                f"--out {options.out}: {error.strerror}. Name a file that can be written."
+            ) from None
+    talk.print(
+        f"run {job.run_id}: {job.nodes} node(s) x {job.ranks_per_node} rank(s) x "
+        f"{job.threads_per_rank} thread(s). Start it with: {engine.start.replace('FILE', where)}"
+    )
+    return ExitCode.OK
