@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from payload.orchestrate.clouds.pulumi.events import Event, parse_event
-from payload.orchestrate.clouds.pulumi.locks import are_dead, locks_in
+from payload.orchestrate.clouds.pulumi.locks import are_stale, locks_in
 from tests.engine.engine import Done, Engine
 from tests.orchestrate.cloud.fake_pulumi import ENGINE
 from tests.orchestrate.cloud.standin import CloudStandIn, Fault
@@ -126,7 +126,7 @@ def test_a_killed_update_leaves_its_lock_and_what_it_was_doing(
     told = (ENGINE / "up-locked.stderr.txt").read_text()
     shape = r"file://\S+/|[0-9a-f-]{36}|created by .*$"
     assert re.sub(shape, "*", done.stderr, flags=re.M) == re.sub(shape, "*", told, flags=re.M)
-    assert are_dead(locks_in(done.stderr))
+    assert are_stale(locks_in(done.stderr))
     cancelled = fake.pulumi("cancel", "--yes")
     assert cancelled.stdout.strip() == (ENGINE / "cancel.stdout.txt").read_text().strip()
     assert fake.locks() == []

@@ -88,7 +88,7 @@ def test_hyperdisk_is_counted_at_a_price_that_it_does_not_exceed() -> None:
             assert found.usd == pytest.approx(float(row["usd"]) / 10)
     config = replace(CONFIG, machine_type="c4-standard-8")
     text = describe(config, price_of_cluster(config), speed=None)
-    assert "counted at most: hyperdisk-balanced disks at hyperdisk-extreme's price" in text
+    assert "upper bound: hyperdisk-balanced disks at hyperdisk-extreme's price" in text
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_cap_that_cannot_be_kept_for_want_of_a_price_is_refused_with_the_missi
     settings: dict[str, Any], part: str
 ) -> None:
     with pytest.raises(
-        BudgetError, match=rf"no price is known here of {part}\..*maxHourlyUsd none"
+        BudgetError, match=rf"because the price of {part} is unknown.*maxHourlyUsd none"
     ):
         price_of_cluster(replace(CONFIG, **settings))
 
@@ -139,7 +139,7 @@ def test_a_cluster_above_the_cap_is_refused_with_what_would_allow_it() -> None:
 def test_with_auto_the_machines_that_come_after_spot_have_to_fit_too() -> None:
     config = replace(CONFIG, max_hourly_usd="1")
     assert price_of_cluster(replace(config, spot="true"))
-    with pytest.raises(BudgetError, match="on demand after spot"):
+    with pytest.raises(BudgetError, match="on demand, after spot"):
         price_of_cluster(replace(config, spot="auto"))
 
 
@@ -148,7 +148,7 @@ def test_the_preview_says_dollars_an_hour_at_most_and_per_million_tokens() -> No
     text = describe(CONFIG, cost_of(CONFIG), speed=speed)
     assert "$1.6380 an hour" in text
     assert "at most $19.66" in text
-    assert "$0.4550 per million tokens at the 1,000 tokens/s of\n  run gpt2-1" in text
+    assert "$0.4550 per million tokens at 1,000 tokens/s, measured in\n  run gpt2-1" in text
     assert usd_per_million_tokens(3.6, tokens_per_s=1000) == pytest.approx(1.0)
 
 

@@ -399,12 +399,15 @@ def test_the_program_makes_the_operators_key_and_a_preview_only_says_so(
     public: Path = private.with_name("id_ed25519.pub")
     settings = {"operatorPublicKeyFile": ""}
     stack = deploy(settings, folder=tmp_path, preview=True)
-    assert not private.parent.exists() and f"would make the key {WORDS}{private}" in stack.log
+    assert (
+        not private.parent.exists()
+        and f"would create the cluster's SSH key: {private}" in stack.log
+    )
     if has_private:
         deploy(settings, folder=tmp_path)
         public.unlink()
     stack = deploy(settings, folder=tmp_path)
-    assert f"made the key {WORDS}{private}" in stack.log
+    assert f"created the cluster's SSH key: {private}" in stack.log
     assert private.stat().st_mode & 0o777 == 0o600
     assert private.parent.stat().st_mode & 0o777 == 0o700
     key = serialization.load_ssh_private_key(private.read_bytes(), password=None)
@@ -418,9 +421,6 @@ def test_the_program_makes_the_operators_key_and_a_preview_only_says_so(
     assert line.decode() in everything and secret not in everything
     again = deploy(settings, folder=tmp_path)
     assert again.resources == stack.resources
-
-
-WORDS = "that opens the cluster: "
 
 
 def test_a_later_run_leaves_the_machines_own_expiry_alone() -> None:

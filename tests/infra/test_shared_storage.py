@@ -81,7 +81,7 @@ def test_filestore_costs_256_dollars_a_month_beside_the_machines() -> None:
     assert cost.hourly_usd is not None and plain.hourly_usd is not None
     assert (cost.hourly_usd - plain.hourly_usd) * 730 == pytest.approx(256, abs=0.01)
     text = describe(shared, cost, speed=None)
-    assert "Filestore (1024 GiB) is $0.3507 of it, until it is removed" in text
+    assert "including $0.3507 for Filestore (1024 GiB), which is billed until it is removed" in text
     assert "Filestore" not in describe(config, plain, speed=None)
 
 
@@ -93,7 +93,7 @@ def test_where_filestore_has_no_known_price_a_cap_refuses_it_by_name() -> None:
         zones=("europe-west4-a",),
     )
     assert cost_of(config).unknown == ("Filestore (1024 GiB) in europe-west4",)
-    with pytest.raises(BudgetError, match=r"no price is known here of Filestore \(1024 GiB\)"):
+    with pytest.raises(BudgetError, match=r"because the price of Filestore \(1024 GiB\)"):
         price_of_cluster(config)
 
 

@@ -17,7 +17,7 @@ from payload.orchestrate.findings.nodes import NodeFacts
 from payload.orchestrate.findings.trial import MARK, Outcome, Result
 from payload.orchestrate.runs.mirror import merge, wanted_of
 from payload.orchestrate.runs.remote_run import planned_run_dir
-from payload.orchestrate.ssh.node_code import RunsThere
+from payload.orchestrate.ssh.node_runs import NodeRuns
 from payload.orchestrate.ssh.remote_calls import (
     FOLDER,
     Begun,
@@ -60,7 +60,7 @@ FACTS = {
 HONEST: list[tuple[type[Any], dict[str, Any]]] = [
     (NodeLook, LOOK),
     (
-        RunsThere,
+        NodeRuns,
         {
             "running": "one",
             "runs": [{"run_id": "one", "checkpoint": "step_00000010", "state": "a" * 64}],
@@ -104,7 +104,7 @@ HONEST: list[tuple[type[Any], dict[str, Any]]] = [
     ),
 ]
 PATHS = {(NodeLook, "home"), (KeyMade, "folder")}
-RUNS = {(NodeLook, "running"), (RunsThere, "running"), (Claimed, "running"), (Begun, "running")}
+RUNS = {(NodeLook, "running"), (NodeRuns, "running"), (Claimed, "running"), (Begun, "running")}
 
 
 def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -168,7 +168,7 @@ def test_every_field_of_every_answer_is_held_to_its_form(
 )
 def test_an_answer_that_is_none_is_refused_in_one_line(text: bytes) -> None:
     with pytest.raises(AnswerError, match=r"^node-0: ") as raised:
-        parse_answer(RunsThere, text, node="node-0")
+        parse_answer(NodeRuns, text, node="node-0")
     assert "\n" not in str(raised.value)
 
 

@@ -16,7 +16,8 @@ from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.mirror import note_seen
 from payload.orchestrate.runs.remote_run import RemoteRun
 from payload.orchestrate.ssh.cluster import Cluster
-from payload.orchestrate.ssh.node_code import RunThere, look, runs_on, this_code
+from payload.orchestrate.ssh.node_code import inspect_node, this_code
+from payload.orchestrate.ssh.node_runs import NodeRun, runs_on
 from payload.orchestrate.ssh.remote_calls import (
     Login,
 )
@@ -98,7 +99,7 @@ def test_a_node_gets_no_file_but_the_payload_s_own(head: Sshd, cluster: Cluster,
     with pytest.raises(
         AnswerError, match=r"^node-0: its answer: missing: the file .* not asked for"
     ):
-        look(cluster.connect(head.node), this_code(), venv=PurePosixPath("/opt"))
+        inspect_node(cluster.connect(head.node), this_code(), venv=PurePosixPath("/opt"))
 
 
 @pytest.mark.sshd
@@ -120,7 +121,7 @@ def test_what_people_put_beside_a_head_s_runs_keeps_nothing_from_its_answer(
         checkpoint = runs / "one" / "checkpoints" / f"step_{name}"
         checkpoint.mkdir(parents=True)
         (checkpoint / "manifest.json").write_text("{}")
-    newest = RunThere(run_id="one", checkpoint="step_100000000", state=None)
+    newest = NodeRun(run_id="one", checkpoint="step_100000000", state=None)
     assert runs_on(cluster.connect(head.node)).runs == (newest,)
 
 

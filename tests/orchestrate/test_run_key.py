@@ -353,8 +353,8 @@ def test_a_claim_that_a_broken_connection_still_holds_ends_as_that_connection_di
         with retry(name=name, timeout_s=60) as claim_again:
             assert claim_again == Claim(name=name, running=None)
     assert said[:2] == [
-        "node-0: the connection that broke still has the claim on it: waiting for that",
-        "node-0: somebody (from 127.0.0.1) is starting one: waiting for that",
+        "node-0: the broken connection still holds the claim; waiting",
+        "node-0: another operator (from 127.0.0.1) is starting one; waiting",
     ]
 
 

@@ -108,7 +108,7 @@ def test_a_node_that_sends_without_end_is_not_listened_to(node: Sshd, login: Log
     with connected(node.node, login) as connection:
         for stream in ("", " >&2"):
             argv = ["sh", "-c", f"cat /dev/zero{stream}"]
-            with pytest.raises(AnswerError, match=r"^node-0: it sends more than it was asked for"):
+            with pytest.raises(AnswerError, match=r"^node-0: sent more data than requested"):
                 connection.run(argv, timeout_s=60)
         assert connection.check_run(["echo", "still here"], timeout_s=60) == b"still here\n"
 
@@ -142,7 +142,7 @@ def test_a_command_that_takes_too_long_is_ended_on_the_node(node: Sshd, login: L
 
 def test_a_command_that_is_killed_is_said_to_be(node: Sshd, login: Login) -> None:
     with connected(node.node, login) as connection:
-        with pytest.raises(PreflightError, match="node-0: `sh` was ended there by a signal"):
+        with pytest.raises(PreflightError, match="node-0: `sh` was killed by a signal"):
             connection.run(["sh", "-c", "kill -9 $$"], timeout_s=60)
         assert connection.run(["true"], timeout_s=60).status == 0
 
@@ -219,7 +219,7 @@ def test_a_server_that_does_not_speak_ssh_is_unreachable(
             open_streams[-1].sendall(said)
             return stream
 
-        with pytest.raises(SshUnreachableError, match="does not speak SSH within 3 s"):
+        with pytest.raises(SshUnreachableError, match="no SSH handshake within 3 s"):
             dial(deaf, login=login, open_stream=open_stream, deadlines=Deadlines(handshake_s=3.0))
         for stream in open_streams:
             stream.close()
@@ -233,7 +233,9 @@ def test_a_frozen_sshd_is_unreachable_within_the_deadline(
         sshd.signal(signal.SIGSTOP)
         try:
             with (
-                pytest.raises(SshUnreachableError, match="node-1: no answer for 1 s while waiting"),
+                pytest.raises(
+                    SshUnreachableError, match="node-1: no response for 1 s while waiting"
+                ),
                 connection.guard("waiting", timeout_s=1),
                 connection.open_sftp() as sftp,
             ):
@@ -250,7 +252,9 @@ def test_a_node_that_falls_silent_is_unreachable_and_not_waited_for_twice(
     with connected(sshd.node, login, deadlines=SILENT_LATER) as connection:
         sshd.signal(signal.SIGSTOP)
         try:
-            with pytest.raises(SshUnreachableError, match="node-1: no answer while running `true`"):
+            with pytest.raises(
+                SshUnreachableError, match="node-1: no response while running `true`"
+            ):
                 connection.run(["true"], timeout_s=60)
             with pytest.raises(SshUnreachableError, match="node-1: the connection broke"):
                 connection.run(["true"], timeout_s=60)
@@ -301,13 +305,13 @@ def test_the_reason_of_a_connection_s_end_is_in_its_error(
         message.add_byte(b"\x60").add_int(99)
         transport: Any = connection._transport
         transport._send_message(message)
-        said = r"code 2: ieof packet referred to nonexistent channel 99\)\. Is the machine"
+        said = r"code 2: ieof packet referred to nonexistent channel 99\)\. Check that the machine"
         for _ in range(2):
             with pytest.raises(ConnectionLostError, match=said):
                 connection.run(["true"], timeout_s=60)
     with connected(sshd.node, login) as connection:
         sshd.stop()
-        said = r"\((the other side closed it|Connection reset by peer|Broken pipe)\)\. Is"
+        said = r"\((the node closed it|Connection reset by peer|Broken pipe)\)\. Check"
         with pytest.raises(ConnectionLostError, match=said):
             connection.run(["true"], timeout_s=60)
 
@@ -339,7 +343,7 @@ def test_a_worker_s_error_says_whether_it_or_the_head_has_ended_the_connection(
     head, worker = start_sshd("node-0", "127.0.0.2"), start_sshd("node-1", "127.0.0.3")
     inventory = make_cluster(head.node, worker.node)
     for broken, said in (
-        (worker, r"\((the other side closed it|Socket is closed)\)\. Is"),
+        (worker, r"\((the node closed it|Socket is closed)\)\. Check"),
         (head, r"\(the connection to node-0, through which it is reached, ended\)\. Is"),
     ):
         with Cluster(inventory, login=login, env={}, deadlines=PATIENT) as cluster:
@@ -381,7 +385,7 @@ def test_a_command_that_does_not_answer_in_time_is_unreachable(node: Sshd, login
         with connection.listening(["echo", "hi"], timeout_s=60) as answer:
             assert answer == b""
         with (
-            pytest.raises(SshUnreachableError, match="node-0: no answer for 1 s while running"),
+            pytest.raises(SshUnreachableError, match="node-0: no response for 1 s while running"),
             connection.listening(["sh", "-c", _NO_ANSWER], timeout_s=1),
         ):
             pass
@@ -433,7 +437,7 @@ def test_a_head_that_forbids_forwarding_is_named(start_sshd: StartSshd, login: L
     worker = replace(head.node, name="node-1", address="127.0.0.3")
     with (
         Cluster(make_cluster(head.node, worker), login=login, env={}, deadlines=PATIENT) as cluster,
-        pytest.raises(SshUnreachableError, match=r"node-0, .* forbids forwarding"),
+        pytest.raises(SshUnreachableError, match=r"node-0, .*refuses TCP forwarding"),
     ):
         cluster.connect(worker)
 

@@ -20,7 +20,7 @@ from payload.orchestrate.clouds.pulumi.stack_outputs import StackOutputs
 from payload.stack.operator_key import operator_key_path, require_private
 
 if TYPE_CHECKING:
-    from payload.orchestrate.ssh.node_code import RunThere
+    from payload.orchestrate.ssh.node_runs import NodeRun
 
 
 # A machine that has no host keys yet is booting, and nobody has reached it over SSH.
@@ -38,7 +38,7 @@ class Head:
     """True if the cloud has no such machine any more."""
     running: str | None = None
     """The run that is going on, whoever started it."""
-    runs: Sequence[RunThere] = ()
+    runs: Sequence[NodeRun] = ()
     """Its copy of every run, as far as it could be asked."""
     unasked: str | None = None
     """Why it could not be asked for one."""
@@ -87,7 +87,7 @@ def _ask(
 ) -> Head:
     # paramiko takes half a second to import.
     from payload.orchestrate.ssh.cluster import Cluster
-    from payload.orchestrate.ssh.node_code import runs_on
+    from payload.orchestrate.ssh.node_runs import runs_on
     from payload.orchestrate.ssh.remote_calls import Login
 
     inventory = outputs.inventory

@@ -26,7 +26,7 @@ from payload.orchestrate.runs.run_index import all_runs
 from payload.run_record.run_files import RunPaths, Summary, read_json
 
 if TYPE_CHECKING:
-    from payload.orchestrate.ssh.node_code import RunThere
+    from payload.orchestrate.ssh.node_runs import NodeRun
 from payload.orchestrate.commands.head_runs import Head, ask_head
 
 Copies = Sequence[tuple[RunPaths, Mirrored, ClusterInventory]]
@@ -166,7 +166,7 @@ def _copies(
             yield paths, mirrored, inventory
 
 
-def _is_whole(paths: RunPaths, mirrored: Mirrored, there: RunThere | None) -> bool:
+def _is_whole(paths: RunPaths, mirrored: Mirrored, there: NodeRun | None) -> bool:
     """Return whether all of a run that has ended is here; `there` is what the head has of it now.
 
     Somebody else may have resumed it since it was collected. Without the head's word the copy's has

@@ -171,7 +171,7 @@ def test_credentials_that_are_refused_have_the_cause_and_fix_of_their_kind(
         raise Unauthorized(said) if said == EXPIRED else RefreshError(said)
 
     with pytest.raises(CloudAuthError) as caught:
-        client.ask("project", refused)
+        client.call("project", refused)
     login = GoogleLogin.from_env(env)
     engine = explain(replace(failed(f"googleapi: Error 401: {said}"), login=login))
     read = f"error: read https://storage.googleapis.com: 401 Unauthorized {said}"
@@ -296,7 +296,7 @@ def refuse(store: BucketStore, *, is_key: bool) -> None:
 def test_a_project_that_is_mistyped_is_refused_with_where_to_look(site: Site) -> None:
     message = f"The resource 'projects/{PROJECT}' was not found"
     site.cloud.faults.append(Fault(path=f"projects/{PROJECT}$", status=404, message=message))
-    with pytest.raises(ConfigError, match="gcloud projects list` shows yours; then: pulumi config"):
+    with pytest.raises(ConfigError, match="List yours: gcloud projects list; then: pulumi config"):
         site.google().check_access()
 
 

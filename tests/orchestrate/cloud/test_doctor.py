@@ -78,7 +78,7 @@ def test_the_price_is_named_with_its_source_and_age(
 @pytest.mark.parametrize(
     ("machine", "outcome", "found", "code"),
     [
-        ("g2-standard-24", "ok", "2 x L4 on each node, a rank on each GPU: 22.5 GiB, comp", None),
+        ("g2-standard-24", "ok", "2 x L4 per node, one rank per GPU: 22.5 GiB, comp", None),
         ("a2-highgpu-1g", "ok", "compute capability 8.0 (without fp8), driver branch 580", None),
         ("a3-highgpu-2g", "error", "a3-highgpu-2g is sold only as spot", ExitCode.CONFIG),
         ("c3-highmem-8", None, "", None),
@@ -146,7 +146,10 @@ def test_a_quota_that_is_too_small_is_exit_11_with_how_much_to_ask_for(
     project.cloud.regions[REGION]["SSD_TOTAL_GB"] = (500.0, 250.0)
     assert doctor(project) == ExitCode.QUOTA
     out, err = capsys.readouterr()
-    assert "300 needed, 250 free (limit 500, used 250). Ask for 550 at https://console" in out
+    assert (
+        "300 needed, 250 free (limit 500, used 250). Request a limit of 550 at https://console"
+        in out
+    )
     assert "error: 1 of" in err
 
 
@@ -203,7 +206,9 @@ def test_a_quota_that_is_not_listed_is_compared_with_a_default_projects(
     del project.cloud.project_quotas[metric]
     assert doctor(project) == ExitCode.OK
     out, err = capsys.readouterr()
-    words = f"{needed} needed, the limit is not listed; a default project has {default}. Look at"
+    words = (
+        f"{needed} needed, the limit is not listed; a default project has {default}. Check it at"
+    )
     assert f"unknown: {metric} in all regions: {words}" in out
     assert "nothing that was checked keeps the cluster from being built; 1 of " in err
     # More than that fails, until somebody has looked.
@@ -217,7 +222,9 @@ def test_a_quota_without_a_known_default_is_unknown(project: Site, capsys: Captu
     project.cloud.add("diskTypes", "hyperdisk-balanced", place=ZONE, labels={})
     assert doctor(project, "--disk-type", "hyperdisk-balanced") == ExitCode.OK
     out = capsys.readouterr().out
-    assert "unknown: HDB_TOTAL_GB in us-central1: 300 needed, the limit is not listed. Look" in out
+    assert (
+        "unknown: HDB_TOTAL_GB in us-central1: 300 needed, the limit is not listed. Check it" in out
+    )
 
 
 def test_a_quota_that_fits_and_leaves_nothing_is_said(project: Site, capsys: Capture) -> None:
@@ -226,7 +233,7 @@ def test_a_quota_that_fits_and_leaves_nothing_is_said(project: Site, capsys: Cap
     assert doctor(project) == ExitCode.OK
     out = capsys.readouterr().out
     assert "warning: C3_CPUS in us-central1: 24 needed, 24 free (limit 24, used 0)" in out
-    assert "It fits and leaves nothing: for any more than this cluster, ask at https" in out
+    assert "The cluster uses all of it. To run anything more, request an increase: https" in out
     assert doctor(project, "--node-count", "4") == ExitCode.QUOTA
     assert "error: C3_CPUS in us-central1: 32 needed, 24 free" in capsys.readouterr().out
 
@@ -257,7 +264,7 @@ def c4(project: Site) -> Site:
         (
             [family_limit("99"), family_limit("0", region=REGION, vm_family="C4")],
             "error",
-            "A limit of 0 may mean that the region does not have the family",
+            "A limit of 0 can mean that the region does not offer the family",
         ),
         (
             [family_limit("48", region=REGION), family_limit("99", vm_family="C4")],
@@ -301,7 +308,7 @@ def test_a_type_that_the_first_zone_has_not_is_exit_10(project: Site, capsys: Ca
     configure(project, zones=["us-central1-b", ZONE])
     assert doctor(project) == ExitCode.CONFIG
     out = capsys.readouterr().out
-    assert "error: c3-highmem-8 in us-central1-b: not offered there" in out
+    assert "error: c3-highmem-8 in us-central1-b: not offered" in out
     configure(project, zones=[ZONE, "us-central1-b"])
     assert doctor(project) == ExitCode.OK
     assert "warning: pd-balanced in us-central1-b: not offered" in capsys.readouterr().out

@@ -11,7 +11,7 @@ import pytest
 from payload.core.errors import ExitCode
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.ssh.node_code import RunThere
+from payload.orchestrate.ssh.node_runs import NodeRun
 from payload.stack.operator_key import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Capture, copy_of_run, destroys, head_says, stay, words
@@ -121,7 +121,7 @@ def test_a_damaged_copy_keeps_down_from_what_the_head_has_of_it_and_from_nothing
     destroys(site)
     paths = copy_of_run(site, "one", alive=False)
     (paths.root / name).write_text("[[[")
-    there = RunThere(run_id="one", checkpoint="step_00000005", state="0" * 64)
+    there = NodeRun(run_id="one", checkpoint="step_00000005", state="0" * 64)
     head_says(monkeypatch, runs=[there])
     assert main(["down", "--yes"], site.env) != ExitCode.OK
     err = capsys.readouterr().err

@@ -80,13 +80,28 @@ def build_firewall(site: Site) -> None:
 @pytest.mark.parametrize(
     ("case", "status", "code", "line"),
     [
-        ("up-stockout", 1, ExitCode.NO_CAPACITY, "no such machine is free in us-central1-a"),
+        (
+            "up-stockout",
+            1,
+            ExitCode.NO_CAPACITY,
+            "no machine of this type is free in us-central1-a",
+        ),
         ("up-quota", 1, ExitCode.QUOTA, "quota C3_CPUS is 8 in us-central1, the cluster needs mo"),
         ("up-forbidden", 1, ExitCode.QUOTA, "machine dev-node-1: Error creating instance: googlea"),
         ("up-answer-lost", 1, ExitCode.CONFIG, "network dev-network: Error creating Network: go"),
         ("up-exists", 1, ExitCode.CONFIG, "network dev-network: Error creating Network: googlea"),
-        ("up-killed", -9, ExitCode.CONFIG, "it was killed by signal 9; what it was creating may"),
-        ("up-locked", 1, ExitCode.CONFIG, "another update of the stack is going on, so this one"),
+        (
+            "up-killed",
+            -9,
+            ExitCode.CONFIG,
+            "killed by signal 9; resources that it was creating can exist",
+        ),
+        (
+            "up-locked",
+            1,
+            ExitCode.CONFIG,
+            "nothing was done, because another update of the stack is running",
+        ),
         ("up-pending", 1, ExitCode.CONFIG, "subnetwork dev-subnet: Error creating Subnetwork: go"),
         ("up-no-connection", 1, ExitCode.PREFLIGHT, "network dev-network: Error when reading or"),
         ("up-wrong-passphrase", 255, ExitCode.AUTH, "Set PULUMI_CONFIG_PASSPHRASE or PULUMI_CON"),
@@ -114,7 +129,7 @@ def test_a_failure_is_one_line_with_its_own_exit_code(
     assert "1 error occurred" not in err and "Traceback" not in err
     # Everything else is in the file that is named.
     (log,) = (dev.folder / ".cluster/dev").glob(f"{case.partition('-')[0]}-*.log")
-    assert f"failed; its output is in {log}" in err
+    assert f"failed; log: {log}" in err
     recorded = [ENGINE / f"{case}.{kind}.txt" for kind in ("stdout", "stderr")]
     assert log.read_text() == "".join(path.read_text() for path in recorded if path.exists())
 
@@ -172,7 +187,7 @@ def test_an_interrupted_up_says_what_is_there_and_what_it_costs(dev: Site, capsy
     dev.pulumi.replay("preview-new", status=0)
     assert main(["up", "--yes"], dev.env) == INTERRUPTED
     err = capsys.readouterr().err
-    assert "up was interrupted: 2 machine(s) are there, $1.09/h: dev-node-0, dev-node-1. " in err
+    assert "up was interrupted: 2 machine(s) exist, $1.09/h: dev-node-0, dev-node-1. " in err
     assert "payload.orchestrate down" in err and err.splitlines()[-1] == "interrupted"
 
 
@@ -229,7 +244,7 @@ def test_the_recorded_outputs_are_the_cluster_whose_machines_are_gone(
     dev.pulumi.on("stack", "output", "--json", out=outputs)
     assert main(["plan", "--inventory", "stack"], dev.env) == ExitCode.RANK_LOST
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("error: cluster dev: none of its 2 machine(s) exists any more")
+    assert last.startswith("error: cluster dev: all 2 machine(s) are gone")
     dev.cloud.items.clear()
     dev.pulumi.replay("destroy-empty", status=0)
     assert main(["down", "--yes"], dev.env) == ExitCode.OK
@@ -258,22 +273,22 @@ def test_every_recorded_case_is_replayed() -> None:
     assert [case for case in sorted(cases) if f'"{case}' not in source] == []
 
 
-@pytest.mark.parametrize("is_dead", [True, False])
+@pytest.mark.parametrize("is_stale", [True, False])
 def test_the_lock_of_a_dead_process_is_removed_and_no_other(
-    dev: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch, is_dead: bool
+    dev: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch, is_stale: bool
 ) -> None:
     dev.pulumi.replay("up-success", status=0)
     dev.pulumi.replay("up-locked", status=1, times=1)
     dev.pulumi.replay("cancel", status=0)
     # The recorded machine is named vm; it booted after its lock was made, or is another one.
-    monkeypatch.setattr(socket, "gethostname", lambda: "vm" if is_dead else "desk")
+    monkeypatch.setattr(socket, "gethostname", lambda: "vm" if is_stale else "desk")
     monkeypatch.setattr(locks, "_boot_unix", lambda: 1e10)
     code = main(["up", "--yes"], dev.env)
     err = capsys.readouterr().err
     assert "root@vm (process 12143) since 2026-11-22T16:38:55Z" in err
-    assert ("cancel --yes" in words(dev)) == is_dead
-    if is_dead:
-        assert code == ExitCode.OK and "that process is gone" in err
+    assert ("cancel --yes" in words(dev)) == is_stale
+    if is_stale:
+        assert code == ExitCode.OK and "that process no longer exists" in err
     else:
         assert code == ExitCode.CONFIG and "pulumi cancel --yes" in err.splitlines()[-1]
 
@@ -348,10 +363,13 @@ def test_a_rule_that_was_opened_by_hand_is_replaced_or_up_fails(
     dev.pulumi.replay(case, status=0)
     code = main(["up", "--yes"], dev.env)
     err = capsys.readouterr().err
-    assert f"firewall rule {name} is not as the program has it: sources 0.0.0.0/0" in err
+    assert f"firewall rule {name} differs from the program: sources 0.0.0.0/0" in err
     assert dev.cloud.count(f"^DELETE .*/firewalls/{name}$") == 1
     assert dev.cloud.count("^DELETE ") == 1
-    assert "warning: firewall rule by-hand in dev-network is not the cluster program's" in err
+    assert (
+        "warning: firewall rule by-hand in dev-network was not created by the cluster program"
+        in err
+    )
     assert "elsewhere" not in err
     assert code == (ExitCode.OK if closes else ExitCode.PREFLIGHT)
     if not closes:
@@ -377,7 +395,7 @@ def test_doctor_names_rules_that_differ_and_rules_that_are_not_the_programs(
     rules_up(dev)
     assert main(["doctor"], dev.env) != ExitCode.PREFLIGHT
     out = capsys.readouterr().out
-    assert re.search("firewall of dev-network +ok +5 rules as the program has them", out)
+    assert re.search("firewall of dev-network +ok +5 rules equal to the program's", out)
     # As the recorded runs found it, after `up` had reported success.
     for name in ("dev-allow-ssh", "dev-allow-nodes"):
         (rule,) = [each for each in dev.cloud.items["firewalls", "global"] if each["name"] == name]
@@ -395,9 +413,12 @@ def test_doctor_names_rules_that_differ_and_rules_that_are_not_the_programs(
         "dev-allow-nodes": "sources 0.0.0.0/0 instead of none",
         "dev-deny-egress": "it is missing",
     }.items():
-        line = f"error: firewall rule {name}: not as the program has it: {how}. Replace it:"
+        line = f"error: firewall rule {name}: differs from the program: {how}. Replace it:"
         assert line in out
-    assert "warning: firewall rule by-hand: in dev-network, and not the cluster program's" in out
+    assert (
+        "warning: firewall rule by-hand: in dev-network, but not created by the cluster program"
+        in out
+    )
     assert "elsewhere" not in out
     assert dev.cloud.count("^DELETE") == 0
     # A project that is not the stack's has another firewall.
@@ -430,7 +451,7 @@ def test_machines_never_end_for_want_of_the_operators_key(dev: Site, capsys: Cap
     dev.pulumi.machines(*NODES)
     assert main(["up", "--yes"], dev.env) == ExitCode.CONFIG
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "the key that opens cluster dev is not here, and its 2 machine(s) know no other" in last
+    assert "missing, but the 2 machine(s) of cluster dev accept no other key" in last
     assert words(dev) == []
 
 
@@ -438,7 +459,7 @@ def test_the_live_table_has_resource_state_and_seconds() -> None:
     clock: Callable[[], float] = iter(range(1000)).__next__
     progress = Progress("pulumi up", clock=clock)
     for line in (ENGINE / "up-quota.events.jsonl").read_bytes().splitlines():
-        progress.see(parse_event(line))
+        progress.handle(parse_event(line))
     table = progress.table()
     columns = [list(column.cells) for column in table.columns]
     assert columns[0] == ["machine", "machine", "pulumi up"]

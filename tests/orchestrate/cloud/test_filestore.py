@@ -45,7 +45,7 @@ def test_yes_alone_destroys_nothing_while_there_is_one(
 ) -> None:
     assert main(["down", "--yes"], built.env) == ExitCode.USAGE
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "This deletes Filestore mine-shared with all data on it. --yes does not answer" in last
+    assert "This deletes Filestore mine-shared with all data on it. --yes does not confirm" in last
     assert "so nothing was destroyed" in last and last.endswith(f"repeat with {' '.join(NAMED)}")
     assert main(["down", "--dry-run"], built.env) == ExitCode.OK
     said = "every machine, disk and network, Filestore mine-shared with all data on it; "

@@ -35,7 +35,7 @@ def test_next_zone_moves_on_through_the_configs_zones(site: Site, capsys: Captur
     # b first, as the error says that it has machines; then what is left of the order.
     firsts = [each for each in said if each.startswith("config set --path zones[0]")]
     assert firsts == [f"config set --path zones[0] us-central1-{zone}" for zone in "bc"]
-    assert "the cluster goes to us-central1-b now" in capsys.readouterr().err
+    assert "--next-zone: building in us-central1-b" in capsys.readouterr().err
 
 
 def test_next_zone_ends_with_the_last_one(site: Site, capsys: Capture) -> None:
@@ -47,7 +47,7 @@ def test_next_zone_ends_with_the_last_one(site: Site, capsys: Capture) -> None:
     words_of_up = ["up", "--yes", "--next-zone", "--keep-on-failure"]
     assert main(words_of_up, site.env) == ExitCode.NO_CAPACITY
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "tried: us-central1-f, us-central1-c" in last
+    assert "Tried zones of the config: us-central1-f, us-central1-c" in last
 
 
 def test_next_zone_needs_a_next_zone(site: Site, capsys: Capture) -> None:
@@ -82,7 +82,7 @@ def test_next_zone_does_not_leave_results_behind_in_the_old_one(
     monkeypatch.setattr("sys.stdin", Answers("y\nn\n"))
     assert main(["up", "--next-zone"], site.env) == ExitCode.NO_CAPACITY
     err = capsys.readouterr().err
-    assert "End these machines and build in us-central1-b? [y/N]" in err
+    assert "Delete these machines and build in us-central1-b? [y/N]" in err
     assert "no c3-highmem-8 is free in us-central1-f" in err.splitlines()[-1]
     assert "tried" not in err.splitlines()[-1]
     assert not [each for each in words(site) if each.startswith("config set")]
@@ -165,7 +165,7 @@ def test_a_zone_that_was_full_is_passed_over_for_hours_and_that_is_one_line(
     assert firsts(site) == [ZONES[1]]
     (line,) = [each for each in capsys.readouterr().err.splitlines() if "full within" in each]
     assert line == (
-        f"--next-zone: the cluster goes to {ZONES[1]}, as these were full within the last 6 h: "
+        f"--next-zone: building in {ZONES[1]}; skipping zones that were full within the last 6 h: "
         f"{ZONES[0]} (no c3-highmem-8 free, 2.0 h ago)"
     )
 
@@ -197,7 +197,7 @@ def test_without_next_zone_a_full_zone_is_tried_again(site: Site, capsys: Captur
     ("refusal", "spot", "reason"),
     [
         (NOT_OFFERED, "false", "no c3-highmem-8 offered"),
-        (PREEMPTED, "true", "took spot machines back"),
+        (PREEMPTED, "true", "preempted spot machines"),
     ],
 )
 def test_next_zone_goes_on_where_a_zone_lacks_the_type_or_takes_a_spot_machine_back(
@@ -235,7 +235,7 @@ def test_zones_that_failed_stay_where_they_were_in_the_config(
     asked = [each for each in words(site) if each.startswith("config set")]
     assert asked[-3:] == [f"config set --path zones[{at}] {z}" for at, z in enumerate(ZONES)]
     last = capsys.readouterr().err.splitlines()[-1]
-    assert f"tried: {', '.join(ZONES)}" in last
+    assert f"Tried zones of the config: {', '.join(ZONES)}" in last
 
 
 def test_a_zone_with_a_machine_in_it_stays_first_in_the_config(site: Site, capsys: Capture) -> None:

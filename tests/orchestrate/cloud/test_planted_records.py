@@ -54,7 +54,7 @@ def test_records_that_came_with_a_folder_prove_nothing(
     assert "Only a person at a terminal can answer this" in capsys.readouterr().err
     assert main(words, site.env) == ExitCode.TEARDOWN
     err = capsys.readouterr().err
-    assert "not known to be built from this folder" in err and "remove with" not in err
+    assert "not built from this folder by its identity" in err and "remove with" not in err
     assert count(site) == before
     # A cluster of an older version: its name is typed once.
     monkeypatch.setattr("sys.stdin", Answers("mine\n"))
@@ -130,4 +130,4 @@ def test_up_trusts_no_public_key_that_came_with_the_folder(
         own_key(site)
     write_whole(folder / "id_ed25519.pub", f"{make_operator_key(site.folder / 'theirs')}\n")
     assert main(["up", "--yes"], site.env) == ExitCode.CONFIG
-    assert "its private half is not here, so somebody else may have it" in capsys.readouterr().err
+    assert "its private half is missing, so it can be another user's key" in capsys.readouterr().err

@@ -131,10 +131,13 @@ def test_what_the_catalog_lacks_is_taken_from_the_packaged_tables(
     ("prepare", "why"),
     [
         (lambda site: None, "Enable it: gcloud services enable cloudbilling.googleapis"),
-        (lambda site: setattr(site.cloud, "skus", []), "it lists none of the machines and disks"),
+        (
+            lambda site: setattr(site.cloud, "skus", []),
+            "no SKU matches a supported machine or disk type",
+        ),
         (
             lambda site: site.cloud.faults.append(Fault(path="/skus", status=400, times=9)),
-            "Google Cloud answers 400",
+            "Google Cloud returned 400",
         ),
         (
             lambda site: setattr(site.cloud, "skus", [{"description": None}]),

@@ -9,7 +9,7 @@ import pytest
 
 from infra.gcp.labels import cluster_labels, mark
 from payload.orchestrate.clouds.gcp.cluster_of_resource import by_cluster, expiry_of
-from payload.orchestrate.clouds.gcp.removal_order import Resource, marks
+from payload.orchestrate.clouds.gcp.removal_order import Resource, labels_in_description
 from tests.infra.stacks import CASES
 from tests.support.golden_files import GOLDEN
 from tests.support.identities import CLUSTER
@@ -41,7 +41,7 @@ def made(case: str) -> list[Resource]:
             kind=UNLABELLED[word],
             name=inputs["name"],
             location="global",
-            labels=marks(inputs["description"]),
+            labels=labels_in_description(inputs["description"]),
             network=inputs["network"].removesuffix("-id") if "network" in inputs else None,
         )
         for resource in graph["resources"]
@@ -106,7 +106,12 @@ def test_a_label_or_a_description_goes_before_a_name() -> None:
     )
     resources = [
         Resource(kind="instance", name="x", location="z", labels=a),
-        Resource(kind="network", name="a-network", location="global", labels=marks(mark(b))),
+        Resource(
+            kind="network",
+            name="a-network",
+            location="global",
+            labels=labels_in_description(mark(b)),
+        ),
         Resource(kind="firewall rule", name="hand", location="global", network="a-network"),
         Resource(kind="instance", name="y", location="z", labels=a, network="a-network"),
     ]
@@ -127,4 +132,4 @@ def test_a_label_or_a_description_goes_before_a_name() -> None:
     ],
 )
 def test_a_description_says_what_labels_would(description: str, found: dict[str, str]) -> None:
-    assert marks(description) == found
+    assert labels_in_description(description) == found

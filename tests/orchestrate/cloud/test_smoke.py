@@ -120,7 +120,7 @@ def test_the_whole_way_ends_with_a_page_and_nothing_left(stack: Site, capfd: Cap
     assert "--set batch.global_batch_size=24 " in err  # 8 does not go into passes of 3 x 2 x 4
     assert stack.cloud.count("^DELETE .*/instances/mine-2") == 1
     # The replaced node has keys of its own, and they were read.
-    assert "mine-2: it is another machine than last time" in err
+    assert "mine-2: the machine was replaced" in err
 
 
 def test_a_step_that_fails_ends_in_down_all_the_same(stack: Site, capfd: Capture) -> None:

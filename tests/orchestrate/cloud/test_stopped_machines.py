@@ -92,7 +92,7 @@ def test_up_starts_what_google_stopped_and_leaves_what_a_person_stopped(
     err = capsys.readouterr().err
     assert "machine mine-0 is TERMINATED (Google's host maintenance stopped it, 2026-11-22" in err
     assert "machine mine-1 is TERMINATED (ada@example.com stopped it, 2026-11-22" in err
-    assert "limit of its lifetime does not count until it is started" in err
+    assert "lifetime limit is paused until it is started" in err
     assert "mine-0: started" in err and "mine-1 stays stopped" in err
     assert machine(site, "mine-0")["status"] == "RUNNING"
     assert machine(site, "mine-1")["status"] == "TERMINATED"
@@ -135,7 +135,7 @@ def test_a_stopped_machine_is_replaced_only_with_what_is_on_it_known_to_be_lost(
     err = capsys.readouterr().err
     assert "this ends 1 machine(s), with all that is on them: mine-0" in err
     assert "it is not known whether a run is going on, so nothing was built" in err
-    assert "mine-0: its machine is TERMINATED, not running" in err
+    assert "mine-0: the machine is TERMINATED, not running" in err
     assert words(site) == [f"preview --replace {URN}", "stack output --json"]
     assert main([*replace, "--without-collect"], site.env) == ExitCode.OK
     assert f"up --yes --skip-preview --replace {URN}" in words(site)
@@ -150,8 +150,8 @@ def test_a_machine_that_cannot_be_started_for_want_of_capacity_is_exit_12(
     site.cloud.stocked_out.add(ZONE)
     assert main(["up", "--yes"], site.env) == ExitCode.NO_CAPACITY
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "mine-0 cannot be started: no such machine is free in us-central1-a" in last
-    assert "Its disk stays as it is" in last and "up --stopped replace" in last
+    assert "mine-0 cannot be started: no machine of its type is free in us-central1-a" in last
+    assert "Its disk is kept and billed" in last and "up --stopped replace" in last
     assert words(site) == []
 
 
@@ -210,7 +210,7 @@ def test_a_head_that_boots_is_asked_again_until_it_answers(
         return Head()
 
     monkeypatch.setattr("payload.orchestrate.ssh.cluster.Cluster.connect", lambda *_: None)
-    monkeypatch.setattr("payload.orchestrate.ssh.node_code.runs_on", runs)
+    monkeypatch.setattr("payload.orchestrate.ssh.node_runs.runs_on", runs)
     monkeypatch.setattr(head_runs, "_RETRY_S", 0.0)
     assert main(["down", "--yes"], site.env) == ExitCode.OK
     assert len(tries) == 4  # three before the question, one after it
@@ -228,7 +228,7 @@ def test_doctor_shows_a_stopped_machine_with_both_ways_on(site: Site, capsys: Ca
     machine(site, "mine-1")["status"] = "RUNNING"
     main(["doctor", "--json"], site.env)
     checks = {each["name"]: each for each in json.loads(capsys.readouterr().out)["checks"]}
-    assert checks["machines"]["found"] == "none of 3 is stopped"
+    assert checks["machines"]["found"] == "all 3 are running"
 
 
 def test_preflight_names_the_commands_that_help(site: Site, capsys: Capture) -> None:
@@ -236,7 +236,7 @@ def test_preflight_names_the_commands_that_help(site: Site, capsys: Capture) -> 
     stopped(site, "mine-0", MAINTENANCE)
     assert main(["preflight", "--inventory", "stack"], site.env) == ExitCode.RANK_LOST
     err = capsys.readouterr().err
-    assert "mine-0: its machine is TERMINATED" in err and "is kept and billed" in err
+    assert "mine-0: the machine is TERMINATED" in err and "is kept and billed" in err
     assert "Start it: " in err and "orchestrate up" in err and "orchestrate down" in err
 
 
@@ -291,9 +291,9 @@ def direct_copy(site: Site, *, address: str | None) -> RunPaths:
 @pytest.mark.parametrize(
     ("before", "now", "said"),
     [
-        ("203.0.113.7", "203.0.113.99", "at 203.0.113.99 now, not at 203.0.113.7."),
-        (None, "203.0.113.99", "at 203.0.113.99 now, not through Google's proxy."),
-        ("203.0.113.7", None, "through Google's proxy now, not at 203.0.113.7."),
+        ("203.0.113.7", "203.0.113.99", "at 203.0.113.99, not at 203.0.113.7."),
+        (None, "203.0.113.99", "at 203.0.113.99, not through Google's proxy."),
+        ("203.0.113.7", None, "through Google's proxy, not at 203.0.113.7."),
     ],
 )
 def test_a_run_whose_head_is_reached_another_way_says_so_and_takes_it(
@@ -324,9 +324,9 @@ def test_a_run_whose_head_is_reached_another_way_says_so_and_takes_it(
     machine(site, "mine-0")["status"] = "RUNNING"
     assert main(shown, site.env) == ExitCode.OK
     err = capsys.readouterr().err
-    assert f"mine-0: it is reached {said}" in err and "the next attempt uses it" in err
+    assert f"mine-0: now reached {said}" in err and "the next attempt uses it" in err
     assert main(shown, site.env) == ExitCode.OK
-    assert "it is reached" not in capsys.readouterr().err
+    assert "now reached" not in capsys.readouterr().err
     assert dialled == [before, before, now]
     kind = ClusterInventory.load(paths.inventory).access.kind
     assert kind == ("direct" if now else "iap")
@@ -417,7 +417,7 @@ def test_a_machine_that_was_started_again_is_not_over_for_sweep(
         site.cloud.faults.append(Fault(path="/setLabels", method="POST", status=403))
     stopped_one = StoppedMachine(name="mine-0", zone=ZONE, status="TERMINATED")
     start(site.google(), [stopped_one], talk=text_console(stderr=True))
-    assert ("it still has the time of its first life" in capsys.readouterr().err) is is_refused
+    assert ("the machine's expiry label was not updated" in capsys.readouterr().err) is is_refused
     now = machine(site, "mine-0")["labels"]
     left_s = int(now["tileforge-expires"]) - time.time()
     assert now == labels if is_refused else 3500 < left_s < 3601

@@ -34,7 +34,7 @@ def test_nothing_left_is_said_and_is_exit_0(site: Site, capsys: Capture) -> None
     out, err = capsys.readouterr()
     assert out == ""
     assert err == (
-        "0 resources of cluster mine left in project acme-lab: looked for 14 kinds in all zones "
+        "0 resources of cluster mine left in project acme-lab: checked 14 kinds in all zones "
         "and regions\n"
     )
 
@@ -87,7 +87,7 @@ def test_everything_left_is_listed_with_what_removes_it(site: Site, capsys: Capt
     assert "$1.59/h" in last
     assert "added-by-hand" in out and not any("added-by-hand" in each for each in commands)
     assert (
-        "not this cluster's, and left alone: without an identity since " in err
+        "not this cluster's, kept: without an identity since " in err
         and "UTC: firewall rule added-by-hand" in err
     )
 
@@ -151,7 +151,7 @@ def test_what_could_not_be_seen_is_not_taken_for_gone(site: Site, capsys: Captur
     )
     assert sweep(site, "--cluster", "mine") == ExitCode.TEARDOWN
     err = capsys.readouterr().err
-    assert "it is not shown that nothing is left: listing routers: Required x" in err
+    assert "some could not be listed: listing routers: Required x" in err
 
 
 def test_without_a_name_nothing_is_removed_while_a_zone_is_silent(
@@ -168,7 +168,7 @@ def test_without_a_name_nothing_is_removed_while_a_zone_is_silent(
     assert sweep(site, "--delete", "--yes") == ExitCode.TEARDOWN
     out, err = capsys.readouterr()
     assert "old-network" in out and "remove with" not in err
-    assert "may live where nobody could look, so nothing is removed: listing" in err
+    assert "can be in use in locations that were not listed: listing" in err
     assert "us-central1-a: UNREACHABLE: The zone is down" in err
     assert site.cloud.count("^DELETE") == 0
     # Whoever names it means it.
@@ -285,7 +285,7 @@ def test_a_filestore_instance_that_stays_or_cannot_be_seen_is_said(
     site.cloud.filestores.clear()
     site.cloud.filestore_places_down = [f"projects/{PROJECT}/locations/us-central1-b"]
     assert sweep(site, "--cluster", "mine") == ExitCode.TEARDOWN
-    assert "us-central1-b does not answer" in capsys.readouterr().err
+    assert "us-central1-b does not respond" in capsys.readouterr().err
 
 
 def test_a_project_without_filestore_has_no_instances(site: Site) -> None:

@@ -74,28 +74,28 @@ def test_up_without_capacity_is_exit_12_with_the_next_command(site: Site, capsys
     last = capsys.readouterr().err.splitlines()[-1]
     assert "no c3-highmem-8 is free in us-central1-f" in last
     assert "pulumi config set --path 'zones[0]' us-central1-b && " in last
-    assert "stays and is billed" in last and "payload.orchestrate down" in last
+    assert "are kept and billed" in last and "payload.orchestrate down" in last
     assert "config set spot" not in last
     assert ".." not in last
     # An error that ends with a full stop gets no second one.
     site.pulumi.on("up", out="error: the machine was refused.\n", status=255, times=1)
     assert main(["up", "--yes", "--keep-on-failure"], site.env) == ExitCode.CONFIG
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "pulumi up: the machine was refused. What was built before stays" in last
+    assert "pulumi up: the machine was refused. Resources built so far are kept" in last
     # What had machines before stays, too.
     site.configure(cluster="mine", spot="true", bucket="create")
     site.pulumi.machines("mine-0")
     assert main(["up", "--yes"], site.env) == ExitCode.NO_CAPACITY
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "for on-demand ones: pulumi config set spot false. What was built before stays" in last
+    assert "for on-demand: pulumi config set spot false. Resources built so far are kept" in last
     assert "destroy" not in " ".join(words(site))
 
 
 @pytest.mark.parametrize(
     ("leaves", "status", "said"),
     [
-        ((), ExitCode.NO_CAPACITY, "What was built before is removed again"),
-        (("mine-1",), ExitCode.TEARDOWN, "And what was built before is not all removed: 2 res"),
+        ((), ExitCode.NO_CAPACITY, "The new resources were removed"),
+        (("mine-1",), ExitCode.TEARDOWN, "Also, some of the new resources were not removed: 2 res"),
     ],
 )
 def test_a_first_up_that_fails_leaves_nothing_that_is_billed(
@@ -104,7 +104,7 @@ def test_a_first_up_that_fails_leaves_nothing_that_is_billed(
     site.pulumi.on("preview")
     site.pulumi.on("up", out=DETAILS, status=255)
     assert main(["up", "--yes"], site.env) == ExitCode.NO_CAPACITY
-    assert "No machine was built. Remove the rest with" in capsys.readouterr().err
+    assert "No machine was built. Remove the rest" in capsys.readouterr().err
     assert not any(each.startswith("destroy") for each in words(site))
     site.build(nodes=2)
     site.pulumi.machines("mine-0", "mine-1")
@@ -130,8 +130,8 @@ def test_what_somebody_else_builds_meanwhile_is_never_removed(
     site.pulumi.machines("mine-0", "mine-1")
     # They are built while the question waits; or once pulumi has been started.
     for looks, said in (
-        (1, "error: the stack has changed meanwhile, so nothing was built"),
-        (2, "error: pulumi up: another update of the stack is going on, so this one did nothing"),
+        (1, "error: the stack was changed by another user, so nothing was built"),
+        (2, "error: pulumi up: nothing was done, because another update of the stack is running"),
     ):
         site.pulumi.on("stack", "export", out="{}", times=looks)
         assert main(["up", "--yes"], site.env) == ExitCode.CONFIG
@@ -142,7 +142,9 @@ def test_what_somebody_else_builds_meanwhile_is_never_removed(
     site.pulumi.on("stack", "export", out=json.dumps({"deployment": own}), times=1)
     site.pulumi.on("stack", "export", out="{}", times=2)
     assert main(["up", "--yes"], site.env) == ExitCode.TEARDOWN
-    assert "the stack has changed meanwhile, so nothing was removed" in capsys.readouterr().err
+    assert (
+        "the stack was changed by another user, so nothing was removed" in capsys.readouterr().err
+    )
     assert words(site).count("up --yes --skip-preview") == 2
     assert "destroy" not in " ".join(words(site))
 
@@ -186,8 +188,8 @@ def test_what_an_up_that_failed_has_left_is_seen(site: Site, capsys: Capture) ->
         (
             "up",
             "up --yes --skip-preview",
-            "up was interrupted: 3 machine(s) are there: mine-0, mine-1, mine-2. What was built "
-            "before stays and is billed",
+            "up was interrupted: 3 machine(s) exist: mine-0, mine-1, mine-2. Resources built so "
+            "far are kept and billed",
         ),
         pytest.param(
             "down",
@@ -264,7 +266,7 @@ def test_another_key_for_machines_that_are_up_is_named(site: Site, capsys: Captu
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("stack export", "`pulumi stack export` printed what cannot be read"),
+        ("stack export", "output of `pulumi stack export` cannot be parsed"),
         ("preview", "`pulumi preview`: an event of Pulumi's engine: expected an object, got []"),
     ],
 )
