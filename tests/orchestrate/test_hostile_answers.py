@@ -29,7 +29,7 @@ from payload.orchestrate.ssh.remote_calls import (
     Signalled,
     parse_answer,
 )
-from payload.orchestrate.ssh.run_keys import _Made as KeyMade
+from payload.orchestrate.ssh.run_keys import _Created as KeyMade
 from payload.orchestrate.ssh.run_keys import _Names as Names
 from payload.orchestrate.ssh.start_claim import _Claimed as Claimed
 from payload.run_record.run_files import RunPaths
