@@ -68,25 +68,25 @@ def describe(
     what = f"{config.node_count} x {config.machine_type} {kind} in {config.zone}"
     if cost.hourly_usd is None:
         return (
-            f"cost of {what}: unknown, because {', '.join(cost.unknown)} has no known price; "
-            f"the rest is ${cost.known:.4f} per hour; every machine is deleted after "
+            f"cost of {what}: not known, for want of a price of {', '.join(cost.unknown)}; "
+            f"all else is ${cost.known:.4f} an hour; every machine ends after "
             f"{config.max_lifetime}"
         )
     most = cost.most_usd(config.max_lifetime_s() or 0)
     lines = [
-        f"cost of {what}: ${cost.hourly_usd:.4f} per hour",
-        f"including ${cost.shared:.4f} for NAT and addresses; traffic, logs and bucket are extra",
-        f"at most ${most:.2f} until every machine is deleted after {config.max_lifetime}",
-        "a replaced machine starts with the full lifetime",
+        f"cost of {what}: ${cost.hourly_usd:.4f} an hour",
+        f"NAT and addresses are ${cost.shared:.4f} of it; traffic, logs and the bucket are extra",
+        f"at most ${most:.2f} until the limit of {config.max_lifetime} ends each machine",
+        "a machine that replaces another one has the whole limit again",
     ]
     if config.spot == "auto":
         on_demand = cost_of(config, spot=False, catalog=catalog).hourly_usd
-        price = "unknown price" if on_demand is None else f"${on_demand:.4f} per hour"
+        price = "an unknown price" if on_demand is None else f"${on_demand:.4f} an hour"
         lines.append(f"on demand, if no spot machine is free: {price}")
     if cost.filestore:
         lines.append(
-            f"including ${cost.filestore:.4f} for Filestore ({config.filestore_gb} GiB), which is "
-            "billed until it is removed"
+            f"Filestore ({config.filestore_gb} GiB) is ${cost.filestore:.4f} of it, until it is "
+            "removed: no lifetime ends it"
         )
     if speed is not None:
         usd = usd_per_million_tokens(cost.hourly_usd, tokens_per_s=speed.tokens_per_s)
@@ -94,7 +94,7 @@ def describe(
             f"${usd:.4f} per million tokens at {speed.tokens_per_s:,.0f} tokens/s, measured in\n"
             f"  run {speed.run_id}"
         )
-    lines += [f"upper bound: {bound}" for bound in cost.bounds]
+    lines += [f"counted at most: {bound}" for bound in cost.bounds]
     lines.append(f"prices: {source(catalog, time.time())}")
     warning = spot_warning(time.time()) if config.uses_spot() and catalog is None else None
     if warning is not None:

@@ -1,4 +1,4 @@
-"""bootstrap/install-payload.sh, run for real on locks of a few tiny packages; no network."""
+"""Runs bootstrap/install-payload.sh on locks of a few tiny packages, without a network."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.processes
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "bootstrap" / "install-payload.sh"
 CLOSED = "http://127.0.0.1:9"
-"""An address that refuses: no index can be reached there."""
+"""An address that refuses connections, so no index can be reached."""
 TORCH_BUILDS = (
     *("torch==2.13.0  # train", "torch==2.13.0+cpu  # train"),
     "nvidia_cublas==13.0  # train-cuda",
@@ -32,7 +32,7 @@ TORCH_BUILDS = (
 
 
 def make_wheel(folder: Path, name: str, version: str, *, requires: Sequence[str] = ()) -> Path:
-    """A wheel with one empty module."""
+    """Create a wheel with one empty module."""
     folder.mkdir(parents=True, exist_ok=True)
     info = f"{name}-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
@@ -49,7 +49,7 @@ def make_wheel(folder: Path, name: str, version: str, *, requires: Sequence[str]
 
 
 def write_lock(folder: Path, *lines: str) -> Path:
-    """Write a lock of these lines, with the hashes of all such wheels below the folder."""
+    """Write a lock of these lines, with the hashes of all their wheels below the folder."""
     text = "# A lock\n"
     for line in lines:
         name, version = re.split(r"[=\[]", line)[0], line.split(" ")[0].rpartition("==")[2]
@@ -62,7 +62,7 @@ def write_lock(folder: Path, *lines: str) -> Path:
 
 
 def install(*arguments: str | Path, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the script where no package index can be reached."""
+    """Run the script without a reachable package index."""
     return subprocess.run(
         ["bash", SCRIPT, "--python", sys.executable, *arguments],
         cwd=cwd,
@@ -85,7 +85,7 @@ def install(*arguments: str | Path, cwd: Path, **env: str) -> subprocess.Complet
 def install_torch(
     lock: Path, links: Path, *arguments: str, cwd: Path, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the script for the extra `train` where packages come from a folder of links alone."""
+    """Run the script for the extra `train` with packages only from a folder of links."""
     return install(
         *("--lock", lock, "--extras", "train", "--torch-index", CLOSED),
         *arguments,
@@ -97,7 +97,7 @@ def install_torch(
 
 
 def installed(venv: Path) -> set[str]:
-    """`name==version` of the packages in an environment, but for pip's own."""
+    """Return `name==version` of the packages in an environment, except pip."""
     folders = venv.glob("lib/python*/site-packages/*.dist-info")
     found = {folder.name.removesuffix(".dist-info").replace("-", "==") for folder in folders}
     return {each for each in found if each.partition("==")[0] not in ("pip", "setuptools")}
@@ -116,7 +116,7 @@ def test_it_installs_the_extras_asked_for_and_a_second_run_changes_nothing(tmp_p
     )
     options: list[str | Path] = ["--lock", lock, "--wheelhouse", wheels, "--venv", tmp_path / "v"]
 
-    # In a folder with modules that somebody else wrote, of which an empty entry makes use, too.
+    # In a folder with another user's modules, which an empty entry of PYTHONPATH includes.
     cloned = tmp_path / "cloned"
     cloned.mkdir()
     for name in ("hashlib", "venv", "pip", "ensurepip", "importlib", "json", "re", "ssl"):
@@ -131,7 +131,7 @@ def test_it_installs_the_extras_asked_for_and_a_second_run_changes_nothing(tmp_p
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
     assert not (tmp_path / "sprung").exists()
 
-    # What an environment has, stays; and what it has then is enough for the smaller request.
+    # Installed extras are kept, and they satisfy a later smaller request.
     assert install(*options, "--extras", "dev", cwd=tmp_path).returncode == 0
     assert installed(tmp_path / "v") == {"alpha==1.0", "beta==1.0", "gamma==1.0"}
     assert install(*options, "--extras", "train", cwd=tmp_path).stderr == ""
@@ -196,7 +196,7 @@ def test_a_cuda_build_is_announced_with_its_size_before_it_is_installed(tmp_path
     make_wheel(tmp_path / "on an index out of reach", "torch", "2.13.0+cpu")
     others = ("filelock==4.0  # train", "api[grpc]==1.0  # train")
     lock = write_lock(tmp_path, *TORCH_BUILDS, *others)
-    # Nobody can be asked without a terminal.
+    # Without a terminal, confirmation is not possible.
     unasked = install_torch(lock, links, cwd=tmp_path)
     assert unasked.returncode == 30
     assert "needs your confirmation: --torch-cuda" in unasked.stderr.splitlines()[-1]
@@ -236,14 +236,14 @@ def test_a_cpu_build_on_the_plain_index_is_taken_without_ado(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     assert "CUDA" not in done.stderr
     assert installed(tmp_path / ".venv") == {"torch==2.13.0+cpu"}
-    # What runs import is compiled, also where no process after this one may.
+    # Imported modules are compiled, even if PYTHONDONTWRITEBYTECODE is set.
     assert list((tmp_path / ".venv").glob("lib/python*/site-packages/__pycache__/torch.*.pyc"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", ["2.13.0", "2.13.0+cpu"])
 def test_a_wheelhouse_with_either_build_of_torch_is_enough(build: str, tmp_path: Path) -> None:
-    """As on the rig's machines and on nodes without internet; nothing is downloaded or asked."""
+    """As on the rig's machines and on nodes without internet: no download and no prompt."""
     wheels = tmp_path / "wheels"
     needs = ["nvidia-cublas==13.0"] if build == "2.13.0" else []
     make_wheel(wheels, "torch", build, requires=needs)
@@ -365,7 +365,7 @@ def test_a_wheel_that_the_lock_does_not_know_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["alpha", "torch"])
 def test_an_index_that_shadows_a_package_gets_nothing_installed(name: str, tmp_path: Path) -> None:
-    """The same name and version on an index that pip.conf adds: dependency confusion."""
+    """Dependency confusion: the same name and version on an index that pip.conf adds."""
     make_wheel(tmp_path / "ours", name, "1.0")
     lock = write_lock(tmp_path, f"{name}==1.0  # train", f"{name}==1.0+cpu  # train")
     make_wheel(tmp_path / "theirs", name, "1.0", requires=["evil"])
@@ -391,7 +391,7 @@ def test_every_package_of_the_lock_has_hashes_but_for_intels_own() -> None:
     names = {re.split(r"[=\[]", line)[0] for each in lines.values() for line in each}
     hashed = {pin.partition("==")[0] for pin in hashes}
     assert names - hashed == {"oneccl_bind_pt"}
-    # torch's CPU builds: Linux on two processors, for each Python.
+    # torch's CPU builds: Linux on two architectures, for each Python.
     assert len(hashes["torch==2.13.0+cpu"]) == 8
     assert len(hashes["torch==2.8.0+cpu"]) == 6
     assert not set(hashes["torch==2.13.0+cpu"]) & set(hashes["torch==2.13.0"])
@@ -409,7 +409,7 @@ def test_ctrl_c_while_the_environment_is_made_leaves_no_traceback(tmp_path: Path
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # What ignores it itself, as a shell's background job does, hands that on.
+        # A process that ignores the signal, as a shell's background job, passes that on.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     wait_until((tmp_path / ".venv" / "pyvenv.cfg").exists, what="the environment's first file")
@@ -433,7 +433,7 @@ def test_messages_name_what_make_can_pass(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_set_up_says_every_15_s_that_it_is_at_work(tmp_path: Path) -> None:
-    """A stand-in for a slow pip: the clock of the script is what counts, so it is sped up."""
+    """Simulate a slow pip by speeding up the script's clock."""
     slow = write_program(
         tmp_path / "python",
         f'[[ "$*" == "-m venv"* ]] && sleep 16\nexec {sys.executable} "$@"',
@@ -495,7 +495,7 @@ def test_what_sudo_left_behind_is_named_with_its_remedy_and_ones_own_is_not(
 
 
 def test_make_says_the_exit_code_of_what_failed() -> None:
-    """make itself ends with 2, whatever failed."""
+    """make itself exits with 2 for any failure."""
     python = Path(sys.prefix)
     done = subprocess.run(
         ["make", "run", f"VENV={python}", "CONFIG=missing.toml", "--old-file=data"],

@@ -1,4 +1,4 @@
-"""Leaves out, and says so, what needs Pulumi's engine where there is none; shared fixtures."""
+"""Deselects tests that need Pulumi's engine if it is missing, and reports it; shared fixtures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.left_out import leave_out
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs the engine where it is not installed."""
+    """Deselect tests that need the engine if it is not installed."""
     problem = missing(os.environ)
     if problem:
         engine = [item for item in items if item.get_closest_marker("engine")]
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def cloud() -> Iterator[CloudStandIn]:
-    """A project where everything is to be had, with a bucket and a key."""
+    """Return a stand-in project where all resources are available, with a bucket and a key."""
     with CloudStandIn() as cloud:
         cloud.sells_everything = True
         cloud.services |= {"cloudkms", "cloudresourcemanager", "dns"}
@@ -42,7 +42,7 @@ def cloud() -> Iterator[CloudStandIn]:
     ]
 )
 def engine(request: pytest.FixtureRequest, tmp_path: Path, cloud: CloudStandIn) -> Iterator[Engine]:
-    """A project folder without keys, a state in a folder, and the stack `dev`."""
+    """Return a project folder without keys, with local state and the stack `dev`."""
     with Engine(tmp_path / "own", cloud, env=os.environ, is_fake=request.param) as engine:
         engine.stack("init", "dev")
         yield engine

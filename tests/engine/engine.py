@@ -1,4 +1,4 @@
-"""An operator's project folder on Pulumi's engine, or on the fake one, and the stand-in's cloud."""
+"""An operator's project folder with Pulumi's real or fake engine, and the stand-in for Google."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Done = subprocess.CompletedProcess[str]
 
 
 def missing(env: Mapping[str, str]) -> str:
-    """Return what the group `engine` lacks here; empty when nothing."""
+    """Return what the group `engine` lacks on this machine; empty if nothing is missing."""
     if shutil.which("pulumi", path=env.get("PATH")) is None:
         return "there is no `pulumi` on PATH"
     home = Path(env.get("PULUMI_HOME") or Path(env.get("HOME", "/")) / ".pulumi")
@@ -63,7 +63,7 @@ def missing(env: Mapping[str, str]) -> str:
 
 
 class Engine:
-    """One operator's project folder; a context manager that ends what it has started."""
+    """One operator's project folder; a context manager that ends the processes that it started."""
 
     def __init__(
         self,
@@ -74,9 +74,9 @@ class Engine:
         is_fake: bool = False,
         door: str = "",
     ) -> None:
-        """`is_fake` is the `pulumi` of tests.engine.fake_pulumi; else the one on PATH.
+        """With `is_fake`, use tests.engine.fake_pulumi instead of the `pulumi` on PATH.
 
-        `door` names the requests of this operator among the cloud's.
+        `door` identifies this operator's requests to the cloud.
         """
         self.is_fake = is_fake
         self.folder = folder / "project"
@@ -84,13 +84,13 @@ class Engine:
         self.state = folder / "state"
         self.folder.mkdir(parents=True)
         self.state.mkdir()
-        # A copy: the program writes keys beside itself.
+        # A copy, because the program writes keys into its folder.
         for name in _PROGRAM_OF_FORKS if is_fake else _PROGRAM:
             source = ROOT / name
             copy = shutil.copytree if source.is_dir() else shutil.copy2
             copy(source, self.folder / name)
         document = yaml.safe_load((ROOT / "Pulumi.yaml").read_text(encoding="utf-8"))
-        # This test's Python, whatever the environment around it is called.
+        # This test's Python, independent of the environment's name.
         document["runtime"]["options"]["virtualenv"] = sys.prefix
         (self.folder / "Pulumi.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
         url = cloud.open_door(door) if door else cloud.url
@@ -140,15 +140,15 @@ class Engine:
             self.kill(process)
 
     def pulumi(self, *words: str) -> Done:
-        """Run `pulumi` to its end."""
+        """Run `pulumi` and wait for it."""
         return self._run(["pulumi", *words, "--non-interactive"])
 
     def orchestrate(self, *words: str) -> Done:
-        """Run `python -m payload.orchestrate` to its end."""
+        """Run `python -m payload.orchestrate` and wait for it."""
         return self._run(self._argv(words))
 
     def stack(self, verb: str, name: str) -> None:
-        """Make, select or remove a stack, and configure a new one."""
+        """Create, select or remove a stack, and configure a new one."""
         done = self.pulumi("stack", verb, name, *(["--yes"] if verb == "rm" else []))
         assert done.returncode == 0, done.stderr
         if verb == "init":
@@ -165,20 +165,20 @@ class Engine:
                 assert done.returncode == 0, done.stderr
 
     def up(self) -> Done:
-        """`pulumi up` alone, which has to succeed."""
+        """Run only `pulumi up`, which must succeed."""
         done = self.pulumi("up", "--yes", "--skip-preview")
         assert done.returncode == 0, done.stdout + done.stderr
         return done
 
     def down(self) -> Done:
-        """`down --yes`, which has to end with 0."""
+        """Run `down --yes`, which must exit with 0."""
         loses = ("--without-collect", "--delete-filestore", "dev-shared")
         done = self.orchestrate("down", "--yes", *loses, "--project", PROJECT)
         assert done.returncode == 0, done.stdout + done.stderr
         return done
 
     def start(self, *words: str) -> subprocess.Popen[bytes]:
-        """Start `pulumi` or, after `orchestrate`, a command of ours, in a group of its own."""
+        """Start `pulumi` or, with `orchestrate`, our command, in a new process group."""
         argv = self._argv(words[1:]) if words[0] == "orchestrate" else [*words, "--non-interactive"]
         process = subprocess.Popen(
             argv,
@@ -193,42 +193,42 @@ class Engine:
         return process
 
     def interrupt(self, process: subprocess.Popen[bytes]) -> None:
-        """Press Ctrl-C: every process of the group gets it, unless the command has ended."""
+        """Send SIGINT to the process group, as Ctrl-C does, unless the command has ended."""
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGINT)
 
     def kill(self, process: subprocess.Popen[bytes]) -> None:
-        """End the whole group at once, as a crash of the machine does."""
+        """Kill the whole process group, as a crash of the machine does."""
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(timeout=60)
         wait_until(lambda: not self._holders(), what="the end of a killed engine")
 
     def locks(self) -> list[Path]:
-        """The files of the locks on the stack."""
+        """Return the lock files of the stack."""
         return sorted(self.state.glob(".pulumi/locks/**/*.json"))
 
     def _holders(self) -> list[int]:
-        """Processes of this machine that hold a lock and run."""
+        """Return the running processes of this machine that hold a lock."""
         held = [json.loads(path.read_text())["pid"] for path in self.locks()]
         return [pid for pid in held if Path(f"/proc/{pid}").exists()]
 
     def wait_for_requests(self, count: int, process: subprocess.Popen[bytes]) -> None:
-        """Return when the cloud has been sent so many requests, or the process has ended."""
+        """Wait until the cloud has received this number of requests, or the process has ended."""
         ends = time.monotonic() + _MOST_S
         while len(self.cloud.requests) < count and process.poll() is None:
             assert time.monotonic() < ends
             time.sleep(0.005)
 
     def wait_for_change(self, process: subprocess.Popen[bytes]) -> None:
-        """Return when something is being built, or the process has ended."""
+        """Wait until a resource is being built, or the process has ended."""
         ends = time.monotonic() + _MOST_S
         while not self.cloud.count("^POST .*networks$") and process.poll() is None:
             assert time.monotonic() < ends
             time.sleep(0.005)
 
     def left(self) -> dict[str, list[str]]:
-        """Return the cloud's resources, but for those of before."""
+        """Return the cloud's resources, without those that existed before."""
         with self.cloud.quiet():
             found = {
                 kind: [each["name"] for each in items]
@@ -241,7 +241,7 @@ class Engine:
         return found | ({"buckets": buckets} if buckets else {})
 
     def machines(self) -> dict[str, str]:
-        """The number of each machine, by its name and in the order of names."""
+        """Return each machine's ID by name, in the order of names."""
         with self.cloud.quiet():
             found = {
                 each["name"]: each["id"]

@@ -1,8 +1,8 @@
-"""Google's Pulumi provider, as far as the cluster program's resources need it: their requests.
+"""The requests of Google's Pulumi provider for the cluster program's resources.
 
-What a resource's inputs become in Google's interfaces, what a GET says about them, which of them
-change in place, and what removes the resource. No engine: `Provider` makes what the program asked
-for under Pulumi's mocks, and tests.engine.fake_pulumi has the rest of an engine.
+It converts a resource's inputs to Google's API, reads them back with GET, updates some of them in
+place, and removes the resource. `Provider` creates the program's resources recorded under Pulumi's
+mocks; tests.engine.fake_pulumi has the rest of an engine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.infra.stacks import Recorded
 from tests.orchestrate.cloud.standin import PROJECT
 
 Document = dict[str, Any]
-# The order that the dependencies allow; they are removed in the reverse one.
+# The order of creation, by dependencies; removal is in reverse order.
 _ORDER = (
     *("serviceaccount/account:Account", "kms/cryptoKeyIAMMember:CryptoKeyIAMMember"),
     *("compute/network:Network", "compute/subnetwork:Subnetwork", "compute/router:Router"),
@@ -35,7 +35,7 @@ _TRY_AGAIN = (429, 500, 502, 503, 504)
 
 
 class RefusedRequestError(Exception):
-    """Google, or the stand-in for it, refused a request; `said` is what the provider prints."""
+    """Google, or its stand-in, refused a request; `said` is the provider's output."""
 
     def __init__(self, message: str, *, status: int, said: str) -> None:
         super().__init__(message)
@@ -50,10 +50,10 @@ class Sender:
     url: str
     token: str = ""
     retries: int = 0
-    """How often a request is repeated while Google is busy or does not answer."""
+    """Number of retries while Google is busy or does not respond."""
 
     def request(self, method: str, path: str, body: Document | None) -> Document:
-        """Send a request, wait for its operation, and return the answer or the operation.
+        """Send a request, wait for its operation, and return the response or the operation.
 
         Raises RefusedRequestError.
         """
@@ -71,7 +71,7 @@ class Sender:
         return operation
 
     def find(self, path: str) -> Document | None:
-        """Return what is there, or None. Raises RefusedRequestError."""
+        """Return the existing resource, or None. Raises RefusedRequestError."""
         try:
             return self.request("GET", path, None)
         except RefusedRequestError as error:
@@ -124,24 +124,24 @@ class Provider:
     made: list[Document] = field(default_factory=list)
 
     def up(self) -> None:
-        """Make everything. Raises RefusedRequestError with Google's words."""
+        """Create all resources. Raises RefusedRequestError with Google's message."""
         for resource in sorted(self._resources(), key=lambda each: _ORDER.index(kind_of(each))):
             make(Sender(url=self.url), resource, PROJECT)
             self.made.append(resource)
 
     def down(self) -> None:
-        """Remove everything but what outlives a destroy."""
+        """Remove all resources, except those that outlive a destroy."""
         for resource in reversed(self.made):
             if kind_of(resource) not in _KEPT:
                 remove(Sender(url=self.url), resource, PROJECT)
         self.made.clear()
 
     def request(self, method: str, path: str, body: Document | None) -> Document:
-        """Send one request of a test's own. Raises RefusedRequestError."""
+        """Send a test's own request. Raises RefusedRequestError."""
         return Sender(url=self.url).request(method, path, body)
 
     def _resources(self) -> list[Document]:
-        """The program's, with names that Google gives in place of the mocks'."""
+        """Return the program's inputs, with Google's names instead of the mocks'."""
         wanted = [each for each in self.recorded.resources if kind_of(each) in _ORDER]
         text = json.dumps(wanted)
         for each in wanted:
@@ -159,13 +159,13 @@ class Provider:
 
 
 def set_defaults(resource: Document) -> None:
-    """Put in the inputs that the provider has where the program names none."""
+    """Add the provider's defaults for inputs that the program does not set."""
     if kind_of(resource) == "compute/firewall:Firewall":
         resource["inputs"].setdefault("priority", 1000)
 
 
 def kind_of(resource: Document) -> str:
-    """Return the type of a resource without its package: compute/network:Network."""
+    """Return a resource's type without its package, such as compute/network:Network."""
     return str(resource["type"]).removeprefix("gcp:")
 
 
@@ -177,7 +177,7 @@ _COMPUTE = {
     "compute/resourcePolicy:ResourcePolicy": "resourcePolicies",
     "compute/instance:Instance": "instances",
 }
-# Inputs that change in place; a change of another one needs another resource.
+# Inputs that can be updated in place; a change of any other input replaces the resource.
 _IN_PLACE = {
     "compute/network:Network": {"mtu", "routingMode"},
     "compute/subnetwork:Subnetwork": {"privateIpGoogleAccess", "logConfig"},
@@ -201,20 +201,20 @@ _IN_PLACE = {
     "filestore/instance:Instance": {"labels", "description", "fileShares", "deletionProtection"},
 }
 NOUNS = {"compute/instance:Instance": "instance", "serviceaccount/account:Account": "account"}
-"""The provider's names of resources in its errors, where they are not the type's last word."""
+"""The provider's resource names in errors, if they differ from the type's last part."""
 
 
 _POLICIES = threading.Lock()
-"""Policies are read, changed and written; Google refuses a write that another one overtook."""
+"""Serializes read-modify-write of policies, because Google refuses a write after another one."""
 
 
 def changes_in_place(resource: Document, key: str) -> bool:
-    """Return whether the provider changes this input without a new resource."""
+    """Return whether the provider updates this input in place."""
     return key in _IN_PLACE.get(kind_of(resource), ())
 
 
 def id_of(resource: Document, project: str) -> str:
-    """Return the id that Pulumi's state has."""
+    """Return the resource's ID in Pulumi's state."""
     kind, inputs = kind_of(resource), resource["inputs"]
     if kind in _COMPUTE:
         scope = "global"
@@ -246,12 +246,12 @@ def id_of(resource: Document, project: str) -> str:
 
 
 def email_of(resource: Document, project: str) -> str:
-    """Return a service account's address."""
+    """Return a service account's e-mail address."""
     return f"{resource['inputs']['accountId']}@{project}.iam.gserviceaccount.com"
 
 
 def make(sender: Sender, resource: Document, project: str) -> None:
-    """Make it. Raises RefusedRequestError."""
+    """Create the resource. Raises RefusedRequestError."""
     kind, inputs = kind_of(resource), resource["inputs"]
     match kind:
         case "serviceaccount/account:Account":
@@ -283,7 +283,7 @@ def make(sender: Sender, resource: Document, project: str) -> None:
 
 
 def read(sender: Sender, resource: Document, project: str) -> Document | None:
-    """Return what Google has of it now, or None. Raises RefusedRequestError."""
+    """Return Google's current resource, or None. Raises RefusedRequestError."""
     kind, inputs = kind_of(resource), resource["inputs"]
     match kind:
         case "compute/routerNat:RouterNat":
@@ -310,7 +310,7 @@ def read(sender: Sender, resource: Document, project: str) -> Document | None:
 
 
 def remove(sender: Sender, resource: Document, project: str) -> None:
-    """Remove it. Raises RefusedRequestError."""
+    """Remove the resource. Raises RefusedRequestError."""
     kind, inputs = kind_of(resource), resource["inputs"]
     match kind:
         case "compute/routerNat:RouterNat":
@@ -343,7 +343,7 @@ def remove(sender: Sender, resource: Document, project: str) -> None:
 def change(
     sender: Sender, resource: Document, keys: set[str], live: Document, project: str
 ) -> None:
-    """Bring these inputs to what the resource has now. Raises RefusedRequestError."""
+    """Update the resource to these inputs. Raises RefusedRequestError."""
     kind, inputs = kind_of(resource), resource["inputs"]
     path = f"/compute/v1/{id_of(resource, project)}"
     match kind:
@@ -364,7 +364,7 @@ def change(
         case _:
             body = _body(kind, inputs, project)
             wanted = {_THEIRS.get(key, key) for key in keys}
-            # What the program no longer asks for goes.
+            # Remove bindings that the program no longer has.
             sender.request("PATCH", path, {key: body.get(key) for key in sorted(wanted)})
 
 
@@ -388,7 +388,7 @@ def _change_instance(
         verb = "start" if inputs["desiredStatus"] == "RUNNING" else "stop"
         sender.request("POST", f"{path}/{verb}", {})
     if "labels" in keys:
-        # Those that somebody added are not the program's, and stay.
+        # Keep entries that people added.
         others = {k: v for k, v in live.get("labels", {}).items() if k not in inputs["labels"]}
         labels = {**others, **inputs["labels"]}
         fingerprint = live.get("labelFingerprint", "")
@@ -416,7 +416,7 @@ def _set(sender: Sender, path: str, verb: str, body: Document) -> None:
 
 
 def refreshed(resource: Document, live: Document) -> Document:
-    """Return the inputs as a refresh leaves them: what Google has in the place of each."""
+    """Return the inputs after a refresh, with Google's current values."""
     kind, inputs = kind_of(resource), dict(resource["inputs"])
     for key in inputs:
         value = live.get(key)
@@ -459,7 +459,7 @@ def _refreshed_instance(inputs: Document, live: Document) -> Document:
 
 
 def outputs_of(resource: Document, live: Document, project: str) -> Document:
-    """Return what the program may read of a resource that is there."""
+    """Return the outputs of an existing resource."""
     kind, inputs = kind_of(resource), resource["inputs"]
     found = {**inputs, "selfLink": live.get("selfLink", ""), "project": project}
     if kind == "serviceaccount/account:Account":

@@ -1,4 +1,4 @@
-"""The cluster on the fake `pulumi`, and by `make test-engine` on the real engine and provider."""
+"""Clusters on the fake `pulumi`; with `make test-engine` on the real engine and provider."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAMPLE = ("default", "filestore", "bucket", "direct", "no-nat")
 
 
 def sampled(values: Iterable[Any], *, sample: Collection[Any]) -> list[Any]:
-    """Return parameters of which `make test-all` runs those in the sample."""
+    """Return parameters; `make test-all` runs only those in the sample."""
     return [
         pytest.param(each, marks=() if each in sample else pytest.mark.seeds) for each in values
     ]
@@ -168,7 +168,7 @@ def test_what_was_made_although_the_answer_was_lost_is_made_again(
 def test_after_faults_one_down_leaves_nothing(
     engine: Engine, cloud: CloudStandIn, seed: int
 ) -> None:
-    """Ten faults a time: before or after the effect, an error or no answer, on any request."""
+    """Inject ten faults: an error or no response, before or after the effect, on any request."""
     dice = random.Random(seed)
     cloud.operation_s = 0.02
     for _ in range(10):
@@ -229,7 +229,9 @@ def test_a_rehearsal_that_was_killed_is_named_and_can_be_taken_down(engine: Engi
     engine.wait_for_change(process)
     engine.kill(process)
     assert engine.left() != {}
-    assert engine.pulumi("stack", "--show-name").stdout.strip() == "dev"  # selected as before
+    assert (
+        engine.pulumi("stack", "--show-name").stdout.strip() == "dev"
+    )  # the selected stack is unchanged
     asked = engine.orchestrate(*rehearse)
     (name,) = re.findall("(rehearsal-[0-9a-f]{8}) was not taken down", asked.stderr)
     done = engine.orchestrate("down", "--yes", "--without-collect", "--stack", name)

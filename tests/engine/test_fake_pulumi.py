@@ -1,4 +1,4 @@
-"""The fake `pulumi` beside what a real one printed and left."""
+"""Compares the fake `pulumi` with recorded output and state of a real one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UP = ("pulumi", "up", "--yes", "--skip-preview")
 
 @pytest.fixture
 def fake(tmp_path: Path, cloud: CloudStandIn) -> Iterator[Engine]:
-    """A stack of two nodes on the fake."""
+    """Return a stack of two nodes on the fake engine."""
     with Engine(tmp_path / "own", cloud, env=os.environ, is_fake=True) as engine:
         engine.stack("init", "dev")
         engine.env["PULUMI_DEBUG_COMMANDS"] = "true"
@@ -42,12 +42,12 @@ def with_events(engine: Engine, *words: str) -> tuple[Done, list[Document]]:
 
 
 def recorded(case: str) -> list[Document]:
-    """The same of a real engine."""
+    """Return the event log of a real engine."""
     return [json.loads(line) for line in (ENGINE / f"{case}.events.jsonl").read_text().splitlines()]
 
 
 def kinds(events: list[Document]) -> set[str]:
-    """Return each kind of event with the operation in it, of Google's resources."""
+    """Return kind and operation of each event on Google's resources."""
     found = set()
     for event in events:
         (kind,) = event.keys() - {"sequence", "timestamp"}
@@ -61,13 +61,13 @@ def kinds(events: list[Document]) -> set[str]:
 
 
 def fields(events: list[Document], kind: str) -> set[str]:
-    """Return the fields of the first event of this kind, those of a step's metadata included."""
+    """Return the fields of the first event of this kind, including a step's metadata."""
     body = next(event[kind] for event in events if kind in event)
     return {*body, *body.get("metadata", ())}
 
 
 def parsed(events: list[Document]) -> list[Event]:
-    """The events as `up` and `down` read them."""
+    """Parse the events as `up` and `down` do."""
     return [parse_event(json.dumps(event).encode()) for event in events]
 
 
@@ -86,7 +86,7 @@ def test_events_are_those_of_a_real_engine(fake: Engine, cloud: CloudStandIn) ->
         (empty, "destroy-empty"),
     ):
         assert kinds(events) == kinds(recorded(case))
-    lost = {"resOutputsEvent delete"}  # that run began with a refresh, which had seen it
+    lost = {"resOutputsEvent delete"}  # the recorded run started with a refresh, which found it
     assert kinds(again) - lost == kinds(recorded("up-replace-lost-node"))
     for kind in ("preludeEvent", "resourcePreEvent", "resOutputsEvent", "summaryEvent"):
         assert fields(creation, kind) == fields(recorded("up-stockout"), kind)

@@ -1,4 +1,4 @@
-"""The stand-in for Google Cloud against every stack variant, and its rules one by one."""
+"""The stand-in for Google Cloud: every stack variant, and each of its rules."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ EACH_RULE = (
     *("default", "one-node", "direct", "c4", "bucket", "filestore", "n4-spot", "c3-ssd"),
     *("c3-tier-1", "confidential-spot", "europe", "own-bucket", "a100-spot"),
 )
-"""Variants of each kind of machine, disk, access, storage and place, for `make test`."""
+"""Variants of each kind of machine, disk, access, storage and region, for `make test`."""
 
 
 @pytest.fixture(scope="module")
 def default(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """The program's default resources, with two nodes."""
+    """Return the program's default resources for two nodes."""
     folder = tmp_path_factory.mktemp("stack")
     return deploy({"project": PROJECT, "nodeCount": 2}, folder=folder)
 
 
 def left(cloud: CloudStandIn) -> dict[str, int]:
-    """How many of each kind there are, but for what was there before."""
+    """Return the number of resources by kind, without those that existed before."""
     found = {kind: len(items) for (kind, _), items in cloud.items.items() if items}
     return found | ({"buckets": n} if (n := len(cloud.buckets) - 1) else {})
 
@@ -66,7 +66,7 @@ def test_every_variant_comes_up_and_goes(cloud: CloudStandIn, tmp_path: Path, na
 
 
 def changed(recorded: Recorded, kind: str, change: Callable[[Document], object]) -> Recorded:
-    """The same with every resource of the type changed."""
+    """Return the resources with every resource of the type changed."""
     resources = copy.deepcopy(recorded.resources)
     for each in resources:
         if each["type"].endswith(f":{kind}"):

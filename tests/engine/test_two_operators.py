@@ -29,7 +29,7 @@ _SAMPLE = range(4)
 
 @pytest.fixture
 def operators(tmp_path: Path, cloud: CloudStandIn) -> Iterator[Pair]:
-    """Ada and Bob, each with a folder, a state, and a stack `dev` of one node."""
+    """Return two operators, each with a folder, a state, and a stack `dev` of one node."""
     with (
         Engine(tmp_path / "ada", cloud, env=os.environ, is_fake=True, door="ada") as ada,
         Engine(tmp_path / "bob", cloud, env=os.environ, is_fake=True, door="bob") as bob,
@@ -41,7 +41,7 @@ def operators(tmp_path: Path, cloud: CloudStandIn) -> Iterator[Pair]:
 
 
 def changes_of_others(cloud: CloudStandIn) -> list[str]:
-    """Each change of a resource by somebody else than the one who made it."""
+    """Return each change of a resource by another operator than its creator."""
     owners: dict[str, str] = {}
     found = []
     for sent in cloud.sent:
@@ -62,7 +62,7 @@ def changes_of_others(cloud: CloudStandIn) -> list[str]:
 
 
 def made_by(path: str, body: dict[str, object]) -> list[str]:
-    """Return the paths of what a POST to a collection makes; none for one to a resource."""
+    """Return the paths of resources created by a POST to a collection; empty for other POSTs."""
     if path.endswith("/serviceAccounts"):
         return [f"{path}/{body['accountId']}@{PROJECT}.iam.gserviceaccount.com"]
     if not re.search(r"/(global|zones/[^/]+|regions/[^/]+)/\w+$", path) or "name" not in body:
@@ -72,7 +72,7 @@ def made_by(path: str, body: dict[str, object]) -> list[str]:
 
 
 def check(done: Done) -> None:
-    """Assert that a command ends with success, or with one line that says what is wrong."""
+    """Assert that a command succeeds, or fails with a one-line error."""
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "Traceback" not in done.stderr, done.stderr
     assert len(errors) == (done.returncode != 0), done.stderr
@@ -97,7 +97,7 @@ def test_a_name_that_is_taken_is_refused_before_anything_is_made(
 
 
 def take_steps(operators: Pair, cloud: CloudStandIn, dice: random.Random) -> None:
-    """Let each do something at the same time, some of it killed half-way."""
+    """Run commands of both operators at the same time, and kill some of them halfway."""
     started = []
     for each in operators:
         words = dice.choice((UP, UP, UP, DOWN, SWEEP))

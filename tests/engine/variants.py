@@ -1,4 +1,4 @@
-"""The stack variants that have to come up, stay as they are and go: settings by name."""
+"""Settings of the stack variants that must build, stay unchanged and be removed, by name."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "h100-mega": {"machineType": "a3-megagpu-8g", "nodeCount": 2, **_ANY_PRICE},
     "sixty-four-nodes": {"nodeCount": 64, **_ANY_PRICE},
 }
-"""Twenty-nine, those whose graphs are golden files among them."""
+"""Return 29 variants, including those with golden files."""
 
 CRYPTO_KEY = str(CASES["bucket"]["kmsKey"])

@@ -1,4 +1,4 @@
-"""User-data from values: word for word, refused values, nothing secret."""
+"""User-data: golden text, refused values, and no secrets."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _PACKED = re.compile(r"(?<=content: )H4sI[\w+/=]+$", re.MULTILINE)
 
 
 def read(text: str) -> dict[str, Any]:
-    """User-data as cloud-init reads it."""
+    """Parse user-data as cloud-init does."""
     assert text.startswith("#cloud-config\n")
     parsed: dict[str, Any] = yaml.safe_load(text)
     return parsed
 
 
 def written_files(text: str) -> dict[str, bytes]:
-    """Path and content of every file that the user-data writes."""
+    """Return path and content of every file that the user-data writes."""
     return {
         entry["path"]: gzip.decompress(base64.b64decode(entry["content"]))
         if entry.get("encoding") == "gz+b64"

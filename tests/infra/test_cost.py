@@ -1,4 +1,4 @@
-"""Prices: added up as listed, capped, and never guessed."""
+"""Prices: summed from the list, limited, and never guessed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_head_with_a_larger_disk_and_an_address_costs_more() -> None:
 
 
 def rows(name: str) -> list[dict[str, str]]:
-    """The lines of a packaged table."""
+    """Return the lines of a packaged table."""
     text = (ROOT / "payload/pricing/prices" / name).read_text(encoding="utf-8")
     return list(csv.DictReader(text.splitlines()))
 
@@ -56,7 +56,7 @@ def test_every_machine_of_the_table_has_the_tables_price_in_every_region() -> No
         for column, spot in (("usd_hour", False), ("usd_hour_spot", True)):
             found = machine_price(row["machine_type"], region=row["region"], spot=spot)
             assert found == (float(row[column]) if row[column] else None)
-    # The row that other sources confirm.
+    # This row is confirmed by other sources.
     assert machine_price("c3-highmem-8", region="us-central1", spot=False) == pytest.approx(
         0.5292, abs=1e-4
     )
@@ -88,7 +88,7 @@ def test_hyperdisk_is_counted_at_a_price_that_it_does_not_exceed() -> None:
             assert found.usd == pytest.approx(float(row["usd"]) / 10)
     config = replace(CONFIG, machine_type="c4-standard-8")
     text = describe(config, price_of_cluster(config), speed=None)
-    assert "upper bound: hyperdisk-balanced disks at hyperdisk-extreme's price" in text
+    assert "counted at most: hyperdisk-balanced disks at hyperdisk-extreme's price" in text
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_spot_prices_that_are_older_than_a_month_have_a_warning() -> None:
 
 def test_a_cluster_above_the_cap_is_refused_with_what_would_allow_it() -> None:
     config = replace(CONFIG, node_count=16, max_hourly_usd="5")
-    with pytest.raises(BudgetError, match=r"= 5, and 16 x c3-highmem-8 cost \$8\.7\d.*Usd 8\.7\d"):
+    with pytest.raises(BudgetError, match=r"= 5, but 16 x c3-highmem-8 cost \$8\.7\d.*Usd 8\.7\d"):
         price_of_cluster(config)
 
 
@@ -162,7 +162,7 @@ def test_the_lines_of_the_preview_fit_a_terminal(settings: dict[str, Any]) -> No
     lines = describe(config, cost_of(config), speed=speed).splitlines()
     own = [line for line in lines if not line.startswith("warning: ")]
     assert max(map(len, own)) <= 80 and not any(".py" in line for line in lines)
-    # spot: auto may end with on-demand machines, so their price is there from the start.
+    # With spot: auto, `up` can switch to on-demand machines, so their price is always listed.
     assert any(line.startswith("on demand, ") and "$1.6380" in line for line in lines) == (
         config.spot == "auto"
     )
@@ -177,7 +177,7 @@ def run_folder(
     nodes: int = 3,
     **summary: Any,
 ) -> None:
-    """A run as the orchestrator leaves it."""
+    """Write a run's folder as the orchestrator does."""
     folder = runs / name
     folder.mkdir(parents=True)
     text = json.dumps({"status": "finished", "tokens_per_s": 1000.0} | summary)

@@ -1,4 +1,4 @@
-"""The policy pack: its own process, asked as Pulumi asks it."""
+"""The policy pack, as a separate process with Pulumi's protocol."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMITS = {"maximum-nodes", "maximum-price"}
 
 @pytest.fixture(scope="module")
 def analyzer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The pack as Pulumi starts it, from a folder of its own."""
+    """Start the pack as Pulumi does, from a separate folder."""
     process = subprocess.Popen(
         [sys.executable, "-u", str(ROOT / "infra/policy")],
         cwd=tmp_path_factory.mktemp("pack"),

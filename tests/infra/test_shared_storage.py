@@ -1,4 +1,4 @@
-"""The shared folder of a cluster: what is made, who may reach it, and what the nodes boot with."""
+"""The shared folder of a cluster: its resources, access to it, and the nodes' settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NODES = "c-node-0=10.60.0.10 c-node-1=10.60.0.11"
 
 
 def settings_of(instance: Plain) -> str:
-    """Return bootstrap.conf of a node."""
+    """Return a node's bootstrap.conf."""
     written = written_files(str(instance["metadata"]["user-data"]))
     return written["/etc/tileforge/bootstrap.conf"].decode()
 
@@ -81,7 +81,7 @@ def test_filestore_costs_256_dollars_a_month_beside_the_machines() -> None:
     assert cost.hourly_usd is not None and plain.hourly_usd is not None
     assert (cost.hourly_usd - plain.hourly_usd) * 730 == pytest.approx(256, abs=0.01)
     text = describe(shared, cost, speed=None)
-    assert "including $0.3507 for Filestore (1024 GiB), which is billed until it is removed" in text
+    assert "Filestore (1024 GiB) is $0.3507 of it, until it is removed" in text
     assert "Filestore" not in describe(config, plain, speed=None)
 
 

@@ -1,4 +1,4 @@
-"""A hostile node's answers: every field of every one is held to its form."""
+"""A hostile node's responses: every field of each is validated."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ RUNS = {(NodeLook, "running"), (NodeRuns, "running"), (Claimed, "running"), (Beg
 
 
 def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to every value of an answer; a list's first stands for the others."""
+    """Yield the path of every value of a response; only the first item of a list."""
     yield way
     if isinstance(value, dict):
         for key in value:
@@ -118,7 +118,7 @@ def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def changed(value: Any, way: tuple[Any, ...], by: Any) -> Any:
-    """The answer with another value in one place."""
+    """Return the response with another value at one path."""
     if not way:
         return by
     copy = value.copy()
@@ -147,7 +147,7 @@ def test_every_field_of_every_answer_is_held_to_its_form(
                 assert FOLDER.fullmatch(value) and ".." not in value, value
             if isinstance(value, str) and at in RUNS:
                 assert RUN_ID.fullmatch(value), value
-            assert asdict(found)  # it is whole
+            assert asdict(found)  # the file is complete
 
 
 @pytest.mark.parametrize(

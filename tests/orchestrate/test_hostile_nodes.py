@@ -1,4 +1,4 @@
-"""A hostile node: its lies, and what the operator's machine does with them."""
+"""A hostile node: its false responses, and the operator's handling of them."""
 
 from __future__ import annotations
 

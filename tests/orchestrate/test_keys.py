@@ -1,4 +1,4 @@
-"""The operator's key, and what ssh is told about the nodes."""
+"""The operator's key, and the nodes' ssh_config and known_hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SSH against real sshd processes: what works, and the right error for each thing that does not."""
+"""SSH against real sshd processes: successful operations, and the right error for each failure."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_failing_command_is_named_with_its_last_words(node: Sshd, login: Login
 
 
 def has_sleeping(sshd: Sshd) -> bool:
-    """Return whether a command of the test sleeps on the node, or its shells are about to."""
+    """Return whether a command of the test sleeps on the node, or is starting."""
     return any("sleep 300" in command_line(pid) for pid in sshd.processes())
 
 
@@ -278,7 +278,7 @@ def test_a_message_that_is_late_for_its_channel_does_not_end_the_connection(
     was_late: list[Any] = []
 
     def send_late(transport: Any, message: Any) -> None:
-        """Send the end of a command's input when the command has ended and is forgotten."""
+        """Send the end of a command's input after the command has ended and its channel is closed."""
         if message.asbytes()[:1] == b"\x60" and threading.current_thread() is not transport:
             may_end.touch()
             wait_until(lambda: not transport._channels.values(), what="the channel's close")
@@ -287,11 +287,11 @@ def test_a_message_that_is_late_for_its_channel_does_not_end_the_connection(
 
     monkeypatch.setattr(Transport, "_send_user_message", send_late)
     with connected(node.node, login) as connection:
-        # Ends once the end of its input is about to be sent.
+        # It ends when the end of its input is about to be sent.
         waits = f"until [ -e {may_end} ]; do sleep 0.01; done"
         assert connection.run(["sh", "-c", waits], timeout_s=60).status == 0
         assert len(was_late) == 1
-        # The node answers what came before it closes.
+        # The node responds to earlier messages before it closes.
         assert connection.check_run(["echo", "still here"], timeout_s=60) == b"still here\n"
     assert "nonexistent channel" not in node.log.read_text(encoding="utf-8")
 
@@ -354,7 +354,7 @@ def test_a_worker_s_error_says_whether_it_or_the_head_has_ended_the_connection(
         broken.start()
 
 
-# Ends once nobody reads what it prints.
+# It ends when its output has no reader.
 _NO_ANSWER = "while :; do echo; sleep 0.1; done"
 
 
@@ -459,7 +459,7 @@ def test_a_proxy_command_ends_with_ctrl_c_while_it_is_logging_in(node: Sshd, log
     proxies = []
 
     def open_stream() -> ProxyProcess:
-        # It interrupts us once we have said our part of the greeting.
+        # It interrupts this process after our part of the handshake.
         argv = ["sh", "-c", "head -c 4 >&2; kill -INT $PPID; exec sleep 60"]
         proxies.append(ProxyProcess(argv, node="node-0", env=dict(os.environ)))
         return proxies[-1]

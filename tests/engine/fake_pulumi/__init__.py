@@ -1,7 +1,7 @@
-"""A `pulumi` that holds state: the cluster program runs, and its resources come and go over HTTP.
+"""A `pulumi` with state: it runs the cluster program, and creates and removes resources over HTTP.
 
-The commands that Tileforge uses, on a backend in a folder. What is printed, the events, the state
-and the lock have the form of a real engine's (tests/orchestrate/cloud/engine has recorded ones);
-the provider is tests.engine.provider. What the real engine does beyond these commands is missing:
-secrets, aliases, imports, policy packs.
+It has the commands that Tileforge uses, on a file backend. Output, events, state and lock have a
+real engine's format (recorded in tests/orchestrate/cloud/engine); the provider is
+tests.engine.provider. Other features of the real engine are missing: secrets, aliases, imports,
+policy packs.
 """

@@ -1,4 +1,4 @@
-"""The command line: `python -m tests.engine.fake_pulumi WORDS`, which `pulumi` on PATH becomes."""
+"""The command line `python -m tests.engine.fake_pulumi ARGUMENTS`, which `pulumi` on PATH runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _INTERRUPTED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A command line, taken apart."""
+    """A parsed command line."""
 
     words: Sequence[str]
     flags: frozenset[str]
@@ -51,7 +51,7 @@ class Line:
 
     @classmethod
     def of(cls, argv: Sequence[str]) -> Line:
-        """Raises RefusedError for an option that this program does not have."""
+        """Raises RefusedError for an unsupported option."""
         words: list[str] = []
         flags: set[str] = set()
         values: dict[str, str] = {}
@@ -72,7 +72,7 @@ class Line:
 
 
 def main(argv: Sequence[str], env: Mapping[str, str], folder: Path) -> int:
-    """Carry out one command and return the exit status."""
+    """Run one command and return the exit status."""
     try:
         line = Line.of(argv)
         if line.words == ["version"]:
@@ -86,14 +86,14 @@ def main(argv: Sequence[str], env: Mapping[str, str], folder: Path) -> int:
         sys.stdout.write(_answer(line, backend))
         return 0
     except RefusedError as error:
-        # As recorded: an empty line for people, and the reason on stderr.
+        # As recorded: an empty line on stdout, and the reason on stderr.
         sys.stdout.write("\n")
         sys.stderr.write(f"error: {error}\n")
         return 1
 
 
 def _answer(line: Line, backend: Backend) -> str:
-    """Return what a command prints that runs no engine."""
+    """Return the output of a command that runs no engine."""
     match line.words:
         case ["whoami"]:
             return "operator\n"
@@ -217,7 +217,7 @@ class _Operation:
         signal.signal(signal.SIGINT, self._interrupted)
 
     def carry_out(self) -> int:
-        """Return the exit status."""
+        """Run the operation and return the exit status."""
         config = {key: value for key, value in self._stack.config().items()}
         shown = {key: _text(value) for key, value in config.items()}
         self._events.write("preludeEvent", {"config": shown})
@@ -296,7 +296,7 @@ class _Operation:
         raise StoppedError
 
     def _interrupted(self, _: int, __: object) -> None:
-        """End after the steps that have begun; at the second interrupt at once."""
+        """Finish the running steps, then stop; at the second interrupt, stop immediately."""
         if self._deployment.interrupted:
             self._stack.unlock()
             os._exit(1)

@@ -1,4 +1,4 @@
-"""A stack's state, lock and config on disk, as Pulumi's backend in a folder has them."""
+"""A stack's state, lock and config on disk, in the format of Pulumi's file backend."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _SCHEME = "file://"
 
 
 class RefusedError(Exception):
-    """Printed as `error: ...` before the engine starts."""
+    """An error printed as `error: ...` before the engine starts."""
 
 
 class Backend:
-    """The project in `folder`, with its state in the folder that PULUMI_BACKEND_URL names."""
+    """The project in `folder`, with its state in the folder in PULUMI_BACKEND_URL."""
 
     def __init__(self, env: Mapping[str, str], folder: Path) -> None:
         """Raises RefusedError without a project or a backend."""
@@ -57,7 +57,7 @@ class Backend:
         return sorted(path.stem for path in (self._root / "stacks" / self.name).glob("*.json"))
 
     def create(self, name: str) -> Stack:
-        """Make a stack. Raises RefusedError."""
+        """Create a stack. Raises RefusedError."""
         if self._phrase is None:
             raise RefusedError(
                 "passphrase must be set with PULUMI_CONFIG_PASSPHRASE or "
@@ -72,17 +72,17 @@ class Backend:
         return stack
 
     def select(self, stack: Stack) -> None:
-        """Make it the one of commands that name none."""
+        """Select the stack, which is the default of later commands."""
         self._selected.parent.mkdir(parents=True, exist_ok=True)
         self._selected.write_text(json.dumps({"stack": stack.name}))
 
     def digest(self) -> str:
-        """Return what tells two passphrases apart."""
+        """Return a digest that identifies the passphrase."""
         return hashlib.sha256((self._phrase or "").encode()).hexdigest()[:16]
 
     @property
     def root(self) -> Path:
-        """The folder of the state."""
+        """The state's folder."""
         return self._root
 
     @property
@@ -110,10 +110,10 @@ class Stack:
         return latest.get("resources", []), latest.get("pending_operations", [])
 
     def save(self, resources: list[Document], pending: list[Document]) -> None:
-        """Replace the state and keep the one before as `.bak`.
+        """Replace the state and keep the previous one as `.bak`.
 
-        Raises OSError where the disk is full; what is left of the state is then cut off, as in the
-        acceptance of 9e71e47 on a real engine.
+        Raises OSError if the disk is full; the state is then truncated, as in the acceptance of
+        9e71e47 on a real engine.
         """
         latest = self._deployment(resources, pending)
         checkpoint = {"stack": f"organization/{self.backend.name}/{self.name}", "latest": latest}
@@ -131,7 +131,7 @@ class Stack:
         fresh.replace(self.path)
 
     def export(self) -> Document:
-        """Return what `pulumi stack export` prints."""
+        """Return the output of `pulumi stack export`."""
         return {"version": 3, "deployment": self._deployment(*self.read())}
 
     def remove(self, *, force: bool) -> None:
@@ -167,7 +167,7 @@ class Stack:
             )
 
     def unlock(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         if self._own_lock is not None:
             self._own_lock.unlink(missing_ok=True)
 
@@ -188,7 +188,7 @@ class Stack:
         self._settings.write_text(yaml.safe_dump(document), encoding="utf-8")
 
     def config(self) -> Document:
-        """Return values by their full keys, the project's defaults among them."""
+        """Return values by full key, including the project's defaults."""
         found = {
             f"{self.backend.name}:{key}": entry["default"]
             for key, entry in self.backend.project.get("config", {}).items()
@@ -198,7 +198,7 @@ class Stack:
         return found | own
 
     def check_passphrase(self) -> None:
-        """Raises RefusedError for another passphrase than the stack was made with."""
+        """Raises RefusedError if the passphrase differs from the stack's."""
         salt = self.read_settings().get("encryptionsalt", "").removeprefix("v1:")
         if salt and salt != self.backend.digest():
             raise RefusedError(

@@ -1,4 +1,4 @@
-"""Steps of an operation: refresh, create, update, replace, delete; each is in the state at once."""
+"""Steps of an operation: refresh, create, update, replace, delete; each updates the state."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from tests.engine.fake_pulumi.events import Events
 
 Document = dict[str, Any]
 UNKNOWN = "04da6b54-80e4-46f7-96ec-b56ff0331ba9"
-"""Stands for a value that a preview cannot know (pulumi.runtime.rpc)."""
+"""Placeholder for an unknown value in a preview (pulumi.runtime.rpc)."""
 STACK = "pulumi:pulumi:Stack"
 _BUCKET = "storage/bucket:Bucket"
 _AT_ONCE = 10
 
 
 class StoppedError(Exception):
-    """A step failed, or the operator interrupted: no other step begins."""
+    """A step failed, or the operator interrupted: no other step starts."""
 
 
 class FailedStepError(StoppedError):
-    """This step failed; its events are written."""
+    """This step failed, and its events are written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of one resource, from its registration."""
+    """Options of a resource, from its registration."""
 
     ignore: Sequence[str] = ()
-    """Paths of inputs that keep what they have."""
+    """Paths of inputs that keep their current value."""
     replace_on: Sequence[str] = ()
     trigger: Any = None
 
@@ -57,7 +57,7 @@ class Deployment:
         self.replaced_by_hand: set[str] = set()
         """URNs of `--replace`."""
         self._gone: set[str] = set()
-        """Deleted in this operation, to be created again."""
+        """Resources deleted in this operation that will be created again."""
         self._lock = threading.RLock()
         self._replacing = threading.Lock()
         self.failed = False
@@ -65,7 +65,7 @@ class Deployment:
 
     @property
     def stopped(self) -> bool:
-        """Return whether no further step may begin."""
+        """Return whether no other step may start."""
         return self.failed or self.interrupted
 
     def save(self) -> None:
@@ -111,7 +111,7 @@ class Deployment:
         self.events.step("resOutputsEvent", "refresh", old, new)
 
     def register(self, new: Document, options: Options) -> Document:
-        """Bring a resource of the program to what it asks for; return it as it is then.
+        """Create or update a resource of the program; return its new state.
 
         Raises StoppedError.
         """
@@ -149,7 +149,7 @@ class Deployment:
         )
 
     def _register_local(self, new: Document, old: Document | None) -> Document:
-        """Register a component, the provider or the stack, which Google knows nothing of."""
+        """Register a component, the provider or the stack, which do not exist at Google."""
         if new["custom"]:
             new["id"] = old["id"] if old else str(uuid.uuid4())
         if new["type"] == STACK:
@@ -217,9 +217,9 @@ class Deployment:
         return new
 
     def _replace(self, old: Document, new: Document) -> Document:
-        """Delete it, and before it what cannot be without it; then create it.
+        """Delete the resource after its dependents, then create it.
 
-        Google's names are the program's own, so the old one has to go first.
+        Google's names are fixed by the program, so the old resource must be deleted first.
         """
         with self._replacing:
             dependents = self._replaced_with(old["urn"])
@@ -233,10 +233,10 @@ class Deployment:
         return self._create(new, op="create-replacement")
 
     def _replaced_with(self, urn: str) -> list[Document]:
-        """Return what depends on a resource that is replaced and has to be made again with it.
+        """Return dependents that must be replaced together with a resource.
 
-        Firewall rules are not among them: in the acceptance of 9e71e47 a real engine deleted the
-        machines of a network and left its rules.
+        Firewall rules are excluded: in the acceptance of 9e71e47 a real engine deleted the machines
+        of a network and kept its rules.
         """
         going = {urn}
         found = []
@@ -255,7 +255,7 @@ class Deployment:
         return [urn for urn, each in self.old.items() if each.get("protect")]
 
     def with_their_needs(self, urns: Iterable[str]) -> set[str]:
-        """Return these and everything that they need."""
+        """Return these resources and all their dependencies."""
         found: set[str] = set()
         waiting = list(urns)
         while waiting:
@@ -266,7 +266,7 @@ class Deployment:
         return found
 
     def delete_rest(self, keep: Iterable[str] = ()) -> None:
-        """Delete what is in the state and was not registered. Raises StoppedError."""
+        """Delete resources in the state that were not registered. Raises StoppedError."""
         kept = {*self.new, *keep}
         while waiting := [each for urn, each in self.old.items() if urn not in kept]:
             needed = {need for each in waiting for need in _needs(each)}
@@ -311,7 +311,7 @@ class Deployment:
         new: Document | None,
         action: Callable[[], None],
     ) -> None:
-        """Carry out a request with its pending operation in the state. Raises FailedStepError."""
+        """Send a request, with its pending operation in the state. Raises FailedStepError."""
         known = new or old or {}
         operation = {"resource": known, "type": doing}
         with self._lock:
@@ -349,7 +349,7 @@ class Deployment:
 
 
 def _sentence(doing: str, resource: Document, error: provider.RefusedRequestError) -> str:
-    """Return the provider's words for a refusal."""
+    """Return the provider's message for a refusal."""
     kind = provider.kind_of(resource)
     noun = provider.NOUNS.get(kind, kind.rpartition(":")[2])
     if not error.said.startswith("googleapi"):
@@ -368,13 +368,13 @@ def _is_same(operation: Document, resource: Document) -> bool:
 
 
 def _needs(resource: Document) -> list[str]:
-    """Return the URNs that have to be there as long as this resource is."""
+    """Return the URNs that this resource depends on."""
     source = resource.get("provider", "").rpartition("::")[0]
     return [*resource.get("dependencies", ()), resource.get("parent", ""), source]
 
 
 def _changed(old: Document, new: Document) -> set[str]:
-    """Return the inputs that differ; one that is not known yet does not."""
+    """Return the inputs that differ; unknown values count as equal."""
     empty: tuple[Any, ...] = ("", None, [], {})
     return {
         key
@@ -386,7 +386,7 @@ def _changed(old: Document, new: Document) -> set[str]:
 
 
 def _keep(path: str, new: Document, old: Document) -> None:
-    """Set the value at a path of `ignore_changes` back to what it was."""
+    """Restore the old value at a path of `ignore_changes`."""
     *outer, last = path.replace('["', ".").replace('"]', "").split(".")
     for key in outer:
         if not isinstance(new.get(key), dict) or not isinstance(old.get(key), dict):

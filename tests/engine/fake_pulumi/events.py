@@ -1,4 +1,4 @@
-"""Output of an operation: the event log for programs, and lines for people."""
+"""Output of an operation: the event log, and printed lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COUNTED = ("create", "update", "delete", "replace", "same")
 
 
 class Events:
-    """Writes each event as it happens; threads may share it."""
+    """Writes each event immediately; threads can share it."""
 
     def __init__(self, log: Path | None, *, is_preview: bool) -> None:
         """`log` is the file of `--event-log`."""
@@ -69,7 +69,7 @@ class Events:
             self._said.append(f"    {body.get('prefix', '')}{message.strip()}")
 
     def say(self, line: str) -> None:
-        """Print a line for people."""
+        """Print a line."""
         with self._lock:
             sys.stdout.write(f"{line}\n")
             sys.stdout.flush()

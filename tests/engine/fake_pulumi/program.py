@@ -1,4 +1,4 @@
-"""Runs the cluster program under Pulumi's mocks, with the deployment in the engine's place."""
+"""Runs the cluster program under Pulumi's mocks, with the deployment as engine."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ Document = dict[str, Any]
 def run(
     deployment: Deployment, *, folder: Path, config: Mapping[str, Any], project: str, stack: str
 ) -> None:
-    """Run `__main__.py` in `folder`. Raises StoppedError, and what the program raises."""
+    """Run `__main__.py` in `folder`. Raises StoppedError, and the program's exceptions."""
     monitor = _Monitor(deployment)
-    # What is not text goes as JSON.
+    # Values other than text are passed as JSON.
     values = {k: v if isinstance(v, str) else json.dumps(v) for k, v in config.items()}
     environment = {"PULUMI_CONFIG": json.dumps(values)}
 
@@ -49,8 +49,8 @@ def run(
             monitor=monitor,
             preview=deployment.is_preview,
         )
-        # That has made a stack and ended it; run_in_stack, as in `pulumi up`, makes the real one.
-        set_root_resource(None)  # type: ignore[arg-type]  # its type leaves out that there is none
+        # Ends the stack that this created; run_in_stack then creates the real stack.
+        set_root_resource(None)  # type: ignore[arg-type]  # its type omits None
         monitor.begun = True
         await run_in_stack(program)
 
@@ -70,11 +70,11 @@ def run(
 
 
 class ProgramError(Exception):
-    """The program's own refusal."""
+    """An error of the program."""
 
 
 class _Cloud(mocks.Mocks):
-    """Answers the program's questions to Google."""
+    """Returns results of the program's calls to Google."""
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
@@ -107,7 +107,7 @@ class _Monitor(mocks.MockMonitor):
             return super().RegisterResource(request)  # type: ignore[no-untyped-call]  # pulumi's mocks have no types
         urn = self.make_urn(request.parent, request.type, request.name)
         if request.type == STACK or request.parent.rpartition("::")[0].endswith(f"::{STACK}"):
-            # A stack is no part of the type of what is in it.
+            # The stack is not part of its children's types.
             begins = "::".join(urn.split("::")[:2])
             urn = f"{begins}::{request.type}::{request.name}"
         trigger = request.replacement_trigger.string_value
@@ -132,7 +132,7 @@ class _Monitor(mocks.MockMonitor):
 
 
 def _resource(request: Any, urn: str) -> Document:
-    """Return the resource as the state has it."""
+    """Return the resource in the state's format."""
     found: Document = {
         "urn": urn,
         "custom": request.custom,
@@ -155,7 +155,7 @@ def _resource(request: Any, urn: str) -> Document:
 
 
 def _plain(struct: Any) -> Any:
-    """Return a message's values, whole numbers as such, secrets without their mark."""
+    """Return a message's values, with integers restored and secrets unwrapped."""
     return _unmarked(whole(json_format.MessageToDict(struct)))
 
 

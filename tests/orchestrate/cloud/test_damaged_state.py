@@ -1,4 +1,4 @@
-"""A state that was cut off, as by a full disk: both ways out are named, and `down` needs none."""
+"""A truncated state, as after a full disk: the error has both fixes, and `down` works anyway."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ READS = ("stack output", "stack export", "preview", "up", "destroy", "refresh")
 
 
 def damage(site: Site, *more: str, said: str = CUT_OFF) -> None:
-    """From now on whatever reads the state fails."""
+    """Make every command that reads the state fail."""
     for each in (*READS, *more):
         site.pulumi.on(*each.split(), err=said, status=255)
 
 
 def reach(site: Site) -> None:
-    """Leave what a command that has reached the nodes leaves in this folder."""
+    """Write the folder's files of a command that reached the nodes."""
     main(["preflight", "--inventory", "stack", "--quick"], site.env)
     assert (site.folder / ".cluster" / "mine" / "host_keys.json").exists()
 
@@ -106,7 +106,7 @@ def test_down_without_a_state_or_a_memory_of_the_nodes_loses_results_only_when_t
     last = capsys.readouterr().err.splitlines()[-1]
     assert "this folder has never reached mine" in last and "nothing was destroyed" in last
     assert f"down --without-collect --cluster mine --project {PROJECT}" in last
-    # Of another project it remembers nothing either.
+    # It also has no record of another project.
     remember_plan("mine", {"project": "another"}, folder=site.folder)
     assert main(["down", "--yes", "--project", PROJECT], site.env) == ExitCode.CONFIG
     assert site.cloud.count("^DELETE") == 0

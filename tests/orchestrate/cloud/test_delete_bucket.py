@@ -1,4 +1,4 @@
-"""`down --delete-bucket`: the only way to a results bucket's end, and the question before it."""
+"""`down --delete-bucket`: the only way to delete a results bucket, and its confirmation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DOWN = ("down", "--yes", "--delete-bucket")
 
 @pytest.fixture
 def mine(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """A cluster that is up, an old results bucket of it, and one of another cluster."""
+    """Return a cluster that is up, with an old results bucket, and another cluster's bucket."""
     site.build()
     head_says(monkeypatch)
     destroys(site)
@@ -49,7 +49,7 @@ def test_the_named_bucket_goes_with_its_old_versions_after_its_name_was_typed(
         *("other-results", "mine-photos", "mine-elsewhere")
     ]
     assert mine.cloud.objects[OLD] == []
-    # Once more, for the bucket of an earlier stack of the name: the stack is empty by now.
+    # Again, for the bucket of an earlier stack of the name; the stack is empty now.
     assert main([*DOWN, OLD], mine.env) == ExitCode.CONFIG
     assert "not found in project" in capsys.readouterr().err.splitlines()[-1]
 

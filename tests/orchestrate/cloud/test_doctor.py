@@ -1,4 +1,4 @@
-"""`doctor`: what a project lacks for the cluster, with numbers and fixes."""
+"""`doctor`: missing prerequisites of a project, with numbers and fixes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLENTY = {"C3_CPUS": 100.0, "SSD_TOTAL_GB": 500.0, "IN_USE_ADDRESSES": 8.0, "INS
 
 @pytest.fixture
 def project(site: Site) -> Site:
-    """A project that the default cluster fits into, and a stack with its config."""
+    """Return a project that fits the default cluster, and a stack with its config."""
     site.cloud.regions[REGION] = {
         **{name: (limit, 0.0) for name, limit in PLENTY.items()},
         "PREEMPTIBLE_CPUS": (0.0, 0.0),
@@ -101,7 +101,7 @@ def test_a_gpu_machine_has_a_row_with_its_gpus(
     assert all(found in row["found"] for row in rows)
     if code is not None:
         assert code in {each["exit_code"] for each in rows} and exit_code != ExitCode.OK
-    # Google's GPU machines boot from pd-balanced, as the cluster program has it.
+    # Google's GPU machines boot from pd-balanced, as in the cluster program.
     assert f"pd-balanced in {ZONE}" in {each["name"] for each in checks}
 
 
@@ -188,7 +188,7 @@ def test_spot_auto_needs_both_quotas_as_on_demand_machines_come_next(
     assert "3 x c3-highmem-8 (spot; on demand has to fit, too) in us-central1-a" in err
     assert "error: PREEMPTIBLE_CPUS in us-central1: 24 needed, 16 free" in out
     assert "error: C3_CPUS in us-central1: 24 needed, 8 free" in out
-    # Spot machines without a quota of their own use the same one, which is checked once.
+    # Spot machines without a separate quota use the same one, which is checked once.
     project.cloud.regions[REGION] |= {"PREEMPTIBLE_CPUS": (0.0, 0.0)}
     assert doctor(project) == ExitCode.QUOTA
     out, err = capsys.readouterr()
@@ -211,7 +211,7 @@ def test_a_quota_that_is_not_listed_is_compared_with_a_default_projects(
     )
     assert f"unknown: {metric} in all regions: {words}" in out
     assert "nothing that was checked keeps the cluster from being built; 1 of " in err
-    # More than that fails, until somebody has looked.
+    # More than the default is an error.
     if metric == "CPUS_ALL_REGIONS":
         assert doctor(project, "--node-count", "5") == ExitCode.QUOTA
         words = f"40 needed, the limit is not listed; a default project has {default}"
@@ -228,7 +228,7 @@ def test_a_quota_without_a_known_default_is_unknown(project: Site, capsys: Captu
 
 
 def test_a_quota_that_fits_and_leaves_nothing_is_said(project: Site, capsys: Capture) -> None:
-    # The default of a project's C3_CPUS, in a public report, and the need of the default cluster.
+    # The default of C3_CPUS, from a public report, equals the default cluster's requirement.
     project.cloud.regions[REGION]["C3_CPUS"] = (24.0, 0.0)
     assert doctor(project) == ExitCode.OK
     out = capsys.readouterr().out
@@ -239,13 +239,13 @@ def test_a_quota_that_fits_and_leaves_nothing_is_said(project: Site, capsys: Cap
 
 
 def family_limit(value: str, **dimensions: str) -> dict[str, Any]:
-    """One entry of Cloud Quotas' answer."""
+    """Return one entry of Cloud Quotas' response."""
     return {"dimensions": dimensions, "details": {"value": value}}
 
 
 @pytest.fixture
 def c4(project: Site) -> Site:
-    """The project, and a stack with C4 machines, whose CPUs count by family."""
+    """Return the project, and a stack with C4 machines, whose CPUs are counted by family."""
     project.cloud.add("machineTypes", "c4-standard-8", place=ZONE, labels={}, guestCpus=8)
     project.cloud.add("diskTypes", "hyperdisk-balanced", place=ZONE, labels={})
     project.cloud.regions[REGION]["HDB_TOTAL_GB"] = (500.0, 0.0)
@@ -290,7 +290,7 @@ def test_a_family_without_a_quota_of_its_own_is_looked_up_by_dimension(
     (check,) = [each for each in checks if "CPUS_PER_VM_FAMILY (C4)" in each["name"]]
     assert check["outcome"] == outcome and words in f"{check['found']} {check['fix']}"
     assert status == (ExitCode.QUOTA if outcome == "error" else ExitCode.OK)
-    # No spot machine is refused by a quota for preemptible CPUs that the project does not have.
+    # A missing quota for preemptible CPUs does not block spot machines.
     assert not any("PREEMPTIBLE" in each["name"] for each in checks)
 
 

@@ -1,4 +1,4 @@
-"""`doctor`: organization policies that list values, and the encryption key."""
+"""`doctor`: list policies of the organization, and the encryption key."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FILESTORE = f"serviceAccount:service-{NUMBER}@cloud-filer.iam.gserviceaccount.co
 
 
 def found(site: Site, capsys: Capture, name: str) -> tuple[int, dict[str, Any]]:
-    """Exit code, and the one check with this name."""
+    """Return the exit code and the check with this name."""
     status = doctor(site, "--json")
     checks = json.loads(capsys.readouterr().out)["checks"]
     (check,) = [each for each in checks if each["name"] == name]
@@ -63,7 +63,7 @@ def test_a_head_with_an_address_needs_the_policy_on_external_addresses(
     assert check["outcome"] == outcome
     assert status == (ExitCode.AUTH if outcome == "error" else ExitCode.OK)
     assert ("accessMode iap" in check["fix"]) == (outcome != "ok")
-    # Without such an address nobody asks.
+    # Without an external address the policy is not checked.
     configure(project, cluster="mine")
     assert doctor(project) == ExitCode.OK
     assert "vmExternalIpAccess" not in capsys.readouterr().out
@@ -146,7 +146,7 @@ _ENABLE = "gcloud kms keys versions enable 1 --key=key --keyring=ring --location
 @pytest.mark.parametrize(
     ("key", "document", "settings", "outcome", "words"),
     [
-        # Disks take a key of the region, of what is around it, or of everywhere.
+        # Disks accept a key of the region, of its multi-region, or a global one.
         *(
             (_at(place), None, {}, "ok", "will grant")
             for place in ("global", "us", "nam4", "eur-x")
@@ -154,7 +154,7 @@ _ENABLE = "gcloud kms keys versions enable 1 --key=key --keyring=ring --location
         (_at("europe"), None, {}, "error", "it is in europe, and the cluster's region is us-c"),
         (_at("asia1"), None, {}, "error", "Use a key in us-central1, a multi-region around it"),
         (_at("us-east1"), None, {}, "error", "it is in us-east1, and"),
-        # Buckets and Filestore instances of a region take one of the region alone.
+        # Regional buckets and Filestore instances accept only a key of the region.
         (_at("us"), None, {"bucket": "create"}, "error", "Use a key in us-central1: pulumi"),
         (_at("global"), None, {"sharedStorage": "filestore"}, "error", "it is in global"),
         (_at("global"), None, {"bucket": "acme"}, "ok", "will grant"),

@@ -1,4 +1,4 @@
-"""`doctor`: proxy, quota project, billing, boot image, bucket, and policies by effective value."""
+"""`doctor`: proxy, quota project, billing, boot image, bucket and effective policies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NEWER = "projects/ubuntu-os-cloud/global/images/ubuntu-2404-noble-amd64-v2026110
 
 
 def checks(site: Site, capsys: Capture) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Exit code, and the checks by their names."""
+    """Return the exit code and the checks by name."""
     status = doctor(site, "--json")
     found = json.loads(capsys.readouterr().out)["checks"]
     return status, {each["name"]: each for each in found}
@@ -281,7 +281,7 @@ def test_a_policy_counts_by_its_effective_value(
 
 @pytest.fixture
 def listener() -> Iterator[int]:
-    """A port of this machine that takes connections, as a proxy does."""
+    """Return a local port that accepts connections, as a proxy does."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield int(server.getsockname()[1])
 
@@ -291,7 +291,7 @@ def listener() -> Iterator[int]:
     [
         ("", "warning"),
         ("localhost", "warning"),
-        ("localhost, 127.0.0.1", "warning"),  # a blank hides it from gRPC
+        ("localhost, 127.0.0.1", "warning"),  # a space hides it from gRPC
         ("localhost,127.0.0.1", "ok"),
     ],
 )
@@ -306,7 +306,7 @@ def test_a_proxy_has_to_leave_out_the_loopback_address(
 
 def test_a_proxy_that_does_not_answer_is_an_error() -> None:
     with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))  # bound and not listening
+        holder.bind(("127.0.0.1", 0))  # bound but not listening
         (check,) = check_proxy({"https_proxy": f"127.0.0.1:{holder.getsockname()[1]}"})
     assert (check.outcome, check.exit_code) == ("error", ExitCode.PREFLIGHT)
     (check,) = check_proxy({"https_proxy": "http://host:port"})

@@ -1,4 +1,4 @@
-"""Cases that a real engine wrote, replayed: the exit code, and the line that the operator reads."""
+"""Replays recorded cases of a real engine: exit code and error line of each."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WEB = [{"IPProtocol": "tcp", "ports": ["80", "443"]}]
 
 @pytest.fixture
 def dev(site: Site) -> Site:
-    """The site of the recorded cluster, with its outputs and its firewall as the program has it."""
+    """Return the site of the recorded cluster, with its outputs and the program's firewall."""
     site.build(cluster="dev", nodes=2)
     site.cloud.items.clear()
     site.configure(cluster="dev", project=PROJECT, zones=[ZONE])
@@ -52,7 +52,7 @@ def dev(site: Site) -> Site:
 
 
 def build_firewall(site: Site) -> None:
-    """Make the rules that are missing, as the recorded program does."""
+    """Create the missing rules, as the recorded program does."""
     nodes = {"targetServiceAccounts": [ACCOUNT]}
     between = {"allowed": BETWEEN}
     everywhere = {"destinationRanges": ["0.0.0.0/0"]}
@@ -127,7 +127,7 @@ def test_a_failure_is_one_line_with_its_own_exit_code(
     last = err.splitlines()[-1]
     assert last.startswith("error: ") and line in last
     assert "1 error occurred" not in err and "Traceback" not in err
-    # Everything else is in the file that is named.
+    # All other output is in the named log file.
     (log,) = (dev.folder / ".cluster/dev").glob(f"{case.partition('-')[0]}-*.log")
     assert f"failed; log: {log}" in err
     recorded = [ENGINE / f"{case}.{kind}.txt" for kind in ("stdout", "stderr")]
@@ -150,7 +150,7 @@ def test_an_up_that_succeeds_says_what_it_did(
     assert main(["up", "--yes"], dev.env) == ExitCode.OK
     err = capsys.readouterr().err
     assert line in err.splitlines() and "cluster dev: 2 node(s), $1.59/h" in err
-    # What the cluster program says reaches the operator.
+    # The cluster program's messages are printed.
     assert "cost of 2 x c3-highmem-8 on demand in us-central1-a: $1.0937 an hour" in err
 
 
@@ -192,7 +192,7 @@ def test_an_interrupted_up_says_what_is_there_and_what_it_costs(dev: Site, capsy
 
 
 def add_orphans(site: Site) -> None:
-    """Add what the recorded kill has left in Google Cloud."""
+    """Add the resources that the recorded kill left in Google Cloud."""
     more: dict[str, Any] = {"labels": {}, "network": NETWORK, "description": mark(LABELS)}
     site.cloud.add("subnetworks", "dev-subnet", place=REGION, **more)
     site.cloud.add("routers", "dev-router", place=REGION, **more)
@@ -202,7 +202,7 @@ def test_what_a_kill_left_outside_the_state_is_removed_and_built_again(
     dev: Site, capsys: Capture
 ) -> None:
     add_orphans(dev)
-    # Somebody else's in the same project, of almost the same name.
+    # Another user's resource in the same project, of almost the same name.
     dev.cloud.add("routers", "dev-router-2", place=REGION, labels={}, network=NETWORK)
     dev.pulumi.machines(*NODES)
     dev.pulumi.replay("preview-new", status=0)
@@ -221,7 +221,7 @@ def test_what_a_kill_left_outside_the_state_is_removed_and_built_again(
 
 
 def test_a_refresh_names_the_machine_that_is_gone(dev: Site, capsys: Capture) -> None:
-    """A preempted machine, in the refresh that goes before every operation."""
+    """A preempted machine, found by the refresh before every operation."""
     dev.pulumi.replay("refresh-lost-node", status=0)
     operations = Operations(
         pulumi=Pulumi(dev.env, folder=dev.folder),
@@ -239,7 +239,7 @@ def test_a_refresh_names_the_machine_that_is_gone(dev: Site, capsys: Capture) ->
 def test_the_recorded_outputs_are_the_cluster_whose_machines_are_gone(
     dev: Site, capsys: Capture
 ) -> None:
-    """`pulumi stack output --json` names machines that Google does not have any more."""
+    """`pulumi stack output --json` lists machines that no longer exist."""
     outputs = (ENGINE / "stack-output.stdout.txt").read_text()
     dev.pulumi.on("stack", "output", "--json", out=outputs)
     assert main(["plan", "--inventory", "stack"], dev.env) == ExitCode.RANK_LOST
@@ -256,7 +256,7 @@ def test_the_recorded_outputs_are_the_cluster_whose_machines_are_gone(
 def test_a_destroy_that_failed_at_its_last_step_is_repeated_once(
     dev: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Google has nothing more, and the stack's state still says otherwise."""
+    """All resources are gone, but the stack's state still lists them."""
     head_says(monkeypatch)
     dev.cloud.items.clear()
     dev.pulumi.replay("destroy-success", status=0)
@@ -280,7 +280,7 @@ def test_the_lock_of_a_dead_process_is_removed_and_no_other(
     dev.pulumi.replay("up-success", status=0)
     dev.pulumi.replay("up-locked", status=1, times=1)
     dev.pulumi.replay("cancel", status=0)
-    # The recorded machine is named vm; it booted after its lock was made, or is another one.
+    # The recorded machine is named vm; it booted after the lock was created, or has another name.
     monkeypatch.setattr(socket, "gethostname", lambda: "vm" if is_stale else "desk")
     monkeypatch.setattr(locks, "_boot_unix", lambda: 1e10)
     code = main(["up", "--yes"], dev.env)
@@ -349,7 +349,7 @@ def test_a_rule_that_was_opened_by_hand_is_replaced_or_up_fails(
         rule["sourceRanges"] = [*rule.get("sourceRanges", ()), "0.0.0.0/0"]
 
     def engine(method: str, target: str) -> None:
-        # The second `up` makes what was removed.
+        # The second `up` creates the removed rules.
         if words(dev).count("up --yes --skip-preview") == 2:
             there = {r["name"] for r in dev.cloud.items["firewalls", "global"]}
             build_firewall(dev)
@@ -377,7 +377,7 @@ def test_a_rule_that_was_opened_by_hand_is_replaced_or_up_fails(
 
 
 def rules_up(site: Site) -> None:
-    """From now on the stack's state has the resources of the recorded cluster."""
+    """Set the stack's state to the resources of the recorded cluster."""
     steps = map(json.loads, (ENGINE / "up-unchanged.events.jsonl").read_text().splitlines())
     found = [each["resourcePreEvent"]["metadata"] for each in steps if "resourcePreEvent" in each]
     resources = [
@@ -396,7 +396,7 @@ def test_doctor_names_rules_that_differ_and_rules_that_are_not_the_programs(
     assert main(["doctor"], dev.env) != ExitCode.PREFLIGHT
     out = capsys.readouterr().out
     assert re.search("firewall of dev-network +ok +5 rules equal to the program's", out)
-    # As the recorded runs found it, after `up` had reported success.
+    # As in the recorded runs, after a successful `up`.
     for name in ("dev-allow-ssh", "dev-allow-nodes"):
         (rule,) = [each for each in dev.cloud.items["firewalls", "global"] if each["name"] == name]
         rule["sourceRanges"] = [*rule.get("sourceRanges", ()), "0.0.0.0/0"]
@@ -421,7 +421,7 @@ def test_doctor_names_rules_that_differ_and_rules_that_are_not_the_programs(
     )
     assert "elsewhere" not in out
     assert dev.cloud.count("^DELETE") == 0
-    # A project that is not the stack's has another firewall.
+    # Another project than the stack's has a different firewall.
     main(["doctor", "--project", "other-project"], dev.env)
     assert "firewall" not in capsys.readouterr().out
 
@@ -441,7 +441,7 @@ def test_a_machine_that_only_a_stop_can_bring_back_is_built_again(
     assert "this ends 1 machine(s), with all that is on them: dev-node-1" in err
     (replaced,) = [each for each in words(dev) if "--replace" in each]
     assert replaced.endswith("gcp:compute/instance:Instance::dev-node-1")
-    # Once: a provider that refuses again ends it.
+    # Only once: a second refusal is an error.
     dev.pulumi.replay("up-drift-stopped", status=1)
     assert main(["up", "--yes", "--without-collect"], dev.env) == ExitCode.CONFIG
     assert "only a stopped machine can be changed back" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Pulumi's output when the cloud refuses, and the error that it becomes."""
+"""Pulumi's output for refusals by the cloud, and the resulting errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from payload.orchestrate.clouds.gcp.stock_outs import find_stock_out
 from payload.orchestrate.clouds.pulumi.events import Diagnostic, Event, Step, Update
 from payload.orchestrate.clouds.pulumi.failures import explain, stock_out_of
 
-# As pulumi-gcp prints it; the provider passes on the operation's error and its details.
+# As printed by pulumi-gcp, which includes the operation's error and its details.
 PLAIN = """
 Diagnostics:
   gcp:compute:Instance (mine-1):
@@ -55,7 +55,7 @@ NO_DISK_TYPE = """Error creating instance: googleapi: Error 404: The resource \
 # https://github.com/hashicorp/terraform-provider-google/issues/8665
 PREEMPTED = "Error waiting for instance to create: Instance failed to start due to preemption."
 
-# Of a backend that the project keeps itself, and of Pulumi Cloud.
+# From a self-managed backend, and from Pulumi Cloud.
 LOCKED = (
     """error: the stack is currently locked by 1 lock(s). Either wait for the other process(es) to \
 end or delete the lock file with `pulumi cancel`.
@@ -69,7 +69,7 @@ To learn more about possible reasons and resolution, visit https://www.pulumi.co
 
 
 def failed(message: str) -> Update:
-    """An `up` whose engine reports this one error."""
+    """Return an `up` whose engine reports this error."""
     said = Diagnostic(message=message, severity="error")
     return Update(arguments=["up"], status=255, events=[Event(time_unix=0.0, diagnostic=said)])
 

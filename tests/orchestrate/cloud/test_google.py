@@ -1,4 +1,4 @@
-"""Requests to the cloud: retries, refusals in plain words, and where they may go."""
+"""Requests to the cloud: retries, refusals with their fixes, and allowed endpoints."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_cloud_that_stays_busy_is_an_error_with_its_own_words(site: Site) -> N
 
 def test_a_cloud_that_cannot_be_reached_is_tried_again_and_then_an_error(site: Site) -> None:
     with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))  # bound and not listening: nobody answers there
+        holder.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
         site.env[VARIABLE] = f"http://127.0.0.1:{holder.getsockname()[1]}"
         with pytest.raises(CloudError, match="listing instances: Google Cloud cannot be reached"):
             list_everything(site.google(retry_s=0.5, sleep=time.sleep))
@@ -152,7 +152,7 @@ def test_a_refusal_says_what_to_do(site: Site, message: str, reason: str, fix: s
 
 def test_a_place_that_does_not_answer_is_not_taken_for_an_empty_one(site: Site) -> None:
     site.build()
-    # Nobody names it but its own entry in the list, where the machines would be.
+    # Only its own entry in the list, where its machines would be, reports the failure.
     site.cloud.failing = {"zones/us-central1-a": "The zone is currently unavailable"}
     listing = list_everything(site.google())
     assert not any(each.kind == "instance" for each in listing.resources)
@@ -160,7 +160,7 @@ def test_a_place_that_does_not_answer_is_not_taken_for_an_empty_one(site: Site) 
         f"listing {kind}: us-central1-a: UNREACHABLE: The zone is currently unavailable. Try again."
         for kind in ("disks", "instances")
     ]
-    # Named twice, it is said once.
+    # Reported twice, it is printed once.
     site.cloud.unreachable = ["projects/acme-lab/zones/us-central1-a"]
     blind = list_everything(site.google()).blind
     assert blind.count("listing instances: us-central1-a does not respond. Try again.") == 1
@@ -212,7 +212,7 @@ def test_without_credentials_it_says_how_to_log_in(site: Site) -> None:
     )
     assert done.returncode == 13
     assert "gcloud auth application-default login" in done.stderr
-    # Nor does Google's library get to speak about Python's age.
+    # Google's library also prints no warning about Python's version.
     assert "Warning" not in done.stderr and len(done.stderr.splitlines()) == 1
 
 

@@ -1,4 +1,4 @@
-"""The events of Pulumi's engine: hostile or damaged, field by field."""
+"""Hostile or damaged events of Pulumi's engine, field by field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refusals of Google's and of its provider, in their words: exit code, cause and fix of each."""
+"""Refusals of Google and its provider, with original texts: exit code, cause and fix of each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.orchestrate.cloud.stacks import Capture, own_key
 from tests.orchestrate.cloud.test_failures import failed
 
 _DENIED = "denied on resource (or it may not exist)., forbidden"
-# As users of Google's provider report them; the repository and number of the issue above each,
+# As reported by users of Google's provider, with the repository and issue number above each,
 # with this project's names. The engine puts "1 error occurred: * " around them.
 CASES = {
     # terraform-provider-google 11208, cluster-in-the-cloud 51: the older and the newer wording
@@ -134,7 +134,7 @@ CASES = {
         "enable it., forbidden",
         ExitCode.AUTH,
         "no billing account, or a closed one",
-        "list yours: gcloud billing accounts list shows yours",
+        "(list yours: gcloud billing accounts list)",
     ),
     # GoogleCloudPlatform/pubsec-declarative-toolkit 837
     "restrictCloudNATUsage": (
@@ -338,7 +338,7 @@ def test_a_refusal_has_its_exit_code_its_cause_and_its_fix(case: str) -> None:
     message = str(error)
     assert error.exit_code == code
     assert cause in message and fix in message
-    # What Google says is there, before its fix.
+    # Google's message precedes the fix.
     assert message.startswith(f"pulumi up: {said[:40]}") and message.index(fix) > 40
     assert "\n" not in message and "Request the roles" not in message.replace(fix, "")
 

@@ -1,4 +1,4 @@
-"""Which cluster a resource belongs to, and what is somebody else's."""
+"""Maps resources to clusters, and excludes other users' resources."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ UNLABELLED = {
     "Firewall": "firewall rule",
     "ResourcePolicy": "resource policy",
 }
-"""Kinds by their type's last word in the cluster program."""
+"""Kinds by the last part of their type in the cluster program."""
 ELSEWHERE = {
     *("Instance", "Bucket", "RouterNat", "BucketIAMMember", "Account", "ManagedZone"),
     *("RecordSet", "CryptoKeyIAMMember"),
 }
-"""Has labels, is part of something else, or is not Compute Engine's."""
+"""Types that have labels, belong to another resource, or are not in Compute Engine."""
 
 
 def names(owned: dict[str, list[Resource]]) -> dict[str, list[str]]:
@@ -34,7 +34,7 @@ def names(owned: dict[str, list[Resource]]) -> dict[str, list[str]]:
 
 
 def made(case: str) -> list[Resource]:
-    """Return what the cluster program makes without labels, as Google would list it."""
+    """Return the cluster program's resources without labels, as Google lists them."""
     graph = json.loads((GOLDEN / f"stack.{case}.json").read_text(encoding="utf-8"))
     return [
         Resource(
@@ -52,7 +52,7 @@ def made(case: str) -> list[Resource]:
 
 
 def without_marks(resources: Sequence[Resource]) -> list[Resource]:
-    """As they were before descriptions were written."""
+    """Return the resources of older versions, which had no descriptions."""
     return [
         Resource(kind=r.kind, name=r.name, location=r.location, network=r.network)
         for r in resources
@@ -74,7 +74,7 @@ def test_what_only_begins_like_a_clusters_name_is_somebody_elses() -> None:
     strangers = [
         Resource(kind="network", name="dev-vpc", location="global"),
         Resource(kind="router", name="dev-nat-router", location="r", network="dev-vpc"),
-        # The program's names, in another network than the program's; Google's own among them.
+        # The program's names in another network, including Google's own names.
         Resource(kind="router", name="dev-router", location="r", network="dev-vpc"),
         Resource(
             kind="firewall rule", name="default-allow-ssh", location="global", network="default"

@@ -1,4 +1,4 @@
-"""The smoke test's logic: its guards, its order, and that it always tidies up."""
+"""The smoke test's logic: its guards, its order, and its cleanup."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ Capture = pytest.CaptureFixture[str]
 
 
 class Played(Orchestrator):
-    """The commands in this process, with no machine behind the cluster.
+    """Run the commands in this process, without real machines.
 
-    up, down and sweep are the real ones, and so is finding the cluster and planning the run on it;
-    what needs SSH is played: a run that makes two steps whenever it is looked at, and ends when a
-    node is lost.
+    up, down and sweep are real, and so are finding the cluster and planning the run. Functions that
+    need SSH are simulated: a run that makes two steps at each poll, and ends when a node is lost.
     """
 
     step: int | None = None
@@ -59,7 +58,7 @@ class Played(Orchestrator):
 
 @pytest.fixture
 def stack(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """A stack that comes up, heals with the second `up`, and goes with `destroy`."""
+    """Return a stack that builds, repairs with the second `up`, and is removed by `destroy`."""
     head_says(monkeypatch)
     site.configure(cluster="mine", project=PROJECT, zones=[ZONE], maxHourlyUsd="5")
     site.build()
@@ -117,9 +116,9 @@ def test_the_whole_way_ends_with_a_page_and_nothing_left(stack: Site, capfd: Cap
         ("sweep", "0"),
     ]
     assert "3 x c3-highmem-8 in us-central1-a" in out and "NOT" not in out
-    assert "--set batch.global_batch_size=24 " in err  # 8 does not go into passes of 3 x 2 x 4
+    assert "--set batch.global_batch_size=24 " in err  # 8 is not a multiple of 3 x 2 x 4
     assert stack.cloud.count("^DELETE .*/instances/mine-2") == 1
-    # The replaced node has keys of its own, and they were read.
+    # The replaced node has new keys, which were read.
     assert "mine-2: the machine was replaced" in err
 
 

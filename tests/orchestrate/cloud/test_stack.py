@@ -1,4 +1,4 @@
-"""A cluster from a Pulumi stack: which one, its outputs, and its machines' host keys."""
+"""A cluster from a Pulumi stack: its selection, its outputs, and its machines' host keys."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_outputs_of_another_release_or_without_sense_are_refused(site: Site) -> 
         with pytest.raises(ConfigError, match=message):
             read_outputs(pulumi)
     site.pulumi.on("stack", "output", out="Current stack outputs (0)")
-    with pytest.raises(ConfigError, match="printed: not JSON"):
+    with pytest.raises(ConfigError, match="output --json`: not JSON"):
         read_outputs(pulumi)
 
 

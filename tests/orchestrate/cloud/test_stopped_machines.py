@@ -1,4 +1,4 @@
-"""A machine that was stopped: `up`, `down` and `doctor` name it, and `up` and `down` start it."""
+"""Stopped machines: `up`, `down` and `doctor` report them, and `up` and `down` start them."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ URN = (
 
 
 def machine(site: Site, name: str) -> Document:
-    """Return the document that Google has of a machine."""
+    """Return Google's document of a machine."""
     return next(each for each in site.cloud.items["instances", ZONE] if each["name"] == name)
 
 
 def stopped(site: Site, name: str, kind: str, *, status: str = "TERMINATED") -> None:
-    """Stop a machine behind everybody's back, by an operation of this type."""
+    """Stop a machine by an operation of this type, without a request."""
     machine(site, name)["status"] = status
     site.cloud.add(
         "operations",
@@ -69,7 +69,7 @@ def stopped(site: Site, name: str, kind: str, *, status: str = "TERMINATED") -> 
 
 
 def cluster(site: Site) -> None:
-    """Leave a cluster that is up, in Pulumi's state and in the cloud."""
+    """Create a cluster that is up, in Pulumi's state and in the cloud."""
     site.build()
     own_key(site)
     site.pulumi.machines("mine-0", "mine-1", "mine-2", place=PLACE)
@@ -96,7 +96,7 @@ def test_up_starts_what_google_stopped_and_leaves_what_a_person_stopped(
     assert "mine-0: started" in err and "mine-1 stays stopped" in err
     assert machine(site, "mine-0")["status"] == "RUNNING"
     assert machine(site, "mine-1")["status"] == "TERMINATED"
-    # A person says so, too.
+    # The user confirms.
     assert main(["up", "--yes", "--stopped", "start"], site.env) == ExitCode.OK
     assert machine(site, "mine-1")["status"] == "RUNNING"
     assert site.cloud.count("^DELETE") == 0
@@ -170,7 +170,7 @@ def test_down_starts_the_head_to_collect_and_destroys_without_it_only_when_told(
     assert main(["down", "--dry-run"], site.env) == ExitCode.OK
     assert "mine-0 would be started first" in capsys.readouterr().err
     assert machine(site, "mine-0")["status"] == "TERMINATED"
-    # It boots for a while: it is asked again, and only once it has answered it is destroyed.
+    # It boots for a while, so it is polled; it is destroyed only after it responds.
     asked = []
 
     def ask(*_: object, patience_s: float = 0.0, **__: object) -> Head:
@@ -213,7 +213,7 @@ def test_a_head_that_boots_is_asked_again_until_it_answers(
     monkeypatch.setattr("payload.orchestrate.ssh.node_runs.runs_on", runs)
     monkeypatch.setattr(head_runs, "_RETRY_S", 0.0)
     assert main(["down", "--yes"], site.env) == ExitCode.OK
-    assert len(tries) == 4  # three before the question, one after it
+    assert len(tries) == 4  # three before the confirmation, one after it
 
 
 def test_doctor_shows_a_stopped_machine_with_both_ways_on(site: Site, capsys: Capture) -> None:
@@ -267,7 +267,7 @@ def test_status_of_a_run_that_cannot_be_reached_shows_the_stopped_machine(
     err = capsys.readouterr().err
     assert "machine mine-0 is TERMINATED (Google's host maintenance stopped it" in err
     assert "orchestrate up" in err and "orchestrate down" in err
-    # What was collected is not on its disk alone.
+    # Collected results are not only on its disk.
     site.cloud.requests.clear()
     mirrored = read_mirrored(paths)
     assert mirrored is not None
@@ -277,7 +277,7 @@ def test_status_of_a_run_that_cannot_be_reached_shows_the_stopped_machine(
 
 
 def direct_copy(site: Site, *, address: str | None) -> RunPaths:
-    """The copy of a live run whose head, by the copy, is at this external address."""
+    """Create a copy of a live run with the head at this external address."""
     make_operator_key(site.folder / "key")
     paths = copy_of_run(site, "one", alive=True, instance_id=machine(site, "mine-0")["id"])
     was = ClusterInventory.load(paths.inventory)
@@ -304,13 +304,15 @@ def test_a_run_whose_head_is_reached_another_way_says_so_and_takes_it(
     now: str | None,
     said: str,
 ) -> None:
-    """After a stop and a start by hand, or another accessMode; `up` was in another folder."""
+    """Simulate a stop and start by hand, or a new accessMode, with `up` in another folder."""
     cluster(site)
     dialled = []
 
     def dial(node: Node, **_: object) -> None:
         dialled.append(node.external_address)
-        raise HostKeyError(f"{node.name}: another host key")  # somebody else has the address
+        raise HostKeyError(
+            f"{node.name}: another host key"
+        )  # another user's machine has the address
 
     monkeypatch.setattr("payload.orchestrate.ssh.cluster.dial", dial)
     interfaces = [{"accessConfigs": [{"natIP": now}]}] if now else [{}]
@@ -404,7 +406,7 @@ def test_a_started_head_has_another_address_and_the_copies_of_its_runs_get_it(
 def test_a_machine_that_was_started_again_is_not_over_for_sweep(
     site: Site, capsys: Capture, is_refused: bool
 ) -> None:
-    """The attack: its label had passed, so `sweep --delete --yes` removed it as it ran."""
+    """Attack: its label expired, so `sweep --delete --yes` removes the running machine."""
     labels = cluster_labels("mine") | {"team": "nlp"}
     site.cloud.add_node(
         "mine-0",
@@ -439,7 +441,7 @@ def test_a_machine_that_was_started_again_is_not_over_for_sweep(
 def test_sweep_looks_at_the_end_that_google_keeps(
     site: Site, status: str, ran_s: int, limit_s: int, is_over: bool
 ) -> None:
-    """Somebody else may have started it, and the label is as it was."""
+    """Another user can have started it without updating the label."""
     site.cloud.add_node(
         "mine-0",
         labels=cluster_labels("mine"),

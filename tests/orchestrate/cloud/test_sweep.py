@@ -1,4 +1,4 @@
-"""`sweep`: whether anything is left, told from what belongs to somebody else."""
+"""`sweep`: finds leftovers, and distinguishes them from other users' resources."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_everything_left_is_listed_with_what_removes_it(site: Site, capsys: Capt
         site.cloud.add("forwardingRules", "mine-rule", place=place, labels=LABELS)
     site.cloud.add("snapshots", "before", place="global", labels=LABELS)
     site.cloud.add("images", "baked", place="global", labels=LABELS)
-    # Without --project: this folder has seen the cluster come up.
+    # Without --project: the cluster was built from this folder.
     assert main(["sweep", "--cluster", "mine"], site.env) == ExitCode.TEARDOWN
     out, err = capsys.readouterr()
     assert "other-0" not in out and "mine-two" not in out
@@ -109,7 +109,7 @@ def test_what_machines_that_are_gone_have_left_is_seen_from_anywhere(
     site: Site, capsys: Capture
 ) -> None:
     site.build(cluster="old", expires_in_s=-7200)
-    # Google has deleted the machines at their limit: nothing with a label is there any more.
+    # Google deleted the machines at their limit, so no labelled resource is left.
     for kind in ("instances", "disks"):
         site.cloud.items[kind, ZONE].clear()
     site.cloud.buckets.clear()
@@ -141,7 +141,7 @@ def test_buckets_may_be_kept(site: Site, capsys: Capture) -> None:
     site.cloud.buckets[0]["labels"]["tileforge-kept"] = "true"
     assert sweep(site, "--cluster", "mine") == ExitCode.OK
     assert "kept with its results: gs://mine-results" in capsys.readouterr().err
-    # Nor does it count without a name, though its cluster has expired.
+    # It also does not count without --cluster, although its cluster has expired.
     assert sweep(site) == ExitCode.OK
 
 
@@ -157,7 +157,7 @@ def test_what_could_not_be_seen_is_not_taken_for_gone(site: Site, capsys: Captur
 def test_without_a_name_nothing_is_removed_while_a_zone_is_silent(
     site: Site, capsys: Capture
 ) -> None:
-    # Its network is from an earlier time; the machines that show that it lives are not seen.
+    # Its network is old, and the machines that show that it is in use are not listed.
     site.build(cluster="old", expires_in_s=-7200)
     for items in (site.cloud.items[kind, ZONE] for kind in ("instances", "disks")):
         for item in items:
@@ -171,7 +171,7 @@ def test_without_a_name_nothing_is_removed_while_a_zone_is_silent(
     assert "can be in use in locations that were not listed: listing" in err
     assert "us-central1-a: UNREACHABLE: The zone is down" in err
     assert site.cloud.count("^DELETE") == 0
-    # Whoever names it means it.
+    # With --cluster it is removed.
     assert sweep(site, "--cluster", "old", "--delete", "--yes") == ExitCode.TEARDOWN
     assert site.cloud.count("^DELETE .*old-network") == 1
 
@@ -189,7 +189,7 @@ def test_delete_removes_all_but_buckets_and_tells_what_would_not_go(
 ) -> None:
     site.build()
     site.cloud.stuck["mine-network"] = "The network is already being used by 'x'"
-    # One is taken away by somebody else in between: that is as good.
+    # One was removed by another user in between, which is not an error.
     site.cloud.faults.append(
         Fault(method="DELETE", path="disks/mine-1", status=404, message="was not found")
     )

@@ -1,4 +1,4 @@
-"""Answers that Google's own client library cannot parse: one line, and the rest is still done."""
+"""Responses that Google's client library cannot parse: one error line, and the rest continues."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BREAKS: dict[str, Callable[[str], str]] = {
 
 
 def break_answers(site: Site, pattern: str, how: str) -> None:
-    """From now on answers to these paths are damaged in this way."""
+    """Damage responses to these paths in this way."""
 
     def tamper(target: str, document: dict[str, Any]) -> bytes | None:
         if not re.search(pattern, target):
@@ -39,7 +39,7 @@ def break_answers(site: Site, pattern: str, how: str) -> None:
 
 @pytest.fixture
 def mine(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """A cluster that is up, and a Pulumi that builds and destroys it."""
+    """Return a cluster that is up, and a Pulumi that builds and destroys it."""
     site.build(nodes=1)
     head_says(monkeypatch)
     own_key(site)
@@ -80,7 +80,7 @@ def test_sweep_looks_at_all_else_and_says_what_it_could_not_read(
 @pytest.mark.parametrize("how", BREAKS)
 @pytest.mark.parametrize("path", ["aggregated/instances", "global/networks"])
 def test_down_destroys_and_ends_with_60(mine: Site, capsys: Capture, how: str, path: str) -> None:
-    # Machines that another cluster has: an empty list has no time that could be damaged.
+    # Another cluster's machines, because an empty list has no time to damage.
     mine.cloud.add_node("other-0", labels={})
     mine.cloud.add("networks", "other", place="global", labels={})
     destroys(mine, leaves=("other-0", "other"))
@@ -93,7 +93,7 @@ def test_down_destroys_and_ends_with_60(mine: Site, capsys: Capture, how: str, p
 
 
 def test_down_that_reaches_nobody_ends_with_60(mine: Site, capsys: Capture) -> None:
-    """The destroy has gone through; that nothing is left cannot be shown."""
+    """The destroy succeeded, but leftovers cannot be listed."""
     mine.cloud.faults.append(Fault(path="aggregated/instances", status=400, times=99))
     assert main(["down", "--yes"], mine.env) == ExitCode.TEARDOWN
     last = capsys.readouterr().err.splitlines()[-1]

@@ -13,7 +13,7 @@ from tests.orchestrate.cloud.standin import ZONE, Fault
 
 pytestmark = pytest.mark.processes
 STACK = "urn:pulumi:dev::tileforge::pulumi:pulumi:Stack::tileforge-dev"
-# The creation was accepted; what was refused is the question how far it is.
+# The creation was accepted; polling its progress was refused.
 POLLS = [
     (
         "googleapi: Error 403: Quota exceeded for quota metric 'Queries', rateLimitExceeded",
@@ -24,7 +24,7 @@ POLLS = [
 
 
 def expects(site: Site, *names: str) -> None:
-    """Let the preview expect machines with their prices."""
+    """Set the preview's expected machines with prices."""
     outputs = {"inventory": inventory_output("mine", list(names))}
     done = step("create", STACK, kind="resOutputsEvent", new={"outputs": outputs})
     site.pulumi.on("preview", events=done)

@@ -1,4 +1,4 @@
-"""`up` on a cluster that is up: what it keeps, what it names, and what it asks a person for."""
+"""`up` on a running cluster: kept resources, reports, and confirmations."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KEPT = cluster_labels("mine") | {"tileforge-kept": "true"}
 
 
 def state_has(site: Site, *urns: str, looks: int = -1) -> None:
-    """Let the stack's state have these, for so many looks or from now on."""
+    """Set the stack's state to these, for a number of reads or permanently."""
     inputs = {"name": "mine-shared", "location": ZONE, "fileShares": {"capacityGb": 1024}}
     resources = [
         {
@@ -64,7 +64,7 @@ def test_a_filestore_instance_goes_only_after_its_name_was_typed(
     site.pulumi.on("preview", events=filestore_step(op))
     site.pulumi.on("up", out="done\n")
     state_has(site, NETWORK, FILESTORE)
-    # --yes does not answer it, nor does another instance's name.
+    # Neither --yes nor another instance's name confirms it.
     other = ["--delete-filestore", "ours-shared"]
     assert main(["up", "--yes", *other], site.env) == ExitCode.USAGE
     last = capsys.readouterr().err.splitlines()[-1]
@@ -122,13 +122,13 @@ def test_after_a_stock_out_the_last_line_has_filestores_price(
 def test_an_up_that_fails_takes_its_machines_back_and_leaves_the_data(
     site: Site, capsys: Capture
 ) -> None:
-    """All spot machines were preempted, one of two comes up again: what is on Filestore stays."""
+    """All spot machines were preempted, and one of two is rebuilt: data on Filestore is kept."""
     site.build(nodes=1)
     site.cloud.add_filestore("mine-shared", labels={}, network="mine-network")
     site.pulumi.on("preview")
     site.pulumi.on("up", out=DETAILS, status=255)
     state_has(site, NETWORK, FILESTORE, MACHINE)
-    # Before the preview and after the question there is none.
+    # Before the preview and after the confirmation there is no machine.
     state_has(site, NETWORK, FILESTORE, looks=2)
     assert main(["up", "--yes"], site.env) == ExitCode.NO_CAPACITY
     last = capsys.readouterr().err.splitlines()[-1]
@@ -158,7 +158,7 @@ def instance(site: Site, name: str) -> dict[str, Any]:
 
 
 def add_by_hand(site: Site, name: str, *, goes_too: bool) -> None:
-    """Attach a disk, and set a label, metadata and a tag."""
+    """Attach a disk, and add a label, metadata and a tag."""
     url = f"https://www.googleapis.com/compute/v1/projects/{PROJECT}/zones/{ZONE}/disks/big"
     machine = instance(site, name)
     boot = {"boot": True, "autoDelete": True, "source": url.replace("big", name)}
@@ -192,7 +192,7 @@ def test_what_people_have_added_is_reported_and_the_program_told_to_leave_it(
     err = capsys.readouterr().err
     (line,) = [each for each in err.splitlines() if "added by hand" in each]
     assert line == f"mine-0: added by hand, kept: {ADDED}"
-    # The preview and `up` itself alike.
+    # Both the preview and `up` itself.
     assert seen.read_text().split().count("ssh-keys,startup-script") >= 2
 
 
@@ -259,7 +259,7 @@ def test_up_names_each_machine_that_ends_and_why(
     site.build()
     own_key(site)
     site.pulumi.machines("mine-0")
-    # As a real engine has it: a refresh puts URLs and lists of defaults into the old inputs.
+    # As with a real engine: a refresh adds URLs and lists of defaults to the old inputs.
     old = {"inputs": machine_inputs(url=API, __defaults=["eraseWindowsVssSignature"])}
     if new is None:
         site.pulumi.on("preview", events=step("delete", MACHINE, old=old))
@@ -297,7 +297,7 @@ def test_spot_auto_ends_with_on_demand_machines(
         in capsys.readouterr().err
     )
     if next_zone:
-        # The zones had no spot machine, which says nothing of the on-demand ones.
+        # Zones without spot machines can have on-demand machines.
         kept = json.loads((site.folder / ".cluster" / "mine" / "zones.json").read_text())
         assert kept["zones"] == []
 
@@ -323,7 +323,7 @@ def test_the_next_up_uses_the_bucket_that_the_cluster_had(site: Site, capsys: Ca
     site.pulumi.on("preview")
     site.pulumi.on("up", out="done\n")
     site.cloud.buckets[0]["labels"] = KEPT
-    # While the stack has its bucket, nothing changes.
+    # While the stack has its bucket, the config is unchanged.
     state_has(site, NETWORK, BUCKET)
     assert main(["up", "--yes"], site.env) == ExitCode.OK
     state_has(site, NETWORK)
@@ -338,7 +338,7 @@ WITHOUT_IDENTITY = {"tileforge-cluster": "mine", "tileforge-kept": "true"}
 
 
 def had_bucket(site: Site) -> None:
-    """Let the folder remember a bucket that `bucket: create` made."""
+    """Record a bucket that `bucket: create` created."""
     known = ClusterRecord(
         cluster="mine", project=PROJECT, region=REGION, node_usd={}, bucket="mine-results"
     )
@@ -361,7 +361,7 @@ def had_bucket(site: Site) -> None:
 def test_what_has_taken_the_name_of_a_bucket_is_not_used(
     site: Site, labels: dict[str, str] | None, number: str, is_ours: bool, capsys: Capture
 ) -> None:
-    """The attack: results went to a stranger's bucket with our labels, under the name of ours."""
+    """Attack: results go to another user's bucket with our bucket's name and labels."""
     had_bucket(site)
     if labels is not None:
         site.cloud.add_bucket("mine-results", labels=labels, number=number)
@@ -401,7 +401,7 @@ def test_down_forgets_the_bucket_that_it_deletes(
 
 
 def test_a_bucket_that_the_config_names_is_the_operators_choice(site: Site) -> None:
-    """A bucket that `create` did not make is not remembered, and never replaced in the config."""
+    """A bucket that `create` did not create is not recorded, and never replaced in the config."""
     site.build()
     site.configure(cluster="mine", project=PROJECT, zones=[ZONE], bucket="mine-results")
     site.pulumi.on("preview")
