@@ -298,7 +298,7 @@ def test_another_python_than_the_environments_is_not_ignored(tmp_path: Path) -> 
     refused = install("--python", sys.executable, cwd=tmp_path)
     assert refused.returncode == 2
     assert ".venv has Python 3.99.0, but --python " in refused.stderr
-    assert "choose another: --venv DIR" in refused.stderr
+    assert "use another folder: --venv DIR" in refused.stderr
 
 
 def test_a_full_disk_is_found_before_anything_is_installed(tmp_path: Path) -> None:
@@ -409,7 +409,7 @@ def test_ctrl_c_while_the_environment_is_made_leaves_no_traceback(tmp_path: Path
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # A process that ignores the signal, as a shell's background job, passes that on.
+        # Children of a process that ignores the signal, as a background job does, ignore it, too.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     wait_until((tmp_path / ".venv" / "pyvenv.cfg").exists, what="the environment's first file")

@@ -278,7 +278,7 @@ def test_a_message_that_is_late_for_its_channel_does_not_end_the_connection(
     was_late: list[Any] = []
 
     def send_late(transport: Any, message: Any) -> None:
-        """Send the end of a command's input after the command has ended and its channel is closed."""
+        """Send the end of a command's input after the command's channel is closed."""
         if message.asbytes()[:1] == b"\x60" and threading.current_thread() is not transport:
             may_end.touch()
             wait_until(lambda: not transport._channels.values(), what="the channel's close")

@@ -89,7 +89,7 @@ class ResolvedInventory:
 
 
 def load_cluster(argument: str | None, *, env: Mapping[str, str]) -> ResolvedInventory:
-    """Resolve `--inventory`; by default the selected stack, or this machine if there is none.
+    """Resolve `--inventory`; by default the selected stack, or this machine without a stack.
 
     For a stack, the host keys of its machines are fetched. Raises ConfigError, and as `load_stack`.
     """

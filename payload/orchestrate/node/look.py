@@ -267,7 +267,7 @@ def route(address: str | None) -> dict[str, Any]:
 def nvidia(query: str, *, torch: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
     """Return nvidia-smi's output for the GPUs, the visible devices, and torch's CUDA version.
 
-    Without nvidia-smi, `smi` is None; if it hangs, its `status` is None. Long texts are truncated
+    Without nvidia-smi, `smi` is null; if it hangs, its `status` is null. Long texts are truncated
     instead of refused, because commands that need no GPU call this, too.
     """
     program = shutil.which("nvidia-smi", path=env.get("PATH"))

@@ -105,8 +105,8 @@ def build_kernels(
         return str(error)
     if done.status == 0:
         return None
-    error = (done.stdout or done.stderr).decode(errors="replace").strip().rpartition("\n")[2]
-    return error or f"status {done.status}"
+    message = (done.stdout or done.stderr).decode(errors="replace").strip().rpartition("\n")[2]
+    return message or f"status {done.status}"
 
 
 def archive(files: Mapping[str, bytes]) -> bytes:

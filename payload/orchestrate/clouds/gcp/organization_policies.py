@@ -113,11 +113,11 @@ def _listed_policy(google: Google, constraint: str, values: Sequence[Sequence[st
     except TileforgeError as error:
         return unknown(name, error)
     found = [_allows(rules, each) for each in values]
-    for wanted in ("refused", "unknown"):
+    for result in ("refused", "unknown"):
         for (answer, why), value in zip(found, values, strict=True):
-            if answer == wanted == "refused":
+            if answer == result == "refused":
                 return auth(name, f"does not allow {value[0]}", fix)
-            if answer == wanted:
+            if answer == result:
                 return Check(name=name, outcome="unknown", found=why, fix=f"If it is not: {fix}")
     shown_values = ", ".join(value[0] for value in values)
     return Check(name=name, outcome="ok", found=f"allows {shown_values}")
