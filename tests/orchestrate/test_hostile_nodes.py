@@ -96,16 +96,14 @@ def test_the_run_that_a_head_names_is_no_other_run_of_the_operator_s(
 )
 def test_a_node_gets_no_file_but_the_payload_s_own(head: Sshd, cluster: Cluster, name: str) -> None:
     lie(head, look={**LOOK, "missing": ["payload/__init__.py", name]})
-    with pytest.raises(
-        AnswerError, match=r"^node-0: its answer: missing: the file .* not asked for"
-    ):
+    with pytest.raises(AnswerError, match=r"^node-0: response: missing: the file .* not requested"):
         inspect_node(cluster.connect(head.node), this_code(), venv=PurePosixPath("/opt"))
 
 
 @pytest.mark.sshd
 def test_a_login_s_greeting_and_a_short_answer_are_told_apart(head: Sshd, cluster: Cluster) -> None:
     lie(head, look={})
-    with pytest.raises(AnswerError, match=r"^node-0: its answer: missing: running, runs"):
+    with pytest.raises(AnswerError, match=r"^node-0: response: missing: running, runs"):
         runs_on(cluster.connect(head.node))
 
 
@@ -158,7 +156,7 @@ def test_a_head_that_sends_another_s_file_changes_nothing(run: RemoteRun, head: 
     for name in names:
         for part in ({"whole": {name: "x"}}, {"more": {name: {"offset": 0, "content": "aGk="}}}):
             lie(head, control=honest | part)
-            with pytest.raises(AnswerError, match=r"^node-0: its answer: the file "):
+            with pytest.raises(AnswerError, match=r"^node-0: response: the file "):
                 run.look()
     after = files_below(run.paths.root.parent.parent)
     assert {name: after[name] for name in after if not name.endswith(".lock")} == before

@@ -116,7 +116,7 @@ def test_a_node_that_sends_without_end_is_not_listened_to(node: Sshd, login: Log
 def test_a_failing_command_is_named_with_its_last_words(node: Sshd, login: Login) -> None:
     with (
         connected(node.node, login) as connection,
-        pytest.raises(PreflightError, match=r"node-0: `ls` ended with status 2: .*/nowhere"),
+        pytest.raises(PreflightError, match=r"node-0: `ls` failed with status 2: .*/nowhere"),
     ):
         connection.check_run(["ls", "/nowhere"], timeout_s=60)
 
@@ -134,7 +134,7 @@ def command_line(pid: int) -> str:
 
 def test_a_command_that_takes_too_long_is_ended_on_the_node(node: Sshd, login: Login) -> None:
     with connected(node.node, login) as connection:
-        with pytest.raises(PreflightError, match=r"node-0: `sh` has not ended within 3 s"):
+        with pytest.raises(PreflightError, match=r"node-0: `sh` did not finish within 3 s"):
             connection.run(["sh", "-c", "sleep 300; true"], timeout_s=3)
         wait_until(lambda: not has_sleeping(node), what="the command's end")
         assert connection.check_run(["echo", "still here"], timeout_s=60) == b"still here\n"
@@ -344,7 +344,7 @@ def test_a_worker_s_error_says_whether_it_or_the_head_has_ended_the_connection(
     inventory = make_cluster(head.node, worker.node)
     for broken, said in (
         (worker, r"\((the node closed it|Socket is closed)\)\. Check"),
-        (head, r"\(the connection to node-0, through which it is reached, ended\)\. Is"),
+        (head, r"\(the connection to node-0, through which it is reached, ended\)\. Check"),
     ):
         with Cluster(inventory, login=login, env={}, deadlines=PATIENT) as cluster:
             connection = cluster.connect(worker.node)
@@ -471,7 +471,9 @@ def test_a_proxy_command_ends_with_ctrl_c_while_it_is_logging_in(node: Sshd, log
 
 def test_what_a_failing_proxy_command_says_is_shown(node: Sshd, login: Login) -> None:
     argv = ["sh", "-c", "echo 'ERROR: (gcloud) not authorized' >&2"]
-    with pytest.raises(SshUnreachableError, match=r"`sh` said: ERROR: \(gcloud\) not authorized"):
+    with pytest.raises(
+        SshUnreachableError, match=r"`sh` printed: ERROR: \(gcloud\) not authorized"
+    ):
         dial(
             node.node,
             login=login,
@@ -481,7 +483,9 @@ def test_what_a_failing_proxy_command_says_is_shown(node: Sshd, login: Login) ->
 
 
 def test_a_proxy_command_that_is_not_installed_is_named() -> None:
-    with pytest.raises(SshUnreachableError, match="node-0: cannot start `no-such-program`"):
+    with pytest.raises(
+        SshUnreachableError, match="node-0: cannot start the proxy command `no-such-program`"
+    ):
         ProxyProcess(["no-such-program"], node="node-0", env=dict(os.environ))
 
 

@@ -146,6 +146,6 @@ def test_what_the_node_cannot_store_or_does_not_have_is_named(
     (tmp_path / "source").write_bytes(b"x")
     with pytest.raises(PreflightError, match=r"node-0: writing /proc/nowhere/x: .*No such file"):
         put(connection, tmp_path / "source", "/proc/nowhere/x", timeout_s=60)
-    with pytest.raises(PreflightError, match=r"node-0: `sha256sum` ended .*/nowhere"):
+    with pytest.raises(PreflightError, match=r"node-0: `sha256sum` failed .*/nowhere"):
         get(connection, "/nowhere", tmp_path / "target", timeout_s=60)
     assert not (tmp_path / "target").exists()
