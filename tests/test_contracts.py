@@ -77,7 +77,7 @@ def test_the_cluster_costs_what_its_nodes_cost_or_is_not_priced() -> None:
             {"access": {"kind": "telnet"}},
             "access: kind = 'telnet': must be one of iap, direct, local",
         ),
-        ({"cluster": "../x"}, "cluster = '../x': must have letters"),
+        ({"cluster": "../x"}, "cluster = '../x': must be a name of letters"),
         (
             {"ssh_user": "a\nProxyCommand x"},
             r"ssh_user = 'a\\nProxyCommand x': must be a login's name",
