@@ -1,6 +1,6 @@
-"""The cluster as a Pulumi program: load the settings, build the components, export the inventory.
+"""The cluster program for Pulumi: loads settings, builds components, exports the inventory.
 
-Pulumi runs this for `pulumi preview`, `up` and `destroy`; docs/operating.md has the commands.
+Pulumi runs it for `pulumi preview`, `up` and `destroy`; docs/operating.md lists the commands.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ network = ClusterNetwork(
         flow_logs=config.flow_logs,
         nat=config.egress == "nat",
         ssh_source=config.ssh_source(),
-        # An address of the operator's reaches no worker: they have none on the internet.
+        # The operator can only reach the head; workers have no external address.
         ssh_to=None if config.access_mode == "direct" else f"{node_address(0)}/32",
         shared_storage=config.shared_storage,
         node_account=identity.email,
@@ -118,7 +118,7 @@ nodes = ClusterNodes(
         config=config,
         user_data=boot_text,
         boots_alike=boot_parts,
-        # From `up`, which asks Google. Keys of other characters than Google's are none.
+        # Set by `up`, which queries Google. Keys with invalid characters are ignored.
         kept_metadata=tuple(
             re.findall(r"[A-Za-z0-9_-]+", os.environ.get("TILEFORGE_METADATA_KEPT", ""))
         ),

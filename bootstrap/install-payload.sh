@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Makes a virtual environment with exactly the locked wheels. Safe to run twice.
-# Needs bash 3.2 or newer, and Python 3.11 or newer with venv. `--help` says more.
+# Creates a virtual environment with exactly the locked wheels. Idempotent.
+# Needs bash 3.2 or newer, and Python 3.11 or newer with venv. Options: --help.
 set -euo pipefail
-# Python takes modules from its own folders alone, also where this is called in a folder that
-# somebody else wrote; and an environment is asked for its own packages.
+# Python must not import modules from the current folder, which another user can have written, or
+# from PYTHONPATH, so that an environment's own packages are listed.
 export PYTHONSAFEPATH=1
 unset PYTHONPATH
 
 readonly EXIT_USAGE=2 EXIT_BOOTSTRAP=30 # payload.core.errors.ExitCode
-readonly STAMP_VERSION=1                # raise it when an old environment must be rebuilt
+readonly STAMP_VERSION=1                # increase it if old environments must be rebuilt
 readonly CCL_INDEX=https://pytorch-extension.intel.com/release-whl/stable/cpu/us/
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -31,26 +31,26 @@ usage() {
 usage: install-payload.sh [--venv DIR] [--extras LIST] [--lock FILE] [--wheelhouse DIR]
                           [--python PYTHON] [--torch-index URL] [--torch-cuda] [--torch-gpu]
 
-Makes a virtual environment with exactly the wheels in the lock file: pip refuses a file whose
-SHA-256 the lock does not have. A second run with the same lock and extras changes nothing and
-returns at once.
+Creates a virtual environment with exactly the wheels in the lock file: pip refuses a file whose
+SHA-256 is not in the lock. A second run with the same lock and extras returns immediately.
 
-  --venv DIR         where to make it (default: .venv)
-  --extras LIST      what it is for, from train, orchestrate, dev, or intel, ccl
-                     (default: train,orchestrate); what an environment already has, stays
-  --lock FILE        locked requirements (default: requirements.lock beside this script)
-  --wheelhouse DIR   take every package from this folder of wheels and open no connection
-  --python PYTHON    interpreter to build on (default: python3, then python3.14 ... python3.11)
-  --torch-index URL  index of PyTorch's CPU builds, used on Linux when it can be reached
+  --venv DIR         the environment's folder (default: .venv)
+  --extras LIST      extras to install: train, orchestrate, dev, or intel, ccl
+                     (default: train,orchestrate); installed extras are kept
+  --lock FILE        locked requirements (default: requirements.lock next to this script)
+  --wheelhouse DIR   install every package from this folder of wheels, without a network
+  --python PYTHON    interpreter to use (default: python3, then python3.14 ... python3.11)
+  --torch-index URL  index of PyTorch's CPU builds, used on Linux if it can be reached
                      (default: https://download.pytorch.org/whl/cpu)
-  --torch-cuda       take torch's CUDA build (about 3 GB) without asking, where no CPU build is
-  --torch-gpu        take torch's CUDA build, also where there is a CPU build: for a machine with
-                     an NVIDIA GPU
-  --writable DIR     also check that this folder, if it is there, can be written; may be repeated
-  --from-make        name make's variables in messages in place of these options
+  --torch-cuda       install torch's CUDA build (about 3 GB) without confirmation if no CPU build
+                     is available
+  --torch-gpu        install torch's CUDA build even if a CPU build is available, for a machine
+                     with an NVIDIA GPU
+  --writable DIR     also check that this folder, if it exists, is writable; can be repeated
+  --from-make        show make's variables in messages instead of these options
 
-pip's own settings (PIP_INDEX_URL, PIP_CERT, proxies, pip.conf) are honoured.
-Exit codes: 0 ready, 2 usage, 30 not ready (the last line says why).
+pip's settings (PIP_INDEX_URL, PIP_CERT, proxies, pip.conf) apply.
+Exit codes: 0 ready, 2 usage, 30 not ready (the last line has the reason).
 USAGE
 }
 
@@ -66,7 +66,7 @@ usage_error() {
     exit "$EXIT_USAGE"
 }
 
-# Prints an option as the user gives it: --torch-index URL, or TORCH_INDEX=URL for make.
+# Prints an option in the user's syntax: --torch-index URL, or TORCH_INDEX=URL for make.
 option() {
     local value=${2-}
     if [[ -z $from_make ]]; then
@@ -78,7 +78,7 @@ option() {
 
 interrupted() {
     stop_ticker
-    say "interrupted; the same command goes on from here"
+    say "interrupted; run the same command again to resume"
     exit "$1"
 }
 
@@ -87,7 +87,7 @@ on_exit() {
     [[ -z $scratch ]] || rm -rf "$scratch"
 }
 
-# working WHAT COMMAND...: shows that time passes, in place on a terminal, else every 15 s.
+# working WHAT COMMAND...: shows the elapsed time, in one line on a terminal, otherwise every 15 s.
 working() {
     local status=0
     tick "$1" 9>&- &
@@ -117,8 +117,8 @@ stop_ticker() {
     [[ ! -t 2 ]] || printf '\r\033[K' >&2
 }
 
-# Runs a command whose words are of use only if it fails; they are in $scratch/said then.
-quietly() { "$@" >"$scratch/said" 2>&1; }
+# Runs a command with its output in $scratch/output, which is only shown if it fails.
+quietly() { "$@" >"$scratch/output" 2>&1; }
 
 parse_arguments() {
     while (($#)); do
@@ -136,7 +136,7 @@ parse_arguments() {
             shift
             ;;
         --venv | --extras | --lock | --wheelhouse | --python | --torch-index | --writable)
-            (($# > 1)) || usage_error "$1 needs a value; --help shows them."
+            (($# > 1)) || usage_error "$1 needs a value; see --help."
             case $1 in
             --venv) venv=$2 ;;
             --extras) extras=$2 ;;
@@ -148,11 +148,11 @@ parse_arguments() {
             esac
             shift 2
             ;;
-        *) usage_error "unknown argument '$1'; --help lists what there is." ;;
+        *) usage_error "unknown argument '$1'; see --help." ;;
         esac
     done
-    [[ -f $lock ]] || usage_error "lock file '$lock' does not exist; name one with --lock."
-    [[ -z $wheelhouse || -d $wheelhouse ]] || usage_error "wheelhouse '$wheelhouse' is no folder."
+    [[ -f $lock ]] || usage_error "lock file '$lock' does not exist; set another one with --lock."
+    [[ -z $wheelhouse || -d $wheelhouse ]] || usage_error "wheelhouse '$wheelhouse' is not a folder."
     local known extra
     known=$(sed -n 's/^[A-Za-z0-9].*  # //p' "$lock" | tr ',' '\n' | tr -d ' ' | grep -v -e -cuda | sort -u)
     for extra in ${extras//,/ }; do
@@ -175,10 +175,10 @@ find_python() {
     done
     local found
     found=$("${python:-python3}" --version 2>&1) || found="no ${python:-python3}"
-    fail "Python 3.11 or newer is needed, found: $found. Install it, or name one: $(option python PYTHON)"
+    fail "Python 3.11 or newer is required, found: $found. Install it, or use: $(option python PYTHON)"
 }
 
-# What is installed already: "HASH extra,extra", or nothing.
+# Prints the installed state as "HASH extra,extra", or nothing.
 read_stamp() {
     if [[ -f $venv/.tileforge-setup && -x $venv/bin/python ]]; then cat "$venv/.tileforge-setup"; fi
 }
@@ -193,18 +193,18 @@ print(hashlib.sha256(text + sys.argv[2].encode()).hexdigest())
 PYTHON
 }
 
-# Adds the extras that the environment has to `extras`; succeeds when there is nothing to do.
+# Adds the installed extras to `extras`; succeeds if the environment is up to date.
 merge_with_installed() {
-    local stamp installed wanted=$extras
+    local stamp installed requested=$extras
     stamp=$(read_stamp)
     installed=${stamp#* }
-    extras=$(tr ',' '\n' <<<"$wanted,$installed" | sort -u | grep . | paste -sd, -)
+    extras=$(tr ',' '\n' <<<"$requested,$installed" | sort -u | grep . | paste -sd, -)
     [[ ,$extras, != *,train,* || ,$extras, != *,intel,* ]] ||
-        usage_error "the extras train and intel need different versions of torch; give each its own --venv."
+        usage_error "the extras train and intel need different versions of torch; use a separate --venv for each."
     [[ $stamp == "$hash $extras" ]] && "$venv/bin/python" -c '' 2>/dev/null
 }
 
-# The lock's entries for some extras, each with its hashes in one line, as pip reads them.
+# Prints the lock's entries for some extras, each with its hashes on one line, in pip's format.
 entries() {
     awk -v wanted="$1" '
         function flush() { if (entry != "") print entry; entry = "" }
@@ -217,8 +217,8 @@ entries() {
         END { flush() }' "$lock"
 }
 
-# After a set-up under sudo, what it made belongs to root. What one has made read-only oneself stays
-# as it is.
+# Refuses folders with files of another user, for example root after a set-up with sudo. The user's
+# own read-only files are accepted.
 refuse_foreign_files() {
     local folder path foreign=()
     for folder in "$@"; do
@@ -230,12 +230,12 @@ refuse_foreign_files() {
         done
     done
     ((${#foreign[@]} == 0)) ||
-        fail "$(id -un) may not write in ${foreign[*]}, which somebody else made (with sudo?). Take it over: sudo chown -R $(id -un) ${foreign[*]}"
+        fail "${foreign[*]}: not writable for $(id -un), because another user created it (with sudo?). Change the owner: sudo chown -R $(id -un) ${foreign[*]}"
 }
 
-# A second set-up of the same environment waits for the first, where flock exists (Linux).
+# A second set-up of the same environment waits for the first, if flock exists (Linux).
 wait_for_others() {
-    mkdir -p "$venv" 2>/dev/null || fail "cannot make the folder '$venv'. Choose another: $(option venv DIR)"
+    mkdir -p "$venv" 2>/dev/null || fail "cannot create the folder '$venv'. Use another: $(option venv DIR)"
     command -v flock >/dev/null || return 0
     exec 9>"$venv/.tileforge-setup.lock"
     flock -n 9 || {
@@ -248,23 +248,23 @@ need_disk_gb() {
     local free_kb
     free_kb=$(df -Pk "$venv" | awk 'NR == 2 { print $4 }')
     ((free_kb >= $1 * 1000000)) ||
-        fail "$venv has $((free_kb / 1000000)) GB free and needs $1 GB $2. Free some, or choose another place: $(option venv DIR)"
+        fail "$venv has $((free_kb / 1000000)) GB free, but needs $1 GB $2. Free some space, or use another folder: $(option venv DIR)"
 }
 
 make_venv() {
     [[ -x $venv/bin/python ]] && "$venv/bin/python" -m pip --version >/dev/null 2>&1 && return
-    say "making $venv with $("$python" --version)"
+    say "creating $venv with $("$python" --version)"
     quietly "$python" -c 'import ensurepip, venv' ||
         fail "this Python has no venv module. On Debian and Ubuntu: apt-get install python3-venv"
     local clear=()
-    [[ ! -e $venv/pyvenv.cfg ]] || clear=(--clear) # it was an environment, and works no more
-    working "making $venv" quietly "$python" -m venv ${clear[@]+"${clear[@]}"} "$venv" ||
-        fail "python -m venv $venv failed: $(tail -n 3 "$scratch/said")"
+    [[ ! -e $venv/pyvenv.cfg ]] || clear=(--clear) # a broken environment
+    working "creating $venv" quietly "$python" -m venv ${clear[@]+"${clear[@]}"} "$venv" ||
+        fail "python -m venv $venv failed: $(tail -n 3 "$scratch/output")"
 }
 
-# pip_install WHAT ENTRIES OPTION...: what a file of the lock's entries names, and nothing else. No
-# source is built: its build would bring packages that no hash pins. Not compiled: of the 35 s of
-# one core that this takes, what a run imports needs 4.
+# pip_install WHAT ENTRIES OPTION...: installs exactly the lock's entries in a file. No source is
+# built, because a build would install packages without pinned hashes. No bytecode is compiled: that
+# takes 35 s of one core, while the modules that a run imports need 4 s.
 pip_install() {
     local what=$1 list=$2
     shift 2
@@ -276,20 +276,20 @@ reachable() {
     "$python" - "$1" <<'PYTHON'
 import signal, ssl, sys, urllib.error, urllib.request
 signal.signal(signal.SIGINT, signal.SIG_DFL)
-signal.alarm(5)  # name look-ups have no timeout of their own; this ends them too
+signal.alarm(5)  # name look-ups have no timeout; this ends them, too
 try:
     urllib.request.urlopen(urllib.request.Request(sys.argv[1], method="HEAD"), timeout=4)
 except urllib.error.HTTPError as error:
     sys.exit(error.code >= 500)
 except urllib.error.URLError as error:
-    # pip may have been told of a certificate that this probe does not know.
+    # pip can be configured with a certificate that this probe does not have.
     sys.exit(not isinstance(error.reason, ssl.SSLError))
 except (OSError, ValueError):
     sys.exit(1)
 PYTHON
 }
 
-# cuda_packages TORCH ALL OPTION...: "count gigabytes" of what torch brings from there, or nothing.
+# cuda_packages TORCH ALL OPTION...: prints "count gigabytes" of a CUDA build's packages, or nothing.
 cuda_packages() {
     "$venv/bin/python" - "$@" <<'PYTHON'
 import json, pathlib, re, signal, subprocess, sys, urllib.error, urllib.parse, urllib.request
@@ -324,9 +324,9 @@ if any(re.match(r"(nvidia|cuda)[-_.]|triton", need) for need in needs):
 PYTHON
 }
 
-# torch==V is in the lock once for the plain index and once, as V+cpu, for PyTorch's. A CPU build
-# goes first wherever it is, unless --torch-gpu asks for the plain index's, which is for CUDA: pip
-# itself would prefer an index that tells hashes beforehand.
+# The lock has torch==V for the default index and V+cpu for PyTorch's. A CPU build from any source is
+# preferred, unless --torch-gpu requests the default index's CUDA build. pip alone would prefer an
+# index that lists hashes.
 install_torch() {
     local torch=$1 cpu=$scratch/torch-cpu any=$scratch/torch source=() found
     "$venv/bin/python" -m pip freeze --disable-pip-version-check 2>/dev/null |
@@ -338,43 +338,43 @@ install_torch() {
         if [[ -z $wheelhouse ]] && reachable "$torch_index/torch/"; then
             say "installing $torch, CPU build, from $torch_index"
             pip_install "installing $torch" "$cpu" --retries 1 --index-url "$torch_index" && return
-            say "that failed; trying pip's own sources"
+            say "that failed; trying pip's configured index"
         elif [[ -z $wheelhouse ]]; then
-            say "$torch_index cannot be reached; using the plain package index"
+            say "$torch_index cannot be reached; using the default package index"
         fi
-        hush=yes pip_install "looking for its CPU build" "$cpu" ${source[@]+"${source[@]}"} && return
-        ! grep -q "DO NOT MATCH" "$scratch/said" || fail "$(cat "$scratch/said")"
+        hush=yes pip_install "finding its CPU build" "$cpu" ${source[@]+"${source[@]}"} && return
+        ! grep -q "DO NOT MATCH" "$scratch/output" || fail "$(cat "$scratch/output")"
     fi
     found=$(with_cuda_packages "$torch" "$any" ${source[@]+"${source[@]}"}) || exit
     [[ -z $gpu ]] || need_disk_gb 9 "for the CUDA build of torch"
     [[ -z $found || -n $wheelhouse || -n $gpu ]] || announce_cuda "$torch" "$found"
     say "installing $torch${found:+, CUDA build}"
     pip_install "installing $torch" "$any" ${source[@]+"${source[@]}"} ||
-        fail "pip could not install $torch; what it said is above."
+        fail "pip could not install $torch; its output is above."
 }
 
-# with_cuda_packages TORCH ENTRIES OPTION...: adds to the entries what this source's torch brings,
-# and prints "count gigabytes" of it; prints and adds nothing for a CPU build.
+# with_cuda_packages TORCH ENTRIES OPTION...: if this source has a CUDA build, adds its packages to
+# the entries and prints "count gigabytes".
 with_cuda_packages() {
     local torch=$1 any=$2 group=train found
     shift 2
     [[ ,$extras, != *,intel,* ]] || group=intel
     { cat "$any" && entries "$group-cuda"; } >"$any-cuda"
     found=$(cuda_packages "$any" "$any-cuda" "$@") ||
-        fail "pip found no $torch that the lock knows; what it said is above."
+        fail "pip found no $torch with a hash in the lock; its output is above."
     [[ -z $found ]] || mv "$any-cuda" "$any"
     printf '%s' "$found"
 }
 
-# Says what the CUDA build brings, and goes on once that is agreed to.
+# Describes the CUDA build and requires the user's confirmation.
 announce_cuda() {
     local torch=$1 count gigabytes
     read -r count gigabytes <<<"$2"
-    [[ $gigabytes != 0.0 ]] || gigabytes="about 3" # the index tells no sizes
-    say "NOTE: the plain index has $torch only as a CUDA build: $count packages, $gigabytes GB to"
-    say "NOTE: download, about 7 GB on disk, and of no use without an NVIDIA GPU. The CPU build comes"
-    say "NOTE: from a mirror of https://download.pytorch.org/whl/cpu, $(option torch-index URL),"
-    say "NOTE: or from a folder of wheels, $(option wheelhouse DIR)."
+    [[ $gigabytes != 0.0 ]] || gigabytes="about 3" # the index lists no sizes
+    say "NOTE: the default index has $torch only as a CUDA build: $count packages, $gigabytes GB to"
+    say "NOTE: download, about 7 GB on disk, useful only with an NVIDIA GPU. For the CPU build, use"
+    say "NOTE: a mirror of https://download.pytorch.org/whl/cpu ($(option torch-index URL))"
+    say "NOTE: or a folder of wheels ($(option wheelhouse DIR))."
     agree_to_cuda
     need_disk_gb 9 "for the CUDA build of torch"
 }
@@ -382,32 +382,32 @@ announce_cuda() {
 agree_to_cuda() {
     [[ -z $cuda ]] || return 0
     [[ -t 0 && -t 2 ]] ||
-        fail "the CUDA build of torch is not installed unasked. Agree to it: $(option torch-cuda)"
+        fail "the CUDA build of torch needs your confirmation: $(option torch-cuda)"
     local answer
     read -r -p "setup: install the CUDA build? [y/N] " answer || answer=
     [[ $answer == [yY]* ]] || fail "the CUDA build of torch was declined; nothing was downloaded."
 }
 
-# oneccl_bind_pt is on Intel's own index only, of which the lock has no hash, so pip may look
-# nowhere else for it. Without it everything but backend = "ccl" works.
+# oneccl_bind_pt is only on Intel's index, and the lock has no hash for it, so pip must use no other
+# index. Without it, everything except backend = "ccl" works.
 install_ccl() {
     local ccl=$1 source=(--index-url "$CCL_INDEX" --retries 1)
     [[ -z $wheelhouse ]] || source=(--no-index --find-links "$wheelhouse")
     if [[ -n $wheelhouse ]] || reachable "$CCL_INDEX"; then
         say "installing $ccl"
-        # The variable is stronger than a pip.conf that names more indexes.
+        # The variable overrides more indexes in pip.conf.
         PIP_EXTRA_INDEX_URL=$CCL_INDEX working "installing $ccl" "$venv/bin/python" -m pip install \
             -qq --disable-pip-version-check --no-input --no-compile --no-deps --only-binary=:all: \
             "${source[@]}" "$ccl" && return
     fi
     say "NOTE: $ccl is not installed: $CCL_INDEX cannot be reached"
-    say "NOTE: or has none for this Python. Everything but distributed.backend = \"ccl\" works."
+    say "NOTE: or has no build for this Python. Only distributed.backend = \"ccl\" needs it."
     extras=$(without_ccl)
 }
 
 without_ccl() { tr ',' '\n' <<<"$extras" | grep -vx ccl | paste -sd, -; }
 
-# All is there but ccl, which could not be had before: see whether it can be had now.
+# Succeeds if only ccl is missing, which an earlier set-up could not download.
 only_ccl_is_missing() {
     [[ ,$extras, == *,ccl,* && $(read_stamp) == "$hash $(without_ccl)" ]]
 }
@@ -419,10 +419,10 @@ install_rest() {
     what="installing $(grep -c . "$list") packages for $extras"
     say "$what"
     pip_install "$what" "$list" ${source[@]+"${source[@]}"} ||
-        fail "pip could not install the packages of $lock; what it said is above."
+        fail "pip could not install the packages of $lock; its output is above."
 }
 
-# Where PYTHONDONTWRITEBYTECODE is set, as in many containers, every process would do it again.
+# Ignores PYTHONDONTWRITEBYTECODE, which many containers set: every process would compile again.
 compile_imports() {
     quietly env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" - <<'PYTHON' || true
 import contextlib, importlib
@@ -433,7 +433,7 @@ for name in ("torch", "accelerate", "safetensors.torch", "tiktoken", "paramiko",
 PYTHON
 }
 
-# An older lock's packages that this one no longer has.
+# Removes packages of an older lock that this one does not have.
 remove_strays() {
     local strays
     strays=$("$venv/bin/python" - <(entries "$extras,train-cuda,intel-cuda") <<'PYTHON'
@@ -447,19 +447,19 @@ print(*sorted(there - kept))
 PYTHON
     )
     [[ -n $strays ]] || return 0
-    say "removing what the lock no longer has: $strays"
+    say "removing packages that are not in the lock: $strays"
     # shellcheck disable=SC2086 # names of packages, separated by spaces
     "$venv/bin/python" -m pip uninstall -qq -y --disable-pip-version-check $strays
 }
 
-# An environment keeps the Python that it was made with; naming another one must not be ignored.
+# An environment keeps its Python version, so a request for another version must fail.
 refuse_other_python() {
     [[ -n $named_python && -x $venv/bin/python ]] || return 0
     local old new
     old=$("$venv/bin/python" --version 2>&1) || return 0 # broken; it is rebuilt
     new=$("$python" --version)
     [[ $old == "$new" ]] ||
-        usage_error "$venv was made with $old, $(option python "$named_python") is $new. Remove it first (rm -r $venv), or choose another: $(option venv DIR)"
+        usage_error "$venv has $old, but $(option python "$named_python") is $new. Remove it first (rm -r $venv), or use another folder: $(option venv DIR)"
 }
 
 main() {
@@ -494,8 +494,8 @@ main() {
     [[ -z $ccl ]] || install_ccl "$ccl"
     remove_strays
     quietly "$venv/bin/python" -m pip check --disable-pip-version-check ||
-        fail "the installed packages do not fit together; the lock needs a repair (make lock): $(tail -n 3 "$scratch/said")"
-    working "compiling what runs import" compile_imports
+        fail "the installed packages are incompatible, so the lock must be updated (make lock): $(tail -n 3 "$scratch/output")"
+    working "compiling imported modules" compile_imports
     write_stamp
     say "$venv is ready ($((SECONDS - began)) s)"
 }

@@ -1,13 +1,13 @@
 """Write requirements.lock from pyproject.toml: `make lock`, with UPGRADE=1 for newer versions.
 
-uv resolves, for every system and Python that the project allows. All extras get the same
-version of a package, but for torch, of which `intel` has its own. A line names the extras that
-need it, so that install-payload.sh can choose lines without a resolver; below it are the SHA-256
-of the package's wheels for the supported systems and Pythons.
+uv resolves for every supported system and Python version. All extras share one version of each
+package, except torch, which has another version in `intel`. Each line lists the extras that need
+the package, so install-payload.sh can select lines without a resolver. The lines below it are the
+SHA-256 hashes of the package's wheels for the supported systems and Python versions.
 
-torch has two lines: `torch==V` for the plain package index, whose Linux builds bring CUDA packages
-(extras that end in `-cuda`), and `torch==V+cpu` for PyTorch's index of CPU builds. Where that
-index cannot be reached, a lock keeps the hashes that it has for the same version.
+torch has two lines: `torch==V` for the default package index, whose Linux builds require CUDA
+packages (extras that end in `-cuda`), and `torch==V+cpu` for PyTorch's index of CPU builds. If that
+index cannot be reached, the old hashes of the same version are kept.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "bootstrap" / "requirements.lock"
 TOGETHER = ("train", "orchestrate", "infra", "dev", "quant", "fp8", "monitor", "storage")
 UNRESOLVED = ("ccl",)
-"""On an index of its own and without dependencies: taken from pyproject.toml as it is."""
+"""Extras from a separate index without dependencies; copied from pyproject.toml unresolved."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 NEWEST_PYTHON = 14
 HEADER = """\
@@ -41,7 +41,7 @@ HEADER = """\
 _PLATFORM = re.compile(r"any|(manylinux|linux|macosx)\w*_(x86_64|aarch64|arm64|universal2)")
 
 Hashes = Mapping[str, Sequence[str]]
-"""By `package==version`, sorted."""
+"""Sorted hashes by `package==version`."""
 
 
 def resolve(
@@ -52,10 +52,10 @@ def resolve(
     keep: Sequence[str] = (),
     options: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the requirement lines of what is asked for with all that it needs, and their hashes.
+    """Resolve requirements; return all requirement lines, including dependencies, and hashes.
 
-    `requirements` are what `uv pip compile` takes: files, and `--extra` for pyproject.toml. `pins`
-    are versions that must be met, `keep` versions to prefer.
+    `requirements` are arguments of `uv pip compile`: files, and `--extra` for pyproject.toml.
+    `pins` are required versions, `keep` are preferred versions.
     """
     with tempfile.TemporaryDirectory() as folder:
         constraints, output = Path(folder, "constraints.txt"), Path(folder, "lock.txt")
@@ -78,9 +78,9 @@ def _run(command: Sequence[str]) -> None:
 
 
 def hashes_of(pylock: str) -> dict[str, list[str]]:
-    """Return the hashes in a pylock.toml, of the wheels that fit a supported system and Python.
+    """Return the hashes in a pylock.toml of wheels for supported systems and Python versions.
 
-    Raises SystemExit for a package that has no wheel for any of them.
+    Raises SystemExit for a package without any such wheel.
     """
     found: dict[str, list[str]] = {}
     for package in tomllib.loads(pylock).get("packages", []):
@@ -91,13 +91,16 @@ def hashes_of(pylock: str) -> dict[str, list[str]]:
         }
         fitting = [value for name, value in wheels.items() if is_supported(name)]
         if not fitting and "emscripten" not in package.get("marker", ""):
-            raise SystemExit(f"{pin} has no wheel for a supported system; it cannot be locked.")
+            raise SystemExit(
+                f"{pin}: has no wheel for a supported system, so it cannot be locked. Use another "
+                "version in pyproject.toml."
+            )
         found[pin] = sorted(fitting)
     return found
 
 
 def is_supported(wheel: str) -> bool:
-    """Tell whether the wheel of this file name fits one of the supported systems and Pythons."""
+    """Return whether a wheel's file name matches a supported system and Python version."""
     return any(_fits(tag) for tag in parse_wheel_filename(wheel)[3])
 
 
@@ -128,7 +131,7 @@ def render(lines_by_extra: Mapping[str, Sequence[str]], hashes: Hashes) -> str:
 
 
 def _pin(line: str) -> str:
-    """Return `package==version` of a requirement line, without extras and where it applies."""
+    """Return `package==version` of a requirement line, without extras and markers."""
     return re.sub(r"\[[^]]*\]", "", line.partition(" ;")[0])
 
 
@@ -148,26 +151,26 @@ def read_lock(text: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
 
 
 def cpu_build(pin: str, *, old: Hashes, torch_index: str, uv: str) -> list[str]:
-    """Return the hashes of torch's CPU builds for Linux, from their index or else the old lock."""
+    """Return the hashes of torch's CPU builds for Linux, from their index or the old lock."""
     with tempfile.TemporaryDirectory() as folder:
-        wanted = Path(folder, "torch.in")
-        wanted.write_text(f"{pin}\n", encoding="utf-8")
+        requirement = Path(folder, "torch.in")
+        requirement.write_text(f"{pin}\n", encoding="utf-8")
         options = ["--no-config", "--no-deps", "--default-index", torch_index]
         try:
-            return resolve([str(wanted)], uv=uv, options=options)[1][pin]
+            return resolve([str(requirement)], uv=uv, options=options)[1][pin]
         except subprocess.CalledProcessError:
             pass
     if pin not in old:
         raise SystemExit(
-            f"{pin}: {torch_index} cannot be reached or has no such build, and the present lock "
-            "has no hashes of it. Run make lock where it can be reached."
+            f"{pin}: not found at {torch_index}, and the current lock has no hashes for it. Check "
+            "the network, then run: make lock"
         )
-    sys.stderr.write(f"{pin}: {torch_index} cannot be reached; its hashes stay as they are\n")
+    sys.stderr.write(f"{pin}: {torch_index} cannot be reached; keeping its old hashes\n")
     return list(old[pin])
 
 
 def make_lock(*, upgrade: bool, torch_index: str, uv: str) -> str:
-    """Return the text of a lock for the present pyproject.toml."""
+    """Return the text of a lock for the current pyproject.toml."""
     old_lines, old_hashes = read_lock(LOCK.read_text(encoding="utf-8") if LOCK.exists() else "")
 
     def extra(*names: str, pins: Sequence[str] = ()) -> tuple[list[str], dict[str, list[str]]]:
@@ -200,13 +203,13 @@ def make_lock(*, upgrade: bool, torch_index: str, uv: str) -> str:
 def cuda_packages(
     torch: str, *, pins: Iterable[str], uv: str
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """Return what the plain index's Linux build of torch needs besides, and its hashes."""
+    """Return the CUDA packages of the default index's Linux build of torch, with hashes."""
     pins = list(pins)
     with tempfile.TemporaryDirectory() as folder:
-        wanted = Path(folder, "torch.in")
-        wanted.write_text(f"{torch}\n", encoding="utf-8")
-        # Without pyproject.toml's word on what torch needs.
-        lines, hashes = resolve([str(wanted)], uv=uv, pins=pins, options=["--no-config"])
+        requirement = Path(folder, "torch.in")
+        requirement.write_text(f"{torch}\n", encoding="utf-8")
+        # --no-config ignores the override of torch's dependencies in pyproject.toml.
+        lines, hashes = resolve([str(requirement)], uv=uv, pins=pins, options=["--no-config"])
     known = {_pin(pin) for pin in pins}
     return [line for line in lines if _pin(line) not in known], hashes
 
@@ -214,8 +217,8 @@ def cuda_packages(
 def main() -> None:
     """Write the lock."""
     parser = argparse.ArgumentParser(description="Pin every package in requirements.lock.")
-    parser.add_argument("--upgrade", action="store_true", help="take the newest allowed versions")
-    parser.add_argument("--uv", default="uv", help="the uv program (default: the one on PATH)")
+    parser.add_argument("--upgrade", action="store_true", help="use the newest allowed versions")
+    parser.add_argument("--uv", default="uv", help="uv executable (default: uv on PATH)")
     parser.add_argument(
         "--torch-index",
         default=CPU_INDEX,

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes a fresh Debian 12 or Ubuntu 24.04 machine ready to train; cloud-init runs it once, as root.
-# Safe to run twice. Settings: /etc/tileforge/bootstrap.conf. The state file says how far it came:
-# {schema_version, step, ok, reason, version, sha}; ok is null under way, then true or false.
+# Prepares a new Debian 12 or Ubuntu 24.04 machine for training; cloud-init runs it once, as root.
+# Idempotent. Settings: /etc/tileforge/bootstrap.conf. The state file has the progress:
+# {schema_version, step, ok, reason, version, sha}; ok is null in progress, then true or false.
 set -euo pipefail
 
 readonly EXIT_BOOTSTRAP=30 # payload.core.errors.ExitCode
@@ -9,7 +9,7 @@ readonly CONF=/etc/tileforge/bootstrap.conf
 readonly STATE=/var/lib/tileforge/bootstrap.json
 readonly LOG=/var/log/tileforge-bootstrap.log
 readonly SYSCTL=/etc/sysctl.d/90-tileforge.conf
-readonly LOCK_TIMEOUT_S=600 # another apt may be at work: Ubuntu's first boot updates itself
+readonly LOCK_TIMEOUT_S=600 # another apt can be running: Ubuntu updates itself at first boot
 readonly APT_JOBS=(apt-daily.timer apt-daily-upgrade.timer)
 
 export PYTHONSAFEPATH=1 # no modules from the current folder
@@ -21,13 +21,13 @@ paused=()
 
 say() { printf '%s %s: %s\n' "$(date -u +%FT%TZ)" "$step" "$*"; }
 
-# On stderr: own_address and its like are called for what they print.
+# On stderr, because functions such as own_address print their result on stdout.
 fail() {
     say "error: $*" >&2
     exit "$EXIT_BOOTSTRAP"
 }
 
-# write_state OK REASON: the whole file or none, also when the power goes.
+# write_state OK REASON: replaces the file atomically and durably.
 write_state() {
     python3 -I - "$STATE" "$step" "$1" "$2" "$VERSION" "$SHA" <<'PYTHON'
 import json, os, sys
@@ -56,7 +56,7 @@ on_exit() {
     exit "$EXIT_BOOTSTRAP"
 }
 
-# Stopped, not disabled: a reboot brings them back even if this script is killed.
+# Stopped, not disabled, so that a reboot starts them again even if this script is killed.
 pause_apt_jobs() {
     local job
     for job in "${APT_JOBS[@]}"; do
@@ -76,11 +76,11 @@ apt_get() {
         -o DPkg::Lock::Timeout="$LOCK_TIMEOUT_S" -o Acquire::Retries=3 "$@" 9>&-
 }
 
-# The lock of the package lists, unlike dpkg's, has no timeout in apt, and NAT may come up late.
+# apt has no timeout for the lock of the package lists, unlike dpkg's, and NAT can be ready late.
 update_lists() {
     local deadline=$((SECONDS + 120))
     until apt_get update --error-on=any; do
-        ((SECONDS < deadline)) || fail "apt-get update failed for 120 s; what it said is above."
+        ((SECONDS < deadline)) || fail "apt-get update failed for 120 s; its output is above."
         sleep 5
     done
 }
@@ -89,7 +89,7 @@ has_package() {
     [[ $(dpkg-query --show --showformat '${Status}' "$1" 2>/dev/null) == "install ok installed" ]]
 }
 
-# has_one_of NAME|NAME: systems have different names for the same package.
+# has_one_of NAME|NAME: a package can have different names on different systems.
 has_one_of() {
     local name
     for name in ${1//|/ }; do
@@ -98,7 +98,7 @@ has_one_of() {
     return 1
 }
 
-# Prints the first of the names that this system's package lists have.
+# Prints the first of the names that is in this system's package lists.
 known_of() {
     local name
     for name in ${1//|/ }; do
@@ -126,24 +126,24 @@ step_packages() {
 
 step_kernel() { sysctl --quiet --load "$SYSCTL"; }
 
-# Checks what sshd makes of all its files: another file may have said otherwise first.
+# Checks sshd's effective settings, because an earlier config file can override ours.
 step_sshd() {
     install -d -m 0755 /run/sshd
     sshd -t
     local effective line
     effective=$(sshd -T)
     for line in "passwordauthentication no" "permitrootlogin no" "allowusers $LOGIN_USER"; do
-        grep -qxF -- "$line" <<<"$effective" || fail "sshd's settings lack '$line'; see sshd -T."
+        grep -qxF -- "$line" <<<"$effective" || fail "sshd's settings lack '$line'; check: sshd -T"
     done
     systemctl try-reload-or-restart ssh.service
 }
 
-# OS Login knows its user by name only once Google's agent runs; logind reads the file later.
+# The OS Login user cannot be resolved until Google's agent runs; logind reads the file later.
 enable_linger() {
     loginctl enable-linger "$LOGIN_USER" || install -D -m 0644 /dev/null "/var/lib/systemd/linger/$LOGIN_USER"
 }
 
-# Lingering: else logind ends the user's shared memory when the operator's last session closes.
+# Lingering: otherwise logind removes the user's shared memory when the last session closes.
 step_user() {
     local home status
     home=$(getent passwd "$NODE_USER" | cut -d: -f6)
@@ -157,9 +157,9 @@ step_user() {
     [[ -e /var/lib/systemd/linger/$LOGIN_USER ]] || enable_linger
 }
 
-# The driver's modules are those that Canonical builds and signs for this very kernel: Secure Boot
-# loads no others. https://documentation.ubuntu.com/server/how-to/graphics/install-nvidia-drivers/
-# Held: an upgrade would take the library from under the module that is loaded.
+# Uses the driver modules that Canonical builds and signs for this kernel, because Secure Boot loads
+# no others. https://documentation.ubuntu.com/server/how-to/graphics/install-nvidia-drivers/
+# Held, because an upgrade would replace the library that matches the loaded module.
 step_driver() {
     [[ -n $NVIDIA_DRIVER ]] || return 0
     local branch=$NVIDIA_DRIVER-server drivers
@@ -170,17 +170,17 @@ step_driver() {
         update_lists
         say "installing ${drivers[*]}"
         apt_get install -y "${drivers[@]}" ||
-            fail "NVIDIA's driver could not be installed for kernel $(uname -r); what apt said is above."
+            fail "NVIDIA's driver could not be installed for kernel $(uname -r); apt's output is above."
         resume_apt_jobs
     fi
     apt-mark hold "${drivers[@]}" >/dev/null
-    modprobe nvidia || fail "the kernel does not load NVIDIA's module; see dmesg."
+    modprobe nvidia || fail "the kernel could not load NVIDIA's module; check: dmesg"
     nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader ||
-        fail "nvidia-smi shows no GPU; see dmesg."
+        fail "nvidia-smi shows no GPU; check: dmesg"
 }
 
 step_payload() {
-    # --torch-cuda: nobody is there to ask, and a node without torch is of no use.
+    # --torch-cuda: there is no user to confirm it, and a node needs torch.
     local options=(--venv "$VENV" --extras "$EXTRAS" --lock "$here/requirements.lock" --torch-cuda)
     [[ -z $NVIDIA_DRIVER ]] || options+=(--torch-gpu)
     [[ -z $WHEELHOUSE ]] || options+=(--wheelhouse "$WHEELHOUSE")
@@ -190,12 +190,12 @@ step_payload() {
         bash "$here/install-payload.sh" "${options[@]}" 9>&-)
 }
 
-# Where the machine exporters listen: within the kernel's own range of ports, which the cluster's
-# firewall has open between its nodes, and reserved (bootstrap.conf's sysctl) so that nothing takes them.
+# Ports of the machine exporters. They are in the kernel's ephemeral range, which the firewall opens
+# between nodes, and reserved by sysctl (cloud-init.yaml.j2) so that no connection uses them.
 readonly NODE_EXPORTER_PORT=39100 GPU_EXPORTER_PORT=39400
 readonly MONITORING_DIR=/etc/tileforge/monitoring
 
-# Prints this node's own address within the cluster, or fails.
+# Prints this node's address in the cluster, or fails.
 own_address() {
     local entry here
     here=" $(hostname -I) "
@@ -208,7 +208,7 @@ own_address() {
     fail "none of this node's addresses ($here) is in NODES."
 }
 
-# targets PORT: what Prometheus scrapes on every node, as its file_sd reads it.
+# targets PORT: prints Prometheus's scrape targets on every node, in file_sd's format.
 targets() {
     local entry separator=""
     printf '['
@@ -220,7 +220,7 @@ targets() {
     printf ']\n'
 }
 
-# service NAME UNIT-LINE...: more settings of a package's service, and the service restarted.
+# service NAME UNIT-LINE...: adds settings to a package's service and restarts it.
 service() {
     local name=$1
     shift
@@ -231,12 +231,12 @@ service() {
     systemctl restart "$name.service"
 }
 
-# package NAME[=VERSION]: its settings were written before, so that it never starts with others.
+# package NAME[=VERSION]: write its settings first, so that it never starts with the defaults.
 package() {
     has_package "${1%%=*}" || apt_get -o Dpkg::Options::=--force-confold install -y "$1"
 }
 
-# The machine's own metrics, on its address within the cluster's network alone.
+# The machine's metrics, only on its address in the cluster's network.
 monitor_machine() {
     local address=$1
     printf 'ARGS="--web.listen-address=%s:%s"\n' "$address" "$NODE_EXPORTER_PORT" \
@@ -245,10 +245,10 @@ monitor_machine() {
     service prometheus-node-exporter "[Unit]" "After=network-online.target" \
         "Wants=network-online.target" "StartLimitIntervalSec=0" "[Service]" "RestartSec=5"
     [[ -e /proc/driver/nvidia/version ]] || return 0
-    # From NVIDIA's repository, which an image of NVIDIA's has, with its key.
+    # From NVIDIA's repository, which NVIDIA's images configure with its key.
     if ! has_package datacenter-gpu-manager-exporter &&
         ! apt-cache show datacenter-gpu-manager-exporter >/dev/null 2>&1; then
-        say "no metrics of the GPUs: no package datacenter-gpu-manager-exporter is known here"
+        say "no GPU metrics: package datacenter-gpu-manager-exporter not found"
         return 0
     fi
     package datacenter-gpu-manager-exporter
@@ -256,12 +256,12 @@ monitor_machine() {
         "Environment=DCGM_EXPORTER_LISTEN=$address:$GPU_EXPORTER_PORT"
 }
 
-# Prometheus and Grafana, on the head's loopback address alone.
+# Prometheus and Grafana, only on the head's loopback address.
 monitor_cluster() {
     install -d -m 0755 "$MONITORING_DIR/targets"
     printf '[{"targets": ["127.0.0.1:9464"]}]\n' >"$MONITORING_DIR/targets/run.json"
     targets "$NODE_EXPORTER_PORT" >"$MONITORING_DIR/targets/machines.json"
-    # All nodes are of one machine type.
+    # All nodes have the same machine type.
     if [[ -e /proc/driver/nvidia/version ]]; then
         targets "$GPU_EXPORTER_PORT"
     else
@@ -276,7 +276,7 @@ monitor_cluster() {
     service grafana-server "[Service]" "EnvironmentFile=$MONITORING_DIR/grafana.env"
 }
 
-# From Grafana's own repository, whose index has to be signed by the key that came with user-data.
+# From Grafana's repository, whose index must be signed by the key in user-data.
 install_grafana() {
     local list=/etc/apt/sources.list.d/grafana.list
     has_package grafana && return
@@ -308,7 +308,7 @@ print(urllib.request.urlopen(request, timeout=10).read().decode("ascii").strip()
 PYTHON
 }
 
-# The folder is at the same place everywhere; the head has it on its disk, or mounts it, too.
+# The folder has the same path on every node. The head exports it from its disk, or mounts it, too.
 step_shared() {
     [[ $SHARED != none ]] || return 0
     local address head="${NODES%% *}" source
@@ -324,11 +324,11 @@ step_shared() {
         source="$head:/"
         if [[ $SHARED == filestore ]]; then source=$(attribute shared-source); fi
         bash "$here/shared-storage.sh" mount "$source"
-        # Filestore lets the head's root write, and no other's.
+        # On Filestore only the head has root access.
         [[ $address != "$head" ]] || bash "$here/shared-storage.sh" folders
     fi
     resume_apt_jobs
-    # sshd reads it at each login, so ranks have it: what one node has downloaded all have.
+    # sshd reads this file at each login, so ranks on all nodes share downloads.
     grep -qxF "HF_HOME=$SHARED_DIR/hub" /etc/environment || echo "HF_HOME=$SHARED_DIR/hub" >>/etc/environment
 }
 
@@ -341,7 +341,7 @@ run_step() {
 
 main() {
     ((EUID == 0)) || {
-        echo "error: node-setup.sh changes the machine and needs root." >&2
+        echo "error: node-setup.sh must run as root." >&2
         exit 2
     }
     install -d -m 0755 "$(dirname "$STATE")"

@@ -1,1 +1,1 @@
-"""The Pulumi program's parts: the cluster's machines, network and keys, and a node's user-data."""
+"""Components of the Pulumi program: machines, network, keys, and a node's user-data."""

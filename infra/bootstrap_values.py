@@ -1,4 +1,4 @@
-"""A node's bootstrap values from the settings. The tests' machines boot from the same function."""
+"""Computes a node's bootstrap values from the settings; test machines boot from them, too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from infra.config import ClusterConfig
 from infra.node_addresses import SUBNET, node_address, node_name
 
 _ANY_KEY = f"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI{'A' * 43} any-operator"
-"""A key of nobody's, for a text that is the same whoever the operator is."""
+"""A placeholder key, so that the text does not depend on the operator."""
 
 
 def node_bootstrap(
@@ -19,7 +19,7 @@ def node_bootstrap(
     is_monitored = config.monitoring == "prometheus"
     extras = ["train"]
     extras += ["monitor"] if is_monitored else []
-    # A run's results go to the cluster's bucket, which takes its client.
+    # Runs store results in the cluster's bucket, which needs Google's client library.
     extras += ["storage"] if config.bucket != "none" else []
     return NodeBootstrap(
         authorized_keys=authorized_keys,
@@ -46,7 +46,7 @@ def user_data(
     authorized_keys: tuple[str, ...],
     version: str,
 ) -> str:
-    """The nodes' user-data. Raises ConfigError."""
+    """Return the nodes' user-data. Raises ConfigError."""
     node = node_bootstrap(config, authorized_keys=authorized_keys, version=version)
     return render_user_data(node, files)
 
@@ -54,13 +54,13 @@ def user_data(
 def boots_alike(
     config: ClusterConfig, files: BootstrapFiles, *, has_keys: bool, version: str
 ) -> tuple[str, str]:
-    """Return the parts of the user-data that a change replaces the head and a worker for.
+    """Return the user-data of head and worker whose changes replace a machine.
 
-    Another operator's key, and another number of nodes, are for machines that are made later, and
-    end none that is up. But the head's Prometheus has to know every node.
+    Another operator's key or another number of nodes only applies to new machines and replaces no
+    running one. Exception: the head's Prometheus needs every node's address.
     """
     keys = (_ANY_KEY,) if has_keys else ()
-    alone = user_data(replace(config, node_count=1), files, authorized_keys=keys, version=version)
+    single = user_data(replace(config, node_count=1), files, authorized_keys=keys, version=version)
     if config.monitoring == "none":
-        return alone, alone
-    return user_data(config, files, authorized_keys=keys, version=version), alone
+        return single, single
+    return user_data(config, files, authorized_keys=keys, version=version), single

@@ -1,7 +1,7 @@
-"""The user-data that a node boots with: cloud-init's instructions, from values and templates.
+"""Renders a node's user-data for cloud-init from values and templates.
 
-Pure but for `BootstrapFiles.load`. User-data can be read by every process on the node and by
-whoever may look at the instance, so nothing secret goes into it: the keys are public ones.
+Pure, except `BootstrapFiles.load`. Every process on the node, and every user who can read the
+instance, can read user-data, so it contains no secrets, only public keys.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from payload.stack.stack_settings import LOGIN, NODE_PATH
 
 NODE_USER = "trainer"
 GRAFANA_VERSION = "12.4.0"
-"""The pinned version; Grafana's own repository, apt.grafana.com, keeps older ones."""
+"""Pinned version; Grafana's repository, apt.grafana.com, keeps old versions."""
 MAX_BYTES = 256 * 1024
-"""Longest metadata value of Compute Engine."""
+"""Compute Engine's size limit of a metadata value."""
 
 _SCRIPTS = PurePosixPath("/usr/local/lib/tileforge")
-# python3-dev and g++ are for torch.compile, which builds C++ against Python.h.
+# python3-dev and g++ are for torch.compile, which compiles C++ with Python.h.
 _PACKAGES = (
     *("g++", "iproute2", "numactl", "openssh-client", "python3-dev", "python3-venv"),
     "libtcmalloc-minimal4t64|libtcmalloc-minimal4",  # Ubuntu 24.04's name, and Debian 12's
@@ -51,48 +51,48 @@ _INDEX = re.compile(r"https?://[^\s@'\"]+", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeBootstrap:
-    """The values that a node's user-data is rendered from."""
+    """Values for rendering a node's user-data."""
 
     authorized_keys: tuple[str, ...]
-    """Public keys that may log in as `trainer`, each one line of an authorized_keys file. None
-    only where an OS Login user may log in instead."""
+    """Public keys that can log in as `trainer`, each one line of an authorized_keys file. Can be
+    empty only if `os_login_user` is set."""
     version: str
     """The payload's version, for the state file."""
     extras: str = "train"
-    """Which of the lock's packages the node gets, as for install-payload.sh."""
+    """Extras of the lock to install, as for install-payload.sh."""
     extra_packages: tuple[str, ...] = ()
-    """More Debian packages."""
+    """Additional Debian packages."""
     wheelhouse: str | None = None
-    """Folder of wheels on the node, for nodes without internet; None takes them from the index."""
+    """Folder of wheels on the node, for nodes without internet; None uses the package index."""
     torch_index: str | None = None
-    """Index of PyTorch's CPU builds; None is install-payload.sh's own."""
+    """Index of PyTorch's CPU builds; None uses install-payload.sh's default."""
     has_gpus: bool = False
-    """True for NVIDIA's driver and torch's CUDA build."""
+    """True to install NVIDIA's driver and torch's CUDA build."""
     is_monitored: bool = False
-    """True for a cluster with Prometheus."""
+    """True to install Prometheus."""
     nodes: tuple[tuple[str, str], ...] = ()
-    """Name and address of every node, the head first; only where nodes need each other's."""
+    """Name and address of every node, the head first; empty if no node needs them."""
     shared: str = "none"
     """The shared folder: none, nfs from the head, or filestore."""
     shared_clients: str = ""
-    """The address range that the head exports the folder to."""
+    """Address range to which the head exports the folder."""
     os_login_user: str | None = None
-    """The one user who may log in, by Google's OS Login, where `trainer` has no key."""
+    """The only user who can log in, through Google's OS Login, if `trainer` has no key."""
 
     @property
     def login_user(self) -> str:
-        """Who may log in."""
+        """The user who can log in."""
         return self.os_login_user or NODE_USER
 
     def packages(self) -> tuple[str, ...]:
-        """Debian packages that the node gets; of names between bars the first that it knows."""
+        """Return the Debian packages to install; of names separated by `|`, the first available."""
         ours = ("ca-certificates",) if self.is_monitored else ()
         return tuple(sorted({*_PACKAGES, *ours, *self.extra_packages}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BootstrapFiles:
-    """The files of `bootstrap/` that travel within user-data."""
+    """The files of `bootstrap/` that user-data contains."""
 
     template: str
     node_setup: bytes
@@ -100,11 +100,11 @@ class BootstrapFiles:
     lock: bytes
     shared_storage: bytes
     monitoring: Mapping[str, bytes]
-    """The files of Prometheus and Grafana, by their path below `bootstrap/monitoring`."""
+    """Files of Prometheus and Grafana, by path below `bootstrap/monitoring`."""
 
     @classmethod
     def load(cls, folder: Path) -> BootstrapFiles:
-        """Read them from the repository's `bootstrap` folder. Raises ConfigError."""
+        """Read the files from the repository's `bootstrap` folder. Raises ConfigError."""
         try:
             return cls(
                 template=(folder / "cloud-init.yaml.j2").read_text(encoding="utf-8"),
@@ -120,24 +120,24 @@ class BootstrapFiles:
             )
         except OSError as error:
             raise ConfigError(
-                f"{error.filename}: {error.strerror}. The checkout is not whole; restore the file."
+                f"{error.filename}: {error.strerror}. The checkout is incomplete; restore the file."
             ) from None
 
     def lock_sha(self) -> str:
-        """Return the SHA-256 of the lock, `sha` in the state file."""
+        """Return the SHA-256 of the lock file, which is `sha` in the state file."""
         return hashlib.sha256(self.lock).hexdigest()
 
 
 def render_user_data(node: NodeBootstrap, files: BootstrapFiles) -> str:
-    """cloud-init's user-data for one node; the same values give the same text.
+    """Return cloud-init's user-data for one node; deterministic.
 
-    Raises ConfigError for a value that cannot be used, or a text over Compute Engine's limit.
+    Raises ConfigError for an invalid value, or if the text exceeds Compute Engine's limit.
     """
     _check(node)
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False
     )
-    # A JSON text is YAML too, so a quote or a colon in a comment stays text.
+    # JSON is valid YAML, so quotes and colons in a key's comment are safe.
     environment.filters |= {"quoted": json.dumps, "shell": shlex.quote}
     text = environment.from_string(files.template).render(
         state_file=BOOTSTRAP_STATE,
@@ -164,14 +164,14 @@ def render_user_data(node: NodeBootstrap, files: BootstrapFiles) -> str:
     size = len(text.encode())
     if size > MAX_BYTES:
         raise ConfigError(
-            f"user-data is {size} bytes and may have {MAX_BYTES}. Give fewer keys "
-            f"(there are {len(node.authorized_keys)})."
+            f"user-data has {size} bytes, more than the limit of {MAX_BYTES}. Use fewer public "
+            f"keys (now {len(node.authorized_keys)})."
         )
     return text
 
 
 def _settings(node: NodeBootstrap, files: BootstrapFiles) -> dict[str, str]:
-    """/etc/tileforge/bootstrap.conf, which node-setup.sh reads."""
+    """Return the settings of /etc/tileforge/bootstrap.conf, which node-setup.sh reads."""
     return {
         "VERSION": node.version,
         "SHA": files.lock_sha(),
@@ -202,7 +202,7 @@ def _packed(content: bytes) -> str:
 
 def _check(node: NodeBootstrap) -> None:
     if not node.authorized_keys and not node.os_login_user:
-        raise ConfigError("authorized_keys is empty: nobody could log in. Give a public key.")
+        raise ConfigError("authorized_keys is empty: no login would be possible. Add a public key.")
     if node.os_login_user:
         _match(LOGIN, node.os_login_user, "os_login_user =", "a user name of OS Login")
     for key in node.authorized_keys:
@@ -224,31 +224,31 @@ def _check(node: NodeBootstrap) -> None:
         _match(_INDEX, node.torch_index, "torch_index =", "a URL without a password")
 
 
-def _match(pattern: re.Pattern[str], value: str, what: str, wanted: str) -> None:
+def _match(pattern: re.Pattern[str], value: str, what: str, expected: str) -> None:
     if not pattern.fullmatch(value):
-        raise ConfigError(f"{what} {value!r}; it must be {wanted}.")
+        raise ConfigError(f"{what} {value!r}: must be {expected}.")
 
 
 def key_problem(key: str) -> str | None:
-    """Why the text is no public key that may go into user-data, or None."""
+    """Return why the text is not a valid public key, or None if it is valid."""
     if "PRIVATE" in key:
-        return "this is a private key. Give the .pub file's line, and make a new key pair."
+        return "is a private key. Use the line in the .pub file of a new key pair."
     if not key.strip().isprintable():
-        return "it must be one line of printable text, as ssh-keygen writes into the .pub file."
+        return "must be one line of printable text, as in ssh-keygen's .pub file."
     kind, _, rest = key.strip().partition(" ")
     if kind not in _KEY_TYPES:
-        return f"it must begin with a key type, one of {', '.join(_KEY_TYPES)}."
+        return f"must start with a key type: {', '.join(_KEY_TYPES)}."
     try:
         blob = base64.b64decode(rest.partition(" ")[0], validate=True)
     except binascii.Error:
         return "the part after the type is not base64; copy the line again."
-    # RFC 4253, section 6.6: the key begins with its type, as a string with its length before it.
+    # RFC 4253, section 6.6: the key begins with its type, as a length-prefixed string.
     begins = len(kind).to_bytes(4, "big") + kind.encode()
     if not blob.startswith(begins) or len(blob) <= len(begins):
-        return f"the part after the type is not an {kind} key; copy the line again."
+        return f"the part after the type is not a key of type {kind}; copy the line again."
     return None
 
 
 def _shown(key: str) -> str:
-    """Enough of a key to find it, and nothing of it if it is a secret."""
+    """Return the start of a key for messages; nothing of a private key."""
     return repr("...") if "PRIVATE" in key else repr(key.strip()[:40])

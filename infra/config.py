@@ -1,4 +1,4 @@
-"""A stack's settings with what follows from them: machine, disks, lifetime, access."""
+"""A stack's settings with derived values: machine, disks, lifetime, access."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from payload.core.validation.readers import DeclaredField, fields_of
 from payload.stack.stack_settings import StackSettings
 
 PROJECT = "tileforge"
-"""Pulumi project: the namespace of the settings."""
+"""Name of the Pulumi project, which is the namespace of the settings."""
 
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig(StackSettings):
-    """The settings of a stack, and what follows from them."""
+    """The settings of a stack, with derived values."""
 
     def machine(self) -> MachineType:
         """Return the machine type's entry of the catalog. Raises ConfigError."""
@@ -28,50 +28,50 @@ class ClusterConfig(StackSettings):
 
     @property
     def zone(self) -> str:
-        """Where all the nodes are; the other zones are for when it has none free."""
+        """The zone of all nodes; the other zones are alternatives if it is full."""
         return self.zones[0]
 
     def uses_spot(self) -> bool:
-        """Return True for spot machines; `auto` is spot until it is set to false."""
+        """Return whether machines are spot; `auto` means spot until `up` sets it to false."""
         return self.spot in ("true", "auto")
 
     def max_lifetime_s(self) -> int | None:
-        """Seconds, or None where the text is no duration."""
+        """Return the lifetime limit in seconds, or None if it is not a valid duration."""
         match = re.fullmatch(r"([0-9]{1,6})([mhd])", self.max_lifetime)
         return int(match[1]) * _SECONDS[match[2]] if match else None
 
     def price_cap_usd(self) -> float | None:
-        """Most dollars an hour; None: no cap."""
+        """Return the limit of dollars per hour, or None for no limit."""
         return None if self.max_hourly_usd == "none" else float(self.max_hourly_usd)
 
     def boot_disk_type(self) -> str:
-        """Disk type of every node."""
+        """Return the disk type of every node, with `auto` resolved."""
         return self.machine().disk_types[0] if self.disk_type == "auto" else self.disk_type
 
     def boot_disk_gb(self, *, index: int) -> int:
-        """Size of one node's disk in GiB; the head's may be larger."""
+        """Return the size of a node's disk in GiB; the head's can be larger."""
         return self.head_disk_gb or self.disk_gb if index == 0 else self.disk_gb
 
     def is_compact(self) -> bool:
-        """Return True if a compact placement policy holds the nodes; never for one node alone."""
+        """Return whether the nodes have compact placement; always False for a single node."""
         return self.has_placement() and self.node_count > 1
 
     def has_placement(self) -> bool:
-        """Return True if there is a compact placement policy, whatever the number of nodes."""
+        """Return whether there is a compact placement policy, for any number of nodes."""
         return self.compact_placement == "true" or (
             self.compact_placement == "auto" and self.machine().compact
         )
 
     def ssh_source(self) -> str:
-        """Where SSH to the nodes may come from, as an address range."""
+        """Return the address range from which SSH is allowed."""
         return self.operator_cidr if self.access_mode == "direct" else IAP_RANGE
 
     def extra_labels(self) -> dict[str, str]:
-        """The operator's own labels."""
+        """Return the operator's additional labels."""
         return dict(label.partition("=")[::2] for label in self.labels)
 
     def public_key_file(self) -> Path:
-        """The operator's public key, relative to the project's folder."""
+        """Return the operator's public key file, relative to the project's folder."""
         default = f".cluster/{self.cluster}/id_ed25519.pub"
         return Path(self.operator_public_key_file or default).expanduser()
 
@@ -85,4 +85,4 @@ def key_of(field: str) -> str:
 KEYS: Mapping[str, DeclaredField] = {
     key_of(name): field for name, field in fields_of(ClusterConfig).items()
 }
-"""Fields by their key in Pulumi.yaml."""
+"""Fields by key in Pulumi.yaml."""

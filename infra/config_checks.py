@@ -1,4 +1,4 @@
-"""Checks of settings that depend on each other: each problem has the value and the fix. Pure."""
+"""Checks settings that depend on each other; each problem has the value and the fix. Pure."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from payload.stack.google_name_patterns import KMS_KEY, REGION
 from payload.stack.stack_settings import LOGIN
 
 MIN_LIFETIME_S, MAX_LIFETIME_S = 600, 30 * 86_400
-# Compute Engine's own limit is 120 days; nobody means that with machines that cost by the hour.
+# Compute Engine's limit is 120 days, which is too long for machines that are billed by the hour.
 
 _IMAGE = re.compile(r"projects/[a-z0-9:.-]+/global/images/[a-z]([a-z0-9-]*[a-z0-9])?")
-# Google's own image projects that cannot boot a node, with the reason. Debian's images have
-# Google's agent in place of cloud-init, on purpose: andsens/bootstrap-vz, pull request 469.
-_NO_APT = "its images have no apt, with which a node installs its packages"
+# Google's image projects that cannot boot a node, with the reason. Debian's images deliberately
+# have Google's agent instead of cloud-init: andsens/bootstrap-vz, pull request 469.
+_NO_APT = "its images lack apt, which the bootstrap needs to install packages"
 _UNFIT_IMAGES = {
-    "debian-cloud": "Google's Debian images have no cloud-init, so nothing would prepare the nodes "
-    "or make the user that logs in (bootstrap-vz, pull request 469)",
+    "debian-cloud": "Google's Debian images lack cloud-init, which prepares the nodes and creates "
+    "the login user (bootstrap-vz, pull request 469)",
     **dict.fromkeys(
         (
             *("centos-cloud", "cloud-hpc-image-public", "cos-cloud", "fedora-cloud"),
@@ -35,11 +35,11 @@ _UNFIT_IMAGES = {
 }
 
 Problem = tuple[str, str]
-"""A key, and what follows it in the message."""
+"""A setting's key, and the rest of the message after it."""
 
 
 def problems(config: ClusterConfig, *, refused: frozenset[str]) -> list[Problem]:
-    """Return all that is wrong, but of keys that were refused already."""
+    """Return all problems, except of keys that were already refused."""
     checks = (_places, _machine, _disks, _money, _access, _network, _software)
     found = [problem for check in checks for problem in check(config)]
     return [problem for problem in found if problem[0] not in refused]
@@ -47,14 +47,14 @@ def problems(config: ClusterConfig, *, refused: frozenset[str]) -> list[Problem]
 
 def _places(config: ClusterConfig) -> Iterator[Problem]:
     if not REGION.fullmatch(config.region):
-        return  # said already
+        return  # already reported
     if not config.zones:
-        yield "zones", f" is empty. Name zones of {config.region} in the order to try."
+        yield "zones", f" is empty. List zones of {config.region} in the order to try."
     for zone in config.zones:
         if not re.fullmatch(rf"{config.region}-[a-z]", zone):
             yield (
                 "zones",
-                f" has {zone!r}, which is not in region {config.region}. Name its own zones: "
+                f" has {zone!r}, which is not in region {config.region}. Use zones of the region: "
                 f"pulumi config set --path 'zones[0]' {config.region}-a",
             )
             return
@@ -69,27 +69,27 @@ def _machine(config: ClusterConfig) -> Iterator[Problem]:
     if config.spot != "true" and not machine.has_on_demand:
         yield (
             "spot",
-            f" = {config.spot!r}, and {machine.name} is sold only as spot. pulumi config set spot "
-            "true, or take a3-highgpu-8g.",
+            f" = {config.spot!r}, but {machine.name} is sold only as spot. Set it: pulumi config "
+            "set spot true; or use a3-highgpu-8g.",
         )
     if config.threads_per_core == 2 and not machine.has_smt:
-        yield "threadsPerCore", f" = 2, and {machine.name} has one thread a core. Use 1."
+        yield "threadsPerCore", f" = 2, but {machine.name} has one thread per core. Use 1."
     if config.compact_placement == "true" and not machine.compact:
         yield (
             "compactPlacement",
-            f" = 'true', and Google lists no compact placement for {machine.family.upper()} "
-            "machines: `up` would fail. pulumi config set compactPlacement auto",
+            f" = 'true', but {machine.family.upper()} machines have no compact placement. Set it: "
+            "pulumi config set compactPlacement auto",
         )
     if config.tier1 and not machine.tier1:
         yield (
             "tier1",
-            f" = true, which {machine.name} ({machine.vcpus} vCPUs) cannot have: C3 from 44 and "
-            "C4 from 48 vCPUs. pulumi config set tier1 false, or take a larger machineType.",
+            f" = true, but {machine.name} has {machine.vcpus} vCPUs: C3 needs at least 44, C4 at "
+            "least 48. Set it: pulumi config set tier1 false; or use a larger machineType.",
         )
     if config.confidential and not machine.name.startswith("c3-standard-"):
         yield (
             "confidential",
-            f" = true, and TDX is for c3-standard machines, not {machine.name}. "
+            f" = true, but only c3-standard machines have TDX, not {machine.name}. Change it: "
             "pulumi config set machineType c3-standard-8",
         )
 
@@ -98,18 +98,18 @@ def _disks(config: ClusterConfig) -> Iterator[Problem]:
     try:
         machine: MachineType | None = config.machine()
     except ConfigError:
-        machine = None  # said already
+        machine = None  # already reported
     if machine and config.disk_type not in ("auto", *machine.disk_types):
         yield (
             "diskType",
-            f" = {config.disk_type!r}, which {machine.name} does not boot from. Use auto or one "
+            f" = {config.disk_type!r}, which {machine.name} cannot boot from. Use auto or one "
             f"of: {', '.join(machine.disk_types)}.",
         )
     if config.head_disk_gb and not config.disk_gb <= config.head_disk_gb <= 65_536:
         yield (
             "headDiskGb",
-            f" = {config.head_disk_gb}; use 0 for the same as the others ({config.disk_gb}), or "
-            "more than that.",
+            f" = {config.head_disk_gb}: must be 0, which means diskGb, or from diskGb "
+            f"({config.disk_gb}) to 65536.",
         )
     # Google's limits of the tier ZONAL: https://cloud.google.com/filestore/docs/service-tiers
     if config.shared_storage == "filestore" and (
@@ -117,7 +117,7 @@ def _disks(config: ClusterConfig) -> Iterator[Problem]:
     ):
         yield (
             "filestoreGb",
-            f" = {config.filestore_gb}; Filestore has 1024 to 9984 GiB in steps of 256. "
+            f" = {config.filestore_gb}: must be 1024 to 9984 GiB in steps of 256. Set it: "
             "pulumi config set filestoreGb 1024",
         )
     if key := KMS_KEY.fullmatch(config.kms_key):
@@ -129,8 +129,8 @@ def _key(config: ClusterConfig, *, location: str) -> Iterator[Problem]:
     if not key_location_fits(location, region=config.region, regional=regional):
         yield (
             "kmsKey",
-            f" = {config.kms_key!r}: its location is {location}, and the cluster's region is "
-            f"{config.region}. Take a key of that region: pulumi config set kmsKey NAME",
+            f" = {config.kms_key!r}: its location is {location}, but the cluster's region is "
+            f"{config.region}. Use a key of that region: pulumi config set kmsKey NAME",
         )
 
 
@@ -139,8 +139,8 @@ def _money(config: ClusterConfig) -> Iterator[Problem]:
     if lifetime_s is None or not MIN_LIFETIME_S <= lifetime_s <= MAX_LIFETIME_S:
         yield (
             "maxLifetime",
-            f" = {config.max_lifetime!r}; use a time from 10m to 30d, such as 90m, 12h or 2d. "
-            "There is no way to leave it out: it is what ends forgotten machines.",
+            f" = {config.max_lifetime!r}: must be from 10m to 30d, such as 90m, 12h or 2d. It is "
+            "required, because it ends forgotten machines.",
         )
 
 
@@ -150,17 +150,21 @@ def _access(config: ClusterConfig) -> Iterator[Problem]:
     elif config.operator_cidr:
         yield (
             "operatorCidr",
-            f" = {config.operator_cidr!r} is for accessMode direct; with {config.access_mode} SSH "
-            "comes from Google's proxy alone. pulumi config rm operatorCidr",
+            f" = {config.operator_cidr!r}: only for accessMode direct; with {config.access_mode} "
+            "SSH comes from Google's proxy. Remove it: pulumi config rm operatorCidr",
         )
     if config.access_mode == "oslogin" and not LOGIN.fullmatch(config.os_login_user):
         yield (
             "osLoginUser",
-            f" = {config.os_login_user!r}; accessMode oslogin needs your OS Login user name. "
-            "`gcloud compute os-login describe-profile` shows it under posixAccounts.",
+            f" = {config.os_login_user!r}: must be your OS Login user name with accessMode "
+            "oslogin. Find it under posixAccounts: gcloud compute os-login describe-profile",
         )
     if config.os_login_user and config.access_mode != "oslogin":
-        yield "osLoginUser", f" = {config.os_login_user!r} is for accessMode oslogin alone."
+        yield (
+            "osLoginUser",
+            f" = {config.os_login_user!r}: only for accessMode oslogin. Remove it: pulumi config "
+            "rm osLoginUser",
+        )
 
 
 def _cidr(text: str) -> Iterator[Problem]:
@@ -171,43 +175,41 @@ def _cidr(text: str) -> Iterator[Problem]:
         yield "operatorCidr", f" = {text!r}: {error}. {fix}"
         return
     if network.prefixlen == 0:
-        yield "operatorCidr", f" = {text!r} is the whole internet. {fix}"
+        yield "operatorCidr", f" = {text!r}: is the whole internet. {fix}"
     elif network.version == 6:
-        yield "operatorCidr", f" = {text!r}; the network has IPv4 only. {fix}"
+        yield "operatorCidr", f" = {text!r}: must be IPv4. {fix}"
     elif network.prefixlen < 24:
-        yield "operatorCidr", f" = {text!r} is more than 256 addresses. {fix}"
+        yield "operatorCidr", f" = {text!r}: has more than 256 addresses. {fix}"
 
 
 def _network(config: ClusterConfig) -> Iterator[Problem]:
     if config.egress == "none" and config.access_mode == "direct":
         yield (
             "egress",
-            " = 'none' with accessMode direct: the head would have an address on the internet, "
-            "where egress none promises none. pulumi config set accessMode iap, or egress nat",
+            " = 'none' with accessMode direct, which gives the head an external address. Set it: "
+            "pulumi config set accessMode iap; or pulumi config set egress nat",
         )
     if config.egress == "none" and not config.wheelhouse:
         yield (
             "wheelhouse",
-            " is empty, and with egress none the nodes cannot reach a package index. Name the "
+            " is empty, but with egress none the nodes cannot reach a package index. Set the "
             "folder of wheels on the image, or: pulumi config set egress nat",
         )
 
 
 def _software(config: ClusterConfig) -> Iterator[Problem]:
     if not _IMAGE.fullmatch(config.image):
-        moving = " names a family, whose image changes under a running cluster" * (
-            "/family/" in config.image
-        )
+        family = " is a family, whose image can change" if "/family/" in config.image else ""
         yield (
             "image",
-            f" = {config.image!r}{moving}; projects/PROJECT/global/images/NAME is needed. "
-            "`gcloud compute images list --project ubuntu-os-cloud` shows names.",
+            f" = {config.image!r}{family}: must be projects/PROJECT/global/images/NAME. "
+            "List names: gcloud compute images list --project ubuntu-os-cloud",
         )
         return
     unfit = _UNFIT_IMAGES.get(config.image.split("/")[1])
     if unfit:
         yield (
             "image",
-            f" = {config.image!r}: {unfit}. Use one of ubuntu-os-cloud, or an image of your own "
+            f" = {config.image!r}: {unfit}. Use an image of ubuntu-os-cloud, or your own image "
             "with cloud-init and apt.",
         )

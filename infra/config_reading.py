@@ -1,4 +1,4 @@
-"""Reads the cluster's settings once, before anything is built."""
+"""Reads and validates the cluster's settings before anything is built."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ _LOGIN_KEYS = {
     "gcp:accessToken": "GOOGLE_OAUTH_ACCESS_TOKEN",
     "gcp:impersonateServiceAccount": "GOOGLE_IMPERSONATE_SERVICE_ACCOUNT",
 }
-"""Settings of the provider's login, with the variables that have the same effect."""
+"""Login settings of the provider, with the equivalent environment variables."""
 
 
 def load_config(root: Path) -> tuple[ClusterConfig, tuple[str, ...]]:
-    """The stack's settings and the operator's public keys.
+    """Return the stack's settings and the operator's public keys.
 
-    `root` is the project's folder. Raises ConfigError with everything that is wrong.
+    `root` is the project's folder. Raises ConfigError with all problems.
     """
     prefix = f"{PROJECT}:"
-    # Pulumi gives a program its settings in the environment; CONFIG is for those set within.
-    there = {*get_config_env(), *CONFIG.get()}
-    raw = {key.removeprefix(prefix) for key in there if key.startswith(prefix)}
+    # Pulumi passes the settings in the environment; CONFIG has those set within the program.
+    all_keys = {*get_config_env(), *CONFIG.get()}
+    raw = {key.removeprefix(prefix) for key in all_keys if key.startswith(prefix)}
     settings = pulumi.Config(PROJECT)
     values = {key: settings.get(key) or "" for key in sorted(raw)}
-    _check_login_keys(there)
+    _check_login_keys(all_keys)
     values |= _from_provider(values)
     return read_config(values, stack=pulumi.get_stack(), root=root, missing_key=make_missing_key)
 
 
 def _check_login_keys(keys: Iterable[str]) -> None:
-    """Raise ConfigError for a login of the provider's that would stay unused.
+    """Raise ConfigError for login settings of the provider, which would have no effect.
 
-    The program makes its own provider, which these settings do not reach; the environment does, and
-    the orchestrator reads it too.
+    The program creates its own provider, which ignores these settings but reads the environment, as
+    the orchestrator does.
     """
     found = [key for key in sorted(keys) if key in _LOGIN_KEYS]
     if found:
@@ -60,9 +60,9 @@ def _check_login_keys(keys: Iterable[str]) -> None:
 
 
 def _from_provider(values: Mapping[str, str]) -> dict[str, str]:
-    """Return project and region of the provider's settings, where this program's are not set.
+    """Return the provider's project and region if this program's settings are not set.
 
-    `doctor` reads them so, too: payload/orchestrate/clouds/pulumi/engine.py.
+    `doctor` does the same: payload/orchestrate/clouds/pulumi/stack_config.py.
     """
     provider = pulumi.Config("gcp")
     return {
@@ -79,15 +79,15 @@ def read_config(
     root: Path,
     missing_key: Callable[[Path], str] | None = None,
 ) -> tuple[ClusterConfig, tuple[str, ...]]:
-    """Read the settings from plain values, as Pulumi hands them over: text, or JSON for an array.
+    """Parse settings from Pulumi's text values, where an array is JSON.
 
-    `missing_key` makes the public key of a file that is not there, where no file is named and all
-    else is right. Raises ConfigError with every problem, one a line.
+    `missing_key` creates the public key if the default file is missing and there is no problem.
+    Raises ConfigError with every problem, one per line.
     """
     config, found = _parsed(values, stack=stack)
     found += problems(config, refused=frozenset(key for key, _ in found))
     keys: tuple[str, ...] = ()
-    # Without a name that can be used, there is no place to look for the cluster's key.
+    # Without a valid cluster name, the default path of the key is unknown.
     named = config.operator_public_key_file or "cluster" not in {key for key, _ in found}
     if config.access_mode != "oslogin" and named:
         path = root / config.public_key_file()
@@ -107,13 +107,13 @@ def read_config(
 
 
 def _parsed(values: Mapping[str, str], *, stack: str) -> tuple[ClusterConfig, Problems]:
-    """Return the settings, with defaults for those that cannot be read, and the problems.
+    """Return the settings and the problems; a value of the wrong type is replaced by the default.
 
-    A value beyond its limits stays, for the checks of the others.
+    A value outside its limits is kept, so that the checks of other settings still work.
     """
     known = ", ".join(sorted(KEYS))
     found = [
-        (key, f" is no setting; remove it. Known: {known}.{did_you_mean(key, KEYS)}")
+        (key, f": unknown setting; remove it. Known: {known}.{did_you_mean(key, KEYS)}")
         for key in values
         if key not in KEYS
     ]
@@ -133,7 +133,7 @@ def _parsed(values: Mapping[str, str], *, stack: str) -> tuple[ClusterConfig, Pr
 
 
 def _typed(text: str, default: object) -> object:
-    """Return what a text says for a setting of the default's type; the text where it has none."""
+    """Convert a text to the default's type; return it unchanged if that is not possible."""
     match default:
         case bool():
             return {"true": True, "false": False}.get(text, text)
@@ -149,11 +149,11 @@ def _typed(text: str, default: object) -> object:
 
 
 def _message(refused: RefusedError, *, key: str, text: str) -> str:
-    """Return what follows the key in the message of a refused setting, which was written `text`."""
+    """Return the message after the key for a refused setting with the value `text`."""
     if refused.reason == "type":
-        wanted = {bool: "true or false", int: "a whole number"}.get(refused.wanted)
-        fix = f"pulumi config set {key} VALUE"
-        return f" = {shown(text)} is not {wanted or 'a list of texts'}. {fix}"
+        kind = {bool: "true or false", int: "an integer"}.get(refused.wanted)
+        fix = f"Set it: pulumi config set {key} VALUE"
+        return f" = {shown(text)}: must be {kind or 'a list of strings'}. {fix}"
     value = f" {'has' if '[' in refused.path else '='} {refused.value!r}"
     if refused.reason == "choices":
         return f"{value}. Use one of: {', '.join(map(str, refused.wanted))}."

@@ -1,4 +1,4 @@
-"""The cluster's cost: per hour, at most, and per million tokens, with a limit per hour."""
+"""The cluster's cost per hour, in total, and per million tokens; checks the limit per hour."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from payload.stack.cloud_requirements import UNLISTED
 def cost_of(
     config: ClusterConfig, *, spot: bool | None = None, catalog: Catalog | None = None
 ) -> Cost:
-    """Return the settings' hourly cost; `spot` overrides the setting."""
-    asked = {"tier1": config.tier1, "confidential": config.confidential}
+    """Return the hourly cost of the settings; `spot` overrides the setting."""
+    surcharges = {"tier1": config.tier1, "confidential": config.confidential}
     billed = Billed(
         machine_type=config.machine_type,
         node_count=config.node_count,
@@ -27,7 +27,7 @@ def cost_of(
         has_nat=config.egress == "nat",
         has_external_address=config.access_mode == "direct",
         filestore_gib=config.filestore_gb if config.shared_storage == "filestore" else 0,
-        unlisted=tuple(UNLISTED[key] for key, is_asked in asked.items() if is_asked),
+        unlisted=tuple(UNLISTED[key] for key, is_on in surcharges.items() if is_on),
     )
     return cluster_cost(billed, catalog=catalog)
 
@@ -35,27 +35,27 @@ def cost_of(
 def price_of_cluster(config: ClusterConfig, catalog: Catalog | None = None) -> Cost:
     """Return the cluster's cost. Raises BudgetError above maxHourlyUsd.
 
-    With spot = auto, on-demand machines have to fit too: the operator may change to them.
+    With spot = auto, on-demand machines must fit, too, because `up` can switch to them.
     """
     cost = cost_of(config, catalog=catalog)
     cap = config.price_cap_usd()
     if cap is None:
         return cost
-    dearest = cost
+    highest = cost
     if config.spot == "auto":
-        dearest = cost_of(config, spot=False, catalog=catalog)
-    if dearest.hourly_usd is None:
+        highest = cost_of(config, spot=False, catalog=catalog)
+    if highest.hourly_usd is None:
         raise BudgetError(
-            f"tileforge:maxHourlyUsd = {cap:g} cannot be kept: no price is known here of "
-            f"{', '.join(dearest.unknown)}. Look it up; to go on without a cap: "
+            f"tileforge:maxHourlyUsd = {cap:g}: cannot be checked, because the price of "
+            f"{', '.join(highest.unknown)} is unknown. To continue without a limit: "
             "pulumi config set maxHourlyUsd none"
         )
-    if dearest.hourly_usd > cap:
-        fallback = ", on demand after spot" if config.spot == "auto" else ""
+    if highest.hourly_usd > cap:
+        fallback = " (on demand, after spot)" if config.spot == "auto" else ""
         raise BudgetError(
-            f"tileforge:maxHourlyUsd = {cap:g}, and {config.node_count} x {config.machine_type}"
-            f"{fallback} cost ${dearest.hourly_usd:.2f} an hour. Take fewer or smaller machines, "
-            f"or allow it: pulumi config set maxHourlyUsd {dearest.hourly_usd + 0.01:.2f}"
+            f"tileforge:maxHourlyUsd = {cap:g}, but {config.node_count} x {config.machine_type}"
+            f"{fallback} cost ${highest.hourly_usd:.2f} per hour. Use fewer or smaller machines, "
+            f"or raise it: pulumi config set maxHourlyUsd {highest.hourly_usd + 0.01:.2f}"
         )
     return cost
 
@@ -63,7 +63,7 @@ def price_of_cluster(config: ClusterConfig, catalog: Catalog | None = None) -> C
 def describe(
     config: ClusterConfig, cost: Cost, *, speed: Speed | None, catalog: Catalog | None = None
 ) -> str:
-    """The lines that `pulumi preview` prints."""
+    """Return the cost summary that `pulumi preview` prints."""
     kind = "spot" if config.uses_spot() else "on demand"
     what = f"{config.node_count} x {config.machine_type} {kind} in {config.zone}"
     if cost.hourly_usd is None:
@@ -82,7 +82,7 @@ def describe(
     if config.spot == "auto":
         on_demand = cost_of(config, spot=False, catalog=catalog).hourly_usd
         price = "an unknown price" if on_demand is None else f"${on_demand:.4f} an hour"
-        lines.append(f"on demand, where no spot machine is free: {price}")
+        lines.append(f"on demand, if no spot machine is free: {price}")
     if cost.filestore:
         lines.append(
             f"Filestore ({config.filestore_gb} GiB) is ${cost.filestore:.4f} of it, until it is "
@@ -91,7 +91,7 @@ def describe(
     if speed is not None:
         usd = usd_per_million_tokens(cost.hourly_usd, tokens_per_s=speed.tokens_per_s)
         lines.append(
-            f"${usd:.4f} per million tokens at the {speed.tokens_per_s:,.0f} tokens/s of\n"
+            f"${usd:.4f} per million tokens at {speed.tokens_per_s:,.0f} tokens/s, measured in\n"
             f"  run {speed.run_id}"
         )
     lines += [f"counted at most: {bound}" for bound in cost.bounds]
@@ -103,5 +103,5 @@ def describe(
 
 
 def usd_per_million_tokens(hourly_usd: float, *, tokens_per_s: float) -> float:
-    """Dollars for a million tokens of training."""
+    """Return the dollars per million training tokens."""
     return hourly_usd / (tokens_per_s * 3600) * 1e6

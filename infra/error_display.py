@@ -1,4 +1,4 @@
-"""How the program's own errors reach the person at `pulumi up`."""
+"""Shows the program's errors in `pulumi up` without a traceback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from payload.core.errors import TileforgeError
 
 @contextmanager
 def shown_plainly() -> Iterator[None]:
-    """Our errors as pulumi.RunError, which Pulumi shows without a traceback."""
+    """Convert TileforgeError to pulumi.RunError, which Pulumi shows without a traceback."""
     try:
         yield
     except TileforgeError as error:

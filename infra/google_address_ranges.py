@@ -7,5 +7,5 @@ IAP_RANGE = "35.235.240.0/20"
 """Google's Identity-Aware Proxy."""
 # https://cloud.google.com/vpc-service-controls/docs/private-connectivity
 RESTRICTED = "199.36.153.4/30"
-"""restricted.googleapis.com: the Google APIs that VPC Service Controls can restrict, at addresses
-that are not announced to the internet; the VPC's default route leads there."""
+"""restricted.googleapis.com: the Google APIs that VPC Service Controls supports, at addresses that
+are not announced to the internet and are reached through the VPC's default route."""

@@ -1,12 +1,12 @@
-"""Google's machine types that have matrix tiles (AMX) or GPUs, and what each allows.
+"""Google's machine types with AMX or GPUs, and the features of each.
 
-Source of shapes, bandwidth and NUMA domains: Cyclenerd/google-cloud-compute-machine-types,
+Sources of shapes, bandwidth and NUMA domains: Cyclenerd/google-cloud-compute-machine-types,
 instances/series/{c3,c4,h3}.sql; GoogleCloudPlatform/cluster-toolkit at 10470803, util.py. Both
-read 2026-11-21. Of compact placement: the families that
-https://cloud.google.com/kubernetes-engine/docs/how-to/compact-placement lists, read 2026-11-22.
+read 2026-11-21. Source of families with compact placement:
+https://cloud.google.com/kubernetes-engine/docs/how-to/compact-placement, read 2026-11-22.
 
-GPU types (g2, a2, a3): shapes of payload/pricing/prices/machines.csv; the rest from
-https://cloud.google.com/compute/docs/accelerator-optimized-machines, which lists no NUMA domains:
+GPU types (g2, a2, a3): shapes from payload/pricing/prices/machines.csv; the rest from
+https://cloud.google.com/compute/docs/accelerator-optimized-machines. It lists no NUMA domains, so
 two are assumed from 96 vCPUs on.
 """
 
@@ -20,7 +20,7 @@ from payload.machines.gpu_catalog import SPOT_ALONE, Gpus, gpus_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineType:
-    """One size of machine."""
+    """A machine type."""
 
     name: str
     family: str
@@ -29,31 +29,31 @@ class MachineType:
     memory_gib: float
     numa_domains: int
     disk_types: tuple[str, ...]
-    """Supported boot disk types; the first is the one that `auto` means."""
+    """Supported boot disk types; `auto` resolves to the first."""
     has_smt: bool
     """True if a core has two threads, so that threads_per_core has an effect."""
     live_migrates: bool
     compact: bool
-    """True if a compact placement policy may hold it."""
+    """True if it supports compact placement."""
     tier1: bool
-    """True if it may have the higher bandwidth, Tier_1."""
+    """True if it supports Tier_1 bandwidth."""
     has_on_demand: bool = True
     """False if Google sells it only as spot."""
     gpus: Gpus | None = None
-    """None: it has none."""
+    """None for a type without GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
     sizes: tuple[int, ...]
-    """vCPUs."""
+    """Numbers of vCPUs."""
     gib_per_vcpu: dict[str, float]
-    """By the middle word of the name."""
+    """By the middle part of the name, such as highmem."""
     domains: tuple[tuple[int, int], ...]
-    """(vCPUs up to, NUMA domains)."""
+    """Pairs of largest number of vCPUs and NUMA domains."""
     disk_types: tuple[str, ...]
     tier1_from: int | None
-    """vCPUs; None: no Tier_1 at any size."""
+    """Smallest number of vCPUs with Tier_1; None if no size supports it."""
     threads_per_core: int = 2
     live_migrates: bool = True
     compact: bool = True
@@ -94,7 +94,7 @@ _FAMILIES = {
     ),
 }
 
-# vCPUs, GiB of memory, NUMA domains. A GPU machine never migrates.
+# vCPUs, GiB of memory, NUMA domains. GPU machines do not live-migrate.
 _GPU_TYPES = {
     "g2-standard-4": (4, 16, 1),
     "g2-standard-8": (8, 32, 1),
@@ -140,12 +140,12 @@ _WITHOUT_AMX = {
     "c2": "Intel Cascade Lake",
     "n1": "Intel Skylake or older",
     "n2": "Intel Cascade Lake or Ice Lake",
-    "e2": "whichever older processor is free",
+    "e2": "any available older processor",
 }
 
 
 def machine_type(name: str) -> MachineType:
-    """The machine type called `name`. Raises ConfigError with what there is instead."""
+    """Return the machine type `name`. Raises ConfigError that lists the valid ones."""
     family_name, _, rest = name.partition("-")
     if family_name in _WITHOUT_AMX:
         raise ConfigError(
@@ -157,12 +157,12 @@ def machine_type(name: str) -> MachineType:
     family = _FAMILIES.get(family_name)
     if family is None:
         raise ConfigError(
-            f"family {family_name!r} is not known. Use one of: {', '.join(_FAMILY_NAMES)}."
+            f"unknown family {family_name!r}. Use one of: {', '.join(_FAMILY_NAMES)}."
         )
     shape, _, size = rest.partition("-")
     if shape not in family.gib_per_vcpu or size not in {str(vcpus) for vcpus in family.sizes}:
         raise ConfigError(
-            f"there is no such size here. {family_name} has "
+            f"unknown size. Use one of: "
             f"{family_name}-{{{','.join(family.gib_per_vcpu)}}}-"
             f"{{{','.join(str(vcpus) for vcpus in family.sizes)}}}."
         )
@@ -170,7 +170,7 @@ def machine_type(name: str) -> MachineType:
 
 
 def machine_types() -> tuple[MachineType, ...]:
-    """Every machine type that may be asked for."""
+    """Return every supported machine type."""
     on_cpus = (
         _machine(f"{name}-{shape}-{size}", name, family, shape, size)
         for name, family in _FAMILIES.items()
@@ -199,7 +199,7 @@ def _machine(name: str, family_name: str, family: _Family, shape: str, vcpus: in
 def _gpu_machine(name: str, family_name: str) -> MachineType:
     if name not in _GPU_TYPES:
         sizes = ", ".join(each for each in _GPU_TYPES if each.startswith(f"{family_name}-"))
-        raise ConfigError(f"there is no such size here. {family_name} has {sizes}.")
+        raise ConfigError(f"unknown size. Use one of: {sizes}.")
     vcpus, memory_gib, domains = _GPU_TYPES[name]
     return MachineType(
         name=name,

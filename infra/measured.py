@@ -1,4 +1,4 @@
-"""The last measured speed on machines like the ones asked for, from the run folders here."""
+"""Finds the last measured training speed on the same machine type, in local run folders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """How fast a finished run trained."""
+    """Training speed of a finished run."""
 
     run_id: str
     tokens_per_s: float
@@ -26,7 +26,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Summary:
-    """The fields that are read from summary.json."""
+    """The fields of summary.json that are needed."""
 
     status: str
     tokens_per_s: float = checked(low=1e-9, high=1e12)
@@ -39,15 +39,15 @@ class _Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Inventory:
-    """The fields that are read from inventory.json."""
+    """The fields of inventory.json that are needed."""
 
     nodes: tuple[_Node, ...]
 
 
 def last_measured_speed(runs: Path, *, machine_type: str, node_count: int) -> Speed | None:
-    """Return the speed of the newest finished run under `runs` on such a cluster, or None.
+    """Return the speed of the newest finished run on the same machines and node count, or None.
 
-    Newest is the latest written summary.json. A damaged or foreign run counts as none.
+    The newest run has the last modified summary.json. Damaged runs are ignored.
     """
     found = []
     for path in runs.glob("*/summary.json"):

@@ -156,7 +156,7 @@ def test_a_changed_lock_changes_versions_and_removes_what_it_no_longer_has(tmp_p
     write_lock(tmp_path, "alpha==2.0  # train")
     changed = install(*options, cwd=tmp_path)
     assert changed.returncode == 0, changed.stderr
-    assert "removing what the lock no longer has: beta" in changed.stderr
+    assert "removing packages that are not in the lock: beta" in changed.stderr
     assert installed(tmp_path / ".venv") == {"alpha==2.0"}
 
 
@@ -199,7 +199,7 @@ def test_a_cuda_build_is_announced_with_its_size_before_it_is_installed(tmp_path
     # Without a terminal there is no prompt.
     unasked = install_torch(lock, links, cwd=tmp_path)
     assert unasked.returncode == 30
-    assert "not installed unasked. Agree to it: --torch-cuda" in unasked.stderr.splitlines()[-1]
+    assert "needs your confirmation: --torch-cuda" in unasked.stderr.splitlines()[-1]
     assert installed(tmp_path / ".venv") == set()
     done = install_torch(lock, links, "--torch-cuda", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -284,7 +284,7 @@ def write_program(path: Path, body: str) -> Path:
 def test_an_old_python_is_refused_with_what_it_is_and_what_to_do(tmp_path: Path) -> None:
     refused = install("--python", old_python(tmp_path), cwd=tmp_path)
     assert refused.returncode == 30
-    assert "Python 3.11 or newer is needed, found: Python 3.9.2." in refused.stderr
+    assert "Python 3.11 or newer is required, found: Python 3.9.2." in refused.stderr
 
 
 def test_a_python_without_venv_is_told_the_package_that_has_it(tmp_path: Path) -> None:
@@ -297,8 +297,8 @@ def test_another_python_than_the_environments_is_not_ignored(tmp_path: Path) -> 
     write_program(tmp_path / ".venv" / "bin" / "python", 'echo "Python 3.99.0"')
     refused = install("--python", sys.executable, cwd=tmp_path)
     assert refused.returncode == 2
-    assert ".venv was made with Python 3.99.0, --python " in refused.stderr
-    assert "choose another: --venv DIR" in refused.stderr
+    assert ".venv has Python 3.99.0, but --python " in refused.stderr
+    assert "use another folder: --venv DIR" in refused.stderr
 
 
 def test_a_full_disk_is_found_before_anything_is_installed(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_a_full_disk_is_found_before_anything_is_installed(tmp_path: Path) -> No
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
     refused = install(cwd=tmp_path, PATH=path)
     assert refused.returncode == 30
-    assert ".venv has 1 GB free and needs 3 GB" in refused.stderr
+    assert ".venv has 1 GB free, but needs 3 GB" in refused.stderr
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def test_a_full_disk_is_found_before_anything_is_installed(tmp_path: Path) -> No
         (["--nonsense"], "unknown argument '--nonsense'"),
         (["--venv"], "--venv needs a value"),
         (["--lock", "none.lock"], "'none.lock' does not exist"),
-        (["--wheelhouse", "none"], "'none' is no folder"),
+        (["--wheelhouse", "none"], "'none' is not a folder"),
     ],
 )
 def test_a_wrong_argument_is_a_usage_error(arguments: list[str], says: str, tmp_path: Path) -> None:
@@ -365,7 +365,7 @@ def test_a_wheel_that_the_lock_does_not_know_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["alpha", "torch"])
 def test_an_index_that_shadows_a_package_gets_nothing_installed(name: str, tmp_path: Path) -> None:
-    """The same name and version on an index that pip.conf adds: dependency confusion."""
+    """Dependency confusion: the same name and version on an index that pip.conf adds."""
     make_wheel(tmp_path / "ours", name, "1.0")
     lock = write_lock(tmp_path, f"{name}==1.0  # train", f"{name}==1.0+cpu  # train")
     make_wheel(tmp_path / "theirs", name, "1.0", requires=["evil"])
@@ -391,7 +391,7 @@ def test_every_package_of_the_lock_has_hashes_but_for_intels_own() -> None:
     names = {re.split(r"[=\[]", line)[0] for each in lines.values() for line in each}
     hashed = {pin.partition("==")[0] for pin in hashes}
     assert names - hashed == {"oneccl_bind_pt"}
-    # torch's CPU builds: Linux on two processors, for each Python.
+    # torch's CPU builds: Linux on two architectures, for each Python.
     assert len(hashes["torch==2.13.0+cpu"]) == 8
     assert len(hashes["torch==2.8.0+cpu"]) == 6
     assert not set(hashes["torch==2.13.0+cpu"]) & set(hashes["torch==2.13.0"])
@@ -416,7 +416,7 @@ def test_ctrl_c_while_the_environment_is_made_leaves_no_traceback(tmp_path: Path
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert said.splitlines()[-1] == "setup: interrupted; the same command goes on from here"
+    assert said.splitlines()[-1] == "setup: interrupted; run the same command again to resume"
     assert "Traceback" not in said
     again = install(*options, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
@@ -425,7 +425,7 @@ def test_ctrl_c_while_the_environment_is_made_leaves_no_traceback(tmp_path: Path
 
 def test_messages_name_what_make_can_pass(tmp_path: Path) -> None:
     old = install("--from-make", "--python", old_python(tmp_path), cwd=tmp_path)
-    assert "name one: PYTHON=PYTHON" in old.stderr
+    assert "or use: PYTHON=PYTHON" in old.stderr
     make = (ROOT / "Makefile").read_text(encoding="utf-8")
     named = {"PYTHON", "VENV", "TORCH_INDEX", "WHEELHOUSE", "TORCH_CUDA"}
     assert all(f"\n{name} ?=" in make for name in named)
@@ -446,7 +446,7 @@ def test_set_up_says_every_15_s_that_it_is_at_work(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    assert "setup: making .venv: 15 s" in done.stderr
+    assert "setup: creating .venv: 15 s" in done.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to leave files of root's")
@@ -487,11 +487,11 @@ def test_what_sudo_left_behind_is_named_with_its_remedy_and_ones_own_is_not(
     finally:
         shutil.rmtree(reachable)
     if mine:
-        assert "somebody else" not in done.stderr
+        assert "another user" not in done.stderr
         return
     assert done.returncode == 30
-    assert f"may not write in {what}, which somebody else made (with sudo?)" in done.stderr
-    assert f"Take it over: sudo chown -R nobody {what}" in done.stderr
+    assert f"{what}: not writable for " in done.stderr and "another user created it" in done.stderr
+    assert f"Change the owner: sudo chown -R nobody {what}" in done.stderr
 
 
 def test_make_says_the_exit_code_of_what_failed() -> None:

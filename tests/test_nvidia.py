@@ -187,7 +187,7 @@ def test_a_failing_nvidia_smi_here_is_noted_by_commands_that_use_no_gpu(
     env = {**os.environ, "PATH": f"{smi}{os.pathsep}{os.environ['PATH']}"}
     assert main(["plan", "--inventory", "local"], env) == ExitCode.OK
     (note,) = [line for line in capsys.readouterr().err.splitlines() if "nvidia-smi" in line]
-    assert note.startswith(f"note: no GPU is counted here: {words}")
+    assert note.startswith(f"note: GPUs of this machine are ignored: {words}")
     bare = load_cluster("local", env={**os.environ, "PATH": str(tmp_path)})
     assert bare.nvidia is not None and "note" not in bare.headline()
 

@@ -1,4 +1,4 @@
-"""Who the nodes are to Google: a service account of their own, without any right by itself."""
+"""The nodes' service account, which has no permissions by itself."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from infra.gcp.labels import IGNORED, mark
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdentityArgs:
-    """Arguments of an identity."""
+    """Arguments of ClusterIdentity."""
 
     cluster: str
     labels: dict[str, str]
 
 
 class ClusterIdentity(ComponentResource):
-    """The nodes' service account. `ResultsBucket` gives it what it may do there, and no more."""
+    """The nodes' service account. Only `ResultsBucket` grants it permissions."""
 
     email: pulumi.Output[str]
 
     def __init__(self, name: str, args: IdentityArgs, opts: ResourceOptions | None = None) -> None:
-        """Make it under `name`."""
+        """Create the account under `name`."""
         super().__init__("tileforge:infra:ClusterIdentity", name, {}, opts)
         account = serviceaccount.Account(
             f"{args.cluster}-nodes",

@@ -1,4 +1,4 @@
-"""The cluster as the orchestrator wants it: `payload.machines.inventory`, as an output."""
+"""The stack output `inventory`, in the format of `payload.machines.inventory`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from payload.pricing.cluster_cost import Cost
 def inventory_output(
     config: ClusterConfig, cost: Cost, *, nodes: ClusterNodes, results: ResultsBucket
 ) -> Output[dict[str, Any]]:
-    """The stack's output `inventory`.
+    """Return the stack's output `inventory`.
 
-    host_keys are empty: a node makes its keys when it boots and publishes them as guest attributes
-    (namespace `hostkeys`), from where the orchestrator reads them over Google's API.
+    Its host_keys are empty. A node creates its keys at boot and publishes them as guest attributes
+    (namespace `hostkeys`); the orchestrator reads them through Google's API.
     """
     return Output.all(nodes.head_external_address(), bucket_output(results)).apply(
         lambda known: as_plain(
@@ -35,7 +35,7 @@ def inventory_output(
 def inventory_of(
     config: ClusterConfig, cost: Cost, *, head_external_address: str | None, bucket: str | None
 ) -> ClusterInventory:
-    """The inventory by the settings and by what only Google knew."""
+    """Return the inventory from the settings and the values that Google assigned."""
     machine = config.machine()
     direct, os_login = config.access_mode == "direct", config.access_mode == "oslogin"
     return ClusterInventory(
@@ -63,7 +63,7 @@ def inventory_of(
 
 
 def _gpu_fields(machine: MachineType) -> dict[str, Any]:
-    """Return the fields of a node with GPUs; a node without has their defaults."""
+    """Return the GPU fields of a node; empty for a node without GPUs."""
     if machine.gpus is None:
         return {}
     gpu = machine.gpus.gpu
@@ -75,6 +75,6 @@ def _gpu_fields(machine: MachineType) -> dict[str, Any]:
 
 
 def as_plain(inventory: ClusterInventory) -> dict[str, Any]:
-    """Lists and objects, as in inventory.json."""
+    """Return the inventory as plain lists and dictionaries, as in inventory.json."""
     plain: dict[str, Any] = json.loads(inventory.to_json())
     return plain

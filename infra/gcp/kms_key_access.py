@@ -1,4 +1,4 @@
-"""Who may use the operator's own encryption key: service agents that encrypt for the cluster."""
+"""Permissions on the operator's encryption key, for service agents that encrypt for the cluster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from payload.stack.google_name_patterns import KMS_ROLE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyAccessArgs:
-    """Arguments of the key's access rights."""
+    """Arguments of KeyAccess."""
 
     cluster: str
     project: str
@@ -23,27 +23,27 @@ class KeyAccessArgs:
 
 
 class KeyAccess(ComponentResource):
-    """The rights that disks, a bucket and a Filestore instance with `kmsKey` need.
+    """The permissions that disks, a bucket and a Filestore instance with `kmsKey` need.
 
-    Neither the nodes nor the operator use the key: Google's service agents of the project do.
+    Only the project's Google service agents use the key, not the nodes or the operator.
     https://cloud.google.com/compute/docs/disks/customer-managed-encryption,
     https://cloud.google.com/storage/docs/encryption/using-customer-managed-keys and
     https://cloud.google.com/filestore/docs/cmek
     """
 
     def __init__(self, name: str, args: KeyAccessArgs, opts: ResourceOptions | None = None) -> None:
-        """Make them under `name`."""
+        """Create the permissions under `name`."""
         super().__init__("tileforge:infra:KeyAccess", name, {}, opts)
-        asking = pulumi.InvokeOptions(parent=self)
-        number = organizations.get_project_output(project_id=args.project, opts=asking).number
+        invoke = pulumi.InvokeOptions(parent=self)
+        number = organizations.get_project_output(project_id=args.project, opts=invoke).number
         self._grant(
             f"{args.cluster}-key-compute",
             args.kms_key,
             Output.concat("service-", number, "@compute-system.iam.gserviceaccount.com"),
         )
         if args.makes_bucket:
-            # Asking makes this agent; until somebody asks, a project has none.
-            agent = storage.get_project_service_account_output(project=args.project, opts=asking)
+            # Google creates this service agent on the first request for its name.
+            agent = storage.get_project_service_account_output(project=args.project, opts=invoke)
             self._grant(f"{args.cluster}-key-storage", args.kms_key, agent.email_address)
         if args.makes_filestore:
             self._grant(
@@ -54,8 +54,8 @@ class KeyAccess(ComponentResource):
         self.register_outputs({"kms_key": args.kms_key})
 
     def _grant(self, name: str, kms_key: str, email: Output[str]) -> None:
-        # Kept: the bucket outlives the cluster, and without the right nobody could read it; and
-        # other clusters of the project may use the same key.
+        # Retained, because the bucket outlives the cluster and would be unreadable without it, and
+        # because other clusters of the project can use the same key.
         kms.CryptoKeyIAMMember(
             name,
             crypto_key_id=kms_key,

@@ -1,4 +1,4 @@
-"""Labels by which everything that costs can be found, and its end known."""
+"""Labels that identify billed resources and their expiry."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from payload.stack.resource_labels import CLUSTER_LABEL, EXPIRES_LABEL
 _UNIX_S = re.compile(r"[0-9]{1,11}")
 
 IGNORED = ("description",)
-"""For `ignore_changes`, wherever the description is a `mark`."""
+"""For `ignore_changes` of resources with a `mark` as description."""
 
 
 def program_identity(root: Path, cluster: str) -> str:
-    """Return the identity of the cluster that the stack builds; a preview makes none to keep.
+    """Return the identity of the stack's cluster; a preview does not store a new one.
 
-    `root` is the project's folder. Raises ConfigError, also where the folder's file alone says the
-    identity: what is built would prove that its other resources are this user's.
+    `root` is the project's folder. Raises ConfigError, also if only the folder's file has the
+    identity, because building with it would claim existing resources as this user's.
     """
     is_preview = pulumi.runtime.is_dry_run()
     recorded, is_proven = recorded_cluster_identity(root, cluster)
     if not is_preview and recorded is not None and not is_proven:
         raise ConfigError(
-            f".cluster/{cluster}/identity.json: nothing shows that you have written it, as in a "
-            "clone, or after an older version. If the cluster is yours, run tileforge up "
-            "--dry-run and type the cluster's name."
+            f".cluster/{cluster}/identity.json: not proven to be yours; it can be from a clone or "
+            "an older version. If the cluster is yours, run tileforge up --dry-run and type the "
+            "cluster's name."
         )
     return settle_cluster_identity(root, cluster, stack=pulumi.get_stack(), writes=not is_preview)
 
@@ -43,17 +43,17 @@ def program_identity(root: Path, cluster: str) -> str:
 def cluster_labels(
     *, cluster: str, identity: str, expires_unix: int, extra: dict[str, str]
 ) -> dict[str, str]:
-    """Labels of a resource that costs or can leak."""
+    """Return the labels for a resource that is billed or can be left over."""
     own = {CLUSTER_LABEL: cluster, IDENTITY_LABEL: identity, EXPIRES_LABEL: str(expires_unix)}
     own["managed-by"] = "pulumi"
     return extra | own
 
 
 def mark(labels: dict[str, str], text: str = "") -> str:
-    """The description of what cannot have labels: `text`, then the same three of them.
+    """Return a description with `text` and the labels, for a resource that cannot have labels.
 
-    Some kinds are rebuilt, network and machines with them, when their description changes, and
-    the expiry is another one each time that the program runs: so IGNORED goes with it.
+    Use it with IGNORED. The expiry differs on each run, and a changed description would replace
+    some resources, such as the network with all machines.
     """
     own = " ".join(
         f"{name}={labels[name]}" for name in (CLUSTER_LABEL, IDENTITY_LABEL, EXPIRES_LABEL)
@@ -62,9 +62,9 @@ def mark(labels: dict[str, str], text: str = "") -> str:
 
 
 def last_expiry(labels: Sequence[dict[str, str] | None]) -> str:
-    """Return when the last of the machines with these labels has ended: ISO 8601, UTC.
+    """Return the latest expiry of machines with these labels: ISO 8601, UTC.
 
-    What was changed by hand to something else than Unix seconds counts as ended.
+    A label that was changed by hand to an invalid value counts as expired.
     """
     texts = [str((found or {}).get(EXPIRES_LABEL)) for found in labels]
     latest = max((int(text) for text in texts if _UNIX_S.fullmatch(text)), default=0)

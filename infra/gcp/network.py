@@ -1,4 +1,4 @@
-"""The cluster's own network: closed to the internet but for SSH, open between its own nodes."""
+"""The cluster's network: from the internet only SSH is allowed; nodes can reach each other."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from payload.stack.stack_settings import MTU
 
 NFS_PORT = "2049"
 
-# ssh; where ranks meet; the kernel's own range, which gloo and mpirun take their ports from.
+# SSH; the ranks' rendezvous; the kernel's ephemeral ports, which gloo and mpirun use.
 NODE_PORTS = ("22", f"{RANK_PORTS[0]}-{RANK_PORTS[-1]}", "32768-60999")
 _EVERYWHERE = "0.0.0.0/0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkArgs:
-    """Arguments of a network."""
+    """Arguments of ClusterNetwork."""
 
     cluster: str
     region: str
@@ -33,31 +33,31 @@ class NetworkArgs:
     flow_logs: bool
     nat: bool
     ssh_source: str
-    """Address range that SSH may come from."""
+    """Address range from which SSH is allowed."""
     ssh_to: str | None
-    """The only address that SSH may reach; None where no other is reachable from the source."""
+    """The only address to which SSH is allowed; None if the source can only reach the head."""
     shared_storage: str
-    """`nfs`: nodes reach the head's server; `filestore`: they reach FILESTORE_RANGE; or `none`."""
+    """`nfs` opens the head's NFS port, `filestore` opens FILESTORE_RANGE; or `none`."""
     node_account: Input[str]
-    """E-mail of the nodes' service account: firewall rules are for nodes that run as it."""
+    """E-mail address of the nodes' service account, to which firewall rules apply."""
     labels: dict[str, str]
 
 
 class ClusterNetwork(ComponentResource):
-    """VPC, subnet, firewall, and either a router with NAT or a DNS zone for Google's APIs."""
+    """VPC, subnet and firewall, with either NAT or a DNS zone for Google's APIs."""
 
     subnetwork_id: pulumi.Output[str]
     network_name: pulumi.Output[str]
 
     def __init__(self, name: str, args: NetworkArgs, opts: ResourceOptions | None = None) -> None:
-        """Make them under `name`."""
+        """Create the resources under `name`."""
         super().__init__("tileforge:infra:ClusterNetwork", name, {}, opts)
         self._args = args
-        # Google changes the MTU only while nothing in the network runs. So another MTU is another
-        # network, of another name: it is made first, what uses it follows, the old one goes last.
+        # Google only changes the MTU of a network without running machines. So a new MTU means a
+        # new network of another name: Pulumi creates it first and deletes the old one last.
         self._suffix = "" if args.mtu == MTU else f"-{args.mtu}"
         self._child = ResourceOptions(parent=self, ignore_changes=list(IGNORED))
-        # Their names stay, so the old rule goes before the new network's is made.
+        # Rules keep their names, so the old rule must be deleted before the new one is created.
         self._rule = ResourceOptions.merge(self._child, ResourceOptions(delete_before_replace=True))
         network = compute.Network(
             f"{args.cluster}-network",
@@ -123,7 +123,7 @@ class ClusterNetwork(ComponentResource):
         )
 
     def _restricted_apis(self, network: compute.Network) -> None:
-        """Make every name of Google's APIs lead to RESTRICTED, as the page named above has it."""
+        """Resolve all names of Google's APIs to RESTRICTED, as its documentation describes."""
         zone = dns.ManagedZone(
             f"{self._args.cluster}-googleapis",
             name=f"{self._args.cluster}-googleapis",
@@ -182,8 +182,8 @@ class ClusterNetwork(ComponentResource):
         )
 
     def _egress(self, network: compute.Network) -> None:
-        # 443: package indexes and Google's APIs, without NAT the APIs alone; 80: Ubuntu's mirrors,
-        # whose packages are signed.
+        # Port 443 is for package indexes and Google's APIs (without NAT, only the APIs). Port 80 is
+        # for Ubuntu's mirrors, whose packages are signed.
         to, ports = (_EVERYWHERE, ["80", "443"]) if self._args.nat else (RESTRICTED, ["443"])
         self._allow_egress(
             network, "web", [to], [compute.FirewallAllowArgs(protocol="tcp", ports=ports)]
@@ -226,7 +226,7 @@ class ClusterNetwork(ComponentResource):
         )
 
     def _log(self) -> compute.FirewallLogConfigArgs | None:
-        """Log each connection that came in from outside, and each that was denied."""
+        """Return the config that logs connections from outside and denied connections."""
         if not self._args.flow_logs:
             return None
         return compute.FirewallLogConfigArgs(metadata="INCLUDE_ALL_METADATA")

@@ -1,4 +1,4 @@
-"""How large and how dear a stack is, from its resources alone. Pure."""
+"""Number of nodes and cost of a stack, computed from its resources. Pure."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ _FILESTORE = "gcp:filestore/instance:Instance"
 
 
 def number_of_nodes(resources: Sequence[Resource]) -> int:
-    """How many machines there are."""
+    """Return the number of machines."""
     return len(_instances(resources))
 
 
-def too_dear(resources: Sequence[Resource], *, most_usd: float) -> Iterator[str]:
-    """Why the machines, disks and shared folders may cost over `most_usd` dollars an hour."""
+def cost_problems(resources: Sequence[Resource], *, most_usd: float) -> Iterator[str]:
+    """Yield why machines, disks and Filestore can cost over `most_usd` dollars per hour."""
     folders = [found for found in resources if str(found["type"]) == _FILESTORE]
     prices = {str(found["name"]): _price(found) for found in _instances(resources)}
     prices |= {str(found["name"]): _filestore_price(found) for found in folders}
     unknown = sorted(name for name, price in prices.items() if price is None)
     if unknown:
-        yield f"no price is known of {', '.join(unknown)}, so ${most_usd:g} an hour cannot be kept"
+        yield f"{', '.join(unknown)}: unknown price, so the limit of ${most_usd:g}/h is unchecked"
     total = sum(price or 0.0 for price in prices.values())
     if total > most_usd:
         what = "machines, disks and Filestore" if folders else "machines and disks"
-        yield f"{what} cost ${total:.2f} an hour, and at most ${most_usd:g} are allowed"
+        yield f"{what} cost ${total:.2f} per hour, more than the limit of ${most_usd:g}"
 
 
 def _instances(resources: Sequence[Resource]) -> list[Resource]:

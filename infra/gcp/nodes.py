@@ -1,4 +1,4 @@
-"""The machines: plain instances, each with its disk, ended by Google when their time is up."""
+"""The machines: plain instances with boot disks, which Google deletes at their lifetime limit."""
 
 from __future__ import annotations
 
@@ -15,63 +15,62 @@ from infra.gcp.scheduling import scheduling
 from infra.node_addresses import node_address, node_name
 from payload.stack.resource_labels import EXPIRES_LABEL
 
-# A change of these rebuilds the nodes. In place, Google would stop a machine, which sets the
-# clock of its run time back, and cloud-init would not run again.
-_MAKES_ANEW = (
+# A change of these settings rebuilds the nodes. An update in place would stop the machine, which
+# resets its run time, and cloud-init would not run again.
+_REBUILDS = (
     *("machine_type", "spot", "max_lifetime", "disk_type", "disk_gb", "head_disk_gb", "image"),
     *("threads_per_core", "tier1", "confidential", "kms_key", "mtu"),
 )
-# Left as they are on a machine that is up; one that is built anew gets the program's own values.
-_LEFT_ALONE = (
-    # A person's: disks that were attached, network tags, a boot disk that was enlarged or labelled.
-    # Labels of the machine need no mention: the provider manages only those that it is given.
+# Not changed on an existing machine; a rebuilt machine gets the program's values.
+_IGNORED_CHANGES = (
+    # Made by people: attached disks, network tags, a resized or labelled boot disk. Labels of the
+    # machine are not listed, because the provider manages only its own.
     *("attachedDisks", "tags"),
     *("bootDisk.initializeParams.size", "bootDisk.initializeParams.labels"),
-    # The console's SSH button writes them (cluster-toolkit, pull request 316).
+    # Written by the console's SSH button (cluster-toolkit, pull request 316).
     'metadata["ssh-keys"]',
-    # The time of the machine's own start; the program knows only of now.
+    # Depends on the machine's start time; the program only has the current time.
     f'labels["{EXPIRES_LABEL}"]',
-    # Of a change from one node to several, or back: the head keeps its place, and its disk.
+    # When one node becomes several, or back, the head keeps its placement and its disk.
     *("resourcePolicies", "scheduling.onHostMaintenance"),
 )
-# A3 and A2 Ultra come with local SSDs that nobody asks for.
-_LEFT_ALONE_WITH_GPUS = ("scratchDisks",)
-# Of a hyperdisk-balanced disk without surcharge; one that does not ask gets more and pays for it.
+# A3 and A2 Ultra always have local SSDs.
+_IGNORED_CHANGES_WITH_GPUS = ("scratchDisks",)
+# Free performance of a hyperdisk-balanced disk. Google's default is higher, at a surcharge.
 FREE_IOPS, FREE_MIB_PER_S = 3_000, 140
 _BUCKET_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesArgs:
-    """Arguments of the nodes."""
+    """Arguments of ClusterNodes."""
 
     config: ClusterConfig
     user_data: str
     boots_alike: tuple[str, str]
-    """The parts of it that the head and a worker depend on: `bootstrap_values.boots_alike`."""
+    """User-data that triggers a rebuild of head and worker: `bootstrap_values.boots_alike`."""
     kept_metadata: tuple[str, ...]
-    """Keys of metadata that people have added to machines."""
+    """Keys of metadata that people added to machines."""
     shared_source: Input[str] | None
-    """SERVER:/PATH of the folder that all nodes mount, where only Google knows it."""
+    """SERVER:/PATH of the folder that all nodes mount, if Google assigns it."""
     labels: dict[str, str]
     subnetwork: Input[str]
     service_account: Input[str]
     after: tuple[Resource, ...]
-    """Resources that a node depends on from its boot to its removal: it installs packages through
-    NAT and the firewall."""
+    """Resources that a node needs until its removal, such as NAT and firewall for packages."""
 
 
 class ClusterNodes(ComponentResource):
-    """All nodes, and the policy that places them close together."""
+    """All nodes, and their compact placement policy."""
 
     instances: list[compute.Instance]
-    """In the inventory's order; the first is the head."""
+    """Instances in the inventory's order; the first is the head."""
 
     def __init__(self, name: str, args: NodesArgs, opts: ResourceOptions | None = None) -> None:
-        """Make them under `name`."""
+        """Create the resources under `name`."""
         super().__init__("tileforge:infra:ClusterNodes", name, {}, opts)
         self._args = args
-        # Also for one node alone: a head that was placed among others keeps the policy.
+        # Also for a single node, because a head that was part of a larger cluster keeps the policy.
         placement = self._placement() if args.config.has_placement() else None
         self.instances = [
             self._instance(
@@ -86,13 +85,13 @@ class ClusterNodes(ComponentResource):
         )
 
     def head_external_address(self) -> Output[str | None]:
-        """The head's address on the internet; None where it has none."""
+        """Return the head's external address, or None."""
         if self._args.config.access_mode != "direct":
             return Output.from_input(None)
         return self.instances[0].network_interfaces.apply(_external_address)
 
     def labels(self) -> Output[list[dict[str, str] | None]]:
-        """Each instance's labels as they are recorded, the time of its end among them."""
+        """Return each instance's recorded labels, including its expiry."""
         return Output.all(*(instance.labels for instance in self.instances))
 
     def _placement(self) -> compute.ResourcePolicy:
@@ -152,9 +151,9 @@ class ClusterNodes(ComponentResource):
                 delete_before_replace=True,
                 replacement_trigger=trigger,
                 ignore_changes=[
-                    *_LEFT_ALONE,
+                    *_IGNORED_CHANGES,
                     *(f'metadata["{key}"]' for key in self._args.kept_metadata),
-                    *(_LEFT_ALONE_WITH_GPUS if config.machine().gpus else ()),
+                    *(_IGNORED_CHANGES_WITH_GPUS if config.machine().gpus else ()),
                 ],
             ),
         )
@@ -176,7 +175,7 @@ class ClusterNodes(ComponentResource):
         )
 
     def _interface(self, index: int) -> compute.InstanceNetworkInterfaceArgs:
-        # The head alone, and with direct access alone, has an address on the internet.
+        # Only the head has an external address, and only with direct access.
         external = self._args.config.access_mode == "direct" and index == 0
         return compute.InstanceNetworkInterfaceArgs(
             subnetwork=self._args.subnetwork,
@@ -197,18 +196,18 @@ class ClusterNodes(ComponentResource):
         return {
             **shared,
             "user-data": self._args.user_data,
-            # Said outright: else a setting of the project decides who may log in.
+            # Set explicitly, so that the project's setting does not decide who can log in.
             "enable-oslogin": "TRUE" if os_login else "FALSE",
             "block-project-ssh-keys": "TRUE",
             "serial-port-enable": "FALSE",
-            # Where a node publishes its host keys.
+            # Nodes publish their host keys as guest attributes.
             "enable-guest-attributes": "TRUE",
         }
 
 
 def replacement_trigger(config: ClusterConfig, user_data: str) -> str:
-    """Digest that changes when the nodes have to be rebuilt."""
-    values = [user_data, *(str(getattr(config, name)) for name in _MAKES_ANEW)]
+    """Return a digest that changes if the nodes must be rebuilt."""
+    values = [user_data, *(str(getattr(config, name)) for name in _REBUILDS)]
     values.append(str(config.has_placement()))
     return hashlib.sha256("\0".join(values).encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""When Google may stop a machine, and what happens then. Pure."""
+"""Google's scheduling options of a machine: spot, lifetime limit and host maintenance. Pure."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from infra.config import ClusterConfig
 
 
 def scheduling(config: ClusterConfig) -> compute.InstanceSchedulingArgs:
-    """The same for every node of the cluster.
+    """Return the scheduling options, which are the same for every node.
 
-    - Every machine has a limit of its run time, and is deleted at it: on demand, a termination
-      action is allowed with such a limit only (cluster-toolkit, pull request 4435).
-    - No restart by itself: it would set the limit's clock back.
-    - Spot means preemptible, ended at maintenance, and an action that is named; unnamed, the state
-      flaps (cloud-foundation-fabric, pull request 778).
-    - Compact placement, TDX and H3 do not migrate (cluster-toolkit, vm-instance/main.tf). Host
-      maintenance stops them, and they keep their disks; `up` offers to start them.
-    - No `desired_status`: any `pulumi up` would start a machine that a person stopped on purpose.
+    - Every machine is deleted at a run time limit. On-demand machines can only have a termination
+      action together with such a limit (cluster-toolkit, pull request 4435).
+    - No automatic restart, because it would reset the run time.
+    - Spot machines must be preemptible, terminate at maintenance, and name a termination action;
+      otherwise Pulumi reports a change each time (cloud-foundation-fabric, pull request 778).
+    - Machines with compact placement or TDX, and H3, do not live-migrate (cluster-toolkit,
+      vm-instance/main.tf). Host maintenance stops them, and they keep their disks; `up` offers to
+      start them.
+    - No `desired_status`: every `pulumi up` would start machines that people stopped on purpose.
     """
     spot = config.uses_spot()
     stays = config.machine().live_migrates and not (

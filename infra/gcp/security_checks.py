@@ -1,4 +1,4 @@
-"""The security rules' checks of one resource: pure functions over plain inputs."""
+"""Checks of the security rules: pure functions over plain resource inputs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from payload.stack.google_name_patterns import KMS_ROLE
 from payload.stack.resource_labels import CLUSTER_LABEL, EXPIRES_LABEL
 
 Resource = Mapping[str, Any]
-"""`type`, `name` and `inputs`, by Pulumi's names."""
+"""A dictionary with `type`, `name` and `inputs`, with Pulumi's names."""
 
 NOT_KNOWN = "(known after up)"
-"""In place of a value that Google decides, in a preview."""
+"""Placeholder in a preview for a value that Google assigns."""
 _BUCKET_ROLE = "roles/storage.objectUser"
-# Google's own identities of a project, which nobody else can act as.
+# Google's service agents of a project, which no user can impersonate.
 _SERVICE_AGENT = re.compile(
     r"serviceAccount:service-[0-9]+@(compute-system|gs-project-accounts|cloud-filer)"
     r"\.iam\.gserviceaccount\.com"
 )
 _EVERYONE = frozenset({"allUsers", "allAuthenticatedUsers"})
-# What recommendation 3.8 of the CIS benchmark asks for.
+# Required by recommendation 3.8 of the CIS benchmark.
 _FLOW_LOGS = {
     "aggregationInterval": "INTERVAL_5_SEC",
     "flowSampling": 1,
@@ -42,7 +42,7 @@ def default_network(resource: Resource) -> Iterator[str]:
     for interface in inputs.get("networkInterfaces") or []:
         named += [interface.get("network"), interface.get("subnetwork")]
         if not interface.get("subnetwork"):
-            yield "an interface names no subnetwork, so it is in the default network"
+            yield "an interface has no subnetwork, so it is in the default network"
     if any(str(name).rpartition("/")[2] == "default" for name in named if name):
         yield "is in the default network"
 
@@ -50,7 +50,7 @@ def default_network(resource: Resource) -> Iterator[str]:
 def automatic_subnets(resource: Resource) -> Iterator[str]:
     """For the rule custom-subnets."""
     if resource["inputs"].get("autoCreateSubnetworks") is not False:
-        yield "makes subnets by itself; set autoCreateSubnetworks to false"
+        yield "creates subnets automatically; set autoCreateSubnetworks to false"
 
 
 def ssh_from_internet(resource: Resource) -> Iterator[str]:
@@ -58,20 +58,20 @@ def ssh_from_internet(resource: Resource) -> Iterator[str]:
     for source in _sources_into(resource, 22):
         network = _network(source)
         if source != IAP_RANGE and network and network.num_addresses > 256:
-            yield f"lets SSH in from {source}"
+            yield f"allows SSH from {source}"
 
 
 def ssh_not_from_proxy(resource: Resource) -> Iterator[str]:
     """For the rule proxy-only."""
     for source in _sources_into(resource, 22):
         if source != IAP_RANGE:
-            yield f"lets SSH in from {source}, past Google's proxy"
+            yield f"allows SSH from {source}, bypassing Google's proxy"
 
 
 def rdp(resource: Resource) -> Iterator[str]:
     """For the rule no-rdp."""
     for source in _sources_into(resource, 3389):
-        yield f"lets RDP in from {source}"
+        yield f"allows RDP from {source}"
 
 
 def flow_logs(resource: Resource) -> Iterator[str]:
@@ -80,9 +80,9 @@ def flow_logs(resource: Resource) -> Iterator[str]:
     if not logs:
         yield "logs no flows"
         return
-    for key, wanted in _FLOW_LOGS.items():
-        if logs.get(key) != wanted:
-            yield f"logs flows with {key} {logs.get(key)!r}, not {wanted!r}"
+    for key, expected in _FLOW_LOGS.items():
+        if logs.get(key) != expected:
+            yield f"logs flows with {key} {logs.get(key)!r}, not {expected!r}"
 
 
 def wide_ingress(resource: Resource) -> Iterator[str]:
@@ -94,13 +94,13 @@ def wide_ingress(resource: Resource) -> Iterator[str]:
     if any(network and network.prefixlen == 0 for network in networks):
         yield "is open to the whole internet"
     if not any(inputs.get(key) for key in ("sourceRanges", "sourceServiceAccounts", "sourceTags")):
-        yield "names no source, which means everywhere"
+        yield "has no source, which means any address"
     for allow in inputs["allows"]:
         protocol = _protocol(allow)
         if protocol not in ("tcp", "udp", "icmp"):
-            yield f"lets protocol {protocol} in"
+            yield f"allows incoming protocol {protocol}"
         elif protocol != "icmp" and _is_all_ports(allow):
-            yield f"lets all ports of {protocol} in"
+            yield f"allows all incoming ports of {protocol}"
 
 
 def wide_egress(resource: Resource) -> Iterator[str]:
@@ -115,11 +115,11 @@ def wide_egress(resource: Resource) -> Iterator[str]:
     for allow in inputs["allows"]:
         ports, protocol = set(allow.get("ports") or ["all"]), _protocol(allow)
         if protocol != "tcp" or not ports <= _WEB_PORTS:
-            yield f"lets {protocol} {', '.join(sorted(ports))} out to {', '.join(ranges)}"
+            yield f"allows {protocol} {', '.join(sorted(ports))} to {', '.join(ranges)}"
 
 
 def egress_not_denied(resources: Sequence[Resource]) -> Iterator[str]:
-    """Networks from which everything may leave, since no rule denies it."""
+    """Yield networks without a rule that denies egress."""
     firewalls = [found["inputs"] for found in resources]
     closed = {
         inputs.get("network")
@@ -145,17 +145,17 @@ def open_without_nat(resources: Sequence[Resource]) -> Iterator[str]:
             ranges = found["inputs"].get("destinationRanges") or ["0.0.0.0/0"]
             wide = [text for text in map(str, ranges) if not _is_closed(_network(text))]
             if wide:
-                yield f"{found['name']}: without NAT it lets out to {', '.join(wide)}"
+                yield f"{found['name']}: allows egress to {', '.join(wide)} without NAT"
     zones = [found["inputs"] for found in resources if _kind(found) == "ManagedZone"]
     if not any(
         zone.get("dnsName") == "googleapis.com." and zone.get("visibility") == "private"
         for zone in zones
     ):
-        yield "without NAT no private DNS zone leads googleapis.com to restricted.googleapis.com"
+        yield "no private DNS zone maps googleapis.com to restricted.googleapis.com without NAT"
 
 
 def _is_closed(network: ipaddress.IPv4Network | ipaddress.IPv6Network | None) -> bool:
-    """Return True for a private range, restricted.googleapis.com, or one not known yet."""
+    """Return whether the range is private, restricted.googleapis.com, or not yet known."""
     restricted = ipaddress.IPv4Network(RESTRICTED)
     if isinstance(network, ipaddress.IPv4Network) and network.subnet_of(restricted):
         return True
@@ -179,7 +179,7 @@ def full_scope(resource: Resource) -> Iterator[str]:
     """For the rule narrow-scope."""
     for scope in (resource["inputs"].get("serviceAccount") or {}).get("scopes") or []:
         if scope.rpartition("/")[2] in ("cloud-platform", "cloud-platform.read-only", "compute"):
-            yield f"has tokens of scope {scope}"
+            yield f"has access tokens of scope {scope}"
 
 
 def roles(resource: Resource) -> Iterator[str]:
@@ -189,27 +189,27 @@ def roles(resource: Resource) -> Iterator[str]:
     if (_kind(resource), role) == ("CryptoKeyIAMMember", KMS_ROLE):
         member = inputs.get("member")
         if member != NOT_KNOWN and not _SERVICE_AGENT.fullmatch(str(member)):
-            yield f"gives {role} to {member}, which is no service agent"
+            yield f"grants {role} to {member}, which is not a service agent"
     elif (_kind(resource), role) != ("BucketIAMMember", _BUCKET_ROLE):
-        yield f"gives {role or 'a whole policy'} by {kind_of(str(resource['type']))}"
+        yield f"grants {role or 'a whole policy'} with {kind_of(str(resource['type']))}"
     elif not _is_of_runs((inputs.get("condition") or {}).get("expression")):
-        yield f"gives {role} to every object of the bucket, not to runs/ alone"
+        yield f"grants {role} on every object of the bucket, not only runs/"
     for member in [inputs.get("member"), *(inputs.get("members") or [])]:
         if member in _EVERYONE:
-            yield f"gives {role} to {member}"
+            yield f"grants {role} to {member}"
 
 
 def _is_of_runs(expression: Any) -> bool:
     return expression == NOT_KNOWN or "/objects/runs/" in str(expression)
 
 
-def metadata_is(key: str, wanted: str) -> Callable[[Resource], Iterator[str]]:
-    """A check that the machine's metadata has `key` with this value."""
+def metadata_is(key: str, expected: str) -> Callable[[Resource], Iterator[str]]:
+    """Return a check that the machine's metadata has the expected value of `key`."""
 
     def check(resource: Resource) -> Iterator[str]:
         value = (resource["inputs"].get("metadata") or {}).get(key)
-        if str(value).upper() != wanted:
-            yield f"metadata {key} is {value!r}, not {wanted}"
+        if str(value).upper() != expected:
+            yield f"metadata {key} is {value!r}, not {expected}"
 
     return check
 
@@ -217,7 +217,7 @@ def metadata_is(key: str, wanted: str) -> Callable[[Resource], Iterator[str]]:
 def forwarding(resource: Resource) -> Iterator[str]:
     """For the rule no-forwarding."""
     if resource["inputs"].get("canIpForward"):
-        yield "forwards packets of others"
+        yield "forwards packets of other machines"
 
 
 def plain_disk_keys(resource: Resource) -> Iterator[str]:
@@ -227,7 +227,7 @@ def plain_disk_keys(resource: Resource) -> Iterator[str]:
     for disk in disks:
         for key in ("diskEncryptionKeyRaw", "diskEncryptionKeyRsa"):
             if disk.get(key):
-                yield f"has {key} as text"
+                yield f"has {key} in plain text"
 
 
 def shielded(resource: Resource) -> Iterator[str]:
@@ -242,7 +242,7 @@ def public_address(resource: Resource) -> Iterator[str]:
     """For the rule no-public-address."""
     for interface in resource["inputs"].get("networkInterfaces") or []:
         if interface.get("accessConfigs") or interface.get("ipv6AccessConfigs"):
-            yield "has an address on the internet"
+            yield "has an external address"
 
 
 def confidential(resource: Resource) -> Iterator[str]:
@@ -251,22 +251,22 @@ def confidential(resource: Resource) -> Iterator[str]:
     if not settings:
         return
     if settings.get("confidentialInstanceType") != "TDX":
-        yield f"is confidential by {settings.get('confidentialInstanceType')}, not by TDX"
+        yield f"is confidential with {settings.get('confidentialInstanceType')}, not TDX"
     if (resource["inputs"].get("scheduling") or {}).get("onHostMaintenance") != "TERMINATE":
-        yield "is confidential, and would be moved at host maintenance"
+        yield "is confidential, but would live-migrate at host maintenance"
 
 
 def pinned_image(resource: Resource) -> Iterator[str]:
     """For the rule pinned-image."""
     parameters = (resource["inputs"].get("bootDisk") or {}).get("initializeParams") or {}
     if not _NAMED_IMAGE.fullmatch(str(parameters.get("image"))):
-        yield f"boots {parameters.get('image')}, which is no named image"
+        yield f"boots {parameters.get('image')}, which is not a named image"
 
 
 def private_bucket(resource: Resource) -> Iterator[str]:
     """For the rule private-bucket."""
     if resource["inputs"].get("uniformBucketLevelAccess") is not True:
-        yield "has access by object; set uniformBucketLevelAccess"
+        yield "has per-object access control; set uniformBucketLevelAccess"
     if resource["inputs"].get("publicAccessPrevention") != "enforced":
         yield "can be made public; set publicAccessPrevention to enforced"
 
@@ -276,13 +276,13 @@ def private_filestore(resource: Resource) -> Iterator[str]:
     inputs = resource["inputs"]
     options = (inputs.get("fileShares") or {}).get("nfsExportOptions") or []
     if not options:
-        yield "is exported to its whole network; set nfsExportOptions"
+        yield "is exported to the whole network; set nfsExportOptions"
     for option in options:
         ranges = option.get("ipRanges") or ["0.0.0.0/0"]
         if any(ipaddress.ip_network(each).num_addresses > 1 for each in ranges):
-            yield f"is exported to more than single addresses: {', '.join(ranges)}"
+            yield f"is exported to address ranges: {', '.join(ranges)}"
         if option.get("squashMode") != "ROOT_SQUASH" and len(ranges) > 1:
-            yield "lets root of several machines be root; set squashMode to ROOT_SQUASH"
+            yield "allows root access from several machines; set squashMode to ROOT_SQUASH"
 
 
 def recoverable_bucket(resource: Resource) -> Iterator[str]:
@@ -290,26 +290,26 @@ def recoverable_bucket(resource: Resource) -> Iterator[str]:
     inputs = resource["inputs"]
     kept_s = (inputs.get("softDeletePolicy") or {}).get("retentionDurationSeconds")
     if kept_s != NOT_KNOWN and (not isinstance(kept_s, (int, float)) or kept_s < _WEEK_S):
-        yield "keeps nothing for a week of what is deleted; set softDeletePolicy"
+        yield "does not keep deleted objects for a week; set softDeletePolicy"
     if (inputs.get("versioning") or {}).get("enabled"):
-        yield "has object versions, which a node may delete and which are billed twice as long"
+        yield "has object versions, which nodes can delete and which are billed twice as long"
 
 
 def secrets(resource: Resource) -> Iterator[str]:
     """For the rule no-secrets."""
     if "PRIVATE KEY" in json.dumps(resource["inputs"], default=str):
-        yield "holds a private key"
+        yield "contains a private key"
 
 
 def limited_life(resource: Resource) -> Iterator[str]:
     """For the rule limited-life."""
     scheduling = resource["inputs"].get("scheduling") or {}
     if not (scheduling.get("maxRunDuration") or {}).get("seconds"):
-        yield "has no limit of its run time"
+        yield "has no run time limit"
     if scheduling.get("instanceTerminationAction") != "DELETE":
         yield "is not deleted at its limit or when preempted"
     if scheduling.get("automaticRestart") is not False:
-        yield "restarts by itself, which sets the clock of its run time back"
+        yield "restarts automatically, which resets its run time"
 
 
 def disk_goes_too(resource: Resource) -> Iterator[str]:
@@ -336,7 +336,7 @@ def _kind(resource: Resource) -> str:
 
 
 def kind_of(resource_type: str) -> str:
-    """Return the last word of a resource's type; a Filestore instance is no Instance."""
+    """Return the last part of a resource's type; Filestore instances are called `Filestore`."""
     is_filestore = resource_type.startswith("gcp:filestore/")
     return "Filestore" if is_filestore else resource_type.rpartition(":")[2]
 
@@ -352,7 +352,7 @@ def _ranges(inputs: Mapping[str, Any]) -> list[str]:
 
 
 def _sources_into(resource: Resource, port: int) -> Iterator[str]:
-    """Address ranges from which this TCP port is open."""
+    """Yield the address ranges from which this TCP port is open."""
     if not _is_allow(resource, "INGRESS"):
         return
     for allow in resource["inputs"]["allows"]:
@@ -373,7 +373,7 @@ def _protocol(entry: Mapping[str, Any]) -> str:
 
 
 def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
-    """The address range, or None for what is no range or not known yet."""
+    """Return the address range, or None if it is not a range or not yet known."""
     try:
         return ipaddress.ip_network(text, strict=False)
     except ValueError:

@@ -1,7 +1,7 @@
-"""The security rules, once: for the policy pack, for the tests and for docs/security.md.
+"""The security rules, for the policy pack, the tests and docs/security.md.
 
-A rule looks at plain resources, as Pulumi records them, and says what is wrong. Numbers are of
-the CIS Google Cloud Foundations Benchmark 4.0.0, checkov and Trivy.
+A rule checks plain resources, as Pulumi records them, and yields problems. Numbers refer to the
+CIS Google Cloud Foundations Benchmark 4.0.0, checkov and Trivy.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from infra.gcp.security_checks import Resource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One thing that has to hold."""
+    """One security rule."""
 
     name: str
     holds: str
-    """In words."""
+    """The requirement as a sentence."""
     types: tuple[str, ...]
-    """Last words of the resource types that it looks at, as patterns."""
+    """Patterns for the last part of the resource types to check."""
     problems: Callable[[Resource], Iterator[str]] | None = None
     """Yields the problems of one resource."""
     stack_problems: Callable[[Sequence[Resource]], Iterator[str]] | None = None
-    """Yields the problems of all of them together."""
+    """Yields the problems of all resources together."""
     cis: str = ""
     tools: str = ""
-    """Other scanners' names for it."""
+    """Names of this rule in other scanners."""
     level: Literal["mandatory", "advisory"] = "mandatory"
-    """Advisory where one of the access modes goes another way, and docs/security.md says why."""
+    """Advisory if an access mode does not follow the rule, for a reason in docs/security.md."""
 
 
 RULES = (
@@ -40,7 +40,7 @@ RULES = (
         name="own-network",
         cis="3.1",
         tools="CKV_GCP_27, CKV2_GCP_18, GCP-0010, GCP-0073",
-        holds="nothing is in the default network",
+        holds="no resource is in the default network",
         types=("Network", "Subnetwork", "Firewall", "Router", "Instance"),
         problems=check.default_network,
     ),
@@ -48,7 +48,7 @@ RULES = (
         name="custom-subnets",
         cis="3.2",
         tools="CKV2_GCP_2",
-        holds="the network makes no subnets by itself and is no legacy one",
+        holds="the network creates no subnets automatically and is not a legacy network",
         types=("Network",),
         problems=check.automatic_subnets,
     ),
@@ -56,7 +56,7 @@ RULES = (
         name="ssh-source",
         cis="3.6",
         tools="CKV_GCP_2, GCP-0071, GCP-0027",
-        holds="SSH comes from Google's proxy, the operator's addresses or the nodes themselves",
+        holds="SSH is allowed only from Google's proxy, the operator's addresses or the nodes",
         types=("Firewall",),
         problems=check.ssh_from_internet,
     ),
@@ -72,14 +72,14 @@ RULES = (
         name="flow-logs",
         cis="3.8",
         tools="CKV_GCP_26, GCP-0029, GCP-0076",
-        holds="all of the subnet's flows are logged, every 5 seconds",
+        holds="all flows of the subnet are logged, every 5 seconds",
         types=("Subnetwork",),
         problems=check.flow_logs,
     ),
     Rule(
         name="proxy-only",
         cis="3.10",
-        holds="SSH from outside comes through Google's proxy alone",
+        holds="SSH from outside comes only through Google's proxy",
         types=("Firewall",),
         problems=check.ssh_not_from_proxy,
         level="advisory",
@@ -87,35 +87,35 @@ RULES = (
     Rule(
         name="narrow-ingress",
         tools="CKV2_GCP_12, CKV_GCP_75, CKV_GCP_77, CKV_GCP_88, CKV_GCP_106, GCP-0072, GCP-0074",
-        holds="what may enter names its ports and does not come from everywhere",
+        holds="allowed ingress has named ports and a limited source",
         types=("Firewall",),
         problems=check.wide_ingress,
     ),
     Rule(
         name="narrow-egress",
         tools="GCP-0035",
-        holds="what may leave for everywhere is web traffic alone",
+        holds="egress to any address is limited to web traffic",
         types=("Firewall",),
         problems=check.wide_egress,
     ),
     Rule(
         name="egress-denied",
         tools="GCP-0035",
-        holds="a rule denies all that is not let out by another",
+        holds="a rule denies all other egress",
         types=("Firewall",),
         stack_problems=check.egress_not_denied,
     ),
     Rule(
         name="closed-without-nat",
         tools="GCP-0035",
-        holds="without NAT nothing leaves but for restricted.googleapis.com, by a DNS zone",
+        holds="without NAT, egress is limited to restricted.googleapis.com, with a DNS zone",
         types=("Firewall", "RouterNat", "ManagedZone"),
         stack_problems=check.open_without_nat,
     ),
     Rule(
         name="private-google-access",
         tools="CKV_GCP_74, GCP-0075",
-        holds="Google's APIs are reached without an address on the internet",
+        holds="Google's APIs are reachable without an external address",
         types=("Subnetwork",),
         problems=check.private_google_access,
     ),
@@ -131,7 +131,7 @@ RULES = (
         name="narrow-scope",
         cis="4.2",
         tools="CKV_GCP_31, GCP-0044",
-        holds="a machine's tokens are not for all of Google's APIs",
+        holds="a machine's access tokens are limited to some of Google's APIs",
         types=("Instance",),
         problems=check.full_scope,
     ),
@@ -140,8 +140,8 @@ RULES = (
         cis="1.5, 5.1",
         tools="CKV_GCP_28, CKV_GCP_41, CKV_GCP_42, CKV_GCP_46, CKV_GCP_49, CKV_GCP_117, GCP-0001, "
         "GCP-0006, GCP-0007, GCP-0011",
-        holds="the only rights given are to the runs of one bucket, and of Google's service "
-        "agents to one key",
+        holds="permissions are granted only on the runs of one bucket, and to Google's service "
+        "agents on one key",
         types=("*IAM*",),
         problems=check.roles,
     ),
@@ -149,7 +149,7 @@ RULES = (
         name="no-project-keys",
         cis="4.3",
         tools="CKV_GCP_32, GCP-0030",
-        holds="the project's SSH keys do not log in",
+        holds="the project's SSH keys cannot log in",
         types=("Instance",),
         problems=check.metadata_is("block-project-ssh-keys", "TRUE"),
     ),
@@ -157,7 +157,7 @@ RULES = (
         name="os-login",
         cis="4.4",
         tools="CKV_GCP_33, CKV_GCP_34, GCP-0042, GCP-0036",
-        holds="who may log in is decided by OS Login",
+        holds="OS Login decides who can log in",
         types=("Instance",),
         problems=check.metadata_is("enable-oslogin", "TRUE"),
         level="advisory",
@@ -166,7 +166,7 @@ RULES = (
         name="no-serial-port",
         cis="4.5",
         tools="CKV_GCP_35, GCP-0032",
-        holds="nobody can log in on the serial port",
+        holds="login on the serial port is disabled",
         types=("Instance",),
         problems=check.metadata_is("serial-port-enable", "FALSE"),
     ),
@@ -174,14 +174,14 @@ RULES = (
         name="no-forwarding",
         cis="4.6",
         tools="CKV_GCP_36, GCP-0043",
-        holds="a machine forwards no packets of others",
+        holds="a machine forwards no packets of other machines",
         types=("Instance",),
         problems=check.forwarding,
     ),
     Rule(
         name="no-plain-disk-keys",
         tools="CKV_GCP_37, CKV_GCP_38, GCP-0033, GCP-0034, GCP-0037",
-        holds="a disk's key is Google's or in Cloud KMS, never text in the settings",
+        holds="a disk's key is Google's or in Cloud KMS, never in plain text",
         types=("Instance", "Disk"),
         problems=check.plain_disk_keys,
     ),
@@ -197,20 +197,20 @@ RULES = (
         name="no-public-address",
         cis="4.9",
         tools="CKV_GCP_40, GCP-0031",
-        holds="a machine has no address on the internet",
+        holds="a machine has no external address",
         types=("Instance",),
         problems=check.public_address,
         level="advisory",
     ),
     Rule(
         name="confidential-whole",
-        holds="a confidential machine is TDX and is not moved (being one is optional)",
+        holds="a confidential machine uses TDX and does not live-migrate (optional)",
         types=("Instance",),
         problems=check.confidential,
     ),
     Rule(
         name="pinned-image",
-        holds="a machine boots a named image, not a family that changes",
+        holds="a machine boots a named image, not an image family",
         types=("Instance",),
         problems=check.pinned_image,
     ),
@@ -218,37 +218,37 @@ RULES = (
         name="private-bucket",
         cis="5.1, 5.2",
         tools="CKV_GCP_29, CKV_GCP_114, GCP-0002",
-        holds="a bucket has uniform access and can never be public",
+        holds="a bucket has uniform access and cannot be made public",
         types=("Bucket",),
         problems=check.private_bucket,
     ),
     Rule(
         name="recoverable-bucket",
-        holds="a bucket keeps for a week what was deleted or overwritten, also against a node",
+        holds="deleted and overwritten objects are kept for a week, and nodes cannot remove them",
         types=("Bucket",),
         problems=check.recoverable_bucket,
     ),
     Rule(
         name="private-filestore",
-        holds="a Filestore instance is for named addresses alone, and root of one at most",
+        holds="a Filestore instance is exported to single addresses, with root for at most one",
         types=("Filestore",),
         problems=check.private_filestore,
     ),
     Rule(
         name="no-secrets",
-        holds="no private key is in any setting of any resource",
+        holds="no resource setting contains a private key",
         types=("*",),
         problems=check.secrets,
     ),
     Rule(
         name="host-keys-published",
-        holds="a machine can publish its host keys, so that none is accepted unseen",
+        holds="a machine can publish its host keys, so that unknown keys are never accepted",
         types=("Instance",),
         problems=check.metadata_is("enable-guest-attributes", "TRUE"),
     ),
     Rule(
         name="limited-life",
-        holds="Google deletes a machine at the limit of its run time, and does not restart it",
+        holds="Google deletes a machine at its run time limit and does not restart it",
         types=("Instance",),
         problems=check.limited_life,
     ),
@@ -260,7 +260,7 @@ RULES = (
     ),
     Rule(
         name="labelled",
-        holds="what costs carries the cluster's name and the time of its end",
+        holds="billed resources have labels with the cluster's name and expiry",
         types=("Instance", "Filestore", "Bucket", "Disk", "Address", "ManagedZone"),
         problems=check.labelled,
     ),
@@ -268,24 +268,24 @@ RULES = (
 
 NOT_MET: Mapping[str, str] = {
     "2.12": "the network has no DNS policy that logs queries: it needs the API dns.googleapis.com, "
-    "and a policy that is left keeps the network from being removed",
-    "4.7": "disks have Google's keys, or with `kmsKey` yours in Cloud KMS, and none that you send "
-    "with each request",
-    "4.11": "machines are confidential with `confidential: true` alone",
-    "4.12": "machines live for hours and boot a named image; OS Config reports no patches",
+    "and a leftover policy prevents removal of the network",
+    "4.7": "disks have Google's keys, or with `kmsKey` your key in Cloud KMS, but no key that you "
+    "send with each request",
+    "4.11": "machines are confidential only with `confidential: true`",
+    "4.12": "machines run for hours and boot a named image; OS Config does not report patches",
 }
-"""CIS recommendations for kinds of resources that the program makes, and why it does not follow."""
+"""CIS recommendations that the program does not follow, with the reason."""
 
 EXCEPTIONS: Mapping[str, frozenset[str]] = {
     "oslogin": frozenset(),
     "iap": frozenset({"os-login"}),
     "direct": frozenset({"os-login", "proxy-only", "no-public-address"}),
 }
-"""By accessMode: the rules that it does not keep. docs/security.md says why."""
+"""Rules that an accessMode does not follow; docs/security.md has the reasons."""
 
 
 def findings(resources: Sequence[Resource]) -> dict[str, list[str]]:
-    """Return the problems by the rule's name; rules that hold are left out."""
+    """Return the problems by rule name; rules without problems are left out."""
     found = {rule.name: list(rule_findings(rule, resources)) for rule in RULES}
     return {name: problems for name, problems in found.items() if problems}
 
@@ -301,6 +301,6 @@ def rule_findings(rule: Rule, resources: Sequence[Resource]) -> Iterator[str]:
 
 
 def applies(rule: Rule, resource_type: str) -> bool:
-    """Return True if the rule is for resources of this type (gcp:compute/instance:Instance)."""
+    """Return whether the rule applies to this type, such as gcp:compute/instance:Instance."""
     kind = check.kind_of(resource_type)
     return any(fnmatchcase(kind, pattern) for pattern in rule.types)

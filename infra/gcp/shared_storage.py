@@ -1,4 +1,4 @@
-"""The Filestore instance that all nodes mount: private to the cluster's network."""
+"""The Filestore instance that all nodes mount, in the cluster's private network."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from infra.node_addresses import FILESTORE_RANGE, node_address
 from payload.stack.resource_labels import EXPIRES_LABEL
 
 SHARE = "shared"
-# NFS 4.1 needs port 2049 alone; the basic tiers have NFS 3 only, which needs five more, and some of
-# them towards the nodes. https://cloud.google.com/filestore/docs/supported-protocols
+# NFS 4.1 needs only port 2049. The basic tiers support only NFS 3, which needs five more ports,
+# some of them open on the nodes. https://cloud.google.com/filestore/docs/supported-protocols
 TIER, PROTOCOL = "ZONAL", "NFS_V4_1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilestoreArgs:
-    """Arguments of the Filestore instance."""
+    """Arguments of SharedFilestore."""
 
     config: ClusterConfig
     network: Input[str]
     """Name of the cluster's network."""
     labels: dict[str, str]
     after: tuple[Resource, ...]
-    """Resources that it depends on: the right to use its key."""
+    """Resources that it depends on, such as the permission to use its key."""
 
 
 class SharedFilestore(ComponentResource):
     """A Filestore instance, deleted with the stack."""
 
     source: Output[str]
-    """SERVER:/PATH for mount."""
+    """SERVER:/PATH to mount."""
 
     def __init__(self, name: str, args: FilestoreArgs, opts: ResourceOptions | None = None) -> None:
-        """Make it under `name`."""
+        """Create the instance under `name`."""
         super().__init__("tileforge:infra:SharedFilestore", name, {}, opts)
         self.source = self._instance(args).networks.apply(
             lambda networks: f"{(networks[0].ip_addresses or ['unknown'])[0]}:/{SHARE}"
@@ -66,12 +66,12 @@ class SharedFilestore(ComponentResource):
             ],
             kms_key_name=config.kms_key or None,
             labels=args.labels,
-            # Google ends machines at their limit, and nothing ends a Filestore but its stack.
+            # It has no lifetime limit, so the stack must be able to delete it.
             deletion_protection_enabled=False,
             opts=ResourceOptions(
                 parent=self,
-                # Another zone's would be another, empty one: it stays where its data is, and nodes
-                # of the whole region reach it.
+                # A change of zone would create a new, empty instance. All zones of the region can
+                # reach this one, so it is kept with its data.
                 ignore_changes=["location", f'labels["{EXPIRES_LABEL}"]', *IGNORED],
                 depends_on=list(args.after),
             ),
@@ -79,7 +79,7 @@ class SharedFilestore(ComponentResource):
 
 
 def _exports(config: ClusterConfig) -> list[filestore.InstanceFileSharesNfsExportOptionArgs]:
-    """Return who may mount it: the nodes alone, and root of the head alone as root."""
+    """Return export options: only the nodes can mount it, and only the head has root access."""
     head, *workers = (node_address(index) for index in range(config.node_count))
     rows = [("NO_ROOT_SQUASH", [head])] + ([("ROOT_SQUASH", workers)] if workers else [])
     return [

@@ -1,4 +1,4 @@
-"""The results bucket, which outlives the cluster, and what the nodes may do in it."""
+"""The results bucket, which outlives the cluster, and the nodes' permissions on it."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from pulumi_gcp import storage
 from payload.stack.resource_labels import EXPIRES_LABEL, KEPT_LABEL
 
 ROLE = "roles/storage.objectUser"
-"""Read, write and delete objects; nothing about the bucket itself."""
+"""Permits reading, writing and deleting objects, but nothing on the bucket itself."""
 RUNS = "runs/"
-"""Objects that the nodes may do that to: `auto` of storage.results is gs://BUCKET/runs."""
+"""Prefix of the objects that nodes can access: storage.results `auto` is gs://BUCKET/runs."""
 KEPT_S = 7 * 86_400
-"""For so long an object that was deleted or overwritten can be restored, and is billed. A node's
-role can neither end that time nor delete what is kept, as it could with object versions."""
+"""Time during which a deleted or overwritten object can be restored, and is billed. Nodes can
+neither shorten it nor delete the kept objects, unlike object versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageArgs:
-    """Arguments of a bucket."""
+    """Arguments of ResultsBucket."""
 
     cluster: str
     region: str
     bucket: str
-    """`create`, `none`, or the name of one that exists."""
+    """`create`, `none`, or the name of an existing bucket."""
     kms_key: str
-    """Empty: Google's own key."""
+    """Encryption key; empty for Google's key."""
     labels: dict[str, str]
     node_account: Input[str]
     after: tuple[Resource, ...]
-    """Resources that the bucket depends on: the right to use its key."""
+    """Resources that the bucket depends on, such as the permission to use its key."""
 
 
 class ResultsBucket(ComponentResource):
-    """A bucket that is made, one that exists, or none."""
+    """The results bucket: a new one, an existing one, or none."""
 
     bucket: Output[str] | None
 
     def __init__(self, name: str, args: StorageArgs, opts: ResourceOptions | None = None) -> None:
-        """Make it, and the nodes' right to its objects, under `name`."""
+        """Create the bucket, and the nodes' permission on its objects, under `name`."""
         super().__init__("tileforge:infra:ResultsBucket", name, {}, opts)
         self.bucket = self._bucket(args)
         if self.bucket is not None:
@@ -64,8 +64,7 @@ class ResultsBucket(ComponentResource):
             return None
         if args.bucket != "create":
             return Output.from_input(args.bucket)
-        # Its name gets an ending of Pulumi's: a bucket that was kept does not stand in the way of
-        # the next one.
+        # Pulumi appends a random suffix to the name, so a kept bucket does not block the next one.
         created = storage.Bucket(
             f"{args.cluster}-results",
             location=args.region,
@@ -82,7 +81,7 @@ class ResultsBucket(ComponentResource):
             opts=ResourceOptions(
                 parent=self,
                 depends_on=args.after,
-                # Not protected: that would keep `pulumi destroy` from everything else, too.
+                # Not protected, because `pulumi destroy` would then fail for all resources.
                 retain_on_delete=True,
                 ignore_changes=[f'labels["{EXPIRES_LABEL}"]'],
             ),
@@ -91,9 +90,9 @@ class ResultsBucket(ComponentResource):
 
 
 def runs_only(bucket: str) -> str:
-    """Return the IAM condition under which a node has ROLE in the bucket.
+    """Return the IAM condition that limits a node's ROLE to objects of runs.
 
-    Whoever may list a bucket's objects may list all: that permission is the bucket's own.
+    Listing cannot be limited: permission to list applies to the whole bucket.
     https://cloud.google.com/iam/docs/conditions-attribute-reference
     """
     return (
@@ -103,9 +102,9 @@ def runs_only(bucket: str) -> str:
 
 
 def _lifecycle() -> list[storage.BucketLifecycleRuleArgs]:
-    """Return rules that delete unfinished uploads after a day, and versions after a week.
+    """Return rules that delete unfinished uploads after a day, and old versions after a week.
 
-    A bucket of an older release has versions from before.
+    Buckets of older releases have object versions.
     """
     return [
         storage.BucketLifecycleRuleArgs(
@@ -126,5 +125,5 @@ def _encryption(kms_key: str) -> storage.BucketEncryptionArgs | None:
 
 
 def bucket_output(results: ResultsBucket) -> pulumi.Output[str | None]:
-    """The bucket's name as an output, also when there is none."""
+    """Return the bucket's name as an output, or an output of None."""
     return Output.from_input(results.bucket)

@@ -1,1 +1,1 @@
-"""The policy pack for `pulumi preview`: infra.gcp.security_rules, and limits of size and price."""
+"""The policy pack for `pulumi preview`: security rules, and limits on nodes and price."""

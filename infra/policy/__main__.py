@@ -1,4 +1,4 @@
-"""Pulumi starts this folder: `pulumi preview --policy-pack infra/policy`."""
+"""Entry point of the policy pack: `pulumi preview --policy-pack infra/policy`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Serve the pack until Pulumi ends it."""
-    # Pulumi puts this folder in front, and the rules are in the repository's.
+    """Serve the pack until Pulumi ends the process."""
+    # Pulumi prepends this folder to sys.path, but the rules are in the repository's root.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from infra.policy.pack import serve
 

@@ -1,4 +1,4 @@
-"""infra.gcp.security_rules's rules as Pulumi's policies."""
+"""Converts the rules of infra.gcp.security_rules to Pulumi policies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pulumi_policy import (
 )
 from pulumi_policy.proxy import UnknownValueError
 
-from infra.gcp.node_and_cost_limits import number_of_nodes, too_dear
+from infra.gcp.node_and_cost_limits import cost_problems, number_of_nodes
 from infra.gcp.security_checks import NOT_KNOWN, Resource
 from infra.gcp.security_rules import RULES, Rule, applies
 
@@ -27,18 +27,18 @@ _LEVELS = {"mandatory": EnforcementLevel.MANDATORY, "advisory": EnforcementLevel
 
 
 def policies() -> list[Policy]:
-    """One for each security rule, and the limits."""
+    """Return one policy for each security rule, and the limits."""
     rules: list[Policy] = [_of_rule(rule) for rule in RULES]
     return [*rules, _limit_of_nodes(), _limit_of_price()]
 
 
 def serve() -> None:
-    """Answer Pulumi's questions until it ends this process."""
+    """Serve Pulumi's requests until it ends this process."""
     PolicyPack("tileforge", policies(), enforcement_level=EnforcementLevel.MANDATORY)
 
 
 def plain(resources: Sequence[PolicyResource]) -> list[Resource]:
-    """Resources as the rules read them."""
+    """Return the resources as plain dictionaries for the rules."""
     return [
         {"type": found.resource_type, "name": found.name, "inputs": known(found.props)}
         for found in resources
@@ -46,7 +46,7 @@ def plain(resources: Sequence[PolicyResource]) -> list[Resource]:
 
 
 def known(value: Any) -> Any:
-    """Plain lists and dictionaries, with NOT_KNOWN for what is known only after `up`."""
+    """Return plain lists and dictionaries, with NOT_KNOWN for values that only `up` determines."""
     if isinstance(value, Mapping):
         return {key: _known_item(value, key) for key in value}
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -93,11 +93,11 @@ def _limit_of_nodes() -> Policy:
         most = int(args.get_config().get("most", 16))
         nodes = number_of_nodes(plain(args.resources))
         if nodes > most:
-            report(f"{nodes} nodes, and at most {most} are allowed", None)
+            report(f"{nodes} nodes, more than the limit of {most}", None)
 
     return StackValidationPolicy(
         "maximum-nodes",
-        "a stack has no more machines than allowed",
+        "a stack's number of machines is within the limit",
         check,
         EnforcementLevel.MANDATORY,
         PolicyConfigSchema({"most": {"type": "integer", "default": 16}}),
@@ -107,12 +107,12 @@ def _limit_of_nodes() -> Policy:
 def _limit_of_price() -> Policy:
     def check(args: StackValidationArgs, report: ReportViolation) -> None:
         most = float(args.get_config().get("usd", 25))
-        for problem in too_dear(plain(args.resources), most_usd=most):
+        for problem in cost_problems(plain(args.resources), most_usd=most):
             report(problem, None)
 
     return StackValidationPolicy(
         "maximum-price",
-        "a stack's machines and disks cost no more dollars an hour than allowed",
+        "the cost per hour of a stack's machines and disks is within the limit",
         check,
         EnforcementLevel.MANDATORY,
         PolicyConfigSchema({"usd": {"type": "number", "default": 25}}),

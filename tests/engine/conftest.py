@@ -1,4 +1,4 @@
-"""Deselects and lists tests that need Pulumi's engine if it is missing; shared fixtures."""
+"""Deselects tests that need Pulumi's engine if it is missing, and reports it; shared fixtures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def cloud() -> Iterator[CloudStandIn]:
-    """Yield a project where everything is available, with a bucket and a key."""
+    """Return a stand-in project where all resources are available, with a bucket and a key."""
     with CloudStandIn() as cloud:
         cloud.sells_everything = True
         cloud.services |= {"cloudkms", "cloudresourcemanager", "dns"}
@@ -42,7 +42,7 @@ def cloud() -> Iterator[CloudStandIn]:
     ]
 )
 def engine(request: pytest.FixtureRequest, tmp_path: Path, cloud: CloudStandIn) -> Iterator[Engine]:
-    """Yield a project folder without keys, with a folder backend and the stack `dev`."""
+    """Return a project folder without keys, with local state and the stack `dev`."""
     with Engine(tmp_path / "own", cloud, env=os.environ, is_fake=request.param) as engine:
         engine.stack("init", "dev")
         yield engine

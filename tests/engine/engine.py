@@ -1,4 +1,4 @@
-"""An operator's project folder on Pulumi's engine or the fake, and the stand-in for the cloud."""
+"""An operator's project folder with Pulumi's real or fake engine, and the stand-in for Google."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.waiting import wait_until
 from tests.test_architecture import ROOT
 
 _PROGRAM = ("__main__.py", "bootstrap", "infra", "payload", "pyproject.toml")
-# The fake's forks have infra and payload loaded.
+# The fake's forks have infra and payload in memory.
 _PROGRAM_OF_FORKS = ("__main__.py", "bootstrap", "pyproject.toml")
 _LIBRARIES = (
     *("paramiko", "google.cloud.compute_v1", "google.cloud.storage", "yaml"),
@@ -51,7 +51,7 @@ Done = subprocess.CompletedProcess[str]
 
 
 def missing(env: Mapping[str, str]) -> str:
-    """Return the requirements of the group `engine` that this machine lacks."""
+    """Return what the group `engine` lacks on this machine; empty if nothing is missing."""
     if shutil.which("pulumi", path=env.get("PATH")) is None:
         return "there is no `pulumi` on PATH"
     home = Path(env.get("PULUMI_HOME") or Path(env.get("HOME", "/")) / ".pulumi")
@@ -63,7 +63,7 @@ def missing(env: Mapping[str, str]) -> str:
 
 
 class Engine:
-    """An operator's project folder; a context manager that ends its processes."""
+    """One operator's project folder; a context manager that ends the processes that it started."""
 
     def __init__(
         self,
@@ -74,9 +74,9 @@ class Engine:
         is_fake: bool = False,
         door: str = "",
     ) -> None:
-        """`is_fake` uses the `pulumi` of tests.engine.fake_pulumi instead of the one on PATH.
+        """With `is_fake`, use tests.engine.fake_pulumi instead of the `pulumi` on PATH.
 
-        `door` marks this operator's requests to the cloud.
+        `door` identifies this operator's requests to the cloud.
         """
         self.is_fake = is_fake
         self.folder = folder / "project"
@@ -84,13 +84,13 @@ class Engine:
         self.state = folder / "state"
         self.folder.mkdir(parents=True)
         self.state.mkdir()
-        # A copy, as the program writes keys next to itself.
+        # A copy, because the program writes keys into its folder.
         for name in _PROGRAM_OF_FORKS if is_fake else _PROGRAM:
             source = ROOT / name
             copy = shutil.copytree if source.is_dir() else shutil.copy2
             copy(source, self.folder / name)
         document = yaml.safe_load((ROOT / "Pulumi.yaml").read_text(encoding="utf-8"))
-        # This test's Python, for any name of its environment.
+        # This test's Python, independent of the environment's name.
         document["runtime"]["options"]["virtualenv"] = sys.prefix
         (self.folder / "Pulumi.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
         url = cloud.open_door(door) if door else cloud.url
@@ -139,16 +139,16 @@ class Engine:
         for process in self._started:
             self.kill(process)
 
-    def pulumi(self, *arguments: str) -> Done:
-        """Run `pulumi`."""
-        return self._run(["pulumi", *arguments, "--non-interactive"])
+    def pulumi(self, *words: str) -> Done:
+        """Run `pulumi` and wait for it."""
+        return self._run(["pulumi", *words, "--non-interactive"])
 
-    def orchestrate(self, *arguments: str) -> Done:
-        """Run `python -m payload.orchestrate`."""
-        return self._run(self._argv(arguments))
+    def orchestrate(self, *words: str) -> Done:
+        """Run `python -m payload.orchestrate` and wait for it."""
+        return self._run(self._argv(words))
 
     def stack(self, verb: str, name: str) -> None:
-        """Create, select or remove a stack, and configure a new stack."""
+        """Create, select or remove a stack, and configure a new one."""
         done = self.pulumi("stack", verb, name, *(["--yes"] if verb == "rm" else []))
         assert done.returncode == 0, done.stderr
         if verb == "init":
@@ -157,33 +157,29 @@ class Engine:
     def configure(self, **settings: Any) -> None:
         """Set the stack's config."""
         for key, value in settings.items():
-            arguments = value if isinstance(value, list) else [value]
-            for index, word in enumerate(arguments):
-                path = f"{key}[{index}]" if isinstance(value, list) else key
+            words = value if isinstance(value, list) else [value]
+            for place, word in enumerate(words):
+                path = f"{key}[{place}]" if isinstance(value, list) else key
                 text = str(word).lower() if isinstance(word, bool) else str(word)
                 done = self.pulumi("config", "set", "--path", path, text)
                 assert done.returncode == 0, done.stderr
 
     def up(self) -> Done:
-        """Run `pulumi up`, which must succeed."""
+        """Run only `pulumi up`, which must succeed."""
         done = self.pulumi("up", "--yes", "--skip-preview")
         assert done.returncode == 0, done.stdout + done.stderr
         return done
 
     def down(self) -> Done:
-        """Run `down --yes`, which must succeed."""
+        """Run `down --yes`, which must exit with 0."""
         loses = ("--without-collect", "--delete-filestore", "dev-shared")
         done = self.orchestrate("down", "--yes", *loses, "--project", PROJECT)
         assert done.returncode == 0, done.stdout + done.stderr
         return done
 
-    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start `pulumi`, or Tileforge after `orchestrate`, in a new process group."""
-        argv = (
-            self._argv(arguments[1:])
-            if arguments[0] == "orchestrate"
-            else [*arguments, "--non-interactive"]
-        )
+    def start(self, *words: str) -> subprocess.Popen[bytes]:
+        """Start `pulumi` or, with `orchestrate`, our command, in a new process group."""
+        argv = self._argv(words[1:]) if words[0] == "orchestrate" else [*words, "--non-interactive"]
         process = subprocess.Popen(
             argv,
             cwd=self.folder,
@@ -197,12 +193,12 @@ class Engine:
         return process
 
     def interrupt(self, process: subprocess.Popen[bytes]) -> None:
-        """Send SIGINT to every process of the group, like Ctrl-C, unless the command has ended."""
+        """Send SIGINT to the process group, as Ctrl-C does, unless the command has ended."""
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGINT)
 
     def kill(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill the whole group, like a crash of the machine."""
+        """Kill the whole process group, as a crash of the machine does."""
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(timeout=60)
@@ -218,7 +214,7 @@ class Engine:
         return [pid for pid in held if Path(f"/proc/{pid}").exists()]
 
     def wait_for_requests(self, count: int, process: subprocess.Popen[bytes]) -> None:
-        """Wait until the cloud has got `count` requests, or the process has ended."""
+        """Wait until the cloud has received this number of requests, or the process has ended."""
         ends = time.monotonic() + _MOST_S
         while len(self.cloud.requests) < count and process.poll() is None:
             assert time.monotonic() < ends
@@ -232,7 +228,7 @@ class Engine:
             time.sleep(0.005)
 
     def left(self) -> dict[str, list[str]]:
-        """Return the cloud's resources, except those that existed before."""
+        """Return the cloud's resources, without those that existed before."""
         with self.cloud.quiet():
             found = {
                 kind: [each["name"] for each in items]
@@ -245,7 +241,7 @@ class Engine:
         return found | ({"buckets": buckets} if buckets else {})
 
     def machines(self) -> dict[str, str]:
-        """Return the number of each machine, ordered by name."""
+        """Return each machine's ID by name, in the order of names."""
         with self.cloud.quiet():
             found = {
                 each["name"]: each["id"]
@@ -255,8 +251,8 @@ class Engine:
             }
         return dict(sorted(found.items()))
 
-    def _argv(self, arguments: Sequence[str]) -> list[str]:
-        return [*self._python, "-m", "payload.orchestrate", *arguments]
+    def _argv(self, words: Sequence[str]) -> list[str]:
+        return [*self._python, "-m", "payload.orchestrate", *words]
 
     def _run(self, argv: Sequence[str]) -> Done:
         return subprocess.run(

@@ -1,8 +1,8 @@
-"""Google's Pulumi provider for the cluster program's resources: the requests that it sends.
+"""The requests of Google's Pulumi provider for the cluster program's resources.
 
-It maps a resource's inputs to Google's interfaces and back, defines which inputs change in place,
-and removes resources. It is no engine: `Provider` creates the resources that the program registers
-under Pulumi's mocks, and tests.engine.fake_pulumi is the rest of an engine.
+It converts a resource's inputs to Google's API, reads them back with GET, updates some of them in
+place, and removes the resource. `Provider` creates the program's resources recorded under Pulumi's
+mocks; tests.engine.fake_pulumi has the rest of an engine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.infra.stacks import Recorded
 from tests.orchestrate.cloud.standin import PROJECT
 
 Document = dict[str, Any]
-# Ordered by dependencies; resources are removed in reverse order.
+# The order of creation, by dependencies; removal is in reverse order.
 _ORDER = (
     *("serviceaccount/account:Account", "kms/cryptoKeyIAMMember:CryptoKeyIAMMember"),
     *("compute/network:Network", "compute/subnetwork:Subnetwork", "compute/router:Router"),
@@ -50,10 +50,10 @@ class Sender:
     url: str
     token: str = ""
     retries: int = 0
-    """Number of retries while Google is busy or does not answer."""
+    """Number of retries while Google is busy or does not respond."""
 
     def request(self, method: str, path: str, body: Document | None) -> Document:
-        """Send a request, wait for its operation, and return the answer or the operation.
+        """Send a request, wait for its operation, and return the response or the operation.
 
         Raises RefusedRequestError.
         """
@@ -71,7 +71,7 @@ class Sender:
         return operation
 
     def find(self, path: str) -> Document | None:
-        """Return the resource at a path, or None. Raises RefusedRequestError."""
+        """Return the existing resource, or None. Raises RefusedRequestError."""
         try:
             return self.request("GET", path, None)
         except RefusedRequestError as error:
@@ -117,7 +117,7 @@ class Sender:
 
 @dataclass(slots=True, kw_only=True)
 class Provider:
-    """Creates and removes a stack's resources at `url`."""
+    """Makes and removes a stack's resources at `url`."""
 
     url: str
     recorded: Recorded
@@ -130,18 +130,18 @@ class Provider:
             self.made.append(resource)
 
     def down(self) -> None:
-        """Remove all resources except those that outlive a destroy."""
+        """Remove all resources, except those that outlive a destroy."""
         for resource in reversed(self.made):
             if kind_of(resource) not in _KEPT:
                 remove(Sender(url=self.url), resource, PROJECT)
         self.made.clear()
 
     def request(self, method: str, path: str, body: Document | None) -> Document:
-        """Send a test's request. Raises RefusedRequestError."""
+        """Send a test's own request. Raises RefusedRequestError."""
         return Sender(url=self.url).request(method, path, body)
 
     def _resources(self) -> list[Document]:
-        """Return the program's resources, with Google's names instead of the mocks'."""
+        """Return the program's inputs, with Google's names instead of the mocks'."""
         wanted = [each for each in self.recorded.resources if kind_of(each) in _ORDER]
         text = json.dumps(wanted)
         for each in wanted:
@@ -165,7 +165,7 @@ def set_defaults(resource: Document) -> None:
 
 
 def kind_of(resource: Document) -> str:
-    """Return the type of a resource without its package: compute/network:Network."""
+    """Return a resource's type without its package, such as compute/network:Network."""
     return str(resource["type"]).removeprefix("gcp:")
 
 
@@ -177,7 +177,7 @@ _COMPUTE = {
     "compute/resourcePolicy:ResourcePolicy": "resourcePolicies",
     "compute/instance:Instance": "instances",
 }
-# Inputs that change in place; a change of any other input replaces the resource.
+# Inputs that can be updated in place; a change of any other input replaces the resource.
 _IN_PLACE = {
     "compute/network:Network": {"mtu", "routingMode"},
     "compute/subnetwork:Subnetwork": {"privateIpGoogleAccess", "logConfig"},
@@ -201,20 +201,20 @@ _IN_PLACE = {
     "filestore/instance:Instance": {"labels", "description", "fileShares", "deletionProtection"},
 }
 NOUNS = {"compute/instance:Instance": "instance", "serviceaccount/account:Account": "account"}
-"""The provider's names of resources in its errors, if they differ from the end of the type."""
+"""The provider's resource names in errors, if they differ from the type's last part."""
 
 
 _POLICIES = threading.Lock()
-"""Policies are read, changed and written; Google refuses a write after a concurrent write."""
+"""Serializes read-modify-write of policies, because Google refuses a write after another one."""
 
 
 def changes_in_place(resource: Document, key: str) -> bool:
-    """Return whether the provider changes this input in place."""
+    """Return whether the provider updates this input in place."""
     return key in _IN_PLACE.get(kind_of(resource), ())
 
 
 def id_of(resource: Document, project: str) -> str:
-    """Return the id in Pulumi's state."""
+    """Return the resource's ID in Pulumi's state."""
     kind, inputs = kind_of(resource), resource["inputs"]
     if kind in _COMPUTE:
         scope = "global"
@@ -246,7 +246,7 @@ def id_of(resource: Document, project: str) -> str:
 
 
 def email_of(resource: Document, project: str) -> str:
-    """Return a service account's address."""
+    """Return a service account's e-mail address."""
     return f"{resource['inputs']['accountId']}@{project}.iam.gserviceaccount.com"
 
 
@@ -283,7 +283,7 @@ def make(sender: Sender, resource: Document, project: str) -> None:
 
 
 def read(sender: Sender, resource: Document, project: str) -> Document | None:
-    """Return the resource's current state at Google, or None. Raises RefusedRequestError."""
+    """Return Google's current resource, or None. Raises RefusedRequestError."""
     kind, inputs = kind_of(resource), resource["inputs"]
     match kind:
         case "compute/routerNat:RouterNat":
@@ -364,7 +364,7 @@ def change(
         case _:
             body = _body(kind, inputs, project)
             wanted = {_THEIRS.get(key, key) for key in keys}
-            # Entries that the program no longer has are removed.
+            # Remove bindings that the program no longer has.
             sender.request("PATCH", path, {key: body.get(key) for key in sorted(wanted)})
 
 
@@ -388,7 +388,7 @@ def _change_instance(
         verb = "start" if inputs["desiredStatus"] == "RUNNING" else "stop"
         sender.request("POST", f"{path}/{verb}", {})
     if "labels" in keys:
-        # Entries that others added are not the program's, and stay.
+        # Keep entries that people added.
         others = {k: v for k, v in live.get("labels", {}).items() if k not in inputs["labels"]}
         labels = {**others, **inputs["labels"]}
         fingerprint = live.get("labelFingerprint", "")
@@ -459,7 +459,7 @@ def _refreshed_instance(inputs: Document, live: Document) -> Document:
 
 
 def outputs_of(resource: Document, live: Document, project: str) -> Document:
-    """Return the outputs of an existing resource for the program."""
+    """Return the outputs of an existing resource."""
     kind, inputs = kind_of(resource), resource["inputs"]
     found = {**inputs, "selfLink": live.get("selfLink", ""), "project": project}
     if kind == "serviceaccount/account:Account":

@@ -1,4 +1,4 @@
-"""The cluster on the fake `pulumi`, and by `make test-engine` on the real engine and provider."""
+"""Clusters on the fake `pulumi`; with `make test-engine` on the real engine and provider."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ UP = (
 )
 NODES = ("dev-node-0", "dev-node-1")
 SAMPLE = ("default", "filestore", "bucket", "direct", "no-nat")
-"""Variants that run without `make test-seeds`."""
+"""Variants for `make test-all`."""
 
 
 def sampled(values: Iterable[Any], *, sample: Collection[Any]) -> list[Any]:
-    """Return parameters, marking those outside the sample for `make test-seeds`."""
+    """Return parameters; `make test-all` runs only those in the sample."""
     return [
         pytest.param(each, marks=() if each in sample else pytest.mark.seeds) for each in values
     ]
@@ -168,7 +168,7 @@ def test_what_was_made_although_the_answer_was_lost_is_made_again(
 def test_after_faults_one_down_leaves_nothing(
     engine: Engine, cloud: CloudStandIn, seed: int
 ) -> None:
-    """Run with ten faults: an error or no answer, before or after the effect, on any request."""
+    """Inject ten faults: an error or no response, before or after the effect, on any request."""
     dice = random.Random(seed)
     cloud.operation_s = 0.02
     for _ in range(10):
@@ -231,9 +231,9 @@ def test_a_rehearsal_that_was_killed_is_named_and_can_be_taken_down(engine: Engi
     assert engine.left() != {}
     assert (
         engine.pulumi("stack", "--show-name").stdout.strip() == "dev"
-    )  # the selection has not changed
+    )  # the selected stack is unchanged
     asked = engine.orchestrate(*rehearse)
-    (name,) = re.findall("(rehearsal-[0-9a-f]{8}) was not destroyed", asked.stderr)
+    (name,) = re.findall("(rehearsal-[0-9a-f]{8}) was not taken down", asked.stderr)
     done = engine.orchestrate("down", "--yes", "--without-collect", "--stack", name)
     assert done.returncode == 0, done.stderr
     assert engine.left() == {}

@@ -1,4 +1,4 @@
-"""The fake `pulumi` compared with recorded output and state of a real one."""
+"""Compares the fake `pulumi` with recorded output and state of a real one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from payload.orchestrate.clouds.pulumi.events import Event, parse_event
-from payload.orchestrate.clouds.pulumi.locks import are_dead, locks_in
+from payload.orchestrate.clouds.pulumi.locks import are_stale, locks_in
 from tests.engine.engine import Done, Engine
 from tests.orchestrate.cloud.fake_pulumi import ENGINE
 from tests.orchestrate.cloud.standin import CloudStandIn, Fault
@@ -26,28 +26,28 @@ _UP = ("pulumi", "up", "--yes", "--skip-preview")
 
 @pytest.fixture
 def fake(tmp_path: Path, cloud: CloudStandIn) -> Iterator[Engine]:
-    """Return a stack of two nodes on the fake."""
+    """Return a stack of two nodes on the fake engine."""
     with Engine(tmp_path / "own", cloud, env=os.environ, is_fake=True) as engine:
         engine.stack("init", "dev")
         engine.env["PULUMI_DEBUG_COMMANDS"] = "true"
         yield engine
 
 
-def with_events(engine: Engine, *arguments: str) -> tuple[Done, list[Document]]:
+def with_events(engine: Engine, *words: str) -> tuple[Done, list[Document]]:
     """Run an operation and return the lines of its event log."""
     log = engine.folder.parent / "events.jsonl"
     log.unlink(missing_ok=True)
-    done = engine.pulumi(*arguments, "--event-log", str(log))
+    done = engine.pulumi(*words, "--event-log", str(log))
     return done, [json.loads(line) for line in log.read_text().splitlines()]
 
 
 def recorded(case: str) -> list[Document]:
-    """Return the recorded event log of a real engine."""
+    """Return the event log of a real engine."""
     return [json.loads(line) for line in (ENGINE / f"{case}.events.jsonl").read_text().splitlines()]
 
 
 def kinds(events: list[Document]) -> set[str]:
-    """Return kind and operation of each event of Google's resources."""
+    """Return kind and operation of each event on Google's resources."""
     found = set()
     for event in events:
         (kind,) = event.keys() - {"sequence", "timestamp"}
@@ -67,7 +67,7 @@ def fields(events: list[Document], kind: str) -> set[str]:
 
 
 def parsed(events: list[Document]) -> list[Event]:
-    """Return the events as `up` and `down` read them."""
+    """Parse the events as `up` and `down` do."""
     return [parse_event(json.dumps(event).encode()) for event in events]
 
 
@@ -86,7 +86,7 @@ def test_events_are_those_of_a_real_engine(fake: Engine, cloud: CloudStandIn) ->
         (empty, "destroy-empty"),
     ):
         assert kinds(events) == kinds(recorded(case))
-    lost = {"resOutputsEvent delete"}  # the recorded run began with a refresh, which had found it
+    lost = {"resOutputsEvent delete"}  # the recorded run started with a refresh, which found it
     assert kinds(again) - lost == kinds(recorded("up-replace-lost-node"))
     for kind in ("preludeEvent", "resourcePreEvent", "resOutputsEvent", "summaryEvent"):
         assert fields(creation, kind) == fields(recorded("up-stockout"), kind)
@@ -101,13 +101,13 @@ def test_a_refusal_of_google_reads_as_the_providers(fake: Engine, cloud: CloudSt
     assert done.returncode == 1
     ends = {"resOpFailedEvent create", "diagnosticEvent error", "summaryEvent", "cancelEvent"}
     assert ends <= kinds(events) and ends <= kinds(recorded("up-exists"))
-    output = {each["diagnosticEvent"]["message"] for each in events if "diagnosticEvent" in each}
-    arguments = {
+    said = {each["diagnosticEvent"]["message"] for each in events if "diagnosticEvent" in each}
+    words = {
         each["diagnosticEvent"]["message"]
         for each in recorded("up-exists")
         if each.get("diagnosticEvent", {}).get("severity") == "error"
     }
-    assert arguments <= output
+    assert words <= said
 
 
 def test_a_killed_update_leaves_its_lock_and_what_it_was_doing(
@@ -126,7 +126,7 @@ def test_a_killed_update_leaves_its_lock_and_what_it_was_doing(
     told = (ENGINE / "up-locked.stderr.txt").read_text()
     shape = r"file://\S+/|[0-9a-f-]{36}|created by .*$"
     assert re.sub(shape, "*", done.stderr, flags=re.M) == re.sub(shape, "*", told, flags=re.M)
-    assert are_dead(locks_in(done.stderr))
+    assert are_stale(locks_in(done.stderr))
     cancelled = fake.pulumi("cancel", "--yes")
     assert cancelled.stdout.strip() == (ENGINE / "cancel.stdout.txt").read_text().strip()
     assert fake.locks() == []
@@ -185,7 +185,7 @@ def test_requests_are_repeated_as_the_provider_does(fake: Engine, cloud: CloudSt
 
 
 @pytest.mark.parametrize(
-    ("arguments", "output"),
+    ("words", "said"),
     [
         (("stack", "select", "none"), "no stack named 'none' found"),
         (("stack", "output", "none"), "does not have output property 'none'"),
@@ -194,8 +194,6 @@ def test_requests_are_repeated_as_the_provider_does(fake: Engine, cloud: CloudSt
         (("new",), 'unknown command "new" for "pulumi"'),
     ],
 )
-def test_what_it_does_not_know_is_refused(
-    fake: Engine, arguments: tuple[str, ...], output: str
-) -> None:
-    done = fake.pulumi(*arguments)
-    assert done.returncode == 1 and output in done.stderr
+def test_what_it_does_not_know_is_refused(fake: Engine, words: tuple[str, ...], said: str) -> None:
+    done = fake.pulumi(*words)
+    assert done.returncode == 1 and said in done.stderr

@@ -1,7 +1,7 @@
 """Requests of Google's real provider, replayed through the stand-in and read back with GET.
 
-The answers are compared with Google's own types: those of its client library for Compute Engine,
-and those of discovery documents for other services.
+The responses are compared with Google's types: those of its client library for Compute Engine, and
+the types in the discovery documents of other services.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COMPUTE = {
     "subnetworks": "Subnetwork",
 }
 _BETA_ALONE = {"deleteBgpAlwaysCompareMed"}
-"""Fields that the provider sends although version v1 of Compute Engine lacks them."""
+"""Fields that the provider sends but that version v1 of Compute Engine lacks."""
 # https://cloud.google.com/storage/docs/json_api/v1/buckets, .../filestore/docs/reference/rest,
 # .../dns/docs/reference/rest/v1, .../iam/docs/reference/rest/v1
 _OTHERS = {
@@ -47,7 +47,7 @@ Document = dict[str, Any]
 
 
 def recorded(case: str) -> list[Document]:
-    """Return the requests of a stack's creation and removal, with the client's paths."""
+    """Return the recorded requests of a stack's `up` and `destroy`, with our client's paths."""
     lines = (RECORDED / f"{case}.jsonl").read_text(encoding="utf-8").splitlines()
     requests = [json.loads(line) for line in lines]
     for each in requests:
@@ -56,7 +56,7 @@ def recorded(case: str) -> list[Document]:
 
 
 def comparable(value: Any) -> Any:
-    """Return the value without empty lists and objects, which equal absent ones in a message."""
+    """Remove empty lists and objects, which a message does not distinguish from absent ones."""
     if isinstance(value, dict):
         inner = {key: comparable(each) for key, each in value.items() if key not in _BETA_ALONE}
         return {key: each for key, each in inner.items() if each not in ({}, [])}
@@ -64,7 +64,7 @@ def comparable(value: Any) -> Any:
 
 
 def check_types(path: str, answer: Document) -> None:
-    """Assert that Google's types return the same answer."""
+    """Assert that Google's types round-trip the response."""
     kind = _COMPUTE.get(path.split("/")[-2]) if path.startswith("/compute/") else None
     if kind is None:
         check_others(answer)
@@ -76,7 +76,7 @@ def check_types(path: str, answer: Document) -> None:
 
 
 def check_others(value: Any) -> None:
-    """Assert the types of the fields in `_OTHERS`, and that there are no nulls."""
+    """Assert the types of the fields in `_OTHERS`, and that no field is null."""
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
         assert inner is not None, key
         if key in _OTHERS:

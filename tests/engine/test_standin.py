@@ -21,18 +21,18 @@ EACH_RULE = (
     *("default", "one-node", "direct", "c4", "bucket", "filestore", "n4-spot", "c3-ssd"),
     *("c3-tier-1", "confidential-spot", "europe", "own-bucket", "a100-spot"),
 )
-"""Variants with each kind of machine, disk, access, storage and location, for `make test`."""
+"""Variants of each kind of machine, disk, access, storage and region, for `make test`."""
 
 
 @pytest.fixture(scope="module")
 def default(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """Return the program's default resources, with two nodes."""
+    """Return the program's default resources for two nodes."""
     folder = tmp_path_factory.mktemp("stack")
     return deploy({"project": PROJECT, "nodeCount": 2}, folder=folder)
 
 
 def left(cloud: CloudStandIn) -> dict[str, int]:
-    """Return the number of resources of each kind, except those that existed before."""
+    """Return the number of resources by kind, without those that existed before."""
     found = {kind: len(items) for (kind, _), items in cloud.items.items() if items}
     return found | ({"buckets": n} if (n := len(cloud.buckets) - 1) else {})
 

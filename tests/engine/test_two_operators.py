@@ -1,4 +1,4 @@
-"""Two operators in one project, with two folders and states, and one cluster name."""
+"""Two operators in one project: two folders, two states, and one name for their clusters."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SWEEP = ("sweep", "--cluster", "dev", "--delete", "--yes", "--project", PROJECT)
 Pair = tuple[Engine, Engine]
 _STEPS = 4
 _SAMPLE = range(4)
-"""Seeds that run without `make test-seeds`."""
+"""Seeds for `make test-all`."""
 
 
 @pytest.fixture
 def operators(tmp_path: Path, cloud: CloudStandIn) -> Iterator[Pair]:
-    """Ada and Bob, each with a folder, a state, and a stack `dev` of one node."""
+    """Return two operators, each with a folder, a state, and a stack `dev` of one node."""
     with (
         Engine(tmp_path / "ada", cloud, env=os.environ, is_fake=True, door="ada") as ada,
         Engine(tmp_path / "bob", cloud, env=os.environ, is_fake=True, door="bob") as bob,
@@ -62,7 +62,7 @@ def changes_of_others(cloud: CloudStandIn) -> list[str]:
 
 
 def made_by(path: str, body: dict[str, object]) -> list[str]:
-    """Return the paths that a POST to a collection creates; empty for a POST to a resource."""
+    """Return the paths of resources created by a POST to a collection; empty for other POSTs."""
     if path.endswith("/serviceAccounts"):
         return [f"{path}/{body['accountId']}@{PROJECT}.iam.gserviceaccount.com"]
     if not re.search(r"/(global|zones/[^/]+|regions/[^/]+)/\w+$", path) or "name" not in body:
@@ -72,7 +72,7 @@ def made_by(path: str, body: dict[str, object]) -> list[str]:
 
 
 def check(done: Done) -> None:
-    """Assert that a command succeeds, or ends with one line of error."""
+    """Assert that a command succeeds, or fails with a one-line error."""
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "Traceback" not in done.stderr, done.stderr
     assert len(errors) == (done.returncode != 0), done.stderr
@@ -88,8 +88,8 @@ def test_a_name_that_is_taken_is_refused_before_anything_is_made(
     check(refused)
     assert refused.returncode == 10 and "dev-network" in refused.stderr
     assert [each for each in cloud.sent[begun:] if each.method != "GET"] == []
-    for arguments in (DOWN, SWEEP):
-        check(bob.orchestrate(*arguments))
+    for words in (DOWN, SWEEP):
+        check(bob.orchestrate(*words))
     assert changes_of_others(cloud) == []
     assert ada.machines() == machines
     assert ada.orchestrate(*DOWN).returncode == 0
@@ -97,11 +97,11 @@ def test_a_name_that_is_taken_is_refused_before_anything_is_made(
 
 
 def take_steps(operators: Pair, cloud: CloudStandIn, dice: random.Random) -> None:
-    """Let both operators run commands at the same time, some of which are killed."""
+    """Run commands of both operators at the same time, and kill some of them halfway."""
     started = []
     for each in operators:
-        arguments = dice.choice((UP, UP, UP, DOWN, SWEEP))
-        process = each.start("orchestrate", *arguments)
+        words = dice.choice((UP, UP, UP, DOWN, SWEEP))
+        process = each.start("orchestrate", *words)
         requests = dice.choice((10**9, dice.randrange(1, 90)))
         started.append((each, process, len(cloud.requests) + requests))
         each.wait_for_requests(len(cloud.requests) + dice.randrange(60), process)
@@ -122,8 +122,8 @@ def test_nobody_touches_what_the_other_has_made(
     for _ in range(dice.randrange(1, _STEPS)):
         take_steps(operators, cloud, dice)
     both: Sequence[Engine] = dice.sample(operators, 2)
-    for arguments in (UP, SWEEP, DOWN):
+    for words in (UP, SWEEP, DOWN):
         for each in both:
-            check(each.orchestrate(*arguments))
+            check(each.orchestrate(*words))
             assert changes_of_others(cloud) == []
     assert both[0].left() == {}

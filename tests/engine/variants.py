@@ -1,4 +1,4 @@
-"""Stack variants that must come up, stay unchanged and go down: settings by name."""
+"""Settings of the stack variants that must build, stay unchanged and be removed, by name."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "h100-mega": {"machineType": "a3-megagpu-8g", "nodeCount": 2, **_ANY_PRICE},
     "sixty-four-nodes": {"nodeCount": 64, **_ANY_PRICE},
 }
-"""Twenty-nine variants, including those with golden files."""
+"""Return 29 variants, including those with golden files."""
 
 CRYPTO_KEY = str(CASES["bucket"]["kmsKey"])

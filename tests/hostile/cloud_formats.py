@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from payload.orchestrate.clouds.cluster_records import Remembered, recall
+from payload.orchestrate.clouds.cluster_records import ClusterRecord, load_cluster_record
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.events import EventReader, Update
 from payload.orchestrate.clouds.pulumi.previews import machines_that_go
@@ -46,16 +46,16 @@ def cloud_formats(folder: Path) -> Iterator[Format]:
     yield printed("pulumi stack export", {"deployment": {"resources": [_RESOURCE]}}, stack_state)
     yield Format("an event of Pulumi's engine", json.dumps(_EVENT).encode(), _preview)
     yield printed("pulumi config", _CONFIG, _settings)
-    known = Remembered(cluster="dev", project="p-1", region="us-central1", node_usd={"n": 0.5})
+    known = ClusterRecord(cluster="dev", project="p-1", region="us-central1", node_usd={"n": 0.5})
     (own / "stack.json").write_text(json.dumps({"schema_version": 1, **asdict(known)}))
-    yield in_file(own / "stack.json", lambda: recall(folder, "dev"))
+    yield in_file(own / "stack.json", lambda: load_cluster_record(folder, "dev"))
 
 
 def _preview(content: bytes) -> object:
     reader = EventReader(io.BytesIO(content + b"\n"))
     events = tuple(reader.read())
     return machines_that_go(
-        Update(words=["preview"], status=0, events=events, unreadable=reader.unreadable)
+        Update(arguments=["preview"], status=0, events=events, unreadable=reader.unreadable)
     )
 
 

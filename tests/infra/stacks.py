@@ -1,4 +1,4 @@
-"""The Pulumi program run to its end under mocks, with a record of every resource."""
+"""Runs the whole Pulumi program under mocks, and records every resource."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOW_UNIX = 1_800_000_000
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIDQC5oFuLD7OiNkh4CSiD2bpP7Kvt2AR4GIGfBKesYne operator"
 HEAD_ADDRESS = "203.0.113.9"
 NUMBER = "415104041262"
-"""The project's."""
+"""The project's number."""
 
 FILESTORE = "gcp:filestore/instance:Instance"
 
@@ -52,20 +52,20 @@ CASES: dict[str, Plain] = {
     "filestore": {"sharedStorage": "filestore", "maxHourlyUsd": "none"},
     "confidential": {"machineType": "c3-standard-8", "confidential": True, "maxHourlyUsd": "none"},
 }
-"""Settings of the stacks whose whole graphs are in tests/golden."""
+"""Settings of the stacks whose complete graphs are in tests/golden."""
 
 
 @dataclass
 class Recorded:
-    """The resources that the program asked Pulumi for."""
+    """The resources that the program created."""
 
     resources: list[Plain] = field(default_factory=list)
-    """Each: type, name, parent, inputs, options; in an order that does not change."""
+    """Type, name, parent, inputs and options of each resource, in a stable order."""
     outputs: Plain = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
 
     def of_type(self, suffix: str) -> list[Plain]:
-        """Inputs of every resource whose type ends so, such as `Firewall`."""
+        """Return the inputs of every resource whose type ends with this, such as `Firewall`."""
         return [
             resource["inputs"]
             for resource in self.resources
@@ -74,7 +74,7 @@ class Recorded:
 
 
 class _Cloud(mocks.Mocks):
-    """Answers as Google would, as far as the program looks at it."""
+    """Returns Google's values that the program reads."""
 
     def new_resource(self, args: mocks.MockResourceArgs) -> tuple[str | None, Plain]:
         state = dict(args.inputs)
@@ -93,7 +93,7 @@ class _Cloud(mocks.Mocks):
         return f"{args.inputs.get('name', args.name)}-id", state
 
     def call(self, args: mocks.MockCallArgs) -> tuple[Plain, list[tuple[str, str]]]:
-        # Only what a key's service agents are called; see infra/gcp/kms_key_access.py.
+        # Only names of a key's service agents; see infra/gcp/kms_key_access.py.
         if args.token == "gcp:organizations/getProject:getProject":
             return {"number": NUMBER, "projectId": args.args["projectId"]}, []
         if args.token == "gcp:storage/getProjectServiceAccount:getProjectServiceAccount":
@@ -103,7 +103,7 @@ class _Cloud(mocks.Mocks):
 
 
 class _Monitor(mocks.MockMonitor):
-    """Pulumi's own mock monitor, and a record of what it was asked."""
+    """Pulumi's mock monitor, which records all requests."""
 
     def __init__(self) -> None:
         super().__init__(_Cloud())
@@ -139,15 +139,15 @@ def deploy(
     public_key: str = KEY,
     preview: bool = False,
 ) -> Recorded:
-    """Run the program's __main__.py with these settings in `folder`, an empty one.
+    """Run the program's __main__.py with these settings in an empty folder.
 
-    Raises what the program raises.
+    Raises the program's exceptions.
     """
     key = folder / ".cluster" / stack / "id_ed25519.pub"
     key.parent.mkdir(parents=True, exist_ok=True)
     key.write_text(f"{public_key}\n", encoding="utf-8")
     write_cluster_identity(folder, stack, stack=stack)
-    # The program keeps what belongs to a cluster beside itself.
+    # The program stores a cluster's files in its own folder.
     shutil.copy(ROOT / "__main__.py", folder)
     with suppress(FileExistsError):
         (folder / "bootstrap").symlink_to(ROOT / "bootstrap")
@@ -162,8 +162,8 @@ def deploy(
         mocks.set_mocks(
             monitor.mocks, project=PROJECT, stack=stack, monitor=monitor, preview=preview
         )
-        # That has made a stack and ended it; run_in_stack, as in `pulumi up`, makes the real one.
-        set_root_resource(None)  # type: ignore[arg-type]  # its type leaves out that there is none
+        # Ends the stack that this created; run_in_stack then creates the real stack.
+        set_root_resource(None)  # type: ignore[arg-type]  # its type omits None
         await run_in_stack(program)
 
     with (
@@ -171,7 +171,7 @@ def deploy(
         mock.patch("time.time", lambda: float(NOW_UNIX)),
         mock.patch("pulumi.info", recorded.log.append),
     ):
-        # What Pulumi remembers of a run goes with its context.
+        # Pulumi's state of a run is in its context.
         contextvars.Context().run(asyncio.run, run())
     recorded.resources = sorted(monitor.recorded, key=lambda found: (found["type"], found["name"]))
     recorded.outputs = monitor.outputs
@@ -179,7 +179,7 @@ def deploy(
 
 
 def as_pulumi_hands_over(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Settings by their full keys; what is not text goes as JSON."""
+    """Return the settings by full key; values other than text as JSON."""
     return {
         f"{PROJECT}:{key}": value if isinstance(value, str) else json.dumps(value)
         for key, value in settings.items()
@@ -187,7 +187,7 @@ def as_pulumi_hands_over(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _options(request: Any) -> Plain:
-    """The options that decide what becomes of a resource later."""
+    """Return the options that affect a resource's later updates."""
     found = {
         "protect": request.protect,
         "retainOnDelete": request.retainOnDelete,
@@ -202,7 +202,7 @@ def _options(request: Any) -> Plain:
 
 
 def whole(value: Any) -> Any:
-    """The same without the difference between 3.0, as it travels, and 3."""
+    """Return the value with floats such as 3.0, as transmitted, converted to 3."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):

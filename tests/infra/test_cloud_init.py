@@ -1,4 +1,4 @@
-"""User-data from values: word for word, refused values, nothing secret."""
+"""User-data: golden text, refused values, and no secrets."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _PACKED = re.compile(r"(?<=content: )H4sI[\w+/=]+$", re.MULTILINE)
 
 
 def read(text: str) -> dict[str, Any]:
-    """User-data as cloud-init reads it."""
+    """Parse user-data as cloud-init does."""
     assert text.startswith("#cloud-config\n")
     parsed: dict[str, Any] = yaml.safe_load(text)
     return parsed
 
 
 def written_files(text: str) -> dict[str, bytes]:
-    """Path and content of every file that the user-data writes."""
+    """Return path and content of every file that the user-data writes."""
     return {
         entry["path"]: gzip.decompress(base64.b64decode(entry["content"]))
         if entry.get("encoding") == "gz+b64"
@@ -67,7 +67,9 @@ def test_user_data_is_far_below_the_limit_of_metadata() -> None:
 
 def test_user_data_over_the_limit_is_refused_with_its_size() -> None:
     many = replace(NODE, authorized_keys=(KEY,) * 3000)
-    with pytest.raises(ConfigError, match=r"user-data is \d{6} bytes and may have 262144\."):
+    with pytest.raises(
+        ConfigError, match=r"user-data has \d{6} bytes, more than the limit of 262144\."
+    ):
         render_user_data(many, FILES)
 
 
@@ -89,14 +91,14 @@ def test_a_comment_in_a_key_stays_text(comment: str) -> None:
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("", "must begin with a key type"),
-        ("ssh-dss AAAA", "must begin with a key type"),
-        ('command="reboot" ' + KEY, "must begin with a key type"),
+        ("", "must start with a key type"),
+        ("ssh-dss AAAA", "must start with a key type"),
+        ('command="reboot" ' + KEY, "must start with a key type"),
         (f"{KEY} a\nssh-ed25519 AAAA", "must be one line"),
         ("ssh-ed25519 AAAA'", "is not base64"),
-        ("ssh-ed25519", "is not an ssh-ed25519 key"),
-        ("ssh-rsa " + KEY.split()[1], "is not an ssh-rsa key"),
-        ("-----BEGIN OPENSSH " + "PRIVATE KEY-----", r"'\.\.\.': this is a private key"),
+        ("ssh-ed25519", "is not a key of type ssh-ed25519"),
+        ("ssh-rsa " + KEY.split()[1], "is not a key of type ssh-rsa"),
+        ("-----BEGIN OPENSSH " + "PRIVATE KEY-----", r"'\.\.\.': is a private key"),
     ],
 )
 def test_what_is_no_public_key_is_refused(key: str, message: str) -> None:
@@ -107,7 +109,7 @@ def test_what_is_no_public_key_is_refused(key: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"authorized_keys": ()}, "nobody could log in"),
+        ({"authorized_keys": ()}, "no login would be possible"),
         ({"extra_packages": ("a b",)}, "extra_packages has 'a b'"),
         ({"extra_packages": ("-o=x",)}, "extra_packages has '-o=x'"),
         ({"extras": "train;reboot"}, "extras = 'train;reboot'"),

@@ -1,4 +1,4 @@
-"""The cluster's settings: the schema and the code agree, and what is wrong is said all at once."""
+"""The cluster's settings: schema and code agree, and all problems are reported together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TYPES = {str: "string", int: "integer", bool: "boolean", tuple: "array"}
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A project folder with the operator's key of the cluster `dev`."""
+    """Return a project folder with the operator's key of the cluster `dev`."""
     key = tmp_path / ".cluster/dev/id_ed25519.pub"
     key.parent.mkdir(parents=True)
     key.write_text(f"{KEY}\n", encoding="utf-8")
@@ -90,7 +90,7 @@ def test_a_stack_without_settings_needs_what_its_defaults_are() -> None:
 
 
 def test_a_mistyped_setting_is_asked_about(root: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nodecount is no setting.*Did you mean nodeCount\?"):
+    with pytest.raises(ConfigError, match=r"nodecount: unknown setting.*Did you mean nodeCount\?"):
         read(root, nodecount=3)
 
 
@@ -100,7 +100,7 @@ def test_the_default_disks_fit_a_new_projects_quota() -> None:
     assert sum(sizes) <= 500
 
 
-# Settings, and what the message has to say: the key, its value, and what to do.
+# Settings, and the expected message: key, value and fix.
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"project": ""}, r"project = '' is no Google Cloud project id.*pulumi config set project"),
     ({"cluster": "Dev"}, r"cluster = 'Dev'.*must be a lower-case letter"),
@@ -108,9 +108,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"region": "Iowa"}, r"region = 'Iowa' is no region"),
     ({"region": "us-east4"}, r"zones has 'us-central1-a', which is not in region us-east4.*--path"),
     ({"zones": []}, r"zones is empty"),
-    ({"zones": "us-central1-a"}, r"zones = 'us-central1-a' is not a list of texts"),
+    ({"zones": "us-central1-a"}, r"zones = 'us-central1-a': must be a list of strings"),
     ({"nodeCount": 0}, r"nodeCount = 0; from 1 to 64"),
-    ({"nodeCount": "three"}, r"nodeCount = 'three' is not a whole number"),
+    ({"nodeCount": "three"}, r"nodeCount = 'three': must be an integer"),
     ({"machineType": "c3d-standard-8"}, r"c3d runs on AMD EPYC Genoa, which has no AMX"),
     ({"machineType": "c4d-highmem-8"}, r"c4d runs on AMD EPYC Turin, which has no AMX"),
     ({"machineType": "h4d-standard-192"}, r"h4d runs on AMD EPYC Turin, which has no AMX"),
@@ -118,72 +118,78 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"machineType": "c4a-standard-8"}, r"c4a runs on Google Axion \(Arm\)"),
     (
         {"machineType": "c3-standard-6"},
-        r"no such size.*c3-\{standard,highmem,highcpu\}-\{4,8,22,44",
+        r"unknown size.*c3-\{standard,highmem,highcpu\}-\{4,8,22,44",
     ),
-    ({"machineType": "big"}, r"family 'big' is not known"),
+    ({"machineType": "big"}, r"unknown family 'big'"),
     ({"accessMode": "open"}, r"accessMode = 'open'\. Use one of: iap, direct, oslogin"),
     ({"accessMode": "direct"}, r"operatorCidr = ''.*Use your own address"),
     (
         {"accessMode": "direct", "operatorCidr": "0.0.0.0/0"},
-        r"'0\.0\.0\.0/0' is the whole internet",
+        r"'0\.0\.0\.0/0': is the whole internet",
     ),
-    ({"accessMode": "direct", "operatorCidr": "::/0"}, r"'::/0' is the whole internet"),
-    ({"accessMode": "direct", "operatorCidr": "2001:db8::1/128"}, r"the network has IPv4 only"),
-    ({"accessMode": "direct", "operatorCidr": "10.0.0.0/8"}, r"is more than 256 addresses"),
+    ({"accessMode": "direct", "operatorCidr": "::/0"}, r"'::/0': is the whole internet"),
+    ({"accessMode": "direct", "operatorCidr": "2001:db8::1/128"}, r"must be IPv4"),
+    ({"accessMode": "direct", "operatorCidr": "10.0.0.0/8"}, r"has more than 256 addresses"),
     ({"accessMode": "direct", "operatorCidr": "10.0.0.1/24"}, r"has host bits set"),
-    ({"operatorCidr": "198.51.100.7/32"}, r"operatorCidr.*is for accessMode direct.*config rm"),
+    ({"operatorCidr": "198.51.100.7/32"}, r"operatorCidr.*only for accessMode direct.*config rm"),
     ({"accessMode": "oslogin"}, r"osLoginUser = ''.*describe-profile"),
-    ({"osLoginUser": "ada"}, r"osLoginUser = 'ada' is for accessMode oslogin alone"),
+    ({"osLoginUser": "ada"}, r"osLoginUser = 'ada': only for accessMode oslogin"),
     ({"spot": "maybe"}, r"spot = 'maybe'\. Use one of: false, true, auto"),
-    ({"maxLifetime": "0h"}, r"maxLifetime = '0h'; use a time from 10m to 30d"),
-    ({"maxLifetime": "never"}, r"maxLifetime = 'never'.*no way to leave it out"),
+    ({"maxLifetime": "0h"}, r"maxLifetime = '0h': must be from 10m to 30d"),
+    ({"maxLifetime": "never"}, r"maxLifetime = 'never'.*It is required"),
     ({"maxLifetime": "31d"}, r"maxLifetime = '31d'"),
     ({"maxHourlyUsd": "cheap"}, r"maxHourlyUsd = 'cheap'; use dollars an hour"),
     ({"maxHourlyUsd": "0"}, r"maxHourlyUsd = '0'"),
-    ({"diskType": "pd-standard"}, r"'pd-standard', which c3-highmem-8 does not boot from.*pd-ssd"),
+    ({"diskType": "pd-standard"}, r"'pd-standard', which c3-highmem-8 cannot boot from.*pd-ssd"),
     (
         {"diskType": "pd-balanced", "machineType": "c4-standard-8"},
         r"Use auto or.*hyperdisk-balanced",
     ),
     ({"diskGb": 10}, r"diskGb = 10; from 30"),
-    ({"headDiskGb": 50}, r"headDiskGb = 50; use 0 for the same"),
+    ({"headDiskGb": 50}, r"headDiskGb = 50: must be 0, which means diskGb"),
     ({"bucket": "gs://mine"}, r"bucket = 'gs://mine'\. Use none, create, or the name"),
     ({"kmsKey": "my-key"}, r"kmsKey = 'my-key'; projects/P/locations"),
     (
         {"kmsKey": "projects/p/locations/europe-west4/keyRings/r/cryptoKeys/k"},
-        r"location is europe-west4, and the cluster's region is us-central1\. Take a key of that",
+        r"location is europe-west4, but the cluster's region is us-central1\. Use a key of that",
     ),
-    ({"kmsKey": "projects/p/locations/eur4/keyRings/r/cryptoKeys/k"}, r"location is eur4, and the"),
+    ({"kmsKey": "projects/p/locations/eur4/keyRings/r/cryptoKeys/k"}, r"location is eur4, but the"),
     (
         {"kmsKey": "projects/p/locations/global/keyRings/r/cryptoKeys/k", "bucket": "create"},
-        r"its location is global, and the cluster's region is us-central1",
+        r"its location is global, but the cluster's region is us-central1",
     ),
     ({"threadsPerCore": 3}, r"threadsPerCore = 3\. Use one of: 1, 2"),
     (
         {"threadsPerCore": 2, "machineType": "h3-standard-88"},
-        r"h3-standard-88 has one thread a core",
+        r"h3-standard-88 has one thread per core",
     ),
     ({"mtu": 9000}, r"mtu = 9000; a network of Google's has 1300 to 8896"),
     ({"compactPlacement": "yes"}, r"compactPlacement = 'yes'\. Use one of: auto, true, false"),
     (
         {"compactPlacement": "true", "machineType": "n4-standard-16"},
-        r"compactPlacement = 'true'.*no compact placement for N4.*set compactPlacement auto",
+        r"compactPlacement = 'true'.*N4 machines have no compact.*set compactPlacement auto",
     ),
-    ({"compactPlacement": True, "machineType": "c4-standard-8"}, r"no compact placement for C4"),
-    ({"tier1": True}, r"tier1 = true, which c3-highmem-8 \(8 vCPUs\) cannot have: C3 from 44"),
-    ({"tier1": True, "machineType": "c3-standard-22"}, r"c3-standard-22 \(22 vCPUs\) cannot have"),
-    ({"image": "projects/x/global/images/family/y"}, r"names a family, whose image changes under"),
-    ({"image": "ubuntu-2404"}, r"image = 'ubuntu-2404'; projects/PROJECT/global/images/NAME"),
+    (
+        {"compactPlacement": True, "machineType": "c4-standard-8"},
+        r"C4 machines have no compact placement",
+    ),
+    ({"tier1": True}, r"tier1 = true, but c3-highmem-8 has 8 vCPUs: C3 needs at least 44"),
+    ({"tier1": True, "machineType": "c3-standard-22"}, r"c3-standard-22 has 22 vCPUs"),
+    ({"image": "projects/x/global/images/family/y"}, r"is a family, whose image can change"),
+    (
+        {"image": "ubuntu-2404"},
+        r"image = 'ubuntu-2404': must be projects/PROJECT/global/images/NAME",
+    ),
     (
         {"image": "projects/debian-cloud/global/images/debian-12-bookworm-v20260901"},
-        r"Google's Debian images have no cloud-init, so nothing.*Use one of ubuntu-os-cloud",
+        r"Google's Debian images lack cloud-init.*Use an image of ubuntu-os-cloud",
     ),
     (
         {"image": "projects/rocky-linux-cloud/global/images/rocky-linux-9-v20260901"},
-        r"its images have no apt.*an image of your own with cloud-init and apt",
+        r"its images lack apt.*your own image with cloud-init and apt",
     ),
-    ({"confidential": True}, r"TDX is for c3-standard machines, not c3-highmem-8"),
-    ({"egress": "none"}, r"wheelhouse is empty, and with egress none.*package index"),
+    ({"confidential": True}, r"only c3-standard machines have TDX, not c3-highmem-8"),
+    ({"egress": "none"}, r"wheelhouse is empty, but with egress none.*package index"),
     (
         {
             "egress": "none",
@@ -191,14 +197,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
             "accessMode": "direct",
             "operatorCidr": "198.51.100.7/32",
         },
-        r"egress = 'none' with accessMode direct: the head would have an address on the internet",
+        r"egress = 'none' with accessMode direct, which gives the head an external address",
     ),
     ({"egress": "some"}, r"egress = 'some'\. Use one of: nat, none"),
     ({"wheelhouse": "wheels"}, r"wheelhouse = 'wheels'; it must be an absolute path"),
     ({"labels": ["Owner=Ada"]}, r"labels has 'Owner=Ada'; key=value of lower-case"),
     ({"labels": ["tileforge-cluster=x"]}, r"keys of tileforge and goog are taken"),
-    ({"nodecount": 3}, r"nodecount is no setting; remove it\. Known: accessMode, bucket"),
-    ({"operatorPublicKeyFile": "none.pub"}, r"none\.pub: No such file.*Make a key pair: mkdir"),
+    ({"nodecount": 3}, r"nodecount: unknown setting; remove it\. Known: accessMode, bucket"),
+    ({"operatorPublicKeyFile": "none.pub"}, r"none\.pub: No such file.*Create a key pair: mkdir"),
 ]
 
 
@@ -234,8 +240,8 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("", "is empty"),
-        ("hello", "must begin with a key type"),
-        ("-----BEGIN OPENSSH " + "PRIVATE KEY-----", "this is a private key"),
+        ("hello", "must start with a key type"),
+        ("-----BEGIN OPENSSH " + "PRIVATE KEY-----", "is a private key"),
     ],
 )
 def test_a_key_file_without_a_public_key_is_refused(root: Path, text: str, message: str) -> None:
@@ -247,7 +253,7 @@ def test_a_key_file_without_a_public_key_is_refused(root: Path, text: str, messa
 
 @pytest.mark.parametrize("place", [".cluster", ".cluster/dev", ".cluster/dev/id_ed25519"])
 def test_the_operators_key_is_not_taken_through_a_link(root: Path, place: str) -> None:
-    """The attack: a cloned project's link had a key of ~/.ssh used, or written."""
+    """Attack: a link in a cloned project makes the program use or write a key of ~/.ssh."""
     if (root / place).exists():
         (root / place).rename(root / "elsewhere")
     (root / place).symlink_to(root / "elsewhere")
@@ -278,7 +284,7 @@ PROVIDERS = {"gcp:project": "acme-lab", "gcp:region": "europe-west4"}
 
 
 def load(values: dict[str, str], root: Path) -> ClusterConfig:
-    """The settings of a stack's whole config, as the program gets it from the engine."""
+    """Return the settings of a stack's complete config, as the engine passes it to the program."""
     environment = {"PULUMI_CONFIG": json.dumps(values)}
     with (
         mock.patch.dict("os.environ", environment),
@@ -291,7 +297,7 @@ def load(values: dict[str, str], root: Path) -> ClusterConfig:
     ("own", "project", "region"),
     [
         ({}, "acme-lab", "europe-west4"),
-        # As Pulumi hands over the defaults of Pulumi.yaml.
+        # The format in which Pulumi passes the defaults of Pulumi.yaml.
         ({"tileforge:project": "", "tileforge:region": "us-central1"}, "acme-lab", "europe-west4"),
         (
             {"tileforge:project": "my-project", "tileforge:region": "us-east5"},

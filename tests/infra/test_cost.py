@@ -1,4 +1,4 @@
-"""Prices: added up as listed, capped, and never guessed."""
+"""Prices: summed from the list, limited, and never guessed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_head_with_a_larger_disk_and_an_address_costs_more() -> None:
 
 
 def rows(name: str) -> list[dict[str, str]]:
-    """The lines of a packaged table."""
+    """Return the lines of a packaged table."""
     text = (ROOT / "payload/pricing/prices" / name).read_text(encoding="utf-8")
     return list(csv.DictReader(text.splitlines()))
 
@@ -56,7 +56,7 @@ def test_every_machine_of_the_table_has_the_tables_price_in_every_region() -> No
         for column, spot in (("usd_hour", False), ("usd_hour_spot", True)):
             found = machine_price(row["machine_type"], region=row["region"], spot=spot)
             assert found == (float(row[column]) if row[column] else None)
-    # The row that other sources confirm.
+    # This row is confirmed by other sources.
     assert machine_price("c3-highmem-8", region="us-central1", spot=False) == pytest.approx(
         0.5292, abs=1e-4
     )
@@ -118,7 +118,7 @@ def test_a_cap_that_cannot_be_kept_for_want_of_a_price_is_refused_with_the_missi
     settings: dict[str, Any], part: str
 ) -> None:
     with pytest.raises(
-        BudgetError, match=rf"no price is known here of {part}\..*maxHourlyUsd none"
+        BudgetError, match=rf"because the price of {part} is unknown.*maxHourlyUsd none"
     ):
         price_of_cluster(replace(CONFIG, **settings))
 
@@ -132,14 +132,14 @@ def test_spot_prices_that_are_older_than_a_month_have_a_warning() -> None:
 
 def test_a_cluster_above_the_cap_is_refused_with_what_would_allow_it() -> None:
     config = replace(CONFIG, node_count=16, max_hourly_usd="5")
-    with pytest.raises(BudgetError, match=r"= 5, and 16 x c3-highmem-8 cost \$8\.7\d.*Usd 8\.7\d"):
+    with pytest.raises(BudgetError, match=r"= 5, but 16 x c3-highmem-8 cost \$8\.7\d.*Usd 8\.7\d"):
         price_of_cluster(config)
 
 
 def test_with_auto_the_machines_that_come_after_spot_have_to_fit_too() -> None:
     config = replace(CONFIG, max_hourly_usd="1")
     assert price_of_cluster(replace(config, spot="true"))
-    with pytest.raises(BudgetError, match="on demand after spot"):
+    with pytest.raises(BudgetError, match="on demand, after spot"):
         price_of_cluster(replace(config, spot="auto"))
 
 
@@ -148,7 +148,7 @@ def test_the_preview_says_dollars_an_hour_at_most_and_per_million_tokens() -> No
     text = describe(CONFIG, cost_of(CONFIG), speed=speed)
     assert "$1.6380 an hour" in text
     assert "at most $19.66" in text
-    assert "$0.4550 per million tokens at the 1,000 tokens/s of\n  run gpt2-1" in text
+    assert "$0.4550 per million tokens at 1,000 tokens/s, measured in\n  run gpt2-1" in text
     assert usd_per_million_tokens(3.6, tokens_per_s=1000) == pytest.approx(1.0)
 
 
@@ -162,7 +162,7 @@ def test_the_lines_of_the_preview_fit_a_terminal(settings: dict[str, Any]) -> No
     lines = describe(config, cost_of(config), speed=speed).splitlines()
     own = [line for line in lines if not line.startswith("warning: ")]
     assert max(map(len, own)) <= 80 and not any(".py" in line for line in lines)
-    # spot: auto may end with on-demand machines, so their price is there from the start.
+    # With spot: auto, `up` can switch to on-demand machines, so their price is always listed.
     assert any(line.startswith("on demand, ") and "$1.6380" in line for line in lines) == (
         config.spot == "auto"
     )
@@ -177,7 +177,7 @@ def run_folder(
     nodes: int = 3,
     **summary: Any,
 ) -> None:
-    """A run as the orchestrator leaves it."""
+    """Write a run's folder as the orchestrator does."""
     folder = runs / name
     folder.mkdir(parents=True)
     text = json.dumps({"status": "finished", "tokens_per_s": 1000.0} | summary)

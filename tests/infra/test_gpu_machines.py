@@ -69,8 +69,8 @@ def test_a_machine_without_a_gpu_gets_no_driver(tmp_path: Path) -> None:
     ("failing", "reason"),
     [
         ("install", f"NVIDIA's driver could not be installed for kernel {_KERNEL}"),
-        ("modprobe", "the kernel does not load NVIDIA's module; see dmesg."),
-        ("nvidia-smi", "nvidia-smi shows no GPU; see dmesg."),
+        ("modprobe", "the kernel could not load NVIDIA's module; check: dmesg"),
+        ("nvidia-smi", "nvidia-smi shows no GPU; check: dmesg"),
     ],
 )
 def test_a_driver_that_does_not_come_up_fails_the_set_up_with_the_reason(
@@ -84,7 +84,7 @@ def test_a_driver_that_does_not_come_up_fails_the_set_up_with_the_reason(
 def install_driver(
     folder: Path, *, branch: str = "570", installed: tuple[str, ...] = (), failing: str = "none"
 ) -> tuple[list[str], str]:
-    """Run the step with stand-ins for the system's programs; return their calls, and errors."""
+    """Run the step with fake system programs; return their calls and errors."""
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
     log = folder / "calls"

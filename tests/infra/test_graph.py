@@ -1,4 +1,4 @@
-"""The whole program under Pulumi's mocks: what it makes for each kind of stack, word for word."""
+"""The whole program under Pulumi's mocks: golden files of its resources for each kind of stack."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def _deployed(case: str) -> Recorded:
 
 
 def deployed(case: str) -> Recorded:
-    """One of the stacks of `CASES`, run once."""
+    """Return one of the stacks of `CASES`, run once."""
     return deepcopy(_deployed(case))
 
 
 def without_texts(value: object) -> object:
-    """With what follows from long texts, which have tests of their own, by name alone."""
+    """Replace long texts, which have separate tests, by their names."""
     if isinstance(value, dict):
         return {
             key: f"({key})" if key in ("user-data", "replacementTrigger") else without_texts(inner)
@@ -123,25 +123,25 @@ def test_what_has_no_labels_says_the_same_in_its_description(case: str) -> None:
         inputs, kind = resource["inputs"], resource["type"].rpartition(":")[2]
         if "labels" in inputs:
             assert inputs["labels"][CLUSTER_LABEL] == "dev"
-        # A NAT is part of its router, a right part of its bucket or key, a record of its zone.
+        # A NAT belongs to its router, a permission to its bucket or key, a record to its zone.
         elif resource["type"].startswith("gcp:") and kind not in (
             *("RouterNat", "BucketIAMMember", "CryptoKeyIAMMember", "RecordSet"),
         ):
             assert (inputs.get("name") or inputs["accountId"]).startswith("dev-")
             assert inputs["description"].endswith(mark(labels))
-            # Else each run would have another expiry, and replace network and machines.
+            # Otherwise each run would change the expiry, and replace network and machines.
             assert "description" in resource["options"]["ignoreChanges"]
 
 
 def test_a_bucket_outlives_the_cluster() -> None:
     stack = deployed("bucket")
     (bucket,) = [r for r in stack.resources if r["type"].endswith(":Bucket")]
-    # Kept by its own option. Protection would keep `pulumi destroy` from everything else as well.
+    # Kept by its own option. Protection would make `pulumi destroy` fail for all resources.
     assert bucket["options"]["retainOnDelete"] and "protect" not in bucket["options"]
     assert bucket["inputs"]["forceDestroy"] is False
     (access,) = stack.of_type("BucketIAMMember")
     assert access["role"] == "roles/storage.objectUser"
-    # The whole condition: objects of runs, and for the list of names the bucket itself.
+    # The complete condition: objects of runs, and the bucket itself for listing names.
     assert access["condition"]["expression"] == (
         'resource.type != "storage.googleapis.com/Object" || '
         'resource.name.startsWith("projects/_/buckets/dev-results-1a2b3c4/objects/runs/")'
@@ -174,13 +174,13 @@ def test_googles_service_agents_may_use_the_key_before_anything_is_encrypted_wit
     for grant in grants:
         assert grant["inputs"]["role"] == "roles/cloudkms.cryptoKeyEncrypterDecrypter"
         assert grant["inputs"]["cryptoKeyId"] == key
-        # The bucket that is kept could not be read without.
+        # Without it the kept bucket could not be read.
         assert grant["options"]["retainOnDelete"]
     names = {grant["name"] for grant in grants}
     for resource in stack.resources:
         if resource["type"].endswith((":Bucket", ":Instance")):
             assert names <= set(resource["options"]["dependsOn"])
-    # Disks alone need Compute Engine's, and a key's owner may do it in the program's place.
+    # Disks need only Compute Engine's agent, and a key's owner can grant it instead of the program.
     (only,) = deploy({"kmsKey": key}, folder=tmp_path).of_type("CryptoKeyIAMMember")
     assert "compute-system" in only["member"]
     shared = deploy(
@@ -287,7 +287,7 @@ def test_from_several_nodes_to_one_the_head_stays_where_it_is_placed(tmp_path: P
         (found,) = [each for each in resources if each["name"] == name]
         return found
 
-    # Google lets go of no policy that holds a machine: it has to stay in the program.
+    # Google cannot detach a policy from a machine, so it must stay in the program.
     assert of(several, "dev-placement") == of(alone, "dev-placement")
     old, new = (of(each, "dev-node-0") for each in (several, alone))
     assert old["options"]["replacementTrigger"] == new["options"]["replacementTrigger"]
@@ -297,7 +297,7 @@ def test_from_several_nodes_to_one_the_head_stays_where_it_is_placed(tmp_path: P
 
 
 def differences(old: object, new: object, path: str = "") -> list[str]:
-    """The paths of inputs that differ, as `ignoreChanges` names them."""
+    """Return the paths of inputs that differ, in the format of `ignoreChanges`."""
     if isinstance(old, dict) and isinstance(new, dict):
         return [
             found
@@ -339,11 +339,11 @@ def test_a_filestore_instance_stays_in_its_zone(tmp_path: Path) -> None:
 
 
 def test_another_mtu_is_another_network_made_before_the_old_one_goes(tmp_path: Path) -> None:
-    """A resource of a name that stays is deleted first; of another name it is made first.
+    """A replaced resource that keeps its name is deleted first; otherwise it is created first.
 
-    So what a network is deleted after has to name it, and has to be replaced for another one: the
-    provider replaces a firewall rule, a router and a subnetwork for their network, a NAT for its
-    router and a machine for its subnetwork.
+    So resources that must be deleted before a network must refer to it and be replaced with it. The
+    provider replaces firewall rules, routers and subnetworks with their network, a NAT with its
+    router, and a machine with its subnetwork.
     """
     old, new = deployed("default").resources, deploy({"mtu": 1460}, folder=tmp_path).resources
     places = {"network", "router", "subnetwork"}
@@ -377,7 +377,7 @@ def test_what_people_add_to_a_machine_is_left_alone(
             assert added[:3] == [
                 *('metadata["ssh-keys"]', 'metadata["startup-script"]', 'metadata["team_note"]')
             ]
-            # The program's own metadata is no addition, so `up` closes what was opened by hand.
+            # The program's own metadata is not "added by hand", so `up` reverts it.
             assert set(each["inputs"]["metadata"]) <= OWN_METADATA
     assert KEPT_VARIABLE == "TILEFORGE_METADATA_KEPT"
 
@@ -399,12 +399,15 @@ def test_the_program_makes_the_operators_key_and_a_preview_only_says_so(
     public: Path = private.with_name("id_ed25519.pub")
     settings = {"operatorPublicKeyFile": ""}
     stack = deploy(settings, folder=tmp_path, preview=True)
-    assert not private.parent.exists() and f"would make the key {WORDS}{private}" in stack.log
+    assert (
+        not private.parent.exists()
+        and f"would create the cluster's SSH key: {private}" in stack.log
+    )
     if has_private:
         deploy(settings, folder=tmp_path)
         public.unlink()
     stack = deploy(settings, folder=tmp_path)
-    assert f"made the key {WORDS}{private}" in stack.log
+    assert f"created the cluster's SSH key: {private}" in stack.log
     assert private.stat().st_mode & 0o777 == 0o600
     assert private.parent.stat().st_mode & 0o777 == 0o700
     key = serialization.load_ssh_private_key(private.read_bytes(), password=None)
@@ -412,15 +415,12 @@ def test_the_program_makes_the_operators_key_and_a_preview_only_says_so(
         serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
     )
     assert public.read_text().startswith(line.decode())
-    # The public half alone reaches Google and Pulumi's state.
+    # Only the public half reaches Google and Pulumi's state.
     secret = private.read_text().splitlines()[2]
     everything = json.dumps([stack.resources, stack.outputs, stack.log])
     assert line.decode() in everything and secret not in everything
     again = deploy(settings, folder=tmp_path)
     assert again.resources == stack.resources
-
-
-WORDS = "that opens the cluster: "
 
 
 def test_a_later_run_leaves_the_machines_own_expiry_alone() -> None:
@@ -431,7 +431,7 @@ def test_a_later_run_leaves_the_machines_own_expiry_alone() -> None:
 
 def test_what_is_too_dear_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     with pytest.raises(
-        pulumi.RunError, match=r"maxHourlyUsd = 1, and 3 x c3-highmem-8 cost \$1\.64"
+        pulumi.RunError, match=r"maxHourlyUsd = 1, but 3 x c3-highmem-8 cost \$1\.64"
     ):
         deploy({"maxHourlyUsd": "1"}, folder=tmp_path)
 

@@ -1,4 +1,4 @@
-"""Monitoring of a cluster: what user-data has of it, and that nothing else of the graph changes."""
+"""Monitoring of a cluster: its user-data, and that the rest of the graph is unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def user_data(settings: dict[str, Any], folder: Path) -> str:
 
 
 def in_script(code: str) -> str:
-    """Return what a part of node-setup.sh prints, its `main` left out."""
+    """Return the output of functions of node-setup.sh, without its `main`."""
     script = SETUP.read_text(encoding="utf-8").replace('\nmain "$@"\n', "\n" + code)
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     return done.stdout + (done.stderr if done.returncode else "")

@@ -1,4 +1,4 @@
-"""A cluster costs the same wherever it is shown: preview, doctor, rehearse, and the policy."""
+"""A cluster's cost is the same in preview, doctor, rehearse and the policy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from infra.gcp.node_and_cost_limits import too_dear
+from infra.gcp.node_and_cost_limits import cost_problems
 from payload.core.errors import ConfigError
 from payload.orchestrate.commands.doctor import check_price
 from payload.orchestrate.commands.rehearse import _price_and_lifetime
@@ -34,7 +34,7 @@ def test_a_stack_costs_the_same_wherever_its_cost_is_shown(
     if need.spot != "auto":
         assert _price_and_lifetime(need, budget_usd=1000)[0] == pytest.approx(hourly, abs=1e-6)
     cost = cluster_cost(need.billed(spot=need.spot != "false"))
-    of_nodes = cost.known - cost.shared  # what the policy sees
-    assert list(too_dear(stack.resources, most_usd=of_nodes + 0.001)) == []
-    (problem,) = too_dear(stack.resources, most_usd=of_nodes - 0.001)
+    of_nodes = cost.known - cost.shared  # the part that the policy counts
+    assert list(cost_problems(stack.resources, most_usd=of_nodes + 0.001)) == []
+    (problem,) = cost_problems(stack.resources, most_usd=of_nodes - 0.001)
     assert f"${of_nodes:.2f} " in problem

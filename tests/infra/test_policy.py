@@ -1,4 +1,4 @@
-"""The policy pack: its own process, asked as Pulumi asks it."""
+"""The policy pack, as a separate process with Pulumi's protocol."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from google.protobuf import empty_pb2, struct_pb2
 from pulumi.runtime.proto import analyzer_pb2, analyzer_pb2_grpc
 from pulumi_policy.proxy import UNKNOWN_STRING_VALUE
 
-from infra.gcp.node_and_cost_limits import number_of_nodes, too_dear
+from infra.gcp.node_and_cost_limits import cost_problems, number_of_nodes
 from infra.gcp.security_rules import EXCEPTIONS, RULES
 from tests.infra.stacks import CASES, ROOT, Plain
 from tests.infra.test_graph import deployed
@@ -27,7 +27,7 @@ LIMITS = {"maximum-nodes", "maximum-price"}
 
 @pytest.fixture(scope="module")
 def analyzer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The pack as Pulumi starts it, from a folder of its own."""
+    """Start the pack as Pulumi does, from a separate folder."""
     process = subprocess.Popen(
         [sys.executable, "-u", str(ROOT / "infra/policy")],
         cwd=tmp_path_factory.mktemp("pack"),
@@ -116,21 +116,21 @@ def test_more_nodes_than_allowed_are_refused(analyzer: Any) -> None:
     assert number_of_nodes(resources) == 16
     resources.append(next(r for r in resources if r["type"].endswith(":Instance")))
     assert violations(analyzer, resources)["maximum-nodes"][0].endswith(
-        "17 nodes, and at most 16 are allowed"
+        "17 nodes, more than the limit of 16"
     )
 
 
 def test_machines_that_are_too_dear_or_have_no_price_are_refused(analyzer: Any) -> None:
     resources = deployed("default").resources
-    assert list(too_dear(resources, most_usd=2)) == []
-    assert list(too_dear(resources, most_usd=1)) == [
-        "machines and disks cost $1.63 an hour, and at most $1 are allowed"
+    assert list(cost_problems(resources, most_usd=2)) == []
+    assert list(cost_problems(resources, most_usd=1)) == [
+        "machines and disks cost $1.63 per hour, more than the limit of $1"
     ]
     for resource in resources:
         if resource["type"].endswith(":Instance"):
             resource["inputs"]["zone"] = "moon-north1-a"
     (message,) = violations(analyzer, resources)["maximum-price"]
-    assert "no price is known of dev-node-0, dev-node-1, dev-node-2" in message
+    assert "dev-node-0, dev-node-1, dev-node-2: unknown price" in message
 
 
 def test_the_pack_runs_in_the_projects_own_environment() -> None:

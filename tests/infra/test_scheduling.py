@@ -1,4 +1,4 @@
-"""Google's scheduling rules, one by one, over all the combinations that can be asked for."""
+"""Google's scheduling rules, each checked over all combinations of settings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ALL = [
 
 
 def short(config: ClusterConfig) -> str:
-    """The settings that the rules hang on."""
+    """The settings that affect the rules."""
     compact = "compact" if config.compact_placement == "auto" else "loose"
     tdx = "-tdx" if config.confidential else ""
     return f"{config.node_count}-{config.machine_type}{tdx}-{compact}-spot-{config.spot}"

@@ -1,4 +1,4 @@
-"""Every security rule: kept by the stacks, and able to fail."""
+"""Every security rule: the stacks follow it, and a violation is reported."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ Change = Callable[[list[Plain]], object]
 
 
 def first(resources: list[Plain], kind: str) -> Plain:
-    """Inputs of the first resource of the kind."""
+    """Return the inputs of the first resource of the kind."""
     found = next(r for r in resources if r["type"].rpartition(":")[2] == kind)
     inputs: Plain = found["inputs"]
     return inputs
 
 
 def firewall(resources: list[Plain], name: str) -> Plain:
-    """Inputs of a firewall rule."""
+    """Return the inputs of a firewall rule."""
     found = next(r for r in resources if r["name"] == name)
     inputs: Plain = found["inputs"]
     return inputs
 
 
 def of(kind: str, change: Callable[[Plain], object]) -> Change:
-    """A change of the first resource of the kind."""
+    """Return a mutation of the first resource of the kind."""
     return lambda resources: change(first(resources, kind))
 
 
 def ssh(**inputs: object) -> Change:
-    """A change of the rule that lets the operator in."""
+    """Return a mutation of the rule that allows SSH."""
     return lambda resources: firewall(resources, "dev-allow-ssh").update(inputs)
 
 
 def metadata(**values: str) -> Change:
-    """Other metadata of the first machine."""
+    """Return a mutation of the first machine's metadata."""
     changed = {key.replace("_", "-"): value for key, value in values.items()}
     return of("Instance", lambda inputs: inputs["metadata"].update(changed))
 
 
 def more(kind: str, **inputs: object) -> Change:
-    """One resource more."""
+    """Return a mutation that adds a resource."""
     return lambda resources: resources.append({"type": kind, "name": "more", "inputs": inputs})
 
 
 def without(resources: list[Plain], kind: str) -> None:
-    """Take away every resource of the kind."""
+    """Return a mutation that removes every resource of the kind."""
     resources[:] = [found for found in resources if found["type"].rpartition(":")[2] != kind]
 
 
 WORLD = ["0.0.0.0/0"]
 
-# Each turns one thing off, in the bucket's stack with OS Login on (where every rule holds).
+# Each disables one feature in the stack with a bucket and OS Login, where every rule holds.
 MUTATIONS: list[tuple[str, Change]] = [
     ("own-network", of("Subnetwork", lambda i: i.update(network="global/networks/default"))),
     ("own-network", of("Instance", lambda i: i["networkInterfaces"][0].pop("subnetwork"))),
@@ -185,7 +185,7 @@ MUTATIONS: list[tuple[str, Change]] = [
 
 
 def clean() -> list[Plain]:
-    """Resources that break no rule."""
+    """Return resources that follow every rule."""
     resources = deployed("bucket").resources
     for resource in resources:
         if resource["type"].endswith(":Instance"):
@@ -241,7 +241,7 @@ def test_a_finding_names_the_resource() -> None:
 
 
 def leaves(value: object) -> Iterator[tuple[Any, Any]]:
-    """Every (container, key) within."""
+    """Yield every (container, key) inside."""
     if isinstance(value, (dict, list)):
         for key in list(value) if isinstance(value, dict) else range(len(value)):
             yield value, key
@@ -267,7 +267,7 @@ def test_a_value_that_is_not_known_yet_or_odd_upsets_no_rule() -> None:
                     findings(resources)
 
 
-# The rows of the CIS benchmark, of checkov and of Trivy that speak of what the program makes.
+# Rows of the CIS benchmark, checkov and Trivy about kinds of resources that the program creates.
 _ROWS = (
     *("1.5", "3.1", "3.2", "3.6", "3.7", "3.8", "3.10", "4.1", "4.2", "4.3", "4.4", "4.5", "4.6"),
     *("4.8", "4.9", "5.1", "5.2", "CKV_GCP_74", "CKV2_GCP_12", "GCP-0035", "CKV_GCP_41"),

@@ -1,4 +1,4 @@
-"""The shared folder of a cluster: what is made, who may reach it, and what the nodes boot with."""
+"""The shared folder of a cluster: its resources, access to it, and the nodes' settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NODES = "c-node-0=10.60.0.10 c-node-1=10.60.0.11"
 
 
 def settings_of(instance: Plain) -> str:
-    """Return bootstrap.conf of a node."""
+    """Return a node's bootstrap.conf."""
     written = written_files(str(instance["metadata"]["user-data"]))
     return written["/etc/tileforge/bootstrap.conf"].decode()
 
@@ -93,7 +93,7 @@ def test_where_filestore_has_no_known_price_a_cap_refuses_it_by_name() -> None:
         zones=("europe-west4-a",),
     )
     assert cost_of(config).unknown == ("Filestore (1024 GiB) in europe-west4",)
-    with pytest.raises(BudgetError, match=r"no price is known here of Filestore \(1024 GiB\)"):
+    with pytest.raises(BudgetError, match=r"because the price of Filestore \(1024 GiB\)"):
         price_of_cluster(config)
 
 

@@ -1,4 +1,4 @@
-"""Nodes of a cluster with a bucket get its client; those of others do not."""
+"""Only nodes of a cluster with a bucket get the client library for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real sshd processes on loopback addresses, each a node with a home of its own."""
+"""Real sshd processes on loopback addresses, each a node with a separate home."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SSHD = Path("/usr/sbin/sshd")
 USER = getpass.getuser()
 
 LOGS: list[Path] = []
-"""Logs of every sshd that was started; for `logs_since`."""
+"""Logs of all started sshd processes; for `logs_since`."""
 
 _CONFIG = """\
 ListenAddress {address}:{port}
@@ -45,14 +45,14 @@ _SHOWN_LINES = 100
 
 
 def make_key(path: Path, *, kind: str = "ed25519") -> str:
-    """A new key pair at `path`; returns the public half."""
+    """Create a key pair at `path`; return the public half."""
     command = ["ssh-keygen", "-q", "-t", kind, "-N", "", "-C", "", "-f", str(path)]
     subprocess.run(command, check=True)
     return path.with_suffix(".pub").read_text(encoding="ascii").strip()
 
 
 class Sshd:
-    """One node: an sshd on `address` that lets `public_key` in."""
+    """A node: an sshd on `address` that authorizes `public_key`."""
 
     def __init__(
         self, folder: Path, *, name: str, address: str, public_key: str, more: str = ""
@@ -90,21 +90,21 @@ class Sshd:
         return self.log.exists() and "Server listening" in self.log.read_text(encoding="utf-8")
 
     def with_host_key(self, line: str) -> Node:
-        """The node as an inventory with another host key has it."""
+        """Return the node with another host key, as in a wrong inventory."""
         return replace(self.node, host_keys=(line,))
 
     def processes(self) -> list[int]:
-        """sshd's own process, and all that came from it."""
+        """Return sshd's process and all its descendants."""
         return _with_descendants(self._process.pid)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to sshd and to everything that came from it."""
+        """Send a signal to sshd and all its descendants."""
         for process in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, number)
 
     def start(self) -> None:
-        """Start sshd, at first or again after `stop`."""
+        """Start sshd, also after `stop`."""
         self.log.unlink(missing_ok=True)
         LOGS.append(self.log)
         self._process = subprocess.Popen(
@@ -113,7 +113,7 @@ class Sshd:
         wait_until(self._listens, what=f"sshd of {self.node.name}")
 
     def stop(self) -> None:
-        """End sshd and every session of it."""
+        """Stop sshd and all its sessions."""
         if self._process.poll() is None:
             self.signal(signal.SIGKILL)
             self._process.wait()
@@ -143,7 +143,7 @@ def _with_descendants(process: int) -> list[int]:
 
 
 def logs_since(time_unix: float) -> Iterator[tuple[str, str]]:
-    """Yield a node's name and the end of its sshd's log, of all that wrote since then."""
+    """Yield name and end of the log of each node whose sshd has logged since then."""
     for log in dict.fromkeys(LOGS):
         if log.exists() and log.stat().st_mtime >= time_unix:
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -151,7 +151,7 @@ def logs_since(time_unix: float) -> Iterator[tuple[str, str]]:
 
 
 def make_cluster(*nodes: Node, kind: AccessKind = "direct") -> ClusterInventory:
-    """An inventory of these nodes."""
+    """Return an inventory of these nodes."""
     return ClusterInventory(
         cluster="test",
         source="file",
@@ -195,9 +195,9 @@ sys.argv = ["relay", "{address}", sys.argv[4], "inf"]
 
 
 def make_gcloud(folder: Path, node: Node) -> Path:
-    """A `gcloud` in `folder` whose tunnels, to zone `here`, lead to `node`.
+    """Create a `gcloud` in `folder` whose tunnels, to zone `here`, lead to `node`.
 
-    Beside it is a file `gcloud.starts`, with a line for each that was opened.
+    The file `gcloud.starts` next to it gets a line for each opened tunnel.
     """
     gcloud = folder / "gcloud"
     text = _GCLOUD.format(python=sys.executable, address=node.address, relay=RELAY)
@@ -207,5 +207,5 @@ def make_gcloud(folder: Path, node: Node) -> Path:
 
 
 def relay_argv(node: Node, *, limit_bytes: float = float("inf")) -> list[str]:
-    """A proxy command to `node` that breaks off once it has carried so much from there."""
+    """Return a proxy command to `node` that ends after a number of bytes from the node."""
     return [sys.executable, "-c", RELAY, node.address, str(node.ssh_port), str(limit_bytes)]

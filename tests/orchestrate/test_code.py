@@ -1,4 +1,4 @@
-"""The payload's code on a node: put together from what is there and what is sent."""
+"""The payload's code on a node: assembled from existing and uploaded files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One action on all nodes: every outcome is kept, one error names every node that failed."""
+"""One action on all nodes: every outcome is kept, and one error names all failed nodes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_bug_is_not_taken_for_a_node_s_failure() -> None:
 
 
 def main_thread_waits() -> bool:
-    """Return True once `on_every_node` has started all, and is past that."""
+    """Return True when `on_every_node` has started all actions and waits."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     while frame.f_back and frame.f_back.f_code is not on_every_node.__code__:
         frame = frame.f_back
@@ -83,7 +83,7 @@ def test_what_is_to_be_undone_has_ended_even_after_ctrl_c() -> None:
             wait_until(main_thread_waits, what="the main thread to wait for all")
             os.kill(os.getpid(), signal.SIGINT)
         interrupted.wait(60)
-        # Nothing sets it before all have ended; a second is time enough to return too early.
+        # It is set only after all have ended; one second is enough to detect an early return.
         ended.append(returned.wait(1))
 
     before = signal.signal(signal.SIGINT, interrupt)

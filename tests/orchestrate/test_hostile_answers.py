@@ -1,4 +1,4 @@
-"""A hostile node's answers: every field of every one is held to its form."""
+"""A hostile node's responses: every field of each is validated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from payload.orchestrate.findings.nodes import NodeFacts
 from payload.orchestrate.findings.trial import MARK, Outcome, Result
 from payload.orchestrate.runs.mirror import file_request, merge
 from payload.orchestrate.runs.remote_run import planned_run_dir
-from payload.orchestrate.ssh.node_code import RunsThere
+from payload.orchestrate.ssh.node_runs import NodeRuns
 from payload.orchestrate.ssh.remote_calls import (
     FOLDER,
     Begun,
@@ -29,7 +29,7 @@ from payload.orchestrate.ssh.remote_calls import (
     Signalled,
     parse_answer,
 )
-from payload.orchestrate.ssh.run_keys import _Made as KeyMade
+from payload.orchestrate.ssh.run_keys import _Created as KeyMade
 from payload.orchestrate.ssh.run_keys import _Names as Names
 from payload.orchestrate.ssh.start_claim import _Claimed as Claimed
 from payload.run_record.run_files import RunPaths
@@ -60,7 +60,7 @@ FACTS = {
 HONEST: list[tuple[type[Any], dict[str, Any]]] = [
     (NodeLook, LOOK),
     (
-        RunsThere,
+        NodeRuns,
         {
             "running": "one",
             "runs": [{"run_id": "one", "checkpoint": "step_00000010", "state": "a" * 64}],
@@ -104,11 +104,11 @@ HONEST: list[tuple[type[Any], dict[str, Any]]] = [
     ),
 ]
 PATHS = {(NodeLook, "home"), (KeyMade, "folder")}
-RUNS = {(NodeLook, "running"), (RunsThere, "running"), (Claimed, "running"), (Begun, "running")}
+RUNS = {(NodeLook, "running"), (NodeRuns, "running"), (Claimed, "running"), (Begun, "running")}
 
 
 def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to every value of an answer; a list's first stands for the others."""
+    """Yield the path of every value of a response; only the first item of a list."""
     yield way
     if isinstance(value, dict):
         for key in value:
@@ -118,7 +118,7 @@ def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def changed(value: Any, way: tuple[Any, ...], by: Any) -> Any:
-    """The answer with another value in one place."""
+    """Return the response with another value at one path."""
     if not way:
         return by
     copy = value.copy()
@@ -147,7 +147,7 @@ def test_every_field_of_every_answer_is_held_to_its_form(
                 assert FOLDER.fullmatch(value) and ".." not in value, value
             if isinstance(value, str) and at in RUNS:
                 assert RUN_ID.fullmatch(value), value
-            assert asdict(found)  # it is whole
+            assert asdict(found)  # the file is complete
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_every_field_of_every_answer_is_held_to_its_form(
 )
 def test_an_answer_that_is_none_is_refused_in_one_line(text: bytes) -> None:
     with pytest.raises(AnswerError, match=r"^node-0: ") as raised:
-        parse_answer(RunsThere, text, node="node-0")
+        parse_answer(NodeRuns, text, node="node-0")
     assert "\n" not in str(raised.value)
 
 

@@ -220,7 +220,7 @@ def test_a_file_of_a_checkpoint_that_grows_beyond_its_size_is_refused(
     there = head.home / "tileforge" / "runs" / "one" / "checkpoints" / "step_00000010"
     write_checkpoint(there)
     (there / "model.safetensors").write_bytes(bytes(10 * 2**20))
-    with pytest.raises(PreflightError, match=r"^node-0: it sends more than it was asked for"):
+    with pytest.raises(PreflightError, match=r"^node-0: sent more data than requested"):
         run.collect_checkpoint()
     left = run.paths.checkpoints / ".step_00000010.collecting" / "model.safetensors.partial"
     assert left.stat().st_size <= 2**20

@@ -17,7 +17,8 @@ from payload.orchestrate.machine_profiles.local_profile import LocalAccess
 from payload.orchestrate.runs.mirror import record_contact
 from payload.orchestrate.runs.remote_run import RemoteRun
 from payload.orchestrate.ssh.cluster import Cluster
-from payload.orchestrate.ssh.node_code import RunThere, look, runs_on, this_code
+from payload.orchestrate.ssh.node_code import inspect_node, this_code
+from payload.orchestrate.ssh.node_runs import NodeRun, runs_on
 from payload.orchestrate.ssh.remote_calls import (
     Login,
 )
@@ -96,10 +97,8 @@ def test_the_run_that_a_head_names_is_no_other_run_of_the_operator_s(
 )
 def test_a_node_gets_no_file_but_the_payload_s_own(head: Sshd, cluster: Cluster, name: str) -> None:
     lie(head, look={**LOOK, "missing": ["payload/__init__.py", name]})
-    with pytest.raises(
-        AnswerError, match=r"^node-0: its answer: missing: the file .* not asked for"
-    ):
-        look(cluster.connect(head.node), this_code(), venv=PurePosixPath("/opt"))
+    with pytest.raises(AnswerError, match=r"^node-0: response: missing: the file .* not requested"):
+        inspect_node(cluster.connect(head.node), this_code(), venv=PurePosixPath("/opt"))
 
 
 @pytest.mark.sshd
@@ -107,7 +106,7 @@ def test_a_login_s_greeting_and_a_short_answer_are_distinguished(
     head: Sshd, cluster: Cluster
 ) -> None:
     lie(head, look={})
-    with pytest.raises(AnswerError, match=r"^node-0: its answer: missing: running, runs"):
+    with pytest.raises(AnswerError, match=r"^node-0: response: missing: running, runs"):
         runs_on(cluster.connect(head.node))
 
 
@@ -123,7 +122,7 @@ def test_foreign_files_beside_a_head_s_runs_do_not_affect_its_answer(
         checkpoint = runs / "one" / "checkpoints" / f"step_{name}"
         checkpoint.mkdir(parents=True)
         (checkpoint / "manifest.json").write_text("{}")
-    newest = RunThere(run_id="one", checkpoint="step_100000000", state=None)
+    newest = NodeRun(run_id="one", checkpoint="step_100000000", state=None)
     assert runs_on(cluster.connect(head.node)).runs == (newest,)
 
 

@@ -1,4 +1,4 @@
-"""Hostile inventories against ssh itself: what the reader accepts means to ssh what it says."""
+"""Hostile inventories against ssh itself: ssh reads accepted values as they are."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ BASE: dict[str, Any] = {
 
 
 def damaged(rng: random.Random) -> dict[str, Any]:
-    """An inventory with one to three fields that somebody chose to be hostile or unusual."""
+    """Return an inventory with one to three hostile or unusual fields."""
     raw = copy.deepcopy(BASE)
     raw["access"]["kind"] = rng.choice(["iap", "direct"])
     for _ in range(rng.randint(1, 3)):
@@ -150,7 +150,7 @@ def damaged(rng: random.Random) -> dict[str, Any]:
 
 
 def read(raw: dict[str, Any]) -> ClusterInventory | None:
-    """The inventory, or None if it is refused; whatever else happens is a defect."""
+    """Return the inventory, or None if it is refused; any other result is a defect."""
     try:
         return ClusterInventory.from_json(json.dumps(raw), where="inventory.json")
     except ConfigError as error:
@@ -159,7 +159,7 @@ def read(raw: dict[str, Any]) -> ClusterInventory | None:
 
 
 def ssh_says(config: Path, host: str) -> list[str]:
-    """Return what ssh understood, in lower case, as hosts are the same in either."""
+    """Return ssh's effective settings in lower case, because host names ignore case."""
     done = subprocess.run(
         ["ssh", "-G", "-F", str(config), host],
         stdin=subprocess.DEVNULL,
@@ -179,7 +179,7 @@ def ssh_defaults() -> tuple[tuple[str, str], ...]:
 
 
 def usual(address: str) -> str:
-    """An IP address as ssh writes it."""
+    """Return an IP address in ssh's format."""
     with contextlib.suppress(ValueError):
         return str(ipaddress.ip_address(address))
     return address
@@ -192,7 +192,7 @@ def _words(line: str) -> tuple[str, str, str]:
 def intended(
     inventory: ClusterInventory, node: Node, host: str, *, on_head: bool, key: str, known: str
 ) -> list[str]:
-    """Return what ssh is to understand when it is asked for `host`, and nothing else."""
+    """Return the expected settings of ssh for `host`."""
     is_head = node is inventory.head
     from_outside = is_head and not on_head
     ours = {
@@ -232,7 +232,7 @@ def accepted_cases(seed: int) -> Iterator[ClusterInventory]:
 
 
 def check(inventory: ClusterInventory, folder: Path) -> int:
-    """Ask ssh for every node, as the operator and as the head; the number of questions."""
+    """Query ssh for every node, as operator and as head; return the number of queries."""
     folder.mkdir()
     key, known = folder / "id key", folder / "known hosts"
     questions = 0
@@ -246,7 +246,7 @@ def check(inventory: ClusterInventory, folder: Path) -> int:
                 known_hosts=known,
                 on_head=on_head,
             )
-        except ConfigError as error:  # a sound inventory that lacks what iap needs
+        except ConfigError as error:  # a valid inventory without the fields that iap needs
             assert "access kind 'iap' needs" in str(error)
             continue
         config = folder / f"config.{on_head}"
@@ -268,7 +268,7 @@ def test_ssh_understands_of_any_accepted_inventory_what_it_says_and_nothing_else
     tmp_path: Path,
 ) -> None:
     accepted = list(accepted_cases(seed=14))
-    # Both ways out are taken often, or the fuzzing fuzzes nothing.
+    # Both results must be frequent; otherwise the fuzzing tests nothing.
     assert CASES / 10 < len(accepted) < CASES / 2
     unlike = list(dict.fromkeys(inventory.to_json() for inventory in accepted))
     found = [ClusterInventory.from_json(text, where="again") for text in unlike[:250]]

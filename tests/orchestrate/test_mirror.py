@@ -315,7 +315,7 @@ def test_a_worker_can_only_report_its_own_ranks_exits(here: RunPaths, name: str)
     before = content_of(here.root.parent.parent)
     wanted = file_request(here, "node-1", is_head=False)
     answer = Part(alive=True, begun=True, whole={name: state_text("one")}, more={}, left=0)
-    with pytest.raises(AnswerError, match=r"^node-1: its answer: the file .* was not asked for"):
+    with pytest.raises(AnswerError, match=r"^node-1: response: the file .* was not requested"):
         merge(here, answer, wanted)
     assert content_of(here.root.parent.parent) == before
 
@@ -326,7 +326,7 @@ def test_a_worker_sends_its_own_ranks_logs_and_nothing_else(here: RunPaths, name
     wanted = file_request(here, "node-1", is_head=False)
     piece = Piece(offset=0, content="aGk=")
     answer = Part(alive=True, begun=True, whole={}, more={name: piece}, left=0)
-    with pytest.raises(AnswerError, match=r"^node-1: its answer: the file .* was not asked for"):
+    with pytest.raises(AnswerError, match=r"^node-1: response: the file .* was not requested"):
         merge(here, answer, wanted)
     assert content_of(here.root.parent.parent) == before
 

@@ -1,4 +1,4 @@
-"""The programs that are sent to nodes, run as there: by plain python3, from stdin."""
+"""The programs for nodes, run as on nodes: with plain python3, from stdin."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FOLDER = Path(__file__).parents[2] / "payload" / "orchestrate" / "node"
 
 
 def run_remote(program: str, arguments: dict[str, Any], *, home: Path | None = None) -> Any:
-    """Return the program's answer. -S leaves out every installed package, as on a bare node."""
+    """Return the program's response. -S excludes all installed packages, as on a bare node."""
     argv = remote_argv(program)
     env = dict(os.environ) | ({"HOME": str(home)} if home else {})
     done = subprocess.run(
@@ -114,7 +114,7 @@ def test_a_shared_folder_answers_is_read_only_or_silent(tmp_path: Path) -> None:
             return probe(tmp_path, state=None, route_to=None, shared_folder=str(folder)).shared
 
         def answer() -> SharedFolder:
-            """Return the first answer in time: on a busy machine a probe may be given up."""
+            """Return the first response in time, because a probe can time out on a busy machine."""
             found: list[SharedFolder] = []
 
             def has_answered() -> bool:
@@ -126,16 +126,16 @@ def test_a_shared_folder_answers_is_read_only_or_silent(tmp_path: Path) -> None:
 
         fine = answer()
         assert fine.mounted and fine.error is None
-        # As of a trial that was killed just after it had made its file.
+        # As left by a test that was killed just after it created its file.
         left = folder / f".tileforge-preflight-{os.uname().nodename}-{2**22 + 1}"
         left.touch()
         assert answer().error is None
-        # sshfs hides a deleted file until its close has reached the server, which no one waits for.
+        # sshfs hides a deleted file until its close has reached the server, asynchronously.
         wait_until(lambda: list(folder.iterdir()) == [], what="the probe's file to be gone")
         with stopped(server_pid):
             assert ask() == replace(fine, took_s=None)
         remount = ["mount", "-o", "remount,bind,ro", str(folder)]
-        # The mount is busy until the probe that was given up has closed its file.
+        # The mount is busy until the probe that timed out has closed its file.
         wait_until(
             lambda: subprocess.run(remount, check=False).returncode == 0, what="nobody to write"
         )
@@ -168,12 +168,12 @@ def test_an_answer_after_a_greeting_is_still_the_answer() -> None:
 
 @pytest.mark.parametrize("text", [b"", b"Welcome!\n", b"[1]\n", b"\xff\xfe"])
 def test_no_answer_is_said_to_be_none(text: bytes) -> None:
-    with pytest.raises(PreflightError, match="n: the program printed no result"):
+    with pytest.raises(PreflightError, match="n: the program printed"):
         parse_answer(Signalled, text, node="n")
 
 
 def test_arguments_may_be_longer_than_one_word_of_a_command_line(tmp_path: Path) -> None:
-    # The kernel's limit for one word is 128 KiB.
+    # The kernel's limit of one argument is 128 KiB.
     known = {f"logs/rank_{rank:04d}.log": (0, "A" * 344) for rank in range(2000)}
     arguments = {"action": "read", "run_dir": str(tmp_path), "whole": [], "known": known}
     assert len(json.dumps(arguments)) > 600_000
@@ -285,7 +285,7 @@ def test_other_people_s_keys_stay_as_they_are_to_the_byte(tmp_path: Path) -> Non
 
 
 def make_socket(path: Path) -> None:
-    """Make a socket's file, however long its path: an address has at most 107 bytes."""
+    """Create a socket's file, also at a path over the limit of 107 bytes."""
     folder = os.open(path.parent, os.O_PATH)
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(f"/proc/self/fd/{folder}/{path.name}")
@@ -344,9 +344,9 @@ def test_a_trial_has_its_environment_and_says_how_it_ended(
 
 
 def test_a_trial_that_hangs_ends_at_its_deadline_with_all_it_started(tmp_path: Path) -> None:
-    # As mpirun: a script that waits for another process.
+    # Like mpirun: a script that waits for another process.
     answer: dict[str, Any] = {"stdout": ""}
-    for deadline_s in (0.5, 5, 50):  # a busy machine may take longer to start it
+    for deadline_s in (0.5, 5, 50):  # a busy machine can take longer to start it
         if not answer["stdout"]:
             words = ("sh", "-c", "sleep 1000 & echo $!; wait")
             answer = try_out(tmp_path, *words, deadline_s=deadline_s)

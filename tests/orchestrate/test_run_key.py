@@ -1,4 +1,4 @@
-"""The run's key: made on the head, trusted by the nodes, gone afterwards."""
+"""The run's key: created on the head, authorized on the nodes, and revoked afterwards."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def cluster_of(inventory: ClusterInventory, login: Login) -> Cluster:
 
 
 def ssh_from_head(key: RunKey, node: Node, argv: Sequence[str]) -> CompletedProcess[str]:
-    """Reach a node as mpirun on the head does."""
+    """Run ssh to a node as mpirun on the head does."""
     return subprocess.run(
         ["ssh", "-F", str(key.config), node.address, *argv],
         capture_output=True,
@@ -162,7 +162,7 @@ def test_a_key_that_lasts_ends_by_itself_and_the_next_action_clears_it_away(
 
 
 def mpirun(key: RunKey, inventory: ClusterInventory, tmp_path: Path) -> CompletedProcess[str]:
-    """`echo` on every node, started by mpirun as on the head."""
+    """Run `echo` on every node with mpirun, as on the head."""
     hosts = tmp_path / "hosts"
     hosts.write_text(render_hosts(inventory.nodes), encoding="ascii")
     reach = Reach(interface="lo", ssh=("-F", str(key.config)))
@@ -247,7 +247,7 @@ def test_a_run_id_that_is_no_plain_name_is_refused(
 
 
 def enter(cluster: Cluster, *, run_dir: PurePosixPath) -> Claim:
-    """Claim the head now; return the claim."""
+    """Claim the head without waiting; return the claim."""
     with claimed(cluster, run_dir=run_dir, say=print, timeout_s=0) as claim:
         return claim
 
@@ -257,7 +257,7 @@ def run_dir_on(head: Sshd, run_id: str) -> PurePosixPath:
 
 
 def trusted(sshd: Sshd) -> list[str]:
-    """Names of the run's keys that a node lets in."""
+    """Return the names of run keys that a node authorizes."""
     return re.findall(r"tileforge-run:(\S+)", sshd.authorized_keys.read_text(encoding="ascii"))
 
 
@@ -273,7 +273,7 @@ def test_two_people_who_resume_one_run_have_one_key_each_and_the_loser_touches_n
                 HeadBusyError, match=r"from 127\.0\.0\.1\) is starting one, so noth"
             ):
                 enter(loser, run_dir=run_dir)
-            # Whatever the other one removes, a key whose attempt is alive stays.
+            # Another operator's cleanup keeps a key whose attempt is live.
             assert remove_dead_keys(loser) == []
             assert [trusted(sshd) for sshd in nodes] == [[claim.name]] * 2
             assert ssh_from_head(key, nodes[1].node, ["true"]).returncode == 0
@@ -305,13 +305,13 @@ def test_the_key_of_a_run_with_another_head_is_not_removed(nodes: list[Sshd], lo
     with cluster_of(mine, login) as owner, cluster_of(theirs, login) as other:
         with claimed(owner, run_dir=run_dir_on(nodes[0], "one"), say=print) as claim:
             install_run_key(owner, name=claim.name, lasts_s=600)
-        # Every node has the run's files, and only its own head the supervisor.
+        # Every node has the run's files, but only its own head has the supervisor.
         for sshd in nodes:
             Path(run_dir_on(sshd, "one")).mkdir(parents=True)
         with Path(run_dir_on(nodes[0], "one"), "supervisor.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             assert remove_dead_keys(other) == []
-        # Its end is not for the other head to know.
+        # The other head cannot know that it has ended.
         assert remove_dead_keys(other) == []
         assert [trusted(sshd) for sshd in nodes] == [[claim.name]] * 2
         assert remove_dead_keys(owner) == [claim.name]
@@ -338,7 +338,7 @@ def test_a_claim_that_a_broken_connection_still_holds_ends_as_that_connection_di
     lost = ConnectionLostError("node-0: the connection broke")
     said: list[str] = []
     with ExitStack() as stack, cluster_of(inventory, login) as again:
-        # A head that has not noticed the break has the claim from before.
+        # A head that has not detected the disconnect still holds the earlier claim.
         before = stack.enter_context(cluster_of(inventory, login))
         claim = partial(claimed, run_dir=run_dir_on(nodes[0], "one"))
         name = stack.enter_context(claim(before, say=print)).name
@@ -346,15 +346,15 @@ def test_a_claim_that_a_broken_connection_still_holds_ends_as_that_connection_di
         with pytest.raises(ConnectionLostError) as caught, retry(name=name):
             pass
         assert caught.value is lost
-        # Somebody else's is no matter of the connection.
+        # Another operator's claim does not depend on the connection.
         with pytest.raises(HeadBusyError), retry(name=OTHER):
             pass
         before.close()
         with retry(name=name, timeout_s=60) as claim_again:
             assert claim_again == Claim(name=name, running=None)
     assert said[:2] == [
-        "node-0: the connection that broke still has the claim on it: waiting for that",
-        "node-0: somebody (from 127.0.0.1) is starting one: waiting for that",
+        "node-0: the broken connection still holds the claim; waiting",
+        "node-0: another operator (from 127.0.0.1) is starting one; waiting",
     ]
 
 

@@ -160,7 +160,7 @@ def test_the_time_that_a_job_has_left_is_read(text: str, seconds: float | None) 
 
 
 def test_a_slurm_inventory_is_for_the_job_that_it_was_read_in(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"run --site slurm` submits one"):
+    with pytest.raises(ConfigError, match=r"submit a job with `run --site slurm`"):
         load_cluster("slurm", env={})
     inventory = make_inventory(num_nodes=2)
     text = replace(inventory, source="slurm", access=Access(kind="slurm")).to_json()

@@ -1,4 +1,4 @@
-"""SSH against real sshd processes: what works, and the right error for each thing that does not."""
+"""SSH against real sshd processes: successful operations, and the right error for each failure."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_node_that_sends_without_end_is_not_listened_to(node: Sshd, login: Log
     with connected(node.node, login) as connection:
         for stream in ("", " >&2"):
             argv = ["sh", "-c", f"cat /dev/zero{stream}"]
-            with pytest.raises(AnswerError, match=r"^node-0: it sends more than it was asked for"):
+            with pytest.raises(AnswerError, match=r"^node-0: sent more data than requested"):
                 connection.run(argv, timeout_s=60)
         assert connection.check_run(["echo", "still here"], timeout_s=60) == b"still here\n"
 
@@ -116,13 +116,13 @@ def test_a_node_that_sends_without_end_is_not_listened_to(node: Sshd, login: Log
 def test_a_failing_command_is_named_with_its_last_words(node: Sshd, login: Login) -> None:
     with (
         connected(node.node, login) as connection,
-        pytest.raises(PreflightError, match=r"node-0: `ls` ended with status 2: .*/nowhere"),
+        pytest.raises(PreflightError, match=r"node-0: `ls` failed with status 2: .*/nowhere"),
     ):
         connection.check_run(["ls", "/nowhere"], timeout_s=60)
 
 
 def has_sleeping(sshd: Sshd) -> bool:
-    """Return whether a command of the test sleeps on the node, or its shells are about to."""
+    """Return whether a command of the test sleeps on the node, or is starting."""
     return any("sleep 300" in command_line(pid) for pid in sshd.processes())
 
 
@@ -134,7 +134,7 @@ def command_line(pid: int) -> str:
 
 def test_a_command_that_takes_too_long_is_ended_on_the_node(node: Sshd, login: Login) -> None:
     with connected(node.node, login) as connection:
-        with pytest.raises(PreflightError, match=r"node-0: `sh` has not ended within 3 s"):
+        with pytest.raises(PreflightError, match=r"node-0: `sh` did not finish within 3 s"):
             connection.run(["sh", "-c", "sleep 300; true"], timeout_s=3)
         wait_until(lambda: not has_sleeping(node), what="the command's end")
         assert connection.check_run(["echo", "still here"], timeout_s=60) == b"still here\n"
@@ -142,7 +142,7 @@ def test_a_command_that_takes_too_long_is_ended_on_the_node(node: Sshd, login: L
 
 def test_a_command_that_is_killed_is_said_to_be(node: Sshd, login: Login) -> None:
     with connected(node.node, login) as connection:
-        with pytest.raises(PreflightError, match="node-0: `sh` was ended there by a signal"):
+        with pytest.raises(PreflightError, match="node-0: `sh` was killed by a signal"):
             connection.run(["sh", "-c", "kill -9 $$"], timeout_s=60)
         assert connection.run(["true"], timeout_s=60).status == 0
 
@@ -219,7 +219,7 @@ def test_a_server_that_does_not_speak_ssh_is_unreachable(
             open_streams[-1].sendall(said)
             return stream
 
-        with pytest.raises(SshUnreachableError, match="does not speak SSH within 3 s"):
+        with pytest.raises(SshUnreachableError, match="no SSH handshake within 3 s"):
             dial(deaf, login=login, open_stream=open_stream, deadlines=Deadlines(handshake_s=3.0))
         for stream in open_streams:
             stream.close()
@@ -233,7 +233,9 @@ def test_a_frozen_sshd_is_unreachable_within_the_deadline(
         sshd.signal(signal.SIGSTOP)
         try:
             with (
-                pytest.raises(SshUnreachableError, match="node-1: no answer for 1 s while waiting"),
+                pytest.raises(
+                    SshUnreachableError, match="node-1: no response for 1 s while waiting"
+                ),
                 connection.guard("waiting", timeout_s=1),
                 connection.open_sftp() as sftp,
             ):
@@ -250,7 +252,9 @@ def test_a_node_that_falls_silent_is_unreachable_and_not_waited_for_twice(
     with connected(sshd.node, login, deadlines=SILENT_LATER) as connection:
         sshd.signal(signal.SIGSTOP)
         try:
-            with pytest.raises(SshUnreachableError, match="node-1: no answer while running `true`"):
+            with pytest.raises(
+                SshUnreachableError, match="node-1: no response while running `true`"
+            ):
                 connection.run(["true"], timeout_s=60)
             with pytest.raises(SshUnreachableError, match="node-1: the connection broke"):
                 connection.run(["true"], timeout_s=60)
@@ -274,7 +278,7 @@ def test_a_message_that_is_late_for_its_channel_does_not_end_the_connection(
     was_late: list[Any] = []
 
     def send_late(transport: Any, message: Any) -> None:
-        """Send the end of a command's input when the command has ended and is forgotten."""
+        """Send the end of a command's input after the command's channel is closed."""
         if message.asbytes()[:1] == b"\x60" and threading.current_thread() is not transport:
             may_end.touch()
             wait_until(lambda: not transport._channels.values(), what="the channel's close")
@@ -283,11 +287,11 @@ def test_a_message_that_is_late_for_its_channel_does_not_end_the_connection(
 
     monkeypatch.setattr(Transport, "_send_user_message", send_late)
     with connected(node.node, login) as connection:
-        # Ends once the end of its input is about to be sent.
+        # It ends when the end of its input is about to be sent.
         waits = f"until [ -e {may_end} ]; do sleep 0.01; done"
         assert connection.run(["sh", "-c", waits], timeout_s=60).status == 0
         assert len(was_late) == 1
-        # The node answers what came before it closes.
+        # The node responds to earlier messages before it closes.
         assert connection.check_run(["echo", "still here"], timeout_s=60) == b"still here\n"
     assert "nonexistent channel" not in node.log.read_text(encoding="utf-8")
 
@@ -301,13 +305,13 @@ def test_the_reason_of_a_connection_s_end_is_in_its_error(
         message.add_byte(b"\x60").add_int(99)
         transport: Any = connection._transport
         transport._send_message(message)
-        said = r"code 2: ieof packet referred to nonexistent channel 99\)\. Is the machine"
+        said = r"code 2: ieof packet referred to nonexistent channel 99\)\. Check that the machine"
         for _ in range(2):
             with pytest.raises(ConnectionLostError, match=said):
                 connection.run(["true"], timeout_s=60)
     with connected(sshd.node, login) as connection:
         sshd.stop()
-        said = r"\((the other side closed it|Connection reset by peer|Broken pipe)\)\. Is"
+        said = r"\((the node closed it|Connection reset by peer|Broken pipe)\)\. Check"
         with pytest.raises(ConnectionLostError, match=said):
             connection.run(["true"], timeout_s=60)
 
@@ -339,8 +343,8 @@ def test_a_worker_s_error_says_whether_it_or_the_head_has_ended_the_connection(
     head, worker = start_sshd("node-0", "127.0.0.2"), start_sshd("node-1", "127.0.0.3")
     inventory = make_cluster(head.node, worker.node)
     for broken, said in (
-        (worker, r"\((the other side closed it|Socket is closed)\)\. Is"),
-        (head, r"\(the connection to node-0, through which it is reached, ended\)\. Is"),
+        (worker, r"\((the node closed it|Socket is closed)\)\. Check"),
+        (head, r"\(the connection to node-0, through which it is reached, ended\)\. Check"),
     ):
         with Cluster(inventory, login=login, env={}, deadlines=PATIENT) as cluster:
             connection = cluster.connect(worker.node)
@@ -350,7 +354,7 @@ def test_a_worker_s_error_says_whether_it_or_the_head_has_ended_the_connection(
         broken.start()
 
 
-# Ends once nobody reads what it prints.
+# It ends when its output has no reader.
 _NO_ANSWER = "while :; do echo; sleep 0.1; done"
 
 
@@ -381,7 +385,7 @@ def test_a_command_that_does_not_answer_in_time_is_unreachable(node: Sshd, login
         with connection.listening(["echo", "hi"], timeout_s=60) as answer:
             assert answer == b""
         with (
-            pytest.raises(SshUnreachableError, match="node-0: no answer for 1 s while running"),
+            pytest.raises(SshUnreachableError, match="node-0: no response for 1 s while running"),
             connection.listening(["sh", "-c", _NO_ANSWER], timeout_s=1),
         ):
             pass
@@ -433,7 +437,7 @@ def test_a_head_that_forbids_forwarding_is_named(start_sshd: StartSshd, login: L
     worker = replace(head.node, name="node-1", address="127.0.0.3")
     with (
         Cluster(make_cluster(head.node, worker), login=login, env={}, deadlines=PATIENT) as cluster,
-        pytest.raises(SshUnreachableError, match=r"node-0, .* forbids forwarding"),
+        pytest.raises(SshUnreachableError, match=r"node-0, .*refuses TCP forwarding"),
     ):
         cluster.connect(worker)
 
@@ -455,7 +459,7 @@ def test_a_proxy_command_ends_with_ctrl_c_while_it_is_logging_in(node: Sshd, log
     proxies = []
 
     def open_stream() -> ProxyProcess:
-        # It interrupts us once we have said our part of the greeting.
+        # It interrupts this process after our part of the handshake.
         argv = ["sh", "-c", "head -c 4 >&2; kill -INT $PPID; exec sleep 60"]
         proxies.append(ProxyProcess(argv, node="node-0", env=dict(os.environ)))
         return proxies[-1]
@@ -467,7 +471,9 @@ def test_a_proxy_command_ends_with_ctrl_c_while_it_is_logging_in(node: Sshd, log
 
 def test_what_a_failing_proxy_command_says_is_shown(node: Sshd, login: Login) -> None:
     argv = ["sh", "-c", "echo 'ERROR: (gcloud) not authorized' >&2"]
-    with pytest.raises(SshUnreachableError, match=r"`sh` said: ERROR: \(gcloud\) not authorized"):
+    with pytest.raises(
+        SshUnreachableError, match=r"`sh` printed: ERROR: \(gcloud\) not authorized"
+    ):
         dial(
             node.node,
             login=login,
@@ -477,7 +483,9 @@ def test_what_a_failing_proxy_command_says_is_shown(node: Sshd, login: Login) ->
 
 
 def test_a_proxy_command_that_is_not_installed_is_named() -> None:
-    with pytest.raises(SshUnreachableError, match="node-0: cannot start `no-such-program`"):
+    with pytest.raises(
+        SshUnreachableError, match="node-0: cannot start the proxy command `no-such-program`"
+    ):
         ProxyProcess(["no-such-program"], node="node-0", env=dict(os.environ))
 
 

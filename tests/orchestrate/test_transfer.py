@@ -1,4 +1,4 @@
-"""Files over SSH: whole or absent, equal, continued."""
+"""Files over SSH: atomic, verified and resumed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_kernels_that_cannot_be_built_are_a_reason_and_no_error(
 
 
 def short_lived(node: Sshd, login: Login, *, limit_bytes: float) -> Connection:
-    """A connection that breaks off after so many bytes from the node."""
+    """A connection that breaks after a number of bytes from the node."""
     argv = relay_argv(node.node, limit_bytes=limit_bytes)
     return dial(
         node.node,
@@ -102,7 +102,7 @@ def test_a_download_that_breaks_twice_goes_on_and_ends_equal(
         assert not target.exists()
         sizes.append(partial.stat().st_size)
     assert 0 < sizes[0] < sizes[1] < len(BIG)
-    # Enough for the rest, not for the whole.
+    # Enough for the rest, but not for the whole file.
     enough = short_lived(node, login, limit_bytes=len(BIG) - sizes[1] + 2**20)
     get(enough, str(source), target, timeout_s=60)
     enough.close()
@@ -146,6 +146,6 @@ def test_what_the_node_cannot_store_or_does_not_have_is_named(
     (tmp_path / "source").write_bytes(b"x")
     with pytest.raises(PreflightError, match=r"node-0: writing /proc/nowhere/x: .*No such file"):
         put(connection, tmp_path / "source", "/proc/nowhere/x", timeout_s=60)
-    with pytest.raises(PreflightError, match=r"node-0: `sha256sum` ended .*/nowhere"):
+    with pytest.raises(PreflightError, match=r"node-0: `sha256sum` failed .*/nowhere"):
         get(connection, "/nowhere", tmp_path / "target", timeout_s=60)
     assert not (tmp_path / "target").exists()

@@ -123,7 +123,7 @@ def name_a_run_without_checkpoints(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
-        (damage, "is not what the checkpoint's manifest says"),
+        (damage, "is damaged, because it does not match the checkpoint's manifest"),
         (empty, "No such file"),
         (point_outside, "does not name a safetensors file of its folder"),
         (link_outside, "model.safetensors: a link that leads out of its folder"),

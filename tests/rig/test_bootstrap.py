@@ -74,8 +74,8 @@ def test_without_an_index_a_machine_takes_its_wheelhouse(rig: Rig, ready: Machin
     with_folder = rig.machines[2]
     assert not (with_folder.root / "etc/pip.conf").exists()
     assert with_folder.exec(freeze).stdout == ready.exec(freeze).stdout
-    assert "using the plain package index" not in (with_folder.root / LOG[1:]).read_text()
-    assert "using the plain package index" in (ready.root / LOG[1:]).read_text()
+    assert "using the default package index" not in (with_folder.root / LOG[1:]).read_text()
+    assert "using the default package index" in (ready.root / LOG[1:]).read_text()
 
 
 def test_the_trainer_has_torch_and_mpirun(rig: Rig, ready: Machine, operator_key: Path) -> None:

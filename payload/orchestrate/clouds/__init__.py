@@ -1,4 +1,4 @@
-"""Google Cloud and Pulumi as the operator needs them: up, doctor, host keys, sweep, down.
+"""Google Cloud and Pulumi for the commands up, doctor, sweep and down, and for host keys.
 
-`gcp/client.py` alone imports Google's client libraries, which take more than a second.
+Only `gcp/client.py` imports Google's client libraries, because that takes more than a second.
 """

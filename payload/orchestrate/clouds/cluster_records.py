@@ -1,4 +1,4 @@
-"""Records of the clusters that were built from a folder: .cluster/NAME/stack.json."""
+"""Records of the clusters built from a folder: .cluster/NAME/stack.json."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ MOST_USD = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remembered:
-    """Record of a cluster for the time after `pulumi destroy`, which removes the outputs."""
+class ClusterRecord:
+    """Settings of a cluster, kept after `pulumi destroy` removes the stack's outputs."""
 
     cluster: str = checked(pattern=NODE_NAME)
     project: str = checked(pattern=CLOUD_NAME)
     region: str = checked(pattern=CLOUD_NAME)
     node_usd: Mapping[str, float | None] = checked(low=0, high=MOST_USD)
-    """Dollars per hour by node; of nothing while it has only been planned."""
+    """Dollars per hour by node; empty until the cluster has been built."""
     bucket: str | None = checked(None, pattern=CLOUD_NAME)
-    """The last results bucket that `bucket: create` made: it outlives the cluster."""
+    """The last results bucket that `bucket: create` created; it outlives the cluster."""
 
     @property
     def came_up(self) -> bool:
-        """Return whether the cluster has been seen up, and not only planned."""
+        """Return whether the cluster was built, not only planned."""
         return bool(self.node_usd)
 
 
 def cluster_folder(folder: Path, cluster: str) -> Path:
-    """Return where this machine keeps what belongs to a cluster; made if need be, for us alone.
+    """Return this machine's folder for a cluster's files; create it with mode 0700 if missing.
 
-    Raises ConfigError for a link in its place.
+    Raises ConfigError if the path is a symbolic link.
     """
     own = cluster_path(folder, cluster)
     own.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -52,42 +52,42 @@ def cluster_folder(folder: Path, cluster: str) -> Path:
 
 
 def remember_plan(cluster: str, known: dict[str, Any], *, folder: Path) -> None:
-    """Remember a cluster by its settings before it is built: an `up` that fails has no outputs."""
+    """Record a cluster's settings before it is built, because a failed `up` has no outputs."""
     project = str(known.get("project") or "")
-    before = recall(folder, cluster)
+    before = load_cluster_record(folder, cluster)
     if not project or (before is not None and before.project == project):
         return
     region = str(known.get("region") or DEFAULTS.region)
     keep_record(
-        Remembered(cluster=cluster, project=project, region=region, node_usd={}), folder=folder
+        ClusterRecord(cluster=cluster, project=project, region=region, node_usd={}), folder=folder
     )
 
 
 def forget_bucket(folder: Path, cluster: str, bucket: str) -> None:
-    """Take a bucket that was deleted out of the record: its name is anybody's now."""
-    before = recall(folder, cluster)
+    """Remove a deleted bucket from the record, because another project can now take its name."""
+    before = load_cluster_record(folder, cluster)
     if before is not None and before.bucket == bucket:
         keep_record(replace(before, bucket=None), folder=folder)
 
 
-def keep_record(known: Remembered, *, folder: Path) -> None:
+def keep_record(known: ClusterRecord, *, folder: Path) -> None:
     """Replace the record of a cluster."""
     path = cluster_folder(folder, known.cluster) / "stack.json"
     write_whole(path, json.dumps({"schema_version": _MEMORY_VERSION, **asdict(known)}, indent=2))
 
 
-def recall(folder: Path, cluster: str) -> Remembered | None:
-    """Return the record of a cluster, or None."""
+def load_cluster_record(folder: Path, cluster: str) -> ClusterRecord | None:
+    """Return the record of a cluster, or None if it is missing or damaged."""
     try:
         path = cluster_path(folder, cluster, "stack.json")
         raw = parse_json(read_bytes(path), where=str(path))
         check_schema(raw, _MEMORY_VERSION, where=str(path))
-        return build(Remembered, raw, where=str(path))
+        return build(ClusterRecord, raw, where=str(path))
     except (OSError, TileforgeError):
         return None
 
 
-def remembered_clusters(folder: Path) -> list[Remembered]:
-    """Return every cluster that this folder has built, or begun to."""
+def remembered_clusters(folder: Path) -> list[ClusterRecord]:
+    """Return the record of every cluster whose build was started from this folder."""
     names = sorted(path.parent.name for path in cluster_path(folder).glob("*/stack.json"))
-    return [known for name in names if (known := recall(folder, name)) is not None]
+    return [known for name in names if (known := load_cluster_record(folder, name)) is not None]

@@ -20,7 +20,7 @@ from payload.orchestrate.clouds.pulumi.stack_outputs import StackOutputs
 from payload.stack.operator_key import operator_key_path, require_private
 
 if TYPE_CHECKING:
-    from payload.orchestrate.ssh.node_code import RunThere
+    from payload.orchestrate.ssh.node_runs import NodeRun
 
 
 # A machine without host keys is still booting and was never reachable over SSH.
@@ -38,7 +38,7 @@ class Head:
     """True if the machine no longer exists."""
     running: str | None = None
     """The active run, from any operator."""
-    runs: Sequence[RunThere] = ()
+    runs: Sequence[NodeRun] = ()
     """Its copy of every run; empty if it could not be reached."""
     query_error: str | None = None
     """The reason that it could not be reached."""
@@ -87,7 +87,7 @@ def _query(
 ) -> Head:
     # paramiko takes half a second to import.
     from payload.orchestrate.ssh.cluster import Cluster
-    from payload.orchestrate.ssh.node_code import runs_on
+    from payload.orchestrate.ssh.node_runs import runs_on
     from payload.orchestrate.ssh.remote_calls import Login
 
     inventory = outputs.inventory

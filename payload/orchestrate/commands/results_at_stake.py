@@ -26,7 +26,7 @@ from payload.orchestrate.runs.run_index import all_runs
 from payload.run_record.run_files import RunPaths, Summary, read_json
 
 if TYPE_CHECKING:
-    from payload.orchestrate.ssh.node_code import RunThere
+    from payload.orchestrate.ssh.node_runs import NodeRun
 from payload.orchestrate.commands.head_runs import Head, query_head
 
 Copies = Sequence[tuple[RunPaths, Mirrored, ClusterInventory]]
@@ -165,7 +165,7 @@ def _copies(
             yield paths, mirrored, inventory
 
 
-def _is_whole(paths: RunPaths, mirrored: Mirrored, on_head: RunThere | None) -> bool:
+def _is_whole(paths: RunPaths, mirrored: Mirrored, on_head: NodeRun | None) -> bool:
     """Return True if an ended run is complete locally; `on_head` is the head's current record.
 
     Another operator can have resumed the run after it was collected. Without the head's record,

@@ -1,1 +1,1 @@
-"""Which machines a command is about, and whether a run can be placed on them."""
+"""Resolves the machines that a command uses, and the placement of ranks on them."""

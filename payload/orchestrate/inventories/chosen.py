@@ -1,4 +1,4 @@
-"""The machines that a command is about, from a file, this machine, a stack or a Slurm job."""
+"""Resolves `--inventory` to a file's machines, this machine, a Pulumi stack or a Slurm job."""
 
 from __future__ import annotations
 
@@ -32,43 +32,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedInventory:
-    """An inventory, and what is known of its nodes' cores."""
+    """An inventory with the NUMA domains and GPUs of its nodes."""
 
     inventory: ClusterInventory
     why: str
+    """Reason why this inventory was selected."""
     domains: dict[str, tuple[Domain, ...]]
-    """By node; empty for nodes whose cores are simply 0 to n-1."""
+    """NUMA domains by node; empty for nodes whose cores are numbered 0 to n-1."""
     nvidia: NvidiaFacts | None = None
     """This machine's GPUs; None for other machines."""
     gpu_notes: tuple[str, ...] = ()
-    """Why no GPU was counted on other machines that have an nvidia-smi."""
+    """Reasons why no GPU was counted on other machines that have nvidia-smi."""
     cuda_notes: tuple[str, ...] = ()
-    """Further ones, for runs with `device.kind = "cuda"` only: others may well want no GPU."""
+    """More reasons, shown only for runs with `device.kind = "cuda"`."""
 
     def place(self, launch: LaunchSection, device: DeviceSection) -> Placement:
-        """Return where a run's ranks go. Raises ConfigError."""
+        """Return the placement of a run's ranks. Raises ConfigError."""
         return place_ranks(self.inventory.nodes, launch, device=device, domains=self.domains)
 
     def gpu_need(self, config: RunConfig) -> GpuNeed | None:
-        """Return what a run needs of the nodes' GPUs; None where its ranks compute on CPUs."""
+        """Return a run's requirements on the nodes' GPUs; None if its ranks run on CPUs."""
         nodes = self.inventory.nodes
         need = gpu_need(config, nodes)
         if need is None:
             return None
         if self.nvidia is not None:
-            # Not only those that ranks can use as things are: the rest is a fault to be named.
+            # Count GPUs that ranks cannot use now, too, so that they are reported as a fault.
             gpus = len(self.nvidia.visible_devices()) or len(self.nvidia.devices())
             nodes = tuple(replace(node, gpus=gpus) for node in nodes)
         try:
             count = count_ranks_per_node(
                 nodes, config.launch, device=config.device, domains=self.domains
             )
-        except ConfigError:  # nodes differ in GPUs: each is held to its own
+        except ConfigError:  # nodes have different GPUs, so each is checked separately
             return need
         return replace(need, ranks_per_node=count)
 
     def headline(self) -> str:
-        """Return the first line that a command prints, and a note where nvidia-smi fails here."""
+        """Return a command's first line of output, with a note if nvidia-smi fails here."""
         nodes = self.inventory.nodes
         cores = sum(node.physical_cores for node in nodes)
         domains = sum(node.numa_domains for node in nodes)
@@ -82,21 +83,20 @@ class ResolvedInventory:
             return f"{text}; {self.nvidia.describe()}"
         failed = None if self.nvidia is None else smi_fault(self.nvidia)
         if failed is not None:
-            return f"{text}\nnote: no GPU is counted here: {failed.cause}. {failed.fix}"
+            return f"{text}\nnote: GPUs of this machine are ignored: {failed.cause}. {failed.fix}"
         gpus = sum(node.gpus for node in nodes)
         return f"{text}, {gpus} GPU(s)" if gpus else text
 
 
 def load_cluster(argument: str | None, *, env: Mapping[str, str]) -> ResolvedInventory:
-    """Return the cluster that `--inventory` names; without it the selected stack's or this machine.
+    """Resolve `--inventory`; by default the selected stack, or this machine without a stack.
 
-    A stack's machines are asked for their host keys. Raises ConfigError, and what `load_stack`
-    raises.
+    For a stack, the host keys of its machines are fetched. Raises ConfigError, and as `load_stack`.
     """
     if argument == "local":
         return _this_machine("--inventory local", env)
     if argument is None:
-        # Most commands need no stack, and start sooner without.
+        # Imported here, because most commands need no stack and start faster without it.
         from payload.orchestrate.clouds.pulumi.stack_outputs import default_stack
 
         found = default_stack(env, folder=Path.cwd())
@@ -112,14 +112,14 @@ def load_cluster(argument: str | None, *, env: Mapping[str, str]) -> ResolvedInv
         return _of_stack(outputs, env, why=f"--inventory {argument}")
     if argument == "slurm":
         raise ConfigError(
-            "--inventory slurm is for plan and run within a Slurm job. From a login node, `run "
-            "--site slurm` submits one; attach, status and stop know a run's job by themselves."
+            "--inventory slurm: only for plan and run within a Slurm job. On a login node, submit "
+            "a job with `run --site slurm`; attach, status and stop find a run's job themselves."
         )
     inventory = ClusterInventory.load(Path(argument))
     if inventory.source == "slurm":
         raise ConfigError(
-            f"--inventory {argument}: it is of a Slurm job, and every job gets its own nodes. Use "
-            "--inventory slurm within the job."
+            f"--inventory {argument}: describes an earlier Slurm job, and every job gets its own "
+            "nodes. Use --inventory slurm within the job."
         )
     return ResolvedInventory(inventory=inventory, why=f"--inventory {argument}", domains={})
 
@@ -140,7 +140,7 @@ def _this_machine(why: str, env: Mapping[str, str]) -> ResolvedInventory:
 
 
 def nvidia_here(env: Mapping[str, str]) -> NvidiaFacts:
-    """Return what this machine's nvidia-smi prints, where it has one."""
+    """Return the GPUs of this machine from nvidia-smi, if it is installed."""
     answer = nvidia(",".join(QUERY), torch=torch_here(), env=env)
     return build(NvidiaFacts, answer, where="this machine")
 
@@ -149,7 +149,7 @@ def _of_stack(outputs: StackOutputs, env: Mapping[str, str], *, why: str) -> Res
     from payload.orchestrate.clouds.pulumi.stack_outputs import load_stack
 
     talk = text_console(stderr=True)
-    talk.print(f"cluster {outputs.inventory.cluster} ({why}): looking for its machines")
+    talk.print(f"cluster {outputs.inventory.cluster} ({why}): finding its machines")
     inventory = load_stack(outputs, env, folder=Path.cwd(), say=talk.print)
     return ResolvedInventory(
         inventory=inventory, why=f"{why}; {outputs.price_and_end()}", domains={}

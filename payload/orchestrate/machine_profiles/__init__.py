@@ -1,1 +1,1 @@
-"""Programs, speed and memory of the machines that a run is planned for."""
+"""Profiles of machines for planning a run: programs, speed and memory."""

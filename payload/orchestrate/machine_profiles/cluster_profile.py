@@ -1,4 +1,4 @@
-"""A cluster's profile for planning: programs, speeds, interfaces and memory of its nodes."""
+"""A cluster's profile for planning: programs, speed, network interfaces and memory of its nodes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from payload.run_record.run_files import RunPaths
 from payload.stack.node_paths import VENV
 
 ASSUMED_LINK_BYTES_PER_S = 1.25e9
-"""A guess, 10 Gbit/s, for networks that were not measured."""
+"""Assumed bandwidth of 10 Gbit/s for networks that were not measured."""
 
 
 def programs_of(launcher: Launcher) -> list[str]:
-    """Return the programs that a run needs in the nodes' environment."""
+    """Return the programs that a run needs in the nodes' virtual environment."""
     return ["python", *([launcher.program] if launcher.program else [])]
 
 
@@ -36,38 +36,38 @@ def venv_executable(launcher: Launcher) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterAccess:
-    """Answers for the whole cluster."""
+    """Profile of a whole cluster."""
 
     interface_of: Mapping[str, str | None]
-    """By node: towards the head; the head's towards the first worker."""
+    """Each worker's interface to the head, and the head's interface to the first worker."""
     memory_bytes: int | None
-    """Memory of the node with the least."""
+    """Smallest memory of any node."""
     head: str
-    """The head's name."""
+    """Name of the head."""
     code: PurePosixPath
-    """The folder with the payload package in it."""
+    """Parent folder of the payload package."""
     ssh_config: PurePosixPath
-    """On the head, with the run's key."""
+    """File on the head that uses the run's key."""
     tcmalloc_library: str | None
     python: str = str(VENV / "bin" / "python")
     measured: Measured | None = None
-    """By the newest trial of these nodes."""
+    """Measurements of the newest trial on these nodes."""
     has_bf16: bool | None = None
-    """True if every node's CPU multiplies bf16 itself; None where that is not known."""
+    """True if every node's CPU has bf16 instructions; None if unknown."""
     launcher: str = AUTO
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Return the measured bandwidth, else a guess."""
+        """Return the measured or assumed bandwidth."""
         known = self.measured.link_bytes_per_s() if self.measured else None
         return known or ASSUMED_LINK_BYTES_PER_S
 
     def peak_flops_per_s(self, choice: DtypeChoice) -> float | None:
-        """Return the measured rate."""
+        """Return the measured rate, or None."""
         return self.measured.peak_flops_per_s(choice) if self.measured else None
 
     def dtype(self, choice: DtypeChoice) -> Dtype:
-        """Return the dtype by the nodes' measured speeds, else by their CPUs, else bf16."""
+        """Resolve `auto` by the nodes' measured speed, by their CPUs, or to bf16 if unknown."""
         if choice != "auto":
             return choice
         if self.measured is not None:
@@ -75,50 +75,50 @@ class ClusterAccess:
         return "fp32" if self.has_bf16 is False else "bf16"
 
     def core_flops_per_s(self, dtype: Dtype) -> float:
-        """Return the peak of a typical core, with bf16 emulated where a node's CPU lacks it."""
+        """Return the peak of a typical core; bf16 is emulated if a node's CPU lacks it."""
         return typical_core_flops_per_s(dtype, emulates_bf16=self.has_bf16 is False)
 
     def interfaces(self, nodes: Sequence[Node]) -> Mapping[str, str]:
-        """Return each node's interface on the way to the head; the head's to the first worker."""
+        """Return each worker's interface to the head, and the head's to the first worker."""
         return {node.name: self.interface_of[node.name] or LOOPBACK for node in nodes}
 
     def program(self, paths: RunPaths) -> tuple[str, ...]:
-        """Return the trainer."""
+        """Return the command line of each rank."""
         return rank_program(python=self.python, run_dir=paths.root)
 
     def executable(self, launcher: Launcher) -> str:
-        """Return the one of the nodes' environment."""
+        """Return the launcher's path in the nodes' virtual environment."""
         return venv_executable(launcher)
 
     def reach(self) -> Reach:
-        """Return ssh with the run's key; for one node alone, no ssh."""
+        """Return ssh with the run's key, or loopback without ssh for a single node."""
         if len(self.interface_of) == 1:
             return Reach(interface=LOOPBACK)
         interface = self.interface_of[self.head]
         if interface is None:
             raise PreflightError(
-                f"{self.head}: its network interface towards the other nodes is not known. See "
-                "that `ip route get` works there (iproute2)."
+                f"{self.head}: network interface to the other nodes is unknown. Check that "
+                "`ip route get` works on it (package iproute2)."
             )
         return Reach(interface=interface, ssh=("-F", str(self.ssh_config)))
 
     def python_path(self) -> str | None:
-        """Return the copy of this machine's payload, in front of what is installed."""
+        """Return the folder of the uploaded payload, which overrides an installed one."""
         return str(self.code)
 
     def tcmalloc(self) -> str:
-        """Return the library, which every node must have."""
+        """Return the tcmalloc library. Raises PreflightError if a node lacks it."""
         if self.tcmalloc_library is None:
             raise PreflightError(
-                "launch.malloc = 'tcmalloc', but not every node has libtcmalloc. Install it there: "
+                "launch.malloc = 'tcmalloc', but not every node has libtcmalloc. Install it: "
                 "sudo apt-get install libtcmalloc-minimal4 (or use launch.malloc = 'tuned')."
             )
         return self.tcmalloc_library
 
     def free_memory_bytes(self) -> int | None:
-        """Return the memory of the node with the least; a node has nothing else to do."""
+        """Return the smallest memory of any node; nodes run no other programs."""
         return self.memory_bytes
 
 
 Answers = Mapping[str, NodeLook]
-"""By node."""
+"""State of each node, by name."""

@@ -1,4 +1,4 @@
-"""Programs, speed and memory of this machine, and how its supervisor is started and told."""
+"""Profile of this machine for planning, and control of local supervisors."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class LocalAccess:
         self._env = env
 
     def environment(self) -> dict[str, str]:
-        """Return the operator's own environment, for programs that run on this machine."""
+        """Return the operator's environment, for programs on this machine."""
         return dict(self._env)
 
     def code_environment(self) -> dict[str, str]:
-        """Return the same with this code on Python's path, for modules of it."""
+        """Return the environment with this code on PYTHONPATH, to run its modules."""
         return code_environment(self._env)
 
     def interfaces(self, nodes: Sequence[Node]) -> Mapping[str, str]:
@@ -61,21 +61,21 @@ class LocalAccess:
         return {node.name: LOOPBACK for node in nodes}
 
     def peak_flops_per_s(self, choice: DtypeChoice) -> float | None:
-        """Return None: the trainer measures it at its start."""
+        """Return None, because the trainer measures it at startup."""
         return None
 
     def dtype(self, choice: DtypeChoice) -> Dtype:
-        """Return fp32 for `auto` where this CPU has no instructions for bf16: it is faster."""
+        """Resolve `auto` to fp32 if this CPU has no bf16 instructions, otherwise to bf16."""
         if choice != "auto":
             return choice
         return "fp32" if has_bf16() is False else "bf16"
 
     def core_flops_per_s(self, dtype: Dtype) -> float:
-        """Return the peak of a typical core, with bf16 emulated where this CPU lacks it."""
+        """Return the peak of a typical core; bf16 is emulated if this CPU lacks it."""
         return typical_core_flops_per_s(dtype, emulates_bf16=has_bf16() is False)
 
     def free_memory_bytes(self) -> int | None:
-        """Return the memory that is free without swapping, or None where that is not known."""
+        """Return the memory available without swapping, or None if unknown."""
         return free_memory_bytes()
 
     def program(self, paths: RunPaths) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ class LocalAccess:
         return rank_program(python=self.python, run_dir=paths.root)
 
     def executable(self, launcher: Launcher) -> str:
-        """Return the launcher's path. Raises PreflightError that says why there is none."""
+        """Return the launcher's path. Raises PreflightError if it is missing or unsuitable."""
         unfit = launcher.unfit(sys.platform, platform.machine())
         if unfit is not None:
             raise PreflightError(f"{unfit}.")
@@ -94,12 +94,12 @@ class LocalAccess:
         found = str(beside) if os.access(beside, os.X_OK) else on_path
         if found is None:
             raise PreflightError(
-                f"no {launcher.program} beside {sys.executable} nor on PATH. Install it: "
+                f"{launcher.program} not found next to {sys.executable} or on PATH. Install it: "
                 f"{launcher.install}"
             )
-        # A script may call its helper, which lies beside it, by its bare name.
+        # A launcher script can call its helper in the same folder by name.
         path = f"{Path(found).parent}{os.pathsep}{self._path()}"
-        # It may read settings from its current folder, which is not the user's own here.
+        # Run in / so that it reads no settings from the current folder.
         version = subprocess.run(
             [Path(found).absolute(), "--version"],
             cwd="/",
@@ -111,7 +111,7 @@ class LocalAccess:
         if launcher.version not in version.stdout:
             first = (version.stdout or version.stderr).strip().partition("\n")[0]
             raise PreflightError(
-                f"{found} prints {first or 'no version'!r}, which is not {launcher.version}. "
+                f"{found}: printed {first or 'no version'!r}, expected {launcher.version}. "
                 f"Install it: {launcher.install}"
             )
         return found
@@ -121,11 +121,11 @@ class LocalAccess:
         return Reach(interface=LOOPBACK)
 
     def python_path(self) -> str | None:
-        """Return the PYTHONPATH of this code's processes, or None when it is installed."""
+        """Return the PYTHONPATH for processes of this code, or None if it is installed."""
         return code_path(self._env)
 
     def tcmalloc(self) -> str:
-        """Return tcmalloc's path. Raises PreflightError with the line that installs it."""
+        """Return the tcmalloc library. Raises PreflightError if it is not installed."""
         for name in _TCMALLOC:
             found = ctypes.util.find_library(name)
             if found:
@@ -136,36 +136,36 @@ class LocalAccess:
         )
 
     def reserve_port(self) -> socket.socket:
-        """Return a socket that keeps a free port for the ranks until a supervisor holds it.
+        """Return a socket that reserves a port for the ranks until the supervisor binds it.
 
-        Two runs that start at once get different ports.
+        Two runs that start at the same time get different ports.
         """
         for port in random.sample(RANK_PORTS, k=100):
             holder = _try_port(port)
             if holder is not None:
                 return holder
         raise PreflightError(
-            f"none of 100 ports between {RANK_PORTS.start} and {RANK_PORTS.stop} is free. Stop "
-            "what holds them."
+            f"no free port among 100 tried between {RANK_PORTS.start} and {RANK_PORTS.stop}. List "
+            "the programs that use them: ss -ltnp"
         )
 
     def supervisor_words(self) -> list[str]:
-        """Return options of the supervisor that come from where it runs."""
+        """Return site-specific options for the supervisor."""
         return []
 
     def start_supervisor(
         self, paths: RunPaths, *, detached: bool, grace_s: float
     ) -> subprocess.Popen[bytes]:
-        """Start the run's supervisor in a session of its own.
+        """Start the run's supervisor in a new session.
 
-        Unless detached, it stops the run when this process dies.
+        Unless detached, it stops the run when this process ends.
         """
         owner = [] if detached else ["--owner-pid", str(os.getpid())]
-        words = ["--run-dir", str(paths.root), *owner, *self.supervisor_words()]
+        options = ["--run-dir", str(paths.root), *owner, *self.supervisor_words()]
         paths.logs.mkdir(parents=True, exist_ok=True)
-        with paths.supervisor_log.open("ab") as log, control.held_back(control.STOP_SIGNALS):
+        with paths.supervisor_log.open("ab") as log, control.blocked(control.STOP_SIGNALS):
             return subprocess.Popen(
-                module_words("payload.supervise", *words, "--grace", str(grace_s)),
+                module_words("payload.supervise", *options, "--grace", str(grace_s)),
                 env=self.code_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -180,9 +180,9 @@ class LocalAccess:
         *,
         request: StopRequest,
     ) -> bool:
-        """Send signals to the run's supervisor, with what it finds then; tell whether it lives.
+        """Send signals and a stop request to the run's supervisor; return whether it is alive.
 
-        Raises UsageError when it is another user's.
+        Raises UsageError if it belongs to another user.
         """
         try:
             answer = control.send(paths.root, [int(number) for number in numbers], asdict(request))
@@ -193,7 +193,7 @@ class LocalAccess:
         return bool(answer["alive"])
 
     def end_at_once(self, paths: RunPaths) -> None:
-        """Kill the run's supervisor, which does not answer, and every process of the run."""
+        """Kill the run's supervisor and every process of the run."""
         control.send(paths.root, [int(signal.SIGKILL)])
         ends = time.monotonic() + _KILL_S
         while control.left(paths.root, kill=True)["pids"] and time.monotonic() < ends:
@@ -204,15 +204,15 @@ class LocalAccess:
 
 
 def _try_port(port: int) -> socket.socket | None:
-    """Return a socket bound to `port` if nobody else is, or None."""
+    """Return a socket bound to `port`, or None if the port is in use."""
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         holder.bind(("0.0.0.0", port))
     except OSError:
         holder.close()
         return None
-    # Only now, so that this bind shared with nobody; from here on the supervisor and rank 0 may
-    # bind as well, see payload.supervise.supervisor.hold_port.
+    # Set after bind, so that this bind was exclusive. From now on the supervisor and rank 0 can
+    # bind the port, too; see payload.supervise.supervisor.hold_port.
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return holder
 

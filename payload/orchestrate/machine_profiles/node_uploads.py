@@ -1,4 +1,4 @@
-"""Code, data, weights and a store, brought to the nodes that lack them."""
+"""Uploads code, data and weights to nodes that lack them, and tests the nodes' store access."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from payload.orchestrate.machine_profiles.cluster_profile import Answers
 from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.connection import Connection
 from payload.orchestrate.ssh.files import send_files
-from payload.orchestrate.ssh.node_code import Code, build_kernels, look, send_code
+from payload.orchestrate.ssh.node_code import Code, build_kernels, inspect_node, send_code
 from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, NodeLook, all_or_raise, on_every_node
 from payload.stack.node_paths import VENV
 from payload.storage.store_access import TRY_STORE_S, check_words, require_stored
@@ -38,56 +38,56 @@ from payload.weights.source import find_source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """A folder in the Hugging Face layout on this machine, or one with a GGUF file."""
+    """A local folder of weights in the Hugging Face layout, or with a GGUF file."""
 
     folder: Path
     files: Mapping[str, str]
-    """sha256 by name, of what a model is loaded from; config.json or the GGUF file is the last."""
+    """SHA-256 by name of the model's files; config.json or the GGUF file is the last."""
 
     @property
     def digest(self) -> str:
-        """Names the weights: equal for equal files."""
+        """A name for these weights: equal for equal files."""
         return hashlib.sha256(json.dumps(self.files, sort_keys=True).encode()).hexdigest()[:16]
 
     def size_bytes(self) -> int:
-        """Return the size of all files together."""
+        """Return the total size of the files."""
         return sum((self.folder / name).stat().st_size for name in self.files)
 
 
 def local_weights(init: str) -> Weights | None:
-    """Return the weights of `model.init` here; None for `scratch` and for names on a hub.
+    """Return the local weights of `model.init`; None for `scratch` and for names on a hub.
 
-    A run's folder stands for its newest checkpoint. Raises ConfigError when something lacks, or is
-    not what a checkpoint's manifest says.
+    A run's folder means its newest checkpoint. Raises ConfigError if a file is missing or does not
+    match the checkpoint's manifest.
     """
-    # Not verified here: every file that is sent is compared with the manifest below.
+    # verify=False, because every uploaded file is compared with the manifest below.
     source = find_source(init, setting="model.init", verify=False)
     if (file := source.file) is not None:
         return Weights(folder=file.parent, files={file.name: _sha256(file, init=init)})
     folder = source.folder
     if folder is None:
         return None
-    promised = _promised(folder)
+    expected = _manifest_hashes(folder)
     files = {}
     for name in (*_files(folder), CONFIG_FILE):
         files[name] = _sha256(own_file(folder, name), init=init)
-        if promised is not None and files[name] != promised.get(name):
+        if expected is not None and files[name] != expected.get(name):
             raise ConfigError(
-                f"model.init = {init!r}: {folder / name} is not what the checkpoint's manifest "
-                "says. It is damaged; name another checkpoint."
+                f"model.init = {init!r}: {folder / name} is damaged, because it does not match the "
+                "checkpoint's manifest. Use another checkpoint."
             )
     return Weights(folder=folder, files=files)
 
 
 def _files(folder: Path) -> list[str]:
-    """Return the names of the weights' and the tokenizer's files."""
+    """Return the names of the weight and tokenizer files."""
     index = [INDEX_FILE] if has_shards(folder) else []
     tokenizer = (name for name in TOKENIZER_FILES if (folder / name).is_file())
     return [*weight_files(folder), *index, *tokenizer]
 
 
-def _promised(folder: Path) -> dict[str, str] | None:
-    """Return the hashes in a checkpoint's manifest, by file; None for a folder that has none."""
+def _manifest_hashes(folder: Path) -> dict[str, str] | None:
+    """Return the hashes in a checkpoint's manifest by file; None if there is no manifest."""
     if not (folder / MANIFEST_FILE).exists():
         return None
     return {name: entry.sha256 for name, entry in load_manifest(folder).files.items()}
@@ -98,7 +98,7 @@ def _sha256(path: Path, *, init: str) -> str:
         return sha256_of(path)
     except OSError as error:
         raise ConfigError(
-            f"model.init = {init!r}: {path}: {error.strerror}. Name a folder in the Hugging Face "
+            f"model.init = {init!r}: {path}: {error.strerror}. Use a folder in the Hugging Face "
             "layout, with safetensors, or a checkpoint."
         ) from None
 
@@ -106,7 +106,7 @@ def _sha256(path: Path, *, init: str) -> str:
 def bring_code(
     nodes: Sequence[Node], cluster: Cluster, answers: Answers, *, code: Code, talk: Console
 ) -> None:
-    """Bring the code to nodes that lack it and compile it there; a failed build is a note."""
+    """Upload the code to nodes that lack it and build the kernels; a failed build is only noted."""
     lacking = {name: a.missing for name, a in answers.items() if a.missing is not None}
     behind = [node for node in nodes if node.name in lacking]
     if not behind:
@@ -136,9 +136,10 @@ def try_store(
     code: Code,
     new_run: str | None = None,
 ) -> None:
-    """Raise ConfigError or PreflightError where the head, which has the code, cannot write there.
+    """Test the store from the head, which must have the code.
 
-    The same holds for `new_run`, a run's id, that the store has already.
+    Raises ConfigError or PreflightError if the head cannot write to the store, or if the store
+    already has the run `new_run`.
     """
     root = PurePosixPath(answer.home, NODE_FOLDER, f"payload-{code.digest}")
     program = check_words(address, new_run=new_run, python=str(VENV / "bin" / "python"))
@@ -154,7 +155,7 @@ def bring_data(
     source: Path,
     talk: Console,
 ) -> PurePosixPath:
-    """Bring the data to the nodes that lack it, each from here; return where it is there."""
+    """Upload the data from this machine to nodes that lack it; return its folder on the nodes."""
     whole = _whole_data(source)
     target = _home(answers, nodes[0]) / NODE_FOLDER / PurePosixPath(whole).parent
     known = load_meta(source).all_files()
@@ -181,7 +182,7 @@ def bring_weights(
     weights: Weights,
     talk: Console,
 ) -> PurePosixPath:
-    """Bring the weights to the head, if it lacks them; return where. Rank 0 alone reads them."""
+    """Upload the weights to the head, whose rank 0 reads them, if missing; return their folder."""
     whole = _whole_weights(weights)
     target = _home(answers, head) / NODE_FOLDER / PurePosixPath(whole).parent
     if whole not in answers[head.name].has:
@@ -192,7 +193,7 @@ def bring_weights(
 
 
 def _whole_data(source: Path) -> str:
-    """Return the file that a node with this data has under ~/tileforge: equal for equal data."""
+    """Return the path under ~/tileforge that marks complete data; equal for equal data."""
     digest = hashlib.sha256((source / META_NAME).read_bytes()).hexdigest()[:16]
     return f"data/{digest}/{META_NAME}"
 
@@ -214,31 +215,31 @@ def ask_nodes(
     data: Path,
     weights: Weights | None,
 ) -> Answers:
-    """Return what every node has and lacks. Raises PreflightError where a run cannot be.
+    """Return the state of every node. Raises PreflightError if a node cannot run it.
 
-    `programs` are those that the run needs in the nodes' environment.
+    `programs` are required in the nodes' virtual environment.
     """
     wholes = [_whole_data(data), *([_whole_weights(weights)] if weights else [])]
     answers = all_or_raise(
         on_every_node(
             nodes,
-            lambda node: look(
+            lambda node: inspect_node(
                 cluster.connect(node), code, venv=VENV, programs=programs, wholes=wholes
             ),
         ),
-        what="looking at the nodes",
+        what="inspecting the nodes",
     )
     homes = {name: answer.home for name, answer in answers.items()}
     if len(set(homes.values())) > 1:
         listed = ", ".join(f"{name} {home}" for name, home in homes.items())
         raise PreflightError(
-            f"the login's home is not the same on every node ({listed}); every rank starts "
-            "with the same paths. Give the user the same home everywhere."
+            f"the login's home differs between nodes ({listed}), but all ranks use the same paths. "
+            "Give the user the same home on every node."
         )
     for name, answer in answers.items():
         if answer.lacking:
             raise PreflightError(
-                f"{name}: it has no {shown(', '.join(answer.lacking))}. Run its bootstrap again "
+                f"{name}: missing {shown(', '.join(answer.lacking))}. Run its bootstrap again "
                 "(bootstrap/node-setup.sh)."
             )
     return answers

@@ -1,4 +1,4 @@
-"""The plan of a cluster's run that no node is asked for."""
+"""Plans a cluster's run without contacting any node."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from payload.orchestrate.ssh.node_code import this_code
 from payload.orchestrate.ssh.remote_calls import NODE_FOLDER
 from payload.run_record.run_files import RunPaths
 
-_PORT = RANK_PORTS.start  # the first of those that `run` chooses from
-_INTERFACE = "ens4"  # Compute Engine's
+_PORT = RANK_PORTS.start  # `run` chooses a free one
+_INTERFACE = "ens4"  # default on Compute Engine
 
 
 def plan_dry_run(
@@ -36,10 +36,7 @@ def plan_dry_run(
     root: Path,
     now_unix: float,
 ) -> ResolvedPlan:
-    """Plan the run as it would be on the cluster; its newest trial is below `root`.
-
-    Raises ConfigError.
-    """
+    """Plan the run for the cluster, with its newest trial below `root`. Raises ConfigError."""
     inventory = chosen.inventory
     home = default_home(inventory)
     on_gpus = gpu_need(config, inventory.nodes) is not None
@@ -57,7 +54,7 @@ def plan_dry_run(
 
 
 def default_home(inventory: ClusterInventory) -> PurePosixPath:
-    """Return the login's home on Linux."""
+    """Return the login's default home on Linux."""
     user = inventory.ssh_user
     return PurePosixPath("/root") if user == "root" else PurePosixPath("/home", user)
 
@@ -65,13 +62,13 @@ def default_home(inventory: ClusterInventory) -> PurePosixPath:
 def dry_run_access(
     inventory: ClusterInventory, record: Record | None, *, run_id: str
 ) -> ClusterAccess:
-    """Return the cluster as its inventory and its newest trial show it."""
+    """Return the cluster's profile from its inventory and its newest trial."""
     home = default_home(inventory)
     interfaces = record.interfaces if record else {}
-    alone = len(inventory.nodes) == 1
+    is_single = len(inventory.nodes) == 1
     return ClusterAccess(
         interface_of={
-            node.name: interfaces.get(node.name, None if alone else _INTERFACE)
+            node.name: interfaces.get(node.name, None if is_single else _INTERFACE)
             for node in inventory.nodes
         },
         memory_bytes=int(min(node.memory_gib for node in inventory.nodes) * 2**30),
@@ -86,18 +83,18 @@ def dry_run_access(
 def dry_run_notes(
     inventory: ClusterInventory, record: Record | None, *, now_unix: float
 ) -> tuple[str, ...]:
-    """Return the assumptions in words."""
-    asked = "no node was asked: "
+    """Return notes about the plan's assumptions."""
+    prefix = "no node was contacted; assumed: "
     guesses = [f"home {default_home(inventory)}", f"port {_PORT}"]
     if record is None:
         if len(inventory.nodes) > 1:
             speed = ASSUMED_LINK_BYTES_PER_S * 8 / 1e9
             guesses += [f"interface {_INTERFACE}", f"a network of {speed:g} Gbit/s"]
-        guesses.append("the cores 0 to n-1 of each node")
-        return (f"{asked}{', '.join(guesses)} are assumed; preflight measures network and cores",)
-    guesses.append("the cores 0 to n-1 of each node")
+        guesses.append("cores 0 to n-1 on each node")
+        return (f"{prefix}{', '.join(guesses)}. preflight measures network and cores",)
+    guesses.append("cores 0 to n-1 on each node")
     age = as_clock(now_unix - record.time_unix)
     return (
-        f"{asked}{', '.join(guesses)} are assumed",
-        f"interfaces, network and matmul speed are those of the trial {age} ago (preflight)",
+        f"{prefix}{', '.join(guesses)}",
+        f"interfaces, network and matmul speed: measured by preflight {age} ago",
     )

@@ -1,1 +1,1 @@
-"""Programs that orchestrate sends to nodes over stdin: plain python3, standard library only."""
+"""Programs that orchestrate runs on nodes over stdin, with python3's standard library only."""

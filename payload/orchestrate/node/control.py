@@ -1,8 +1,8 @@
-"""Starts, reads and ends one run on the node it runs on.
+"""Starts, reads and stops one run on this node.
 
-Runs on a node by python3 alone, from stdin, where its arguments follow, a JSON object:
-action (claim, start, read, signal, left), run_dir, and what the action's function takes. Prints a
-JSON object.
+Runs on a node with python3 only. The program is read from stdin, followed by its arguments as a
+JSON object: action (claim, start, read, signal, left), run_dir, and the arguments of the action's
+function. Prints a JSON object.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that a supervisor handles; it unblocks them once it is ready."""
+"""Signals that a supervisor handles; it unblocks them when it is ready."""
 
 _START_S = 30.0
-# A supervisor that has just begun has its lock before its command line is read, or has just ended.
+# A starting supervisor holds its lock before its command line can be found in /proc.
 _FIND_S = 2.0
 _PING_S = 5
 _MOST_BYTES = 4 * 2**20
@@ -35,7 +35,7 @@ _WHOLE_BYTES = 2**20
 
 
 def act(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Carry out one action."""
+    """Run one action."""
     run_dir = Path(arguments["run_dir"])
     action = arguments["action"]
     if action == "claim":
@@ -50,11 +50,11 @@ def act(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def claim(run_dir: Path, name: str) -> dict[str, Any]:
-    """Make this node the caller's alone to start something on, for as long as it listens.
+    """Claim this node, so that only the caller can start a run or trial on it.
 
-    `claim` is true then, and the program stays until nobody reads its output any more, as after
-    the caller's death. Else `running` names the run that is under way, or `held` has the words of
-    who else has the claim.
+    On success `claim` is true, and the program holds the claim until its output is closed, for
+    example because the caller was killed. Otherwise `running` names the run in progress, or `held`
+    has the description that the current holder wrote.
     """
     runs = run_dir.parent
     runs.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def claim(run_dir: Path, name: str) -> dict[str, Any]:
         lock.write(json.dumps(holder))
         lock.flush()
         with (runs / ".start.lock").open("w") as starting:
-            # Whoever had the claim before may have died while its supervisor was starting.
+            # The previous holder can have been killed while its supervisor was starting.
             fcntl.flock(starting, fcntl.LOCK_EX)
         running = [each.parent.name for each in runs.glob("*/supervisor.lock") if is_held(each)]
         if running:
@@ -79,11 +79,11 @@ def claim(run_dir: Path, name: str) -> dict[str, Any]:
         answer = {"claim": True, "running": None, "held": None}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
-        leave_with_the_reader()
+        wait_until_output_closes()
 
 
 def claimed_by(runs: Path) -> str | None:
-    """Return the name of the living claim."""
+    """Return the name of the claim's holder, or None if the claim is not held."""
     claim = runs / ".claim.lock"
     if not is_held(claim):
         return None
@@ -91,23 +91,23 @@ def claimed_by(runs: Path) -> str | None:
     return name
 
 
-def leave_with_the_reader() -> NoReturn:
-    """Stay for as long as somebody reads our output."""
+def wait_until_output_closes() -> NoReturn:
+    """Wait until the reader of stdout is gone, then exit."""
     poll = select.poll()
-    poll.register(sys.stdout, 0)  # errors and hang-ups alone
+    poll.register(sys.stdout, 0)  # errors and hang-ups only
     with contextlib.suppress(OSError):
         while not poll.poll(1000 * _PING_S):
-            # Without traffic the kernel would never find out that the other machine is gone.
+            # Without traffic the kernel would not detect that the other machine is gone.
             sys.stdout.write("\n")
             sys.stdout.flush()
-    os._exit(0)  # what is still to be written has no reader
+    os._exit(0)  # without flushing, because there is no reader
 
 
 def start(run_dir: Path, argv: list[str], python_path: str, *, name: str) -> dict[str, Any]:
-    """Start the supervisor in a session of its own, unless a run is under way on this node.
+    """Start the supervisor in a new session, unless a run is in progress on this node.
 
-    `name` is what the caller has claimed the node with. `pid` when the supervisor is at work;
-    `running` names the other run; else `status` and what it `said`.
+    `name` is the caller's claim. The result has the `pid` of a supervisor that is ready; or
+    `running`, the other run; or the exit `status` and the last line of output in `said`.
     """
     with (run_dir.parent / ".start.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -118,7 +118,7 @@ def start(run_dir: Path, argv: list[str], python_path: str, *, name: str) -> dic
                 return {"running": other.parent.name}
         (run_dir / "logs").mkdir(exist_ok=True)
         log_path = run_dir / "logs" / "supervisor.log"
-        with log_path.open("ab") as log, held_back(STOP_SIGNALS):
+        with log_path.open("ab") as log, blocked(STOP_SIGNALS):
             supervisor = subprocess.Popen(
                 argv,
                 cwd=run_dir,
@@ -135,8 +135,8 @@ def start(run_dir: Path, argv: list[str], python_path: str, *, name: str) -> dic
             time.sleep(0.05)
         if supervisor.poll() is None:
             supervisor.kill()
-        said = (run_dir / "logs" / "supervisor.log").read_text("utf-8", errors="replace").strip()
-        return {"status": supervisor.wait(), "said": said.rpartition("\n")[2]}
+        text = (run_dir / "logs" / "supervisor.log").read_text("utf-8", errors="replace").strip()
+        return {"status": supervisor.wait(), "said": text.rpartition("\n")[2]}
 
 
 def read(
@@ -146,11 +146,11 @@ def read(
     *,
     most_bytes: int = _MOST_BYTES,
 ) -> dict[str, Any]:
-    """Return small files whole, and of growing ones what the caller does not have.
+    """Return the content of small files, and the new bytes of growing files.
 
-    `known` has, by name, how many bytes the caller has and the last of them, as base64: where those
-    are not the same here, the file is another one and comes from its start. One answer has so much;
-    `left` are the bytes that it has no room for.
+    `known` has, by name, the number of bytes that the caller has, and the last of them in base64.
+    If these differ from the file's, it was replaced and is sent from the start. A response has at
+    most `most_bytes`; `left` is the number of bytes that did not fit.
     """
     alive = is_held(run_dir / "supervisor.lock")
     begun = (run_dir / "state.json").exists() or any((run_dir / "progress").glob("*.json"))
@@ -172,7 +172,7 @@ def read(
 
 @contextlib.contextmanager
 def regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a file; a symlink or a pipe in its place is none. Raises OSError."""
+    """Open a regular file. Raises OSError, also for a symlink or a pipe."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -181,7 +181,7 @@ def regular(path: Path) -> Iterator[BinaryIO]:
 
 
 def new_bytes(file: BinaryIO, offset: int, end: bytes, *, most: int) -> tuple[int, bytes, int]:
-    """Return the bytes after `offset`, before which is `end`; else the whole file. And its size."""
+    """Return offset, new bytes and file size; start at 0 if `end` does not precede `offset`."""
     size = os.fstat(file.fileno()).st_size
     file.seek(offset - len(end))
     if file.read(len(end)) != end:
@@ -193,7 +193,7 @@ def new_bytes(file: BinaryIO, offset: int, end: bytes, *, most: int) -> tuple[in
 def send(
     run_dir: Path, signals: list[int], request: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Signal the run's supervisor if it lives; it finds `request`, with its id, in stop.json."""
+    """Signal the run's supervisor if it is alive; `request` is written to stop.json for it."""
     alive = is_held(run_dir / "supervisor.lock")
     if alive:
         ends = time.monotonic() + _FIND_S
@@ -202,11 +202,11 @@ def send(
                 break
             time.sleep(0.05)
         if request is not None:
-            # A disk that is full or read-only keeps no run from being stopped.
+            # A run can be stopped even if the disk is full or read-only.
             with contextlib.suppress(OSError):
                 partial = run_dir / f".stop.json.{os.getpid()}.partial"
                 partial.unlink(missing_ok=True)
-                with partial.open("x", encoding="utf-8") as file:  # never through a link
+                with partial.open("x", encoding="utf-8") as file:  # does not follow a link
                     json.dump({**request, "pids": found}, file)
                 partial.replace(run_dir / "stop.json")
         for pid in found:
@@ -217,45 +217,45 @@ def send(
 
 
 def supervisors(run_dir: Path) -> list[int]:
-    """List the processes that supervise the run, by their command lines.
+    """List the run's supervisor processes by their command lines.
 
-    A process id on paper may be another program's by now.
+    A recorded process ID can belong to another program by now.
     """
-    return [pid for pid, words in command_lines() if is_supervisor(words, run_dir)]
+    return [pid for pid, argv in command_lines() if is_supervisor(argv, run_dir)]
 
 
-def is_supervisor(words: list[str], run_dir: Path) -> bool:
-    """Tell whether a command line is that of the run's supervisor."""
-    if "payload.supervise" not in words or "--run-dir" not in words[:-1]:
+def is_supervisor(argv: list[str], run_dir: Path) -> bool:
+    """Return whether a command line is the run's supervisor."""
+    if "payload.supervise" not in argv or "--run-dir" not in argv[:-1]:
         return False
-    return same_folder(words[words.index("--run-dir") + 1], run_dir)
+    return same_folder(argv[argv.index("--run-dir") + 1], run_dir)
 
 
 def command_lines() -> Iterator[tuple[int, list[str]]]:
-    """Yield every process that can be seen with the words of its command line."""
+    """Yield the process ID and argv of every visible process."""
     if Path("/proc/self/cmdline").exists():
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError, ValueError):
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                yield int(entry.name), [os.fsdecode(word) for word in words]
+                argv = (entry / "cmdline").read_bytes().split(b"\0")
+                yield int(entry.name), [os.fsdecode(argument) for argument in argv]
         return
     columns = ["ps", "-A", "-ww", "-o", "pid=", "-o", "command="]
     listed = subprocess.run(columns, capture_output=True, text=True, check=True)
     for line in listed.stdout.splitlines():
         pid, _, command = line.strip().partition(" ")
-        # Words are lost here, and with them the spaces of a folder's name.
+        # ps joins the arguments with spaces, so a folder's name can contain spaces here.
         before, flag, after = command.partition(" --run-dir ")
         yield int(pid), [*before.split(), flag.strip(), after.partition(" --")[0].strip()]
 
 
 def same_folder(name: str, run_dir: Path) -> bool:
-    """Tell whether `name` leads to the run's folder, through links or not."""
+    """Return whether `name` resolves to the run's folder."""
     return os.path.realpath(name) == os.path.realpath(run_dir)
 
 
 @contextlib.contextmanager
-def held_back(numbers: tuple[signal.Signals, ...]) -> Iterator[None]:
-    """Hold these signals back within it: children are born so, until they are ready for them."""
+def blocked(numbers: tuple[signal.Signals, ...]) -> Iterator[None]:
+    """Block these signals; child processes inherit the mask until they unblock them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
@@ -264,7 +264,7 @@ def held_back(numbers: tuple[signal.Signals, ...]) -> Iterator[None]:
 
 
 def left(run_dir: Path, *, kill: bool) -> dict[str, Any]:
-    """Return the run's living processes on this node, after killing them if `kill`."""
+    """Return the run's live processes on this node; with `kill`, send SIGKILL to each."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
@@ -277,7 +277,7 @@ def left(run_dir: Path, *, kill: bool) -> dict[str, Any]:
 
 
 def has_mark(entry: Path, run_dir: Path) -> bool:
-    """Tell whether a process has the variable that every process of the run inherits."""
+    """Return whether a process has the environment variable that marks the run's processes."""
     mark = b"TILEFORGE_RUN_DIR="
     variables = (entry / "environ").read_bytes().split(b"\0")
     values = [each[len(mark) :] for each in variables if each.startswith(mark)]
@@ -285,7 +285,7 @@ def has_mark(entry: Path, run_dir: Path) -> bool:
 
 
 def state(run_dir: Path) -> dict[str, Any]:
-    """Return state.json, or an empty object."""
+    """Return the content of state.json; empty if it cannot be read."""
     found = None
     with contextlib.suppress(OSError, ValueError, RecursionError):
         found = json.loads((run_dir / "state.json").read_text("utf-8"))
@@ -293,9 +293,9 @@ def state(run_dir: Path) -> dict[str, Any]:
 
 
 def is_held(lock: Path) -> bool:
-    """Return whether a living supervisor holds the lock."""
+    """Return whether a live supervisor holds the lock."""
     try:
-        # Whatever lies there, opening it neither blocks nor fails for being no file.
+        # Any kind of file can be opened without blocking.
         descriptor = os.open(lock, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False

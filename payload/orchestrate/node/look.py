@@ -1,14 +1,14 @@
-"""Looks at the machine it runs on, at what a run lacks, and puts the code in its place.
+"""Inspects the node it runs on, reports what is missing for a run, and installs the code.
 
-Runs on a node by python3 alone, from stdin, where its arguments follow, a JSON object:
-action (probe, look, finish, running), and what the action needs. Prints a JSON object; what the
-machine does not tell is null. Each action may be repeated.
+Runs on a node with python3 only. The program is read from stdin, followed by its arguments as a
+JSON object: action (probe, look, finish, running) and its arguments. Prints a JSON object; unknown
+values are null. All actions are idempotent.
 
-probe: state_file, logs (paths, the first that can be read is shown), route_to (address or null),
-shared_folder (a path, looked at where it is mounted or should be), gpu_query (columns of
-nvidia-smi's) and torch (a folder and a pattern of paths below it, of torch's version.py).
-look, finish: digest (of the code) and files (sha256 by path). look: also venv, programs (of its bin
-folder) and wholes (files under ~/tileforge, each the last one of a folder).
+probe: state_file, logs (paths; the first readable one is shown), route_to (address or null),
+shared_folder (a path, tested if it is mounted or in fstab), gpu_query (columns of nvidia-smi) and
+torch (a folder, and a glob pattern below it for torch's version.py).
+look, finish: digest (of the code) and files (SHA-256 by path). look: also venv, programs (in its
+bin folder) and wholes (files under ~/tileforge, each of which marks a complete folder).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _SMI_CHARS = 2**16
 _VISIBLE_CHARS = 4096
 _VERSION_CHARS = 64
 
-# A program of its own: a folder whose server is away holds whoever looks at it. It is killed when
-# it takes too long, so the file has no name while it is written, and a later trial removes one that
-# was left between the two.
+# A separate program, because access to a folder whose server is down blocks. It is killed after a
+# timeout, so the file is unlinked before it is written. A later test removes a file that was left
+# because the program was killed before that.
 _TRY_FOLDER = """
 import contextlib, errno, os, sys
 folder, own = sys.argv[1], f".tileforge-preflight-{os.uname().nodename}-"
@@ -66,9 +66,9 @@ except OSError as error:
 
 
 def probe(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return everything that preflight decides on, about this machine."""
+    """Return the facts about this machine that preflight checks."""
     began_unix, began = time.time(), time.monotonic()
-    answered = ask_resolver(arguments["route_to"])
+    answered = query_resolver(arguments["route_to"])
     trial = FolderTrial(Path(arguments["shared_folder"]))
     facts = {
         "time_unix": began_unix,
@@ -95,7 +95,7 @@ def probe(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def hostname_addresses() -> list[str]:
-    """Return the addresses of this machine's own name; empty when it does not resolve."""
+    """Return the addresses of this machine's host name; empty if it does not resolve."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
@@ -103,11 +103,11 @@ def hostname_addresses() -> list[str]:
     return sorted({str(entry[4][0]) for entry in found})
 
 
-def ask_resolver(address: str | None) -> threading.Event:
-    """Set when the address's name is known, or is known to have none; mpirun and gloo ask, too."""
+def query_resolver(address: str | None) -> threading.Event:
+    """Start a reverse DNS lookup, as mpirun and gloo do; set the event when it returns."""
     answered = threading.Event()
 
-    def ask() -> None:
+    def query() -> None:
         with contextlib.suppress(OSError):
             socket.gethostbyaddr(str(address))
         answered.set()
@@ -115,12 +115,12 @@ def ask_resolver(address: str | None) -> threading.Event:
     if address is None:
         answered.set()
     else:
-        threading.Thread(target=ask, daemon=True).start()
+        threading.Thread(target=query, daemon=True).start()
     return answered
 
 
 class FolderTrial:
-    """Writes a file in a folder that other machines share, and removes it."""
+    """Tests a shared folder by writing and removing a file."""
 
     def __init__(
         self,
@@ -129,13 +129,13 @@ class FolderTrial:
         mounts: Path = Path("/proc/self/mounts"),
         fstab: Path = Path("/etc/fstab"),
     ) -> None:
-        """Begin, if the folder is mounted; tables tell, since a look at it could last for ever."""
+        """Start the test if the folder is mounted by the mount table, as access could block."""
         self._folder = folder
-        self._is_wanted = is_listed(folder, fstab)
+        self._is_expected = is_listed(folder, fstab)
         self._is_mounted = is_listed(folder, mounts)
         self._began = time.monotonic()
         self._ended = threading.Event()
-        self._said = ""
+        self._error = ""
         if self._is_mounted:
             threading.Thread(target=self._try, daemon=True).start()
 
@@ -145,19 +145,19 @@ class FolderTrial:
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
         try:
-            said, _ = process.communicate(timeout=_FOLDER_S)
+            output, _ = process.communicate(timeout=_FOLDER_S)
         except subprocess.TimeoutExpired:
-            process.kill()  # not waited for: it may be held until its server is back
+            process.kill()  # no wait, because it can block until the server is back
             return
-        self._said = said.decode("ascii", "replace").strip() or (
+        self._error = output.decode("ascii", "replace").strip() or (
             "" if not process.returncode else "EIO"
         )
         self._took_s = time.monotonic() - self._began
         self._ended.set()
 
     def result(self) -> dict[str, Any] | None:
-        """Return what came of it; null where the machine neither has such a folder nor should."""
-        if not self._is_mounted and not self._is_wanted:
+        """Return the result; None if the folder is neither mounted nor in fstab."""
+        if not self._is_mounted and not self._is_expected:
             return None
         found: dict[str, Any] = {"folder": str(self._folder), "mounted": self._is_mounted}
         if self._is_mounted:
@@ -166,12 +166,12 @@ class FolderTrial:
         return {
             **found,
             "took_s": self._took_s if ended else None,
-            "error": (self._said or None) if ended else None,
+            "error": (self._error or None) if ended else None,
         }
 
 
 def is_listed(folder: Path, table: Path) -> bool:
-    """Return whether a table of mounts has the folder."""
+    """Return whether a mount table lists the folder."""
     try:
         lines = table.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -181,7 +181,7 @@ def is_listed(folder: Path, table: Path) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """Return the file's content, or null; a file that is no JSON comes back as its text."""
+    """Return the file's parsed JSON, its text if it is not JSON, or None if it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -193,7 +193,7 @@ def read_json(path: Path) -> Any:
 
 
 def tail(paths: list[str]) -> list[str]:
-    """Return the last lines of the first file that can be read."""
+    """Return the last lines of the first readable file."""
     for path in paths:
         try:
             lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -204,12 +204,12 @@ def tail(paths: list[str]) -> list[str]:
 
 
 def cpu_flags() -> list[str] | None:
-    """Return the matrix and bf16 flags of the first CPU; None where its kernel shows no flags."""
+    """Return the AMX and bf16 flags of the first CPU; None if the kernel lists no flags."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return None
-    # Arm's kernels write `Features`.
+    # On Arm the line is called `Features`.
     named = [line.split() for line in lines if line.startswith(("flags", "Features"))]
     if not named:
         return None
@@ -217,7 +217,7 @@ def cpu_flags() -> list[str] | None:
 
 
 def physical_cores() -> int | None:
-    """Return the cores that this process may use, each counted once whatever its threads."""
+    """Return the number of physical cores available to this process."""
     if not hasattr(os, "sched_getaffinity"):
         return None
     cores = set()
@@ -233,14 +233,14 @@ def physical_cores() -> int | None:
 
 
 def numa_domains() -> int | None:
-    """Return the NUMA domains that have a CPU."""
+    """Return the number of NUMA domains that have a CPU."""
     folders = Path("/sys/devices/system/node").glob("node[0-9]*")
     lists = [(folder / "cpulist").read_text(encoding="ascii").strip() for folder in folders]
     return len([text for text in lists if text]) or None
 
 
 def memory_bytes() -> int | None:
-    """Return the machine's memory."""
+    """Return the size of the machine's memory."""
     names = getattr(os, "sysconf_names", {})
     if "SC_PHYS_PAGES" not in names:
         return None
@@ -248,7 +248,7 @@ def memory_bytes() -> int | None:
 
 
 def route(address: str | None) -> dict[str, Any]:
-    """Return the interface to `address`, the address that packets leave from, and the MTU."""
+    """Return the interface, source address and MTU of the route to `address`."""
     unknown = {"interface": None, "source_address": None, "mtu": None}
     if address is None:
         return unknown
@@ -265,21 +265,21 @@ def route(address: str | None) -> dict[str, Any]:
 
 
 def nvidia(query: str, *, torch: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
-    """Return what nvidia-smi prints of the GPUs, which of them are visible, and torch's CUDA.
+    """Return nvidia-smi's output for the GPUs, the visible devices, and torch's CUDA version.
 
-    `smi` is null where there is no such program, its `status` where it did not end. A text that is
-    too long is cut, and not refused: commands that need no GPU ask, too.
+    Without nvidia-smi, `smi` is null; if it hangs, its `status` is null. Long texts are truncated
+    instead of refused, because commands that need no GPU call this, too.
     """
     program = shutil.which("nvidia-smi", path=env.get("PATH"))
     visible = env.get("CUDA_VISIBLE_DEVICES")
     return {
-        "smi": None if program is None else _ask_smi(program, query),
+        "smi": None if program is None else _query_smi(program, query),
         "visible": None if visible is None else _plain(visible, _VISIBLE_CHARS),
         "torch": torch_build(*torch),
     }
 
 
-def _ask_smi(program: str, query: str) -> dict[str, Any]:
+def _query_smi(program: str, query: str) -> dict[str, Any]:
     command = [program, f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     try:
         process = subprocess.Popen(
@@ -288,15 +288,15 @@ def _ask_smi(program: str, query: str) -> dict[str, Any]:
     except OSError as error:
         return {"status": 126, "said": str(error)}
     try:
-        said, _ = process.communicate(timeout=_SMI_S)
+        output, _ = process.communicate(timeout=_SMI_S)
     except subprocess.TimeoutExpired:
-        process.kill()  # not waited for: a driver that hangs holds it
+        process.kill()  # no wait, because a hanging driver can block it
         return {"status": None, "said": ""}
-    return {"status": process.returncode, "said": said.decode("utf-8", "replace")[:_SMI_CHARS]}
+    return {"status": process.returncode, "said": output.decode("utf-8", "replace")[:_SMI_CHARS]}
 
 
 def torch_build(root: str, pattern: str) -> dict[str, Any] | None:
-    """Return torch's version and the CUDA that it was built for; null without a torch."""
+    """Return torch's version and its CUDA version; None if torch is not installed."""
     for path in sorted(Path(root).glob(pattern)):
         with contextlib.suppress(OSError):
             text = path.read_text(encoding="utf-8", errors="replace")
@@ -320,7 +320,7 @@ _TCMALLOC = ("tcmalloc", "tcmalloc_minimal")
 
 
 def act(arguments: dict[str, Any], *, home: Path) -> dict[str, Any]:
-    """Carry out one action in the login's `home`."""
+    """Run one action in the login's `home`."""
     if arguments["action"] == "probe":
         return probe(arguments)
     root = home / arguments["folder"]
@@ -342,16 +342,16 @@ def act(arguments: dict[str, Any], *, home: Path) -> dict[str, Any]:
     }
 
 
-def code_folder(root: Path, digest: str, *, whole: bool) -> Path:
-    """Return where code with this digest is, or is being put together."""
-    return root / (f"payload-{digest}" if whole else f".payload-{digest}")
+def code_folder(root: Path, digest: str, *, complete: bool) -> Path:
+    """Return the folder for code with this digest, or its staging folder."""
+    return root / (f"payload-{digest}" if complete else f".payload-{digest}")
 
 
 def missing_files(root: Path, digest: str, files: dict[str, str]) -> list[str] | None:
-    """Return the files to send; the rest is copied from another run's code. Null: all is there."""
-    if code_folder(root, digest, whole=True).is_dir():
+    """Return the files to send; copy the others from other versions. None if nothing is missing."""
+    if code_folder(root, digest, complete=True).is_dir():
         return None
-    partial = code_folder(root, digest, whole=False)
+    partial = code_folder(root, digest, complete=False)
     others = sorted(root.glob("payload-*"), key=lambda path: path.stat().st_mtime, reverse=True)
     missing = []
     for name, sha256 in files.items():
@@ -368,16 +368,16 @@ def missing_files(root: Path, digest: str, files: dict[str, str]) -> list[str] |
 
 
 def finish(root: Path, digest: str, files: dict[str, str]) -> dict[str, Any]:
-    """Give the code its name if every file is what it should be."""
-    whole, partial = (code_folder(root, digest, whole=whole) for whole in (True, False))
+    """Rename the staging folder to the code's folder if every file has the right SHA-256."""
+    target, partial = (code_folder(root, digest, complete=complete) for complete in (True, False))
     wrong = [name for name, sha256 in files.items() if sha256_of(partial / name) != sha256]
-    if not wrong and not whole.is_dir():
-        partial.rename(whole)
-    return {"wrong": [] if whole.is_dir() else wrong}
+    if not wrong and not target.is_dir():
+        partial.rename(target)
+    return {"wrong": [] if target.is_dir() else wrong}
 
 
 def sha256_of(path: Path) -> str | None:
-    """Return the SHA-256 of the file's content; null when there is none."""
+    """Return the SHA-256 of the file's content; None if it cannot be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
@@ -385,7 +385,7 @@ def sha256_of(path: Path) -> str | None:
 
 
 def running(runs: Path) -> str | None:
-    """Return the run that a living supervisor holds, if any."""
+    """Return the run that has a live supervisor, or None."""
     for lock in runs.glob("*/supervisor.lock"):
         try:
             descriptor = os.open(lock, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -401,9 +401,9 @@ def running(runs: Path) -> str | None:
 
 
 def results(runs: Path) -> list[dict[str, Any]]:
-    """Return each run's newest whole checkpoint (or empty) and its state's SHA-256.
+    """Return each run's newest complete checkpoint (or empty) and the SHA-256 of its state.json.
 
-    What people have put beside runs and checkpoints, under names of their own, is none of them.
+    Folders with other names, which people can have added, are ignored.
     """
     found = []
     for plan in sorted(runs.glob("*/plan.json")):
@@ -419,7 +419,7 @@ def results(runs: Path) -> list[dict[str, Any]]:
 
 
 def free_port(ports: range) -> int | None:
-    """Return one of `ports` where the ranks can meet; the supervisor holds it from its start."""
+    """Return a free port for the ranks' rendezvous; the supervisor reserves it when it starts."""
     for port in random.sample(ports, k=100):
         with socket.socket() as probe:
             try:

@@ -1,17 +1,19 @@
-"""Tries every connection between this machine and its peers, in both directions, as JSON.
+"""Tests every connection between this machine and its peers, in both directions.
 
-Runs on all nodes at once by python3 alone, from stdin, where its arguments follow, a JSON object:
-me, address (to listen on), ports, peers (addresses by name), trial (a random word; strangers are
-not answered), deadline_s, mtu (of the way to the peers, or null). Each node listens on all ports
-and connects to all ports of all peers until it works or the deadline comes, so it does not matter
-who starts first; it ends early when it has reached, and heard from, all of them. With `strangers`,
-names of machines that are no nodes, it waits for these to be heard, too.
+Runs on all nodes at the same time, with python3 only. The program is read from stdin, followed by
+its arguments as a JSON object: me, address (to listen on), ports, peers (addresses by name), trial
+(a random token; other connections are ignored), deadline_s, mtu (of the route to the peers, or
+null). Prints a JSON object.
 
-With `argv` it starts a program on every node through a launcher instead, from the head, for a
-while, and says how that went. The arguments are then: ssh (its arguments, or none), workers
-(addresses by name), hosts_file and hosts (its text), argv, environment, path (folders in front of
-PATH), without and keeps (beginnings of names that are left out of the environment, and that are not
-all the same), deadline_s.
+Each node listens on all ports, and connects to all ports of all peers until it succeeds or reaches
+the deadline. So nodes can start in any order. A node ends early when all connections in both
+directions have succeeded. `strangers` are names of machines outside the cluster, whose connections
+are also awaited.
+
+With `argv`, run by the head, it tests a launcher instead, which starts a program on every node. The
+arguments are then: ssh (its arguments, or empty), workers (addresses by name), hosts_file and hosts
+(its content), argv, environment, path (folders prepended to PATH), without (prefixes of variables
+to remove from the environment), keeps (prefixes of exceptions to `without`), deadline_s.
 """
 
 from __future__ import annotations
@@ -32,22 +34,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
-# More than fits a path that loses all large packets: a connection that only opens is not enough.
+# Large enough to fail on a path that drops all large packets, on which connecting still works.
 BULK_BYTES = 64 * 1024
 _CONNECT_S = 2.0
-_BULK_S = 4.0  # at 1 Mbit/s the bulk takes half a second
+_BULK_S = 4.0  # 64 KiB take half a second at 1 Mbit/s
 _PAUSE_S = 0.1
 _ECHO_S, _ECHO_TRIES = 0.3, 3
 _LINE_BYTES = 300
 _HEADERS_BYTES = 28  # IPv4 and UDP
 _UDP_MAX_BYTES = 65_507
 _SMALLER_MTUS = (8896, 1500, 1460, 1400, 1280, 576)
-# From linux/in.h; Python's socket module does not name them.
+# From linux/in.h; Python's socket module lacks them.
 _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE = 10, 3
 
 
 class Mesh:
-    """The state of one node's share of the trial."""
+    """State of the test on one node."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._me: str = arguments["me"]
@@ -65,25 +67,26 @@ class Mesh:
         self._largest: dict[str, int | None] = {}
 
     def run(self) -> dict[str, Any]:
-        """Listen, connect, wait, and report.
+        """Listen, connect to all peers, wait, and return the result.
 
-        `pairs` holds for each peer the ports that could not be reached, with the reason, and the
-        largest packet that got there (null when none did). With `port_taken` it is worth another
-        try on other ports.
+        `pairs` has, for each peer, the unreachable ports with reasons, and the largest packet that
+        arrived (or null). If `port_taken` is true, retry with other ports.
         """
         with contextlib.ExitStack() as stack:
             try:
                 for port in self._ports:
                     self._listen(stack, port)
             except OSError as error:
-                said = f"{self._address} port {port}: {error.strerror}"
-                return _answer(said, port_taken=error.errno == errno.EADDRINUSE)
-            wanted = {(peer, port) for peer in self._peers for port in self._ports}
-            for peer, port in wanted:
+                message = f"{self._address} port {port}: {error.strerror}"
+                return _answer(message, port_taken=error.errno == errno.EADDRINUSE)
+            targets = {(peer, port) for peer in self._peers for port in self._ports}
+            for peer, port in targets:
                 self._start(self._connect, peer, port)
-            heard = wanted | {(name, port) for name in self._strangers for port in self._ports}
+            callers = targets | {(name, port) for name in self._strangers for port in self._ports}
             with self._changed:
-                while self._left() > 0 and not (self._heard >= heard and self._reached >= wanted):
+                while self._left() > 0 and not (
+                    self._heard >= callers and self._reached >= targets
+                ):
                     self._changed.wait(timeout=self._left())
         return _answer(None, pairs={peer: self._pair(peer) for peer in self._peers})
 
@@ -116,7 +119,7 @@ class Mesh:
             try:
                 connection, _ = listener.accept()
             except OSError:
-                return  # closed: the trial is over
+                return  # closed: the test is over
             self._start(self._answer, connection, port)
 
     def _answer(self, connection: socket.socket, port: int) -> None:
@@ -183,7 +186,7 @@ class Mesh:
             probe.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE)
             probe.settimeout(_ECHO_S)
             probe.connect(target)
-            # Where not even a small one arrives, datagrams are shut out, and there is no telling.
+            # If not even a small packet arrives, UDP is blocked and the size cannot be measured.
             if self._arrives(probe, _SMALLER_MTUS[-1]):
                 return next((size for size in self._packets() if self._arrives(probe, size)), None)
         return None
@@ -193,7 +196,7 @@ class Mesh:
         payload = trial.ljust(packet - _HEADERS_BYTES, b".")
         for _ in range(_ECHO_TRIES):
             if self._left() < 2 * _ECHO_S:
-                return False  # the peer may be gone already
+                return False  # the peer can have ended already
             with contextlib.suppress(OSError):
                 probe.send(payload)
                 if probe.recv(_LINE_BYTES) == trial + b"%d" % len(payload):
@@ -219,20 +222,20 @@ _MOST_BYTES = 256 * 1024
 
 
 def trial(arguments: dict[str, Any], *, env: Mapping[str, str]) -> dict[str, Any]:
-    """Try ssh to every worker, and if all answer, the launcher.
+    """Test ssh to every worker, and then the launcher if all workers are reachable.
 
-    `unreached` has what ssh said, by worker. `status` is the launcher's, null when it was not
-    started or did not end in time.
+    `unreached` has ssh's error by worker. `status` is the launcher's exit status, or null if it was
+    not started or did not end in time.
     """
     unreached = _unreached(arguments["ssh"], arguments["workers"])
     if unreached:
         return {"unreached": unreached, "status": None, "late": False, "stdout": "", "stderr": ""}
     Path(arguments["hosts_file"]).write_text(arguments["hosts"], encoding="ascii")
-    left_out, keeps = tuple(arguments["without"]), tuple(arguments["keeps"])
+    removed, keeps = tuple(arguments["without"]), tuple(arguments["keeps"])
     kept = {
         name: value
         for name, value in env.items()
-        if name.startswith(keeps) or not name.startswith(left_out)
+        if name.startswith(keeps) or not name.startswith(removed)
     }
     kept["PATH"] = os.pathsep.join([arguments["path"], env.get("PATH", os.defpath)])
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
@@ -245,21 +248,21 @@ def trial(arguments: dict[str, Any], *, env: Mapping[str, str]) -> dict[str, Any
             start_new_session=True,
         )
         status = _wait(started, deadline_s=arguments["deadline_s"])
-        said = {"stdout": _text(stdout), "stderr": _text(stderr)}
-    return {"unreached": {}, "status": status, "late": status is None, **said}
+        output = {"stdout": _text(stdout), "stderr": _text(stderr)}
+    return {"unreached": {}, "status": status, "late": status is None, **output}
 
 
 def _unreached(ssh: list[str], workers: dict[str, str]) -> dict[str, str]:
-    """Return ssh's words by worker: mpirun's own is silent, and names the first node alone."""
+    """Return ssh's errors by worker; mpirun reports only the first node, without the error."""
     if not ssh or not workers:
         return {}
     with ThreadPoolExecutor(len(workers)) as pool:
-        words = pool.map(lambda address: _try_ssh(ssh, address), workers.values())
-    return {name: said for name, said in zip(workers, words, strict=True) if said is not None}
+        errors = pool.map(lambda address: _try_ssh(ssh, address), workers.values())
+    return {name: error for name, error in zip(workers, errors, strict=True) if error is not None}
 
 
 def _try_ssh(ssh: list[str], address: str) -> str | None:
-    """Return the complaint of ssh, or None."""
+    """Return ssh's error, or None if the login works."""
     try:
         done = subprocess.run(
             ["ssh", *ssh, "-x", address, "true"],
@@ -270,8 +273,8 @@ def _try_ssh(ssh: list[str], address: str) -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    said = done.stderr.decode(errors="replace").strip()
-    return None if done.returncode == 0 else said or f"status {done.returncode}"
+    message = done.stderr.decode(errors="replace").strip()
+    return None if done.returncode == 0 else message or f"status {done.returncode}"
 
 
 def _wait(started: subprocess.Popen[bytes], *, deadline_s: float) -> int | None:
@@ -279,7 +282,7 @@ def _wait(started: subprocess.Popen[bytes], *, deadline_s: float) -> int | None:
         return started.wait(deadline_s)
     except subprocess.TimeoutExpired:
         pass
-    # mpirun is a script; the program that it waits for takes the processes elsewhere along.
+    # mpirun is a script. Its child process terminates the processes on the other nodes.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(started.pid, signal.SIGTERM)
         ends = time.monotonic() + _LEAVE_S
@@ -299,7 +302,7 @@ def _text(file: IO[bytes]) -> str:
 
 
 def act(arguments: dict[str, Any], *, env: Mapping[str, str]) -> dict[str, Any]:
-    """Try a launcher where there is one to try, else this node's connections."""
+    """Test a launcher if `argv` is given, otherwise this node's connections."""
     return trial(arguments, env=env) if "argv" in arguments else Mesh(arguments).run()
 
 

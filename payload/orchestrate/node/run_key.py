@@ -1,9 +1,9 @@
-"""Makes, installs and removes the keys by which a run's head reaches its workers.
+"""Creates, authorizes and revokes the SSH keys with which a run's head reaches its workers.
 
-Runs on a node by python3 alone, from stdin, where its arguments follow, a JSON object: an action
-and what its function takes. Prints a JSON object. Each action may be repeated. A key is named
-`RUN_ID.ATTEMPT`: each attempt to start a run has one of its own. trust and forget also clear away
-keys whose time is over: who made them was killed before removing them.
+Runs on a node with python3 only. The program is read from stdin, followed by its arguments as a
+JSON object: an action and the arguments of its function. Prints a JSON object. All actions are
+idempotent. A key is named `RUN_ID.ATTEMPT`, because each attempt to start a run has its own key.
+The actions trust and forget also remove expired keys, which killed operators left behind.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ENDS = re.compile(r'restrict,.*expiry-time="(\d{14})" ')
 
 
 def act(arguments: dict[str, Any], *, home: Path) -> dict[str, Any]:
-    """Carry out one action in the login's `home`."""
+    """Run one action in the login's `home`."""
     action = arguments["action"]
     if action == "make":
         return make(home, arguments["name"])
@@ -44,13 +44,13 @@ def act(arguments: dict[str, Any], *, home: Path) -> dict[str, Any]:
         return {"names": sorted(names(home))}
     if action == "dead":
         runs = home / arguments["folder"] / "runs"
-        return {"names": dead(runs, home=home, asked=arguments["names"])}
-    forget(home, arguments["names"], keeps_names=arguments["keeps_names"])
+        return {"names": stale(runs, home=home, candidates=arguments["names"])}
+    revoke(home, arguments["names"], keeps_names=arguments["keeps_names"])
     return {}
 
 
 def make(home: Path, name: str) -> dict[str, Any]:
-    """Make a key pair; only the public half leaves the machine."""
+    """Create a key pair and return the public half; the private half stays on this machine."""
     folder = folders(home) / name
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = folder / "id_ed25519"
@@ -64,9 +64,9 @@ def make(home: Path, name: str) -> dict[str, Any]:
 
 
 def trust(home: Path, public: str, *, sources: list[str], lasts_s: float) -> dict[str, Any]:
-    """Let the key in from the head's addresses, for so long.
+    """Authorize the key from the head's addresses for `lasts_s` seconds.
 
-    It starts hydra's proxy and the heartbeat, and needs neither a terminal nor forwarding.
+    It starts hydra's proxy and the heartbeat, which need neither a terminal nor forwarding.
     """
     end = time.strftime(_TIME, time.localtime(time.time() + lasts_s))
     line = f'restrict,from="{",".join(sources)}",expiry-time="{end}" {public}'
@@ -76,62 +76,65 @@ def trust(home: Path, public: str, *, sources: list[str], lasts_s: float) -> dic
     return {}
 
 
-def forget(home: Path, gone: list[str], *, keeps_names: bool) -> None:
-    """Let these keys in no more, and delete them where they were made.
+def revoke(home: Path, revoked: list[str], *, keeps_names: bool) -> None:
+    """Remove these keys from authorized_keys, and delete those that this node created.
 
-    With `keeps_names`, a key that was made here leaves an empty folder of its name: some worker may
-    still let it in, and has to be asked again.
+    With `keeps_names`, a key that this node created leaves an empty folder of its name, because a
+    worker can still authorize it and the revocation must be retried.
     """
     with authorized_keys(home) as lines:
-        lines[:] = [line for line in lines if name_of(line) not in gone]
-    for name in gone:
+        lines[:] = [line for line in lines if name_of(line) not in revoked]
+    for name in revoked:
         folder = folders(home) / name
-        was_made_here = folder.is_dir()
+        was_created_here = folder.is_dir()
         shutil.rmtree(folder, ignore_errors=True)
-        if keeps_names and was_made_here:
+        if keeps_names and was_created_here:
             folder.mkdir(mode=0o700)
 
 
 def names(home: Path) -> set[str]:
-    """Return every key of a run that this node has or lets in."""
-    made = {path.name for path in folders(home).glob("*")}
+    """Return the names of all run keys that this node created or authorizes."""
+    created = {path.name for path in folders(home).glob("*")}
     lines = read(home / ".ssh" / "authorized_keys").split("\n")
-    return made | {name for line in lines if (name := name_of(line))}
+    return created | {name for line in lines if (name := name_of(line))}
 
 
-def dead(runs: Path, *, home: Path, asked: list[str]) -> list[str]:
-    """Return those of the `asked` keys that nothing will ever use again; for the head.
+def stale(runs: Path, *, home: Path, candidates: list[str]) -> list[str]:
+    """Return the candidates that this head created and that no attempt will use again.
 
-    An attempt is alive while it has the claim, and then while its run has a supervisor. It can be
-    neither twice, so what is dead here stays so. Only the head that made a key knows of its
-    attempt: trusting one, or having files of its run, makes no node its head.
+    An attempt is live while it holds the claim, and then while its run has a supervisor. Neither
+    state can return, so a stale key stays stale. Only the head that created a key can decide:
+    authorizing a key, or having files of its run, does not make a node its head.
     """
-    made = {path.name for path in folders(home).glob("*")}
+    created = {path.name for path in folders(home).glob("*")}
     claimed = None
     with contextlib.suppress(OSError, ValueError):
-        # Who has just begun to hold it has no key yet.
+        # A new holder that has not written its name yet has no key either.
         claimed = json.loads((runs / ".claim.lock").read_text("utf-8"))["name"]
     if not is_held(runs / ".claim.lock"):
         claimed = None
     if runs.is_dir():
         with (runs / ".start.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # a supervisor that is being started has no lock yet
-    living = {path.parent.name for path in runs.glob("*/supervisor.lock") if is_held(path)}
+            # Wait for a supervisor that is starting, which does not hold its lock yet.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+    live = {path.parent.name for path in runs.glob("*/supervisor.lock") if is_held(path)}
     return [
-        name for name in asked if name in made and name != claimed and run_of(name) not in living
+        name
+        for name in candidates
+        if name in created and name != claimed and run_of(name) not in live
     ]
 
 
 def run_of(name: str) -> str:
-    """Return the run that a key is for; a key of release 0.1 has the run's own name."""
+    """Return the run ID of a key; in release 0.1 a key's name was the run ID."""
     run_id, _, attempt = name.rpartition(".")
     return run_id if re.fullmatch("[0-9a-f]{8}", attempt) and run_id else name
 
 
 def is_held(lock: Path) -> bool:
-    """Return whether a living process holds the lock."""
+    """Return whether a live process holds the lock."""
     try:
-        # Whatever lies there, opening it neither blocks nor fails for being no file.
+        # Any kind of file can be opened without blocking.
         descriptor = os.open(lock, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False
@@ -145,12 +148,12 @@ def is_held(lock: Path) -> bool:
 
 
 def callers() -> list[str]:
-    """Return where this login comes from: to a worker one comes through the head."""
+    """Return the source address of this login; on a worker, it is the head's."""
     return as_ip(os.environ["SSH_CONNECTION"].split()[0])
 
 
 def own_addresses(address: str) -> list[str]:
-    """Return where this machine's own connections to its `address` come from."""
+    """Return the source addresses of this machine's connections to its own `address`."""
     found = ["127.0.0.1", "::1"]
     with contextlib.suppress(OSError):
         family, kind, _, _, target = socket.getaddrinfo(address, 22, type=socket.SOCK_DGRAM)[0]
@@ -161,7 +164,7 @@ def own_addresses(address: str) -> list[str]:
 
 
 def as_ip(text: str) -> list[str]:
-    """Return the address, if it is one: sshd asks for no names."""
+    """Return the address, or nothing if it is a name, because sshd does not resolve names."""
     try:
         return [str(ipaddress.ip_address(text.partition("%")[0]))]
     except ValueError:
@@ -169,24 +172,24 @@ def as_ip(text: str) -> list[str]:
 
 
 def folders(home: Path) -> Path:
-    """Return where a head has its runs' keys."""
+    """Return the folder with the keys that this node created as head."""
     return home / ".ssh" / "tileforge"
 
 
 def name_of(line: str) -> str | None:
-    """Return the name of a key of ours in authorized_keys."""
+    """Return the name of a run key on a line of authorized_keys, or None for another line."""
     found = _OURS.fullmatch(line)
     return found[1] if found else None
 
 
 def has_ended(line: str) -> bool:
-    """Return whether this is a key of ours that sshd does not take any more."""
+    """Return whether the line is an expired run key."""
     found = _ENDS.match(line)
     return name_of(line) is not None and found is not None and found[1] <= time.strftime(_TIME)
 
 
 def read(path: Path) -> str:
-    """Return the file's text; lines that are not ours stay as they are, whatever they hold."""
+    """Return the file's text; bytes that are not UTF-8 survive a later write."""
     try:
         return path.read_text("utf-8", errors="surrogateescape")
     except FileNotFoundError:
@@ -195,7 +198,7 @@ def read(path: Path) -> str:
 
 @contextlib.contextmanager
 def authorized_keys(home: Path) -> Iterator[list[str]]:
-    """Yield the file's lines, to be changed; the new file replaces the old one as a whole."""
+    """Yield the file's lines for editing; the file is then replaced atomically."""
     folder = home / ".ssh"
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / "authorized_keys"

@@ -48,7 +48,7 @@ from payload.orchestrate.runs.launcher_choice import choose_launcher
 from payload.orchestrate.runs.planning import require_placeable
 from payload.orchestrate.ssh.cluster import Cluster, operator_key
 from payload.orchestrate.ssh.connection import Connection
-from payload.orchestrate.ssh.node_code import look, this_code
+from payload.orchestrate.ssh.node_code import inspect_node, this_code
 from payload.orchestrate.ssh.remote_calls import (
     Login,
     MeshAnswer,
@@ -176,7 +176,7 @@ def _with_store(
 def _try_store_from(head: Connection, address: StoreAddress) -> None:
     """Try a store from the head, which has the code of the trial."""
     code = this_code()
-    try_store(address, head, look(head, code, venv=VENV), code=code)
+    try_store(address, head, inspect_node(head, code, venv=VENV), code=code)
 
 
 def _without_stale_keys(report: Report, cluster: Cluster) -> Report:

@@ -41,7 +41,7 @@ from payload.orchestrate.runs.launcher_choice import LauncherChoice, choose_laun
 from payload.orchestrate.runs.launcher_command import launch_command
 from payload.orchestrate.runs.machine_profile import MachineProfile
 from payload.orchestrate.ssh.cluster import Cluster
-from payload.orchestrate.ssh.node_code import Code, look, this_code
+from payload.orchestrate.ssh.node_code import Code, inspect_node, this_code
 from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, Left, NodeLook, ask, on_every_node
 from payload.orchestrate.ssh.run_keys import install_run_key, remove_run_key
 from payload.orchestrate.ssh.start_claim import HeadBusyError, claimed
@@ -185,7 +185,7 @@ def try_cluster(
     )
     outcomes = on_every_node(
         nodes,
-        lambda node: look(
+        lambda node: inspect_node(
             cluster.connect(node), this_code(), venv=VENV, programs=programs_of(launcher)
         ),
     )

@@ -53,7 +53,7 @@ from payload.orchestrate.sites.ssh_start import (
     write_on_nodes,
 )
 from payload.orchestrate.ssh.cluster import Cluster, operator_key
-from payload.orchestrate.ssh.node_code import Code, look, this_code
+from payload.orchestrate.ssh.node_code import Code, inspect_node, this_code
 from payload.orchestrate.ssh.remote_calls import NODE_FOLDER, Login, NodeLook
 from payload.orchestrate.ssh.run_keys import RunKey, install_run_key, remove_dead_keys
 from payload.orchestrate.ssh.start_claim import Claim, attempt_name, claimed
@@ -224,7 +224,7 @@ class Ssh(InventorySite):
         """Find a run on the head; without an id, the active one. Raises UsageError."""
         key = self._key()
         with self._connect(key) as cluster:
-            answer = look(cluster.connect(self._inventory.head), this_code(), venv=VENV)
+            answer = inspect_node(cluster.connect(self._inventory.head), this_code(), venv=VENV)
         run_id = run_id or answer.running
         if run_id is None:
             raise UsageError(

@@ -29,7 +29,8 @@ from payload.orchestrate.runs.resolved_plan import NodeCopies, ResolvedPlan
 from payload.orchestrate.runs.run_request import RunRequest
 from payload.orchestrate.runs.site import how_to_attach
 from payload.orchestrate.ssh.cluster import Cluster
-from payload.orchestrate.ssh.node_code import archive, make_room_for, unpack
+from payload.orchestrate.ssh.node_code import archive, unpack
+from payload.orchestrate.ssh.node_runs import make_room_for
 from payload.orchestrate.ssh.remote_calls import Begun, all_or_raise, on_every_node
 from payload.orchestrate.ssh.run_keys import remove_run_key
 from payload.run_record.checkpoint_manifest_hashes import HASHES_FILE, ManifestHashes

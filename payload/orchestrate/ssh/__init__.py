@@ -1,1 +1,1 @@
-"""Connections to nodes: one node, a cluster, files, keys, programs sent to them."""
+"""SSH connections to nodes: logins, file transfers, keys, and programs that run on the nodes."""

@@ -1,6 +1,6 @@
-"""Logs in to a node: its host key, the operator's key, and what a failure means.
+"""Logs in to a node: checks its host key, authenticates, and explains failures.
 
-Host keys come from the inventory and nowhere else.
+Host keys come only from the inventory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from payload.orchestrate.ssh.connection import Connection
 from payload.orchestrate.ssh.remote_calls import Deadlines, Login, ProxyProcess, os_login_command
 from payload.orchestrate.ssh.transport import Stream, Transport
 
-# A key that was handed out a moment ago may need one to arrive; a second refusal is meant.
+# A key that was just distributed can take a moment to arrive; a second refusal is final.
 _RETRY_AFTER_REFUSAL_S = 1.0
 _NO_KEY = (paramiko.SSHException, paramiko.hostkeys.InvalidHostKey, ValueError)
 
@@ -33,17 +33,18 @@ _NO_KEY = (paramiko.SSHException, paramiko.hostkeys.InvalidHostKey, ValueError)
 def dial(
     node: Node, *, login: Login, open_stream: Callable[[], Stream], deadlines: Deadlines
 ) -> Connection:
-    """Return a connection to `node` over what `open_stream` opens.
+    """Return a connection to `node` over the stream from `open_stream`.
 
     Raises HostKeyError, SshAuthError (at the second refusal), SshUnreachableError and ConfigError.
     """
     if not node.host_keys:
         raise HostKeyError(
-            f"{node.name}: the inventory has no host key of it, and none is accepted unseen",
-            fix="Write the inventory again, or add the node's own: cat "
+            f"{node.name}: no host key in the inventory, and unknown keys are not accepted",
+            fix="Write the inventory again, or add the node's key: cat "
             "/etc/ssh/ssh_host_ed25519_key.pub",
         )
-    logging.getLogger("paramiko").addHandler(logging.NullHandler())  # else it prints tracebacks
+    # Otherwise paramiko prints tracebacks.
+    logging.getLogger("paramiko").addHandler(logging.NullHandler())
     key, known = _load_key(login.key), list(_host_keys(node))
     with contextlib.suppress(SshAuthError):
         return _dial_once(node, login, key, known, stream=open_stream(), deadlines=deadlines)
@@ -66,7 +67,7 @@ def _dial_once(
         client.get_host_keys().add(node.name, name, host_key)
     try:
         client.connect(
-            # With a stream given, the name only finds the host key.
+            # With a stream, the name is only used to find the host key.
             node.name,
             sock=stream.socket if isinstance(stream, ProxyProcess) else stream,
             username=login.user,
@@ -98,26 +99,26 @@ def _dial_once(
 def _classify(node: Node, login: Login, error: Exception, deadlines: Deadlines) -> TileforgeError:
     if isinstance(error, paramiko.BadHostKeyException):
         return HostKeyError(
-            f"{node.name}: it shows another host key than the inventory's: {_print(error.key)}, "
-            f"not {_print(error.expected_key)}",
-            fix="Nothing was sent. If the machine was replaced, write a new inventory; if not, "
-            "someone may be in between.",
+            f"{node.name}: host key {_print(error.key)} does not match the inventory's "
+            f"{_print(error.expected_key)}",
+            fix="Nothing was sent. If the machine was replaced, write a new inventory. If not, the "
+            "connection can be intercepted.",
         )
-    said = str(error)
+    text = str(error)
     if isinstance(error, paramiko.AuthenticationException) and not (
-        # paramiko's word for both of these is the same class as for a refusal.
-        said.startswith("Authentication timeout") or "transport shut down" in said
+        # paramiko raises the same class for timeouts and disconnects as for a refused key.
+        text.startswith("Authentication timeout") or "transport shut down" in text
     ):
         return SshAuthError(
-            f"{node.name}: it refuses the key {login.key} for user {login.user!r}, twice",
-            fix="See that its public half is in that user's authorized_keys, and that OS Login is "
-            "off; where it is on by choice (accessMode oslogin), that your account has it: "
+            f"{node.name}: refused the key {login.key} for user {login.user!r} twice",
+            fix="Check that its public half is in that user's authorized_keys and that OS Login is "
+            "off. With accessMode oslogin, add the key to your account: "
             f"{os_login_command(login.key)}",
         )
     return SshUnreachableError(
-        f"{node.name}: it accepts connections, but does not speak SSH within "
-        f"{deadlines.handshake_s:g} s ({said or type(error).__name__})",
-        fix="It may be starting, overloaded, or not be an SSH server.",
+        f"{node.name}: accepts connections, but no SSH handshake within "
+        f"{deadlines.handshake_s:g} s ({text or type(error).__name__})",
+        fix="It can be booting, overloaded, or not be an SSH server.",
     )
 
 
@@ -128,7 +129,7 @@ def _host_keys(node: Node) -> Iterator[tuple[str, paramiko.PKey]]:
             entry = paramiko.hostkeys.HostKeyEntry.from_line(f"{node.name} {line}")
         if entry is None or entry.key is None:
             raise HostKeyError(
-                f"{node.name}: the inventory's host key {line[:40]!r}... is none that can be read",
+                f"{node.name}: the inventory's host key {line[:40]!r}... is not a valid key",
                 fix="Write the inventory again.",
             )
         yield line.split()[0], entry.key
@@ -139,14 +140,17 @@ def _load_key(path: Path) -> paramiko.PKey:
         return paramiko.PKey.from_path(str(path))
     except FileNotFoundError:
         raise ConfigError(
-            f"there is no key {path}. Name the private key that the nodes know with --ssh-key."
+            f"key {path} not found. Pass the private key that the nodes accept with --ssh-key."
         ) from None
     except (paramiko.PasswordRequiredException, TypeError):
         raise ConfigError(
-            f"the key {path} is locked by a passphrase; a run has nobody to ask. Name another one."
+            f"key {path} has a passphrase, which runs cannot enter. Pass another key with "
+            "--ssh-key."
         ) from None
     except (paramiko.SSHException, paramiko.pkey.UnknownKeyType, OSError, ValueError) as error:
-        raise ConfigError(f"the key {path} cannot be read ({error}). Name another one.") from None
+        raise ConfigError(
+            f"key {path} cannot be read ({error}). Pass another key with --ssh-key."
+        ) from None
 
 
 def _print(key: paramiko.PKey) -> str:

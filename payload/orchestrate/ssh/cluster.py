@@ -1,4 +1,4 @@
-"""A cluster's login: the operator's key, and connections to its nodes, through the head."""
+"""Connections to a cluster's nodes, through the head, and the operator's key."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DEFAULT_DEADLINES = Deadlines()
 
 
 class Cluster:
-    """One connection a node, made when it is first asked for; a context manager closes all."""
+    """Opens one connection per node on first use; a context manager closes all of them."""
 
     def __init__(
         self,
@@ -38,10 +38,10 @@ class Cluster:
         deadlines: Deadlines = _DEFAULT_DEADLINES,
         news: Callable[[], str] = lambda: "",
     ) -> None:
-        """`env` is what a proxy command runs in.
+        """Open nothing yet; `env` is the environment of proxy commands.
 
-        `news` returns words where the head is reached another way than the inventory says. It is
-        called when the head cannot be connected to.
+        `news` is called if the connection to the head fails. It returns a message if the head's
+        address changed since the inventory was written, otherwise an empty string.
         """
         self.inventory = inventory
         self._news = news
@@ -52,9 +52,9 @@ class Cluster:
         self._made: dict[str, Connection | TileforgeError] = {}
 
     def connect(self, node: Node) -> Connection:
-        """Return the connection to the inventory's node of the name of `node`.
+        """Return the connection to the inventory's node of the same name as `node`.
 
-        A failure is remembered and raised again.
+        A failure is cached and raised again by later calls.
         """
         node = next(each for each in self.inventory.nodes if each.name == node.name)
         with self._locks[node.name]:
@@ -87,7 +87,7 @@ class Cluster:
         self.close()
 
     def _with_news(self, node: Node, error: TileforgeError) -> TileforgeError:
-        """Return the error; one that can be retried where the head is reached another way."""
+        """Return the error, or a retryable one if the head's address changed."""
         news = self._news() if node.name == self.inventory.head.name else ""
         return SshUnreachableError(f"{node.name}: {news} ({error})") if news else error
 
@@ -107,8 +107,8 @@ class Cluster:
                 through = self.connect(self.inventory.head)
             except TileforgeError:
                 raise SshUnreachableError(
-                    f"{node.name}: not tried, as the way to it is through {route.jump}, which "
-                    "cannot be used."
+                    f"{node.name}: not tried, because it is reached through {route.jump}, which "
+                    "failed."
                 ) from None
             return through.open_channel_to(node, timeout_s=timeout_s)
         if route.proxy:
@@ -117,7 +117,7 @@ class Cluster:
 
 
 def operator_key(inventory: ClusterInventory, *, given: Path | None) -> Path:
-    """Return the operator's key, and beside the cluster's own one, files for `ssh -F`."""
+    """Return the operator's key file; write the files for `ssh -F` next to the cluster's key."""
     own = operator_key_path(Path.cwd(), cluster=inventory.cluster)
     if given is None and not own.exists():
         public = write_public_half(own)
@@ -125,9 +125,9 @@ def operator_key(inventory: ClusterInventory, *, given: Path | None) -> Path:
         if inventory.source == "pulumi" or inventory.project or inventory.access.project:
             os_login = f", or, with accessMode oslogin, to your account: {os_login_command(own)}"
         raise SshAuthError(
-            f"there was no key of cluster {inventory.cluster}; {own} is new. Add its public half "
+            f"cluster {inventory.cluster}: no key found, so {own} was created. Add its public half "
             f"to authorized_keys of {inventory.ssh_user} on every node: {public}{os_login} "
-            "(or name the key that they know with --ssh-key.)"
+            "(or pass a key that they accept with --ssh-key.)"
         )
     if given is None:
         require_private(own)
@@ -148,9 +148,9 @@ def connect_to(
     env: Mapping[str, str],
     news: Callable[[], str] = str,
 ) -> Cluster:
-    """Return the cluster for the operator with this key; None is the cluster's own.
+    """Return the cluster for the operator with this key; None means the cluster's own key.
 
-    `news` returns words where the head has moved. Raises SshAuthError where there was no key.
+    `news` is as for `Cluster`. Raises SshAuthError if the key did not exist.
     """
     login = Login(user=inventory.ssh_user, key=operator_key(inventory, given=ssh_key))
     return Cluster(inventory, login=login, env=env, news=news)

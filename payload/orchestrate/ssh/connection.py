@@ -1,6 +1,6 @@
-"""A connection to one node: commands, file sessions, channels onward.
+"""An SSH connection to one node: commands, SFTP sessions and forwarded channels.
 
-Every wait has a deadline, every error begins with the node's name."""
+Every wait has a deadline, and every error starts with the node's name."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from payload.core.printable_text import printable
 from payload.core.regular_files import MAX_FILE_BYTES
 from payload.machines.inventory import Node
 from payload.orchestrate.ssh.remote_calls import Completed, ProxyProcess
-from payload.orchestrate.ssh.transport import BROKEN, SAID_CHARS, SFTPClient, Stream, Transport
+from payload.orchestrate.ssh.transport import BROKEN, MESSAGE_CHARS, SFTPClient, Stream, Transport
 
 _KEEPALIVE_S = 15
 _MARGIN_S = 5.0
 _CHUNK_BYTES = 64 * 2**10
 _TIMED_OUT = 124  # coreutils' timeout
-# paramiko's words for a node that is silent; the class is that of many other errors.
+# paramiko's message for a silent node, whose exception class is also used for other errors.
 _SILENT = "Timeout opening channel."
 
 
 def shell_text(argv: Sequence[str]) -> str:
-    """Return a command as one line that every POSIX shell splits into these words again."""
+    """Return a command as one line that every POSIX shell splits into these arguments."""
     return shlex.join(argv)
 
 
 class Connection:
-    """One node that we are logged in to."""
+    """An authenticated SSH connection to one node."""
 
     def __init__(self, node: Node, client: paramiko.SSHClient, stream: Stream) -> None:
         self.node = node
@@ -62,22 +62,22 @@ class Connection:
         sink: BinaryIO | None = None,
         most_bytes: int = MAX_FILE_BYTES,
     ) -> Completed:
-        """Run a command and wait for it; on the node, too, it ends after `timeout_s`.
+        """Run a command and wait for it; it is also killed on the node after `timeout_s`.
 
-        With a `sink`, stdout goes there as it comes. Raises ConnectionLostError when the connection
-        breaks, PreflightError at the deadline, AnswerError when it prints over `most_bytes`.
+        With a `sink`, stdout is streamed to it. Raises ConnectionLostError if the connection
+        breaks, PreflightError at the deadline, AnswerError if the output exceeds `most_bytes`.
         """
         command = shell_text(["timeout", "--kill-after=5", f"{timeout_s:g}", *argv])
         with self.guard(f"running `{argv[0]}`", timeout_s=timeout_s + 2 * _MARGIN_S):
             channel = self._transport.open_session(timeout=_MARGIN_S)
-            kept, complaints = io.BytesIO(), io.BytesIO()
+            kept, error_output = io.BytesIO(), io.BytesIO()
             with ThreadPoolExecutor(2) as pool, contextlib.closing(channel):
                 channel.exec_command(command)
                 stdout = pool.submit(self._drain, channel, channel.recv, sink or kept, most_bytes)
                 stderr = pool.submit(
-                    self._drain, channel, channel.recv_stderr, complaints, MAX_FILE_BYTES
+                    self._drain, channel, channel.recv_stderr, error_output, MAX_FILE_BYTES
                 )
-                # A command need not read all of its input; its status says what matters.
+                # A command need not read all of its input; its exit status decides.
                 with contextlib.suppress(OSError):
                     channel.sendall(stdin)
                     channel.shutdown_write()
@@ -86,27 +86,27 @@ class Connection:
                     raise EOFError
                 stdout.result()
                 stderr.result()
-        done = Completed(status=status, stdout=kept.getvalue(), stderr=complaints.getvalue())
+        done = Completed(status=status, stdout=kept.getvalue(), stderr=error_output.getvalue())
         if done.status < 0:
             raise PreflightError(
-                f"{self.node.name}: `{argv[0]}` was ended there by a signal",
-                fix="Is the memory used up?",
+                f"{self.node.name}: `{argv[0]}` was killed by a signal",
+                fix="Check whether the node is out of memory.",
             )
         if done.status == _TIMED_OUT:
             raise PreflightError(
-                f"{self.node.name}: `{argv[0]}` has not ended within {timeout_s:g} s and was "
-                "stopped."
+                f"{self.node.name}: `{argv[0]}` did not finish within {timeout_s:g} s and was "
+                "killed."
             )
         return done
 
     def check_run(self, argv: Sequence[str], *, timeout_s: float, stdin: bytes = b"") -> bytes:
-        """Run a command that must succeed, and return its stdout. Raises PreflightError besides."""
+        """Run a command and return its stdout. Raises PreflightError if it fails, and as `run`."""
         done = self.run(argv, timeout_s=timeout_s, stdin=stdin)
         if done.status != 0:
-            said = printable(done.stderr.decode(errors="replace")).strip().rpartition("\n")[2]
+            message = printable(done.stderr.decode(errors="replace")).strip().rpartition("\n")[2]
             raise PreflightError(
-                f"{self.node.name}: `{argv[0]}` ended with status {done.status}: "
-                f"{said[:SAID_CHARS] or 'it gave no word'}"
+                f"{self.node.name}: `{argv[0]}` failed with status {done.status}: "
+                f"{message[:MESSAGE_CHARS] or 'no error output'}"
             )
         return done.stdout
 
@@ -114,9 +114,9 @@ class Connection:
     def listening(
         self, argv: Sequence[str], *, timeout_s: float, stdin: bytes = b""
     ) -> Iterator[bytes]:
-        """Start a command that stays while somebody listens, and yield its first line of JSON.
+        """Start a command, yield its first line of JSON, and keep it running within the context.
 
-        Empty where the command has ended without one. Raises ConnectionLostError when the
+        The line is empty if the command ended without one. Raises ConnectionLostError if the
         connection breaks before, and SshUnreachableError after `timeout_s`.
         """
         with self.guard(f"running `{argv[0]}`", timeout_s=timeout_s):
@@ -125,7 +125,7 @@ class Connection:
             channel.sendall(stdin)
             channel.shutdown_write()
             lines = channel.makefile("rb")
-            # A login shell's greeting may come before it.
+            # A login shell's greeting can precede the line.
             first = next((line for line in lines if line.startswith(b"{")), b"")
             if not first and self._transport.is_gone():
                 raise EOFError
@@ -143,27 +143,27 @@ class Connection:
             most_bytes -= len(chunk)
             if most_bytes < 0:
                 channel.close()
-                raise AnswerError(f"{self.node.name}: it sends more than it was asked for.")
+                raise AnswerError(f"{self.node.name}: sent more data than requested.")
             sink.write(chunk)
 
     def open_sftp(self) -> SFTPClient:
-        """Return a file session; call it and use it within `guard`."""
+        """Return an SFTP session; open it and use it within `guard`."""
         return self._client.open_sftp()
 
     def open_channel_here(self, port: int, *, timeout_s: float) -> paramiko.Channel:
-        """Return a stream to a port of this node's loopback address. Raises SshUnreachableError."""
+        """Return a channel to a loopback port of this node. Raises SshUnreachableError."""
         try:
             return self._transport.open_channel(
                 "direct-tcpip", ("127.0.0.1", port), ("127.0.0.1", 0), timeout=timeout_s
             )
         except BROKEN as error:
             raise SshUnreachableError(
-                f"{self.node.name}: nothing answers at its 127.0.0.1 port {port} "
+                f"{self.node.name}: no program responds at 127.0.0.1 port {port} "
                 f"({printable(str(error))})"
             ) from None
 
     def open_channel_to(self, node: Node, *, timeout_s: float) -> paramiko.Channel:
-        """Return a stream from this node on to another one. Raises SshUnreachableError."""
+        """Return a channel through this node to another node. Raises SshUnreachableError."""
         target = f"{node.name}: {node.address} port {node.ssh_port}"
         try:
             return self._transport.open_channel(
@@ -172,30 +172,29 @@ class Connection:
         except paramiko.ChannelException as error:
             if error.code == 1:  # administratively prohibited
                 raise SshUnreachableError(
-                    f"{node.name}: {self.node.name}, through which it is reached, forbids "
-                    "forwarding",
+                    f"{node.name}: reached through {self.node.name}, which refuses TCP forwarding",
                     fix="Set AllowTcpForwarding yes in its sshd_config.",
                 ) from None
             raise SshUnreachableError(
                 f"{target} cannot be reached from {self.node.name} ({error.text or 'refused'})",
-                fix="See whether sshd runs there and the network between the nodes is open.",
+                fix="Check that sshd runs on it and that the network between the nodes is open.",
             ) from None
         except (paramiko.SSHException, EOFError, OSError) as error:
             raise SshUnreachableError(
-                f"{target} does not answer {self.node.name} within {timeout_s:g} s ({error})."
+                f"{target} does not respond to {self.node.name} within {timeout_s:g} s ({error})."
             ) from None
 
     @contextlib.contextmanager
     def guard(self, doing: str, *, timeout_s: float) -> Iterator[None]:
-        """Bound what is done within by a deadline, and name the node in what goes wrong.
+        """Apply a deadline to the enclosed block, and add the node's name to its errors.
 
-        paramiko has waits without a deadline; at ours the connection is closed, which ends them.
+        Some waits of paramiko have no deadline; closing the connection ends them.
         """
         expired = threading.Event()
 
         def expire() -> None:
             expired.set()
-            self._give_up()
+            self._disconnect()
 
         timer = threading.Timer(timeout_s, expire)
         timer.daemon = True
@@ -208,7 +207,7 @@ class Connection:
             timer.cancel()
 
     def close(self) -> None:
-        """Close the connection and what carries it."""
+        """Close the connection and its underlying stream."""
         self._client.close()
         self._stream.close()
 
@@ -216,16 +215,16 @@ class Connection:
         self, error: Exception, doing: str, expired_after_s: float | None
     ) -> TileforgeError:
         if str(error) == _SILENT:
-            self._give_up()  # the next one need not wait for it again
+            self._disconnect()  # so that the next caller does not wait again
         if expired_after_s is not None or str(error) == _SILENT:
             waited = "" if expired_after_s is None else f" for {expired_after_s:g} s"
             return SshUnreachableError(
-                f"{self.node.name}: no answer{waited} while {doing}",
-                fix="The machine hangs, or the network to it is gone.",
+                f"{self.node.name}: no response{waited} while {doing}",
+                fix="The machine hangs, or its network is down.",
             )
         from_node = isinstance(error, OSError) and error.errno is not None
         if not self._transport.is_active() or (not from_node and self._transport.is_gone()):
-            fix = "Is the machine still there?"
+            fix = "Check that the machine still runs."
             if isinstance(self._stream, ProxyProcess) and self._stream.ended():
                 fix = f"{fix} {self._stream.complaint()}"
             return ConnectionLostError(
@@ -235,6 +234,6 @@ class Connection:
             )
         return PreflightError(f"{self.node.name}: {doing}: {error}")
 
-    def _give_up(self) -> None:
-        self._transport.note_reason("it had not answered before")
+    def _disconnect(self) -> None:
+        self._transport.note_reason("it did not respond before")
         self._transport.close()

@@ -1,6 +1,6 @@
-"""Files to and from a node: whole or absent, equal by sha256.
+"""Copies files to and from a node, atomically and verified by SHA-256.
 
-A transfer continues where it broke off."""
+An interrupted transfer resumes."""
 
 from __future__ import annotations
 
@@ -56,19 +56,19 @@ def put(
     mode: int = 0o644,
     timeout_s: float,
 ) -> None:
-    """Copy a file to `target` on the node, a path from the login's home or an absolute one.
+    """Copy a file to `target` on the node: an absolute path, or relative to the login's home.
 
-    `sha256` is what the file has to have: in its place may be a link to a file that is not to be
-    sent. Raises ConfigError where it has another, SshUnreachableError when the connection breaks
-    (do it again: it goes on from there), and PreflightError when the node cannot store it.
+    `sha256` is the expected checksum, because the file can have been replaced by a link to a
+    private file. Raises ConfigError if it differs, SshUnreachableError if the connection breaks (a
+    repeated call resumes), and PreflightError if the node cannot store the file.
     """
     digest = sha256_of(source)
     if sha256 not in (None, digest):
         raise ConfigError(
-            f"{source}: its sha256 is not the one that its folder's files say, so it is not sent. "
+            f"{source}: its sha256 differs from the one recorded in its folder, so it is not sent. "
             "Copy or prepare the folder again."
         )
-    _equal_or_once_more(
+    _copy_verified(
         connection,
         what=f"{source} -> {target}",
         digest=digest,
@@ -95,16 +95,15 @@ def get(
     most_bytes: int = MAX_FILE_BYTES,
     timeout_s: float,
 ) -> None:
-    """Copy the node's file `source` to `target` here; raises as `put` does.
+    """Copy the node's file `source` to the local path `target`; raises as `put` does.
 
-    `sha256` is what its manifest says, and CheckpointError says that it is not; None asks the node.
-    Never writes through a symlink, nor more than
-    `most_bytes`.
+    `sha256` is the checksum in its manifest; raises CheckpointError if it differs. With None, the
+    node computes it. Never writes through a symlink or more than `most_bytes`.
     """
     partial = target.with_name(target.name + _PARTIAL)
     digest = sha256 or _remote_sha256(connection, source)
     error = CheckpointError if sha256 else PreflightError
-    _equal_or_once_more(
+    _copy_verified(
         connection,
         what=f"{source} -> {target}",
         digest=digest,
@@ -125,10 +124,10 @@ def get(
 
 
 def fetch_checkpoint(connection: Connection, source: PurePosixPath, paths: RunPaths) -> Path:
-    """Bring a checkpoint home, and return where it is.
+    """Download a checkpoint and return its local folder.
 
-    What lies there already counts only if it is what the node's manifest says. Raises as `get`
-    does, and CheckpointError for a manifest that is none.
+    Existing files are kept only if they match the node's manifest. Raises as `get` does, and
+    CheckpointError for an invalid manifest.
     """
     target = inside(paths, f"{CHECKPOINTS_NAME}/{source.name}")
     staging = inside(paths, f"{CHECKPOINTS_NAME}/.{source.name}.collecting")
@@ -136,39 +135,39 @@ def fetch_checkpoint(connection: Connection, source: PurePosixPath, paths: RunPa
     make_folder(staging)
     for odd in filter(is_odd_file, list(staging.iterdir())):
         discard_any(odd)
-    whole = staging / MANIFEST_FILE
-    get(connection, str(source / MANIFEST_FILE), whole, timeout_s=_SETTLE_S)
+    manifest_file = staging / MANIFEST_FILE
+    get(connection, str(source / MANIFEST_FILE), manifest_file, timeout_s=_SETTLE_S)
     node = connection.node.name
     manifest = load_foreign_manifest(staging, where=f"{node}: {source / MANIFEST_FILE}")
     size = sum(entry.bytes for entry in manifest.files.values())
     free = shutil.disk_usage(staging).free
     if size > free:
         raise PreflightError(
-            f"{node}: a checkpoint of {size:,} bytes does not fit here: {staging} has {free:,} "
-            "free."
+            f"{node}: a checkpoint of {size:,} bytes does not fit in {staging}, which has {free:,} "
+            "bytes free. Free some space, then repeat the command."
         )
-    if _is_copy(target, whole, manifest.files):
+    if _is_copy(target, manifest_file, manifest.files):
         shutil.rmtree(staging)
         return target
 
-    def bring(here: Path, entry: ManifestEntry) -> None:
+    def download(local: Path, entry: ManifestEntry) -> None:
         get(
             connection,
-            str(source / here.name),
-            here,
+            str(source / local.name),
+            local,
             sha256=entry.sha256,
             most_bytes=entry.bytes,
             timeout_s=_COPY_S + entry.bytes / _SLOWEST_BYTES_PER_S,
         )
 
-    complete_copy(staging, target, manifest, bring=bring)
+    complete_copy(staging, target, manifest, bring=download)
     for stale in paths.checkpoints.glob(".step_*.collecting"):
-        discard_any(stale)  # of a checkpoint that is not the newest any more
+        discard_any(stale)  # staging folders of older checkpoints
     return target
 
 
 def _is_copy(folder: Path, manifest: Path, files: Mapping[str, ManifestEntry]) -> bool:
-    """Return whether `folder` has these files, as they should be."""
+    """Return whether `folder` has these files with the manifest's checksums."""
     return (
         all(is_plain(folder / name) for name in (*files, MANIFEST_FILE))
         and (folder / MANIFEST_FILE).read_bytes() == manifest.read_bytes()
@@ -176,7 +175,7 @@ def _is_copy(folder: Path, manifest: Path, files: Mapping[str, ManifestEntry]) -
     )
 
 
-def _equal_or_once_more(
+def _copy_verified(
     connection: Connection,
     *,
     what: str,
@@ -185,14 +184,14 @@ def _equal_or_once_more(
     digest_of_copy: Callable[[], str],
     error: type[TileforgeError] = PreflightError,
 ) -> None:
-    """Continue a copy; where the whole then differs, it was of another file: copy from scratch."""
+    """Resume a partial copy; if the result differs, it was of another file: copy from scratch."""
     for resume in (True, False):
         copy(resume)
         if digest_of_copy() == digest:
             return
     raise error(
-        f"{connection.node.name}: {what}: the copy's sha256 is not the original's, twice. Does "
-        "something write to it? Try again when it does not."
+        f"{connection.node.name}: {what}: the copy's sha256 differs from the original's, twice. "
+        "Check that no program writes to the file, then try again."
     )
 
 
@@ -208,7 +207,7 @@ def _send(
         most_bytes = source.stat().st_size
         offset = _size(sftp, partial, most_bytes=most_bytes) if resume else 0
         with sftp.open(partial, "r+b" if offset else "wb") as writer:
-            writer.chmod(mode)  # before there is anything to read
+            writer.chmod(mode)  # before any content is written
             writer.set_pipelined(True)
             reader.seek(offset)
             writer.seek(offset)
@@ -234,15 +233,15 @@ def _receive(
     timeout_s: float,
     error: type[TileforgeError],
 ) -> None:
-    # tail streams; paramiko's own reads wait for each answer, or fetch ahead in a thread of theirs.
+    # `tail` streams. paramiko's own reads wait for each response, or prefetch in another thread.
     with open(partial, "ab" if resume else "wb", opener=_private) as writer:
         done_bytes = writer.tell()
         argv = ["tail", "-c", f"+{done_bytes + 1}", "--", source]
         most_bytes = max(0, most_bytes - done_bytes)
         done = connection.run(argv, timeout_s=timeout_s, sink=writer, most_bytes=most_bytes)
     if done.status != 0:
-        said = printable(done.stderr.decode(errors="replace")).strip()
-        raise error(f"{connection.node.name}: reading {source}: {said}")
+        message = printable(done.stderr.decode(errors="replace")).strip()
+        raise error(f"{connection.node.name}: reading {source}: {message}")
 
 
 def _private(path: str, flags: int) -> int:
@@ -253,7 +252,7 @@ def _private(path: str, flags: int) -> int:
 
 def _remote_sha256(connection: Connection, path: str) -> str:
     line = connection.check_run(["sha256sum", "--", path], timeout_s=_SETTLE_S)
-    # For a name with a line break or a backslash the line begins with a backslash.
+    # If the name has a line break or a backslash, the line starts with a backslash.
     digest = line.lstrip(b"\\")[:64].decode("ascii", errors="replace")
     if not SHA256.fullmatch(digest):
         raise AnswerError(f"{connection.node.name}: sha256sum printed {shown(digest)}.")
@@ -263,16 +262,16 @@ def _remote_sha256(connection: Connection, path: str) -> str:
 def send_files(
     connection: Connection, source: Path, target: PurePosixPath, files: Mapping[str, str | None]
 ) -> None:
-    """Copy files of a folder to the node; what an attempt has copied, the next one keeps.
+    """Copy files of a folder to the node, except those that it already has.
 
-    `files` has the sha256 by name, as far as it is known. The last one marks a folder as whole.
+    `files` maps names to their sha256, or to None if unknown. The last file marks the folder as
+    complete.
     """
     connection.check_run(["mkdir", "-p", "--", str(target)], timeout_s=_MKDIR_S)
     for name, sha256 in files.items():
         timeout_s = _COPY_S + (source / name).stat().st_size / _SLOWEST_BYTES_PER_S
         if not _has(connection, target / name, sha256, timeout_s=timeout_s):
-            place = str(target / name)
-            put(connection, source / name, place, sha256=sha256, timeout_s=timeout_s)
+            put(connection, source / name, str(target / name), sha256=sha256, timeout_s=timeout_s)
 
 
 def _has(

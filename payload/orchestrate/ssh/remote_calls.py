@@ -1,6 +1,6 @@
-"""Transports of connections to nodes, programs sent through them, one action on all nodes.
+"""Routes to nodes, programs that run on them with their responses, and parallel actions.
 
-A node can be hostile: each field of an answer is held to its form here, before anyone uses it.
+A node can be hostile, so every field of a response is validated before it is used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from payload.storage.google_environment_login import GoogleLogin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Login:
-    """Who we are to the nodes."""
+    """The user and key for logins on the nodes."""
 
     user: str
     key: Path
@@ -44,7 +44,7 @@ class Login:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """How long each stage of a connection may take."""
+    """Time limits for each stage of a connection."""
 
     connect_s: float = 10.0
     handshake_s: float = 10.0
@@ -53,7 +53,7 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:
-    """A command that ran to its end."""
+    """Result of a finished command."""
 
     status: int
     stdout: bytes
@@ -61,7 +61,7 @@ class Completed:
 
 
 def os_login_command(key: Path) -> str:
-    """Return what lets a private key's owner in where Google's OS Login decides; for messages."""
+    """Return the command that adds a key to an OS Login account; for messages."""
     return f"gcloud compute os-login ssh-keys add --key-file={key}.pub"
 
 
@@ -78,42 +78,42 @@ def open_tcp(node: Node, *, timeout_s: float) -> socket.socket:
     except socket.gaierror as error:
         raise SshUnreachableError(
             f"{node.name}: the name {address[0]!r} does not resolve ({error.strerror})",
-            fix="Correct the inventory, or see to the name service.",
+            fix="Correct the inventory, or check DNS.",
         ) from None
     except ConnectionRefusedError:
         raise SshUnreachableError(
-            f"{where} refuses connections: the machine is up, sshd is not running there",
-            fix="Start it, or wait if the machine is booting.",
+            f"{where} refuses connections: the machine is up, but sshd is not running",
+            fix="Start sshd, or wait if the machine is booting.",
         ) from None
     except TimeoutError:
         raise SshUnreachableError(
-            f"{where} does not answer within {timeout_s:g} s",
+            f"{where} does not respond within {timeout_s:g} s",
             fix="The machine is off, the address is wrong, or a firewall drops the packets.",
         ) from None
     except OSError as error:
         raise SshUnreachableError(
             f"{where} cannot be reached ({error.strerror})",
-            fix="See to the route and the address.",
+            fix="Check the network route and the address.",
         ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """The way of an SSH connection to one node."""
+    """The route of an SSH connection to one node."""
 
     host: str
     """The address or name to connect to."""
     proxy: tuple[str, ...] = ()
-    """A program that carries the connection, if there is one."""
+    """The proxy command, or empty."""
     jump: str | None = None
-    """The node that the connection goes through; None for a direct one."""
+    """The node that the connection passes through; None if it is direct."""
 
 
 def route_to(node: Node, *, head: Node, access: Access, on_head: bool = False) -> Route:
-    """Return the way to a node, from the operator's machine or from the head.
+    """Return the route to a node, from the operator's machine or from the head.
 
-    The one place that knows what `access.kind` means for SSH. Raises ConfigError when the inventory
-    does not say where the head is.
+    The only function that interprets `access.kind` for SSH. Raises ConfigError if the inventory
+    lacks the head's location.
     """
     if on_head:
         return Route(host=node.address)
@@ -124,9 +124,9 @@ def route_to(node: Node, *, head: Node, access: Access, on_head: bool = False) -
 
 
 def iap_argv(node: Node, access: Access) -> list[str]:
-    """Return the command that carries SSH to `node` through Google's Identity-Aware Proxy.
+    """Return the command that tunnels SSH to `node` through Google's Identity-Aware Proxy.
 
-    Raises ConfigError when the inventory does not say where the node is.
+    Raises ConfigError if the inventory lacks the node's location.
     """
     if not access.project or not node.zone:
         missing = "access.project" if not access.project else f"the zone of {node.name}"
@@ -147,15 +147,15 @@ def iap_argv(node: Node, access: Access) -> list[str]:
 
 
 class ProxyProcess:
-    """A running proxy command; `socket` is what it carries."""
+    """A running proxy command; `socket` is the tunnelled connection."""
 
     def __init__(self, argv: Sequence[str], *, node: str, env: Mapping[str, str]) -> None:
-        """Start it. `node` is for messages. Raises SshUnreachableError."""
+        """Start the command. `node` is for messages. Raises SshUnreachableError."""
         self._argv0 = argv[0]
         self.socket, theirs = socket.socketpair()
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115, closed in close()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115, closed in close()
         login = GoogleLogin.from_env(env)
-        # Nobody else may read it, and it goes with the program.
+        # Readable by this user only, and deleted in close().
         self._key = tempfile.NamedTemporaryFile(prefix="tileforge-key-")  # noqa: SIM115, likewise
         self._key.write(login.key_text.encode())
         self._key.flush()
@@ -164,37 +164,36 @@ class ProxyProcess:
                 argv,
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
-                stderr=self._said,
-                # What the operator has set for gcloud itself goes first.
+                stderr=self._stderr,
+                # The operator's own settings for gcloud have priority.
                 env=login.for_gcloud(key_file=self._key.name) | dict(env),
-                # A terminal's Ctrl-C goes to its whole group, and what it asks goes through here.
+                # Ctrl-C on the terminal must not kill it: this process still uses the tunnel.
                 start_new_session=True,
             )
         except OSError as error:
             self.socket.close()
-            self._said.close()
+            self._stderr.close()
             self._key.close()
             raise SshUnreachableError(
-                f"{node}: cannot start `{argv[0]}`, which carries the connection "
-                f"({error.strerror})",
-                fix="Install it, and see that it is on PATH.",
+                f"{node}: cannot start the proxy command `{argv[0]}` ({error.strerror})",
+                fix="Install it, and check that it is on PATH.",
             ) from None
         finally:
             theirs.close()
 
     def complaint(self) -> str:
-        """Return the end of what the program printed on stderr, on one line."""
-        self._said.seek(0)
-        lines = self._said.read().decode(errors="replace").split("\n")
-        said = " / ".join([line.strip() for line in lines if line.strip()][-_TAIL_LINES:])
-        return f"`{self._argv0}` said: {said}" if said else f"`{self._argv0}` said nothing"
+        """Return the last lines that the command printed on stderr, joined."""
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").split("\n")
+        tail = " / ".join([line.strip() for line in lines if line.strip()][-_TAIL_LINES:])
+        return f"`{self._argv0}` printed: {tail}" if tail else f"`{self._argv0}` printed no error"
 
     def ended(self) -> bool:
-        """Return whether the program has ended."""
+        """Return whether the command has ended."""
         return self._process.poll() is not None
 
     def close(self) -> None:
-        """End the program and see to its end."""
+        """Terminate the command and wait for it."""
         self.socket.close()
         self._process.terminate()
         try:
@@ -202,21 +201,21 @@ class ProxyProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._said.close()
+        self._stderr.close()
         self._key.close()
 
 
 NODE_FOLDER = "tileforge"
-"""Below the login's home on a node: code, data, weights and runs."""
+"""Folder in the login's home on a node, with code, data, weights and runs."""
 
 FOLDER = re.compile(r"(?=.{2,1024}\Z)(?!.*/\.{1,2}(?:/|\Z))(?:/[A-Za-z0-9._@+,=~-]+)+")
-"""An absolute path that is a plain word in a shell, in ssh_config and in mpirun's settings."""
+"""An absolute path that needs no quoting in a shell, ssh_config or mpirun's settings."""
 
 _LIBRARY = re.compile(r"[A-Za-z0-9_.+-]{1,255}")
 _CONTENT_CHARS = 64 * 2**20
 _MOST_FILES = 100_000
 
-# The arguments follow the program on stdin: one word of a command line has 128 KiB at most.
+# The arguments follow the program on stdin, because a command-line argument is limited to 128 KiB.
 _START = (
     "import sys; i = sys.stdin.buffer; "
     "exec(compile(i.read(int(i.readline())), sys.argv[1], 'exec'))"
@@ -229,32 +228,32 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLook:
-    """Inventory of a node for a run: `look` of look.py."""
+    """State of a node before a run: response of action `look` in look.py."""
 
     home: str = checked(pattern=FOLDER, wanted="an absolute path of plain characters")
     lacking: tuple[str, ...] = checked(max_items=100)
-    """Programs that are not there."""
+    """Missing programs."""
     tcmalloc: str | None = checked(pattern=_LIBRARY, wanted="a library's name")
     port: int | None = checked(low=1, high=65535)
-    """Free; None when none is."""
+    """A free port, or None."""
     running: str | None = checked(pattern=RUN_ID, wanted="a run id")
-    """The run that a living supervisor holds."""
+    """The run of a live supervisor, or None."""
     missing: tuple[str, ...] | None = checked(max_items=_MOST_FILES)
-    """Files of the payload; None where all of it is there."""
+    """Missing or changed files of the payload; None if the node has this version."""
     has: tuple[str, ...] = checked(max_items=_MOST_FILES)
-    """Those of the requested files that are there."""
+    """The requested files that exist on the node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """`finish` of look.py."""
+    """Response of action `finish` in look.py."""
 
     wrong: tuple[str, ...] = checked(max_items=_MOST_FILES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """`start` of control.py: `pid`, or the other run, or how it ended."""
+    """Response of action `start` in control.py: `pid`, the other run, or the exit status."""
 
     pid: int | None = checked(None, low=1)
     running: str | None = checked(None, pattern=RUN_ID, wanted="a run id")
@@ -264,89 +263,89 @@ class Begun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A part of a growing file."""
+    """New bytes of a growing file."""
 
     offset: int = checked(low=0)
     content: str = checked(max_chars=_CONTENT_CHARS)
-    """In base64."""
+    """Base64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """`read` of control.py: what is new of a run on one node."""
+    """Response of action `read` in control.py: new data of a run on one node."""
 
     alive: bool
-    """True if a supervisor holds the run there."""
+    """True if a supervisor of the run is alive on the node."""
     begun: bool
-    """True if a rank or a supervisor has begun there: without, it cannot know how any ended."""
+    """True if a rank or supervisor has started on the node; otherwise it has no exit statuses."""
     whole: Mapping[str, str] = checked(max_items=_MOST_FILES, max_chars=2**20)
-    """The content of small files, by name."""
+    """Contents of small files, by name."""
     more: Mapping[str, Piece] = checked(max_items=_MOST_FILES)
-    """By name, of files that grow."""
+    """New bytes of growing files, by name."""
     left: int = checked(low=0)
-    """Bytes that the answer had no room for."""
+    """Bytes that did not fit into the response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signalled:
-    """`signal` of control.py."""
+    """Response of action `signal` in control.py."""
 
     alive: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left:
-    """`left` of control.py."""
+    """Response of action `left` in control.py: processes that are still running."""
 
     pids: tuple[int, ...] = checked(low=1, max_items=_MOST_FILES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """The way from one node to another."""
+    """Connectivity from one node to another."""
 
     failed: Mapping[str, str] = checked(max_items=16)
-    """The reason, by port."""
+    """Reasons of failed connections, by port."""
     largest_packet: int | None = checked(low=1, high=2**20)
-    """None when none arrived."""
+    """Bytes of the largest packet that arrived, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshAnswer:
-    """Answer of mesh.py."""
+    """Response of mesh.py."""
 
     bind_error: str | None
     port_taken: bool
     pairs: Mapping[str, Pair] = checked(max_items=_MOST_FILES)
-    """By peer."""
+    """Connectivity by peer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nothing:
-    """An answer that says nothing but that the action is done."""
+    """An empty response, which confirms that the action is done."""
 
 
 class Asked(Protocol):
-    """Target of a program: a `Connection` to one node."""
+    """The interface of `Connection` that running a program needs."""
 
     @property
     def node(self) -> Node:
-        """The node at the other end."""
+        """The connected node."""
 
     def check_run(self, argv: Sequence[str], *, timeout_s: float, stdin: bytes = b"") -> bytes:
-        """Run a command that must succeed, and return its stdout."""
+        """Run a command and return its stdout; raise if it fails."""
 
 
 def remote_argv(program: str) -> list[str]:
-    """Return the command that runs a program of `node/`."""
-    # -I: nothing of the login's own Python settings. The name is for who lists the processes.
+    """Return the command that runs a program of `node/`, which is read from stdin."""
+    # -I ignores the login's Python settings. The program's name is for process listings.
     return ["python3", "-I", "-c", _START, program]
 
 
 def remote_stdin(program: str, arguments: Mapping[str, Any]) -> bytes:
-    """Return what the command reads: the program, and its arguments as JSON.
+    """Return the command's stdin: the program, and its arguments as JSON.
 
-    With them go the constants that these programs, which import nothing of ours, share with us.
+    The arguments include shared constants, because these programs cannot import the payload.
     """
     text = (resources.files("payload.orchestrate.node") / program).read_bytes()
     return b"%d\n" % len(text) + text + json.dumps({**_SHARED, **arguments}).encode()
@@ -360,9 +359,9 @@ def ask(
     *,
     timeout_s: float,
 ) -> _T:
-    """Run a program of `node/` on a node and return its answer.
+    """Run a program of `node/` on a node and return its response.
 
-    Raises AnswerError for one that it may not give, and what `check_run` raises.
+    Raises AnswerError for an invalid response, and as `check_run` does.
     """
     text = connection.check_run(
         remote_argv(program), stdin=remote_stdin(program, arguments), timeout_s=timeout_s
@@ -371,36 +370,39 @@ def ask(
 
 
 def parse_answer(answer: type[_T], text: bytes, *, node: str) -> _T:
-    """Read the JSON object that a program on a node printed last. Raises AnswerError."""
-    # A login shell's greeting may come before it.
+    """Parse the JSON object on the last line that a program on a node printed.
+
+    Raises AnswerError.
+    """
+    # A login shell's greeting can precede the line.
     last = text.strip().rpartition(b"\n")[2]
     if not last.startswith(b"{"):
-        said = shown(last[:80].decode(errors="replace"))
+        output = shown(last[:80].decode(errors="replace"))
         raise AnswerError(
-            f"{node}: the program printed no result but {said}",
-            fix="See that python3 works there.",
+            f"{node}: the program printed {output} instead of a result",
+            fix="Check that python3 works on the node.",
         )
-    where = f"{node}: its answer"
+    where = f"{node}: response"
     return build(
         answer, parse_json(last, where=where, error=AnswerError), where=where, error=AnswerError
     )
 
 
 def require_known(names: Iterable[str], known: Iterable[str], *, node: str, what: str) -> None:
-    """Raise AnswerError when a node names something that it was not asked about."""
+    """Raise AnswerError if a node's response names something that was not requested."""
     strange = sorted(set(names) - set(known))
     if strange:
-        raise AnswerError(f"{node}: its answer: {what} {shown(strange[0])} was not asked for.")
+        raise AnswerError(f"{node}: response: {what} {shown(strange[0])} was not requested.")
 
 
 def on_every_node(
     nodes: Sequence[Node], action: Callable[[Node], _T], *, to_the_end: bool = False
 ) -> dict[str, _T | TileforgeError]:
-    """Return the result of `action` on each node by its name, or the error it ended with.
+    """Run `action` on all nodes in parallel; return each result or TileforgeError by node name.
 
-    Waits for all of them: `action` has deadlines of its own. An error that is not ours is a bug and
-    is raised once all have ended. After Ctrl-C they go on by themselves; `to_the_end` waits for
-    them then, too, which is for what is to be undone afterwards.
+    Wait for all of them, so `action` must have its own deadlines. Any other exception is a bug and
+    is raised after all have ended. After Ctrl-C, actions continue in the background unless
+    `to_the_end` is set: use it for actions that must be undone afterwards.
     """
 
     def attempt(node: Node) -> _T | TileforgeError:
@@ -412,7 +414,7 @@ def on_every_node(
     with ThreadPoolExecutor(max_workers=max(1, len(nodes))) as pool:
         outcomes = [pool.submit(attempt, node) for node in nodes]
         if to_the_end:
-            wait(outcomes)  # Ctrl-C ends this; the pool's own end then waits as well
+            wait(outcomes)  # Ctrl-C ends this wait; leaving the pool then waits as well
     return {node.name: outcome.result() for node, outcome in zip(nodes, outcomes, strict=True)}
 
 

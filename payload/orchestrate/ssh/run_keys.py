@@ -1,4 +1,4 @@
-"""The key of one attempt to start a run: made on the head, trusted by every node, removed."""
+"""SSH keys of runs: created on the head, authorized on every node, and revoked afterwards."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _FOLDER = re.compile(r"/[^\x00-\x1f\x7f\"\\$ ]{1,1000}/\.ssh/tileforge/[A-Za-z0-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunKey:
-    """Where the head has what `ssh -F` needs to reach every node of the run."""
+    """The folder on the head with the files that `ssh -F` needs to reach every node of the run."""
 
     folder: PurePosixPath
 
     @property
     def config(self) -> PurePosixPath:
-        """The ssh_config, which names the key and the known hosts beside it."""
+        """The ssh_config, which refers to the key and the known_hosts next to it."""
         return self.folder / "ssh_config"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Made:
+class _Created:
     folder: str = checked(pattern=_FOLDER, wanted="a folder of ~/.ssh/tileforge")
     public: str = checked(pattern=_PUBLIC, wanted="a public key of a run")
 
@@ -50,16 +50,18 @@ class _Names:
 
 
 def install_run_key(cluster: Cluster, *, name: str, lasts_s: float) -> RunKey:
-    """Make the key on the head and let every node trust it; the private half stays on the head.
+    """Create the key on the head and authorize it on every node; the private half stays there.
 
-    The nodes trust it for `lasts_s`, and from the head's address alone. Raises NodesError, and what
-    connecting raises; call `remove_run_key` then, too.
+    The nodes accept it for `lasts_s` seconds, and only from the head's address. Raises NodesError,
+    and as connecting does; even then, call `remove_run_key`.
     """
     inventory, head = cluster.inventory, cluster.inventory.head
-    made = _act(cluster.connect(head), _Made, action="make", name=name)
+    made = _act(cluster.connect(head), _Created, action="make", name=name)
     folder = PurePosixPath(made.folder)
     if folder.name != name or not made.public.endswith(f":{name}"):
-        raise AnswerError(f"{head.name}: it made another key than {name!r}. Look at the machine.")
+        raise AnswerError(
+            f"{head.name}: created another key than {name!r}. Inspect or replace the machine."
+        )
     known_hosts = folder / "known_hosts"
     config = render_ssh_config(
         inventory.nodes,
@@ -89,11 +91,11 @@ def install_run_key(cluster: Cluster, *, name: str, lasts_s: float) -> RunKey:
 
 
 def remove_run_key(cluster: Cluster, *names: str) -> None:
-    """Let no node trust these keys any more, and delete them; may be repeated.
+    """Revoke these keys on every node and delete them; idempotent.
 
-    While a worker may still trust a key, the head keeps its name, though neither half of it, so
-    that `remove_dead_keys` asks that worker again. For whose attempt it is, or for keys that are
-    dead. Raises NodesError that names the nodes where they may still be.
+    The head keeps a key's name until every worker has revoked it, so that `remove_dead_keys` can
+    retry. Only for keys of the caller's own attempt, or for stale keys. Raises NodesError that
+    names the nodes where the keys can still be authorized.
     """
 
     def forget(node: Node, *, keeps_names: bool = True) -> None:
@@ -107,22 +109,22 @@ def remove_run_key(cluster: Cluster, *names: str) -> None:
 
 
 def remove_dead_keys(cluster: Cluster) -> Sequence[str]:
-    """Remove every key that no attempt uses or will use; returns the names of them.
+    """Remove all stale keys of this head and return their names.
 
-    They are left by operators who were killed, or by runs that have ended. The head says which of
-    those that it made: one that is in use stays, whoever asks, and one that another head made is
-    left to that head and to its own end. Raises NodesError, as `remove_run_key`.
+    Stale keys are left by killed operators or ended runs. The head lists those that it created and
+    that are not in use. Keys created by another head are kept until they expire. Raises NodesError,
+    as `remove_run_key`.
     """
     inventory = cluster.inventory
-    asked = on_every_node(inventory.nodes, lambda node: _names(cluster.connect(node), "names"))
-    found = {name for got in asked.values() if isinstance(got, tuple) for name in got}
+    listed = on_every_node(inventory.nodes, lambda node: _names(cluster.connect(node), "names"))
+    found = {name for got in listed.values() if isinstance(got, tuple) for name in got}
     dead: Sequence[str] = ()
     if found:
         dead = _names(cluster.connect(inventory.head), "dead", names=sorted(found))
     dead = sorted(found & set(dead))
     if dead:
         remove_run_key(cluster, *dead)
-    all_or_raise(asked, what="removing the run's key")
+    all_or_raise(listed, what="removing the run's key")
     return dead
 
 

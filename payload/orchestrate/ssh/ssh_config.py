@@ -1,4 +1,4 @@
-"""Files for `ssh -F`: known hosts, and an ssh_config that checks them."""
+"""Renders known_hosts and ssh_config for `ssh -F`, with host key checking."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from payload.machines.inventory import Access, Node
 from payload.orchestrate.ssh.connection import shell_text
 from payload.orchestrate.ssh.remote_calls import route_to
 
-# ssh would read these in a file name as something else, and offers no way to write them.
+# Characters with a special meaning in file names of ssh_config, which cannot be escaped.
 _UNWRITABLE = frozenset('"\\\n\r$')
 
 
 def render_known_hosts(nodes: Sequence[Node]) -> str:
-    """Return every node's host keys under its name, which is its HostKeyAlias in the config."""
+    """Return every node's host keys under its name, which the ssh_config uses as HostKeyAlias."""
     return "".join(f"{node.name} {key}\n" for node in nodes for key in node.host_keys)
 
 
@@ -29,10 +29,10 @@ def render_ssh_config(
     known_hosts: PurePath,
     on_head: bool,
 ) -> str:
-    """Return an ssh_config for `ssh -F`: nodes by name and address, host keys checked.
+    """Return an ssh_config for `ssh -F`, with nodes by name and address and strict host keys.
 
-    `on_head` is for mpirun on the head, which reaches the others at their addresses; without it,
-    for the operator's machine, which reaches them through the head. Raises ConfigError.
+    With `on_head` it is for mpirun on the head, which reaches the other nodes directly. Otherwise
+    it is for the operator's machine, which reaches them through the head. Raises ConfigError.
     """
     shared = [
         "Host *",
@@ -58,7 +58,7 @@ def render_ssh_config(
 def write_ssh_files(
     folder: Path, nodes: Sequence[Node], *, user: str, access: Access, key: Path
 ) -> Path:
-    """Put known_hosts and ssh_config in `folder`, for `ssh -F CONFIG NODE`; returns the config."""
+    """Write known_hosts and ssh_config for `ssh -F CONFIG NODE`; return the config's path."""
     config, known_hosts = folder / "ssh_config", folder / "known_hosts"
     text = render_ssh_config(
         nodes,
@@ -93,6 +93,6 @@ def _quoted(path: PurePath) -> str:
     text = str(path)
     if _UNWRITABLE & set(text):
         raise ConfigError(
-            f"the path {text!r} has a character that ssh_config cannot hold. Use another folder."
+            f"path {text!r}: has a character that ssh_config cannot contain. Use another folder."
         )
     return '"' + text.replace("%", "%%") + '"'

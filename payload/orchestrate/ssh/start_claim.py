@@ -1,4 +1,4 @@
-"""The claim of one attempt to start a run: no other starts on the cluster meanwhile."""
+"""The lock that one attempt to start a run holds, so that no other run starts on the cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from payload.orchestrate.ssh.cluster import Cluster
 from payload.orchestrate.ssh.connection import Connection
 from payload.orchestrate.ssh.remote_calls import parse_answer, remote_argv, remote_stdin
 
-# Somebody else's supervisor may be starting, for which the head has 30 s.
+# Another operator's supervisor can be starting, for which the head allows 30 s.
 _CLAIM_S = 60.0
 _RETRY_S = 2.0
 
@@ -29,7 +29,7 @@ _ORIGIN = re.compile(r"[0-9A-Fa-f.:]{2,45}")
 
 
 class HeadBusyError(PreflightError):
-    """Somebody else has the claim on the head."""
+    """Another operator holds the claim on the head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,19 +37,19 @@ class Claim:
     """Result of a claim on the head."""
 
     name: str
-    """The attempt's, which its key gets: nobody else's has it."""
+    """The attempt's unique name, which its SSH key also has."""
     running: str | None
-    """The run that is under way, so that the claim is not had."""
+    """The run in progress, which prevents the claim; None if the claim is held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Claimed:
-    """The head's answer to a claim, see node/control.py."""
+    """The head's response to a claim; see node/control.py."""
 
     claim: bool
     running: str | None = checked(pattern=RUN_ID, wanted="a run's name")
     held: str | None = None
-    """The text that the holder has left."""
+    """The holder's description of itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +60,10 @@ class _Holder:
 
 
 def attempt_name(run_id: str) -> str:
-    """Return a name for an attempt to start a run, which nobody else's has. Raises ConfigError."""
+    """Return a unique name for an attempt to start a run. Raises ConfigError."""
     if not RUN_ID.fullmatch(run_id):
         raise ConfigError(
-            f"run id {run_id!r}: letters, digits, dots, hyphens and underscores only."
+            f"run id {run_id!r}: must have letters, digits, dots, hyphens and underscores only."
         )
     return f"{run_id}.{secrets.token_hex(4)}"
 
@@ -78,41 +78,41 @@ def claimed(
     name: str | None = None,
     lost: TileforgeError | None = None,
 ) -> Iterator[Claim]:
-    """Keep others from starting a run or a trial on this cluster.
+    """Hold the claim, so that no other operator starts a run or a trial on this cluster.
 
-    The claim ends with the connection, so also with this process; the head may notice that late.
-    Waits for somebody else's, as long as `timeout_s`. An attempt that claims again gives its `name`
-    and the error with which it has `lost` its connection: this is raised where the claim from
-    before has not ended. Raises ConfigError for a run's name that is none, and PreflightError.
+    The head releases the claim when the connection or this process ends, possibly with a delay.
+    Wait up to `timeout_s` for another operator's claim. To claim again after a broken connection,
+    pass the attempt's `name` and the error of the connection as `lost`. That error is raised if the
+    earlier claim is still held. Raises ConfigError for an invalid run ID, and PreflightError.
     """
     name = name or attempt_name(run_dir.name)
     ends = time.monotonic() + timeout_s
-    head, has_told = cluster.inventory.head, False
+    head, has_reported = cluster.inventory.head, False
     while True:
-        with _asked(cluster.connect(head), run_dir, name) as answer:
+        with _request_claim(cluster.connect(head), run_dir, name) as answer:
             if answer.claim or answer.running is not None:
                 yield Claim(name=name, running=answer.running)
                 return
         holder = _holder(answer.held, head=head.name)
         is_own = lost is not None and holder.name == name
-        held = f"{head.name}: somebody (from {holder.origin}) is starting {holder.run_id}"
+        held = f"{head.name}: another operator (from {holder.origin}) is starting {holder.run_id}"
         if is_own:
-            held = f"{head.name}: the connection that broke still has the claim on it"
+            held = f"{head.name}: the broken connection still holds the claim"
         if time.monotonic() > ends:
             if lost is not None and is_own:
                 raise lost
             raise HeadBusyError(
-                f"{held}, so nothing was started. Wait until it runs, and follow it with: "
+                f"{held}, so nothing was started. Wait until it runs, then follow it: "
                 + command("orchestrate", "attach")
             )
-        if not has_told:
-            say(f"{held}: waiting for that")
-            has_told = True
+        if not has_reported:
+            say(f"{held}; waiting")
+            has_reported = True
         time.sleep(_RETRY_S)
 
 
 @contextmanager
-def _asked(connection: Connection, run_dir: PurePosixPath, name: str) -> Iterator[_Claimed]:
+def _request_claim(connection: Connection, run_dir: PurePosixPath, name: str) -> Iterator[_Claimed]:
     arguments = {"action": "claim", "run_dir": str(run_dir), "name": name}
     with connection.listening(
         remote_argv("control.py"),
@@ -123,7 +123,7 @@ def _asked(connection: Connection, run_dir: PurePosixPath, name: str) -> Iterato
 
 
 def _holder(held: str | None, *, head: str) -> _Holder:
-    """Return who has the claim; what the holder has left may be half written, or anything."""
+    """Return the holder of the claim; placeholders if its description is incomplete or invalid."""
     try:
         return build(_Holder, parse_json(held or "{}", where=head), where=head)
     except ConfigError:

@@ -1,4 +1,4 @@
-"""The command line `python -m tests.engine.fake_pulumi ARGUMENTS`, run by the `pulumi` on PATH."""
+"""The command line `python -m tests.engine.fake_pulumi ARGUMENTS`, which `pulumi` on PATH runs."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ _INTERRUPTED = (
 class Line:
     """A parsed command line."""
 
-    arguments: Sequence[str]
+    words: Sequence[str]
     flags: frozenset[str]
     values: Mapping[str, str]
     replaced: Sequence[str] = field(default=())
 
     @classmethod
     def of(cls, argv: Sequence[str]) -> Line:
-        """Parse a command line. Raises RefusedError for an unknown option."""
-        arguments: list[str] = []
+        """Raises RefusedError for an unsupported option."""
+        words: list[str] = []
         flags: set[str] = set()
         values: dict[str, str] = {}
         urns: list[str] = []
@@ -67,19 +67,19 @@ class Line:
             elif word.startswith("--"):
                 raise RefusedError(f"unknown flag: {word}")
             else:
-                arguments.append(word)
-        return cls(arguments=arguments, flags=frozenset(flags), values=values, replaced=tuple(urns))
+                words.append(word)
+        return cls(words=words, flags=frozenset(flags), values=values, replaced=tuple(urns))
 
 
 def main(argv: Sequence[str], env: Mapping[str, str], folder: Path) -> int:
-    """Run a command and return the exit status."""
+    """Run one command and return the exit status."""
     try:
         line = Line.of(argv)
-        if line.arguments == ["version"]:
+        if line.words == ["version"]:
             sys.stdout.write("v3.260.0\n")
             return 0
         backend = Backend(env, folder)
-        if line.arguments[0] in ("preview", "up", "destroy", "refresh"):
+        if line.words[0] in ("preview", "up", "destroy", "refresh"):
             if "--event-log" in line.values and env.get("PULUMI_DEBUG_COMMANDS") != "true":
                 raise RefusedError("unknown flag: --event-log")
             return _operate(line, backend.stack(line.values.get("--stack")), env)
@@ -94,7 +94,7 @@ def main(argv: Sequence[str], env: Mapping[str, str], folder: Path) -> int:
 
 def _answer(line: Line, backend: Backend) -> str:
     """Return the output of a command that runs no engine."""
-    match line.arguments:
+    match line.words:
         case ["whoami"]:
             return "operator\n"
         case ["stack", "init", *names]:
@@ -112,11 +112,9 @@ def _answer(line: Line, backend: Backend) -> str:
         case ["stack", "select", name]:
             backend.select(backend.stack(name))
             return ""
-    removed = (
-        line.arguments[2] if line.arguments[:2] == ["stack", "rm"] and line.arguments[2:] else None
-    )
+    removed = line.words[2] if line.words[:2] == ["stack", "rm"] and line.words[2:] else None
     stack = backend.stack(removed or line.values.get("--stack"))
-    match line.arguments:
+    match line.words:
         case ["config"]:
             return f"{json.dumps(_shown_config(stack.config()), indent=2)}\n"
         case ["config", "set", key, value]:
@@ -147,7 +145,7 @@ def _answer(line: Line, backend: Backend) -> str:
         case ["cancel"]:
             stack.cancel()
             return f"\nThe currently running update for '{stack.name}' has been canceled!\n"
-    raise RefusedError(f'unknown command "{" ".join(line.arguments)}" for "pulumi"')
+    raise RefusedError(f'unknown command "{" ".join(line.words)}" for "pulumi"')
 
 
 def _full(stack: Stack, key: str) -> str:
@@ -190,7 +188,7 @@ def _outputs(stack: Stack, names: Sequence[str]) -> Any:
 
 def _operate(line: Line, stack: Stack, env: Mapping[str, str]) -> int:
     """Run preview, up, destroy or refresh; return the exit status."""
-    verb = line.arguments[0]
+    verb = line.words[0]
     stack.check_passphrase()
     if verb != "preview":
         stack.lock()
@@ -203,13 +201,13 @@ def _operate(line: Line, stack: Stack, env: Mapping[str, str]) -> int:
 
 
 class _Operation:
-    """An operation of the engine."""
+    """One operation of the engine."""
 
     def __init__(self, line: Line, stack: Stack, events: Events, env: Mapping[str, str]) -> None:
         self._line = line
         self._stack = stack
         self._events = events
-        self._verb = line.arguments[0]
+        self._verb = line.words[0]
         url = env.get(_COMPUTE, "").partition("/compute/")[0]
         self._sender = Sender(
             url=url, token=env.get("GOOGLE_OAUTH_ACCESS_TOKEN", ""), retries=_RETRIES
@@ -230,8 +228,8 @@ class _Operation:
         except ProgramError as error:
             succeeded = False
             self._events.diagnostic(f"{error}\n", "error")
-            message = "an unhandled error occurred: program exited with non-zero exit code: 1\n"
-            self._events.diagnostic(message, "error")
+            words = "an unhandled error occurred: program exited with non-zero exit code: 1\n"
+            self._events.diagnostic(words, "error")
         except StoppedError:
             succeeded = False
         except OSError as error:
@@ -298,7 +296,7 @@ class _Operation:
         raise StoppedError
 
     def _interrupted(self, _: int, __: object) -> None:
-        """Stop after the steps that have begun; at the second interrupt immediately."""
+        """Finish the running steps, then stop; at the second interrupt, stop immediately."""
         if self._deployment.interrupted:
             self._stack.unlock()
             os._exit(1)

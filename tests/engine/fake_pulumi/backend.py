@@ -1,4 +1,4 @@
-"""A stack's state, lock and config on disk, as in Pulumi's folder backend."""
+"""A stack's state, lock and config on disk, in the format of Pulumi's file backend."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _SCHEME = "file://"
 
 
 class RefusedError(Exception):
-    """An error that is printed as `error: ...` before the engine starts."""
+    """An error printed as `error: ...` before the engine starts."""
 
 
 class Backend:
-    """The project in `folder`, with its state in the folder of PULUMI_BACKEND_URL."""
+    """The project in `folder`, with its state in the folder in PULUMI_BACKEND_URL."""
 
     def __init__(self, env: Mapping[str, str], folder: Path) -> None:
-        """Open the project. Raises RefusedError without a project or a backend."""
+        """Raises RefusedError without a project or a backend."""
         if not (folder / "Pulumi.yaml").is_file():
             raise RefusedError("no Pulumi.yaml project file found (searching upwards from here)")
         url = env.get("PULUMI_BACKEND_URL", "")
@@ -72,17 +72,17 @@ class Backend:
         return stack
 
     def select(self, stack: Stack) -> None:
-        """Select the stack for commands without a stack name."""
+        """Select the stack, which is the default of later commands."""
         self._selected.parent.mkdir(parents=True, exist_ok=True)
         self._selected.write_text(json.dumps({"stack": stack.name}))
 
     def digest(self) -> str:
-        """Return a hash of the passphrase."""
+        """Return a digest that identifies the passphrase."""
         return hashlib.sha256((self._phrase or "").encode()).hexdigest()[:16]
 
     @property
     def root(self) -> Path:
-        """Return the folder of the state."""
+        """The state's folder."""
         return self._root
 
     @property
@@ -92,7 +92,7 @@ class Backend:
 
 
 class Stack:
-    """A stack of the project."""
+    """One stack."""
 
     def __init__(self, backend: Backend, name: str) -> None:
         self.backend = backend
@@ -110,10 +110,10 @@ class Stack:
         return latest.get("resources", []), latest.get("pending_operations", [])
 
     def save(self, resources: list[Document], pending: list[Document]) -> None:
-        """Replace the state and keep the previous state as `.bak`.
+        """Replace the state and keep the previous one as `.bak`.
 
-        Raises OSError if the disk is full, which truncates the state, as on a real engine in the
-        acceptance of 9e71e47.
+        Raises OSError if the disk is full; the state is then truncated, as in the acceptance of
+        9e71e47 on a real engine.
         """
         latest = self._deployment(resources, pending)
         checkpoint = {"stack": f"organization/{self.backend.name}/{self.name}", "latest": latest}
@@ -144,7 +144,7 @@ class Stack:
         self._settings.unlink(missing_ok=True)
 
     def lock(self) -> None:
-        """Take the lock. Raises RefusedError with the recorded text if it is held."""
+        """Take the lock. Raises RefusedError with the recorded text when it is held."""
         self._locks.mkdir(parents=True, exist_ok=True)
         own = self._locks / f"{uuid.uuid4()}.json"
         holder = {
@@ -177,18 +177,18 @@ class Stack:
             path.unlink(missing_ok=True)
 
     def read_settings(self) -> Document:
-        """Return the content of the stack's settings file."""
+        """Return the stack's file of settings."""
         if not self._settings.is_file():
             return {}
         found: Document = yaml.safe_load(self._settings.read_text(encoding="utf-8")) or {}
         return found
 
     def write_settings(self, document: Document) -> None:
-        """Replace the stack's settings file."""
+        """Replace the stack's file of settings."""
         self._settings.write_text(yaml.safe_dump(document), encoding="utf-8")
 
     def config(self) -> Document:
-        """Return values by full keys, including the project's defaults."""
+        """Return values by full key, including the project's defaults."""
         found = {
             f"{self.backend.name}:{key}": entry["default"]
             for key, entry in self.backend.project.get("config", {}).items()
@@ -198,7 +198,7 @@ class Stack:
         return found | own
 
     def check_passphrase(self) -> None:
-        """Check the passphrase. Raises RefusedError if it is not the stack's."""
+        """Raises RefusedError if the passphrase differs from the stack's."""
         salt = self.read_settings().get("encryptionsalt", "").removeprefix("v1:")
         if salt and salt != self.backend.digest():
             raise RefusedError(

@@ -1,4 +1,4 @@
-"""Steps of an operation (refresh, create, update, replace, delete), each saved immediately."""
+"""Steps of an operation: refresh, create, update, replace, delete; each updates the state."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tests.engine.fake_pulumi.events import Events
 
 Document = dict[str, Any]
 UNKNOWN = "04da6b54-80e4-46f7-96ec-b56ff0331ba9"
-"""Marks a value that a preview does not know (pulumi.runtime.rpc)."""
+"""Placeholder for an unknown value in a preview (pulumi.runtime.rpc)."""
 STACK = "pulumi:pulumi:Stack"
 _BUCKET = "storage/bucket:Bucket"
 _AT_ONCE = 10
 
 
 class StoppedError(Exception):
-    """A step failed, or the operator interrupted the operation: no other step begins."""
+    """A step failed, or the operator interrupted: no other step starts."""
 
 
 class FailedStepError(StoppedError):
-    """A step failed, and its events are written."""
+    """This step failed, and its events are written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Options:
     """Options of a resource, from its registration."""
 
     ignore: Sequence[str] = ()
-    """Paths of inputs that keep their current values."""
+    """Paths of inputs that keep their current value."""
     replace_on: Sequence[str] = ()
     trigger: Any = None
 
@@ -57,7 +57,7 @@ class Deployment:
         self.replaced_by_hand: set[str] = set()
         """URNs of `--replace`."""
         self._gone: set[str] = set()
-        """URNs that were deleted in this operation and must be created again."""
+        """Resources deleted in this operation that will be created again."""
         self._lock = threading.RLock()
         self._replacing = threading.Lock()
         self.failed = False
@@ -65,7 +65,7 @@ class Deployment:
 
     @property
     def stopped(self) -> bool:
-        """Return whether no further step can begin."""
+        """Return whether no other step may start."""
         return self.failed or self.interrupted
 
     def save(self) -> None:
@@ -77,7 +77,7 @@ class Deployment:
             self._stack.save([*self.new.values(), *rest], self._pending)
 
     def refresh(self) -> None:
-        """Read every resource; forget missing resources. Raises StoppedError."""
+        """Read every resource; forget those that are gone. Raises StoppedError."""
         for each in list(self.old.values()):
             self.events.step("resourcePreEvent", "refresh", each, each)
         with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -219,7 +219,7 @@ class Deployment:
     def _replace(self, old: Document, new: Document) -> Document:
         """Delete the resource after its dependents, then create it.
 
-        Google's names are the program's own, so the old resource must be deleted first.
+        Google's names are fixed by the program, so the old resource must be deleted first.
         """
         with self._replacing:
             dependents = self._replaced_with(old["urn"])
@@ -233,10 +233,10 @@ class Deployment:
         return self._create(new, op="create-replacement")
 
     def _replaced_with(self, urn: str) -> list[Document]:
-        """Return the dependents of a replaced resource that must be replaced, too.
+        """Return dependents that must be replaced together with a resource.
 
-        Firewall rules are not among them: in the acceptance of 9e71e47 a real engine deleted the
-        machines of a network and left its rules.
+        Firewall rules are excluded: in the acceptance of 9e71e47 a real engine deleted the machines
+        of a network and kept its rules.
         """
         going = {urn}
         found = []
@@ -255,7 +255,7 @@ class Deployment:
         return [urn for urn, each in self.old.items() if each.get("protect")]
 
     def with_their_needs(self, urns: Iterable[str]) -> set[str]:
-        """Return these URNs and all their dependencies."""
+        """Return these resources and all their dependencies."""
         found: set[str] = set()
         waiting = list(urns)
         while waiting:
@@ -311,7 +311,7 @@ class Deployment:
         new: Document | None,
         action: Callable[[], None],
     ) -> None:
-        """Send a request while its pending operation is in the state. Raises FailedStepError."""
+        """Send a request, with its pending operation in the state. Raises FailedStepError."""
         known = new or old or {}
         operation = {"resource": known, "type": doing}
         with self._lock:
@@ -368,13 +368,13 @@ def _is_same(operation: Document, resource: Document) -> bool:
 
 
 def _needs(resource: Document) -> list[str]:
-    """Return the URNs of the resource's dependencies."""
+    """Return the URNs that this resource depends on."""
     source = resource.get("provider", "").rpartition("::")[0]
     return [*resource.get("dependencies", ()), resource.get("parent", ""), source]
 
 
 def _changed(old: Document, new: Document) -> set[str]:
-    """Return the inputs that differ; an unknown input does not differ."""
+    """Return the inputs that differ; unknown values count as equal."""
     empty: tuple[Any, ...] = ("", None, [], {})
     return {
         key

@@ -1,4 +1,4 @@
-"""Output of an operation: the event log for programs, and lines for people."""
+"""Output of an operation: the event log, and printed lines."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Events:
             self._said.append(f"    {body.get('prefix', '')}{message.strip()}")
 
     def say(self, line: str) -> None:
-        """Print a line for people."""
+        """Print a line."""
         with self._lock:
             sys.stdout.write(f"{line}\n")
             sys.stdout.flush()

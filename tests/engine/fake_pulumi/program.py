@@ -1,4 +1,4 @@
-"""Runs the cluster program under Pulumi's mocks, where the deployment replaces the engine."""
+"""Runs the cluster program under Pulumi's mocks, with the deployment as engine."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from tests.engine.provider import Sender
 from tests.infra.stacks import whole
 
 _SIGNATURE = "4dabf18193072939515e22adb298388d"
-"""Key with which Pulumi marks secrets and other special values."""
+"""The key by which Pulumi marks a secret and other special values."""
 Document = dict[str, Any]
 
 
 def run(
     deployment: Deployment, *, folder: Path, config: Mapping[str, Any], project: str, stack: str
 ) -> None:
-    """Run `__main__.py` in `folder`. Raises StoppedError and the program's exceptions."""
+    """Run `__main__.py` in `folder`. Raises StoppedError, and the program's exceptions."""
     monitor = _Monitor(deployment)
-    # Other values than text are passed as JSON.
+    # Values other than text are passed as JSON.
     values = {k: v if isinstance(v, str) else json.dumps(v) for k, v in config.items()}
     environment = {"PULUMI_CONFIG": json.dumps(values)}
 
@@ -49,8 +49,8 @@ def run(
             monitor=monitor,
             preview=deployment.is_preview,
         )
-        # set_mocks made a stack; run_in_stack makes the real one, as in `pulumi up`.
-        set_root_resource(None)  # type: ignore[arg-type]  # its type excludes None
+        # Ends the stack that this created; run_in_stack then creates the real stack.
+        set_root_resource(None)  # type: ignore[arg-type]  # its type omits None
         monitor.begun = True
         await run_in_stack(program)
 
@@ -70,11 +70,11 @@ def run(
 
 
 class ProgramError(Exception):
-    """The program refused its settings."""
+    """An error of the program."""
 
 
 class _Cloud(mocks.Mocks):
-    """Answers the program's calls to Google."""
+    """Returns results of the program's calls to Google."""
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
@@ -107,7 +107,7 @@ class _Monitor(mocks.MockMonitor):
             return super().RegisterResource(request)  # type: ignore[no-untyped-call]  # pulumi's mocks have no types
         urn = self.make_urn(request.parent, request.type, request.name)
         if request.type == STACK or request.parent.rpartition("::")[0].endswith(f"::{STACK}"):
-            # The type of a stack's children does not contain the stack.
+            # The stack is not part of its children's types.
             begins = "::".join(urn.split("::")[:2])
             urn = f"{begins}::{request.type}::{request.name}"
         trigger = request.replacement_trigger.string_value
@@ -132,7 +132,7 @@ class _Monitor(mocks.MockMonitor):
 
 
 def _resource(request: Any, urn: str) -> Document:
-    """Return the resource as it is in the state."""
+    """Return the resource in the state's format."""
     found: Document = {
         "urn": urn,
         "custom": request.custom,
@@ -155,7 +155,7 @@ def _resource(request: Any, urn: str) -> Document:
 
 
 def _plain(struct: Any) -> Any:
-    """Return a message's values, with integers as int and secrets without their mark."""
+    """Return a message's values, with integers restored and secrets unwrapped."""
     return _unmarked(whole(json_format.MessageToDict(struct)))
 
 

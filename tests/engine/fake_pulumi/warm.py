@@ -1,4 +1,4 @@
-"""Imports the modules of a program run, which takes seconds, for the forks of a server."""
+"""Imports the program's modules, which saves seconds in each fork of a server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pulumi_gcp import compute, dns, filestore, kms, organizations, serviceaccou
 
 import tests.engine.fake_pulumi.program as program
 
-# pulumi_gcp loads each of its packages at the first access.
+# pulumi_gcp loads each package on first access.
 LOADED = (
     program.run,
     compute.Instance,

@@ -1,4 +1,4 @@
-"""A cloud with a cluster in it, a `pulumi` that knows it, and a project folder to work in."""
+"""Fixtures: a cloud with a cluster, a `pulumi` with its stack, and a project folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Site:
         self.cloud = cloud
         self.pulumi = FakePulumi(folder)
         self.env = {"PATH": f"{self.pulumi.bin}", VARIABLE: cloud.url, "HOME": str(folder)}
-        # Commands that a command starts have the same user's key.
+        # Child processes use the same user's key.
         self.env |= {"XDG_STATE_HOME": os.environ["XDG_STATE_HOME"]}
         self.sleeps: list[float] = []
         self.configure(cluster="mine", project=PROJECT, zones=[ZONE])
@@ -40,7 +40,7 @@ class Site:
         shutil.copy(REPO / "Pulumi.yaml", folder)
 
     def google(self, **more: Any) -> Google:
-        """The client of the project; waiting costs no time here."""
+        """Return the project's client, whose waits take no time."""
         values = {"sleep": self.sleeps.append, **more}
         return Google(PROJECT, endpoints=Endpoints.from_env(self.env), **values)
 
@@ -55,7 +55,7 @@ class Site:
         self.pulumi.on("config", "--json", out=json.dumps(document))
 
     def build(self, *, cluster: str = "mine", nodes: int = 3, expires_in_s: float = 3600) -> None:
-        """Leave what `pulumi up` leaves, in the cloud and as the stack's outputs."""
+        """Create the result of `pulumi up`: resources in the cloud, and the stack's outputs."""
         write_cluster_identity(self.folder, cluster)
         labels = cluster_labels(cluster, expires=int(time.time() + expires_in_s))
         names = [f"{cluster}-{i}" for i in range(nodes)]
@@ -95,7 +95,7 @@ class Site:
 
 
 def inventory_output(cluster: str, names: list[str], **more: Any) -> dict[str, Any]:
-    """The output `inventory`, with no host keys in it."""
+    """Return the output `inventory`, without host keys."""
     return {
         "schema_version": 1,
         "cluster": cluster,
@@ -121,12 +121,12 @@ def inventory_output(cluster: str, names: list[str], **more: Any) -> dict[str, A
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """An operator's project folder, which is the current one, with nothing up."""
+    """Return an operator's project folder as current folder, with nothing up."""
     monkeypatch.chdir(tmp_path)
     with CloudStandIn() as cloud:
         yield Site(tmp_path, cloud)
 
 
 def read_json(path: Path) -> Any:
-    """The document in a file."""
+    """Return the JSON document in a file."""
     return json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""A program named `pulumi` for PATH, which prints what was recorded for it."""
+"""A program named `pulumi` for PATH, which prints recorded output."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 ENGINE = Path(__file__).parent / "engine"
-"""Output of a real engine; README.md there names each case."""
+"""Output of a real engine; its README.md describes each case."""
 _URN = (
     "urn:pulumi:dev::tileforge::tileforge:infra:ClusterNodes$gcp:compute/instance:Instance::{name}"
 )
-# Started a thousand times: without the modules of `site` and `pathlib`.
+# It is started a thousand times, so it does not import `site` and `pathlib`.
 _PROGRAM = """#!{python} -IS
 import json, os, sys, time
 folder = {folder!r}
@@ -57,12 +57,12 @@ sys.exit(f"error: the stand-in has no answer for {{words}}")
 
 
 def step(op: str, urn: str, *, kind: str = "resourcePreEvent", **more: Any) -> str:
-    """A line of the event log: an operation on a resource."""
+    """Return a line of the event log for an operation on a resource."""
     return json.dumps({"timestamp": 1, kind: {"metadata": {"op": op, "urn": urn, **more}}}) + "\n"
 
 
 def diagnostic(message: str, severity: str, urn: str = "") -> str:
-    """A line of the event log: something that is said."""
+    """Return a line of the event log for a message."""
     if not message:
         return ""
     said = {"message": message, "severity": severity, "urn": urn, "prefix": "", "color": "never"}
@@ -70,7 +70,7 @@ def diagnostic(message: str, severity: str, urn: str = "") -> str:
 
 
 class FakePulumi:
-    """The program, in a folder that goes first on PATH, and a project folder around it."""
+    """The program, in a folder that is first on PATH, and a project folder."""
 
     def __init__(self, folder: Path) -> None:
         self.bin = folder / "bin"
@@ -91,10 +91,10 @@ class FakePulumi:
         takes_s: float = 0.0,
         events: str | None = None,
     ) -> None:
-        """Set the output of commands that begin with `words`; the latest setting wins.
+        """Set the output of commands that start with `words`; the latest setting wins.
 
-        `events` is what the engine writes; without it, a failure is one error with the text of
-        `out`, and `err` means that the engine has not started.
+        `events` are the engine's events; without them, a failure is one error with the text of
+        `out`, and `err` means that the engine did not start.
         """
         if events is None:
             events = "" if err else diagnostic(out, "error" if status else "info")
@@ -110,7 +110,7 @@ class FakePulumi:
         self._answers.write_text(json.dumps([answer, *json.loads(self._answers.read_text())]))
 
     def replay(self, case: str, *, status: int, times: int = -1) -> None:
-        """From now on its first word's command does what a real engine did in a recorded case."""
+        """Replay a real engine's recorded case for the command that `case` starts with."""
         word = case.partition("-")[0]
         texts = [ENGINE / f"{case}.{kind}" for kind in ("stdout.txt", "stderr.txt", "events.jsonl")]
         out, err, events = (path.read_text() if path.exists() else "" for path in texts)
@@ -121,9 +121,9 @@ class FakePulumi:
         self.on("stack", "output", "--json", out=json.dumps(values, indent=2) + "\n")
 
     def machines(self, *names: str, going: Sequence[str] = (), place: str = "") -> None:
-        """Set the state's machines, and those that the next preview ends.
+        """Set the state's machines, and those that the next preview deletes.
 
-        `place` begins their ids: projects/P/zones/Z. Without it they have none.
+        `place` is the prefix of their IDs: projects/P/zones/Z. Without it they have no IDs.
         """
         urns = {name: _URN.format(name=name) for name in names}
         others = ["urn:pulumi:dev::tileforge::gcp:compute/network:Network::net"] if names else []
@@ -140,6 +140,6 @@ class FakePulumi:
         self.on("preview", events="".join(steps))
 
     def calls(self) -> list[list[str | None]]:
-        """The stack and the words of each call."""
+        """Return the stack and the arguments of each call."""
         path = self.bin / "calls.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,4 +1,4 @@
-"""Helpers for tests of `up` and `down`: a stack that comes and goes, and copies of its runs."""
+"""Helpers for tests of `up` and `down`: a stack with simulated operations, and copies of runs."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ Capture = pytest.CaptureFixture[str]
 
 
 class Answers(io.StringIO):
-    """An operator's answers at a terminal."""
+    """An operator's input at a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 def stay(site: Site, *names: str) -> None:
-    """From now on these can be removed by nobody."""
+    """Make every removal of these resources fail."""
     site.cloud.stuck |= dict.fromkeys(names, "it is in use")
 
 
 def own_key(site: Site, cluster: str = "mine") -> None:
-    """Put the operator's key of the cluster where `up` looks for it."""
+    """Write the operator's key of the cluster to its default path."""
     path = operator_key_path(site.folder, cluster=cluster)
     public = make_operator_key(path)
     path.with_name("id_ed25519.pub").write_text(f"{public}\n")
 
 
 def words(site: Site) -> list[str]:
-    """Return the commands that Pulumi got; reads of config and state are left out."""
+    """Return Pulumi's commands, except reads of config and state."""
     told = [" ".join(word for word in call if word) for call in site.pulumi.calls()]
     return [each for each in told if not each.endswith(("config --json", "stack export"))]
 
 
 def destroys(site: Site, *, leaves: tuple[str, ...] = (), status: int = 0, out: str = "") -> None:
-    """From now on `pulumi destroy` takes everything but `leaves`, when it is called."""
+    """Make `pulumi destroy` remove everything except `leaves`."""
     site.pulumi.on("destroy", out=out or "destroyed\n", status=status)
 
     def fake(method: str, target: str) -> None:
@@ -72,7 +72,7 @@ def copy_of_run(
     collected: str | None = None,
     instance_id: str | None = None,
 ) -> RunPaths:
-    """A local copy of a run on the cluster; nobody answers at its node's address."""
+    """Create a local copy of a run on the cluster, whose node is unreachable."""
     paths = make_run(site.folder / "runs" / name)
     (node,) = make_inventory().nodes
     keys = (f"ssh-ed25519 {KEY}",)

@@ -1,8 +1,8 @@
-"""Google Cloud's REST interfaces on a loopback port, as far as operator and provider use them.
+"""Google Cloud's REST APIs on a loopback port, for the requests of operator and provider.
 
-Paths, field names and error documents are those of the Compute Engine, Cloud Storage, Service
-Usage and Organization Policy references; the state is Python, and faults can be put in. With
-`variables()` in its environment Google's own Pulumi provider works on it.
+Paths, field names and error documents follow the Compute Engine, Cloud Storage, Service Usage and
+Organization Policy references. The state is in Python, and faults can be injected. With
+`variables()` in its environment, Google's own Pulumi provider uses it.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from tests.orchestrate.cloud.standin_json import as_google
 from tests.orchestrate.cloud.standin_rules import RefusedError
 
 NUMBER = "415104041262"
-"""The project's."""
+"""The project's number."""
 TOKEN = "of-a-stand-in"
 LISTED = (
     *("compute.restrictCloudNATUsage", "compute.trustedImageProjects"),
     *("compute.vmExternalIpAccess", "gcp.resourceLocations", "gcp.restrictNonCmekServices"),
     "gcp.restrictCmekCryptoKeyProjects",
 )
-"""Constraints of organization policies that list values."""
+"""Constraints of list policies."""
 _LOST = 0
-"""A status: the connection is closed without an answer."""
+"""A status that closes the connection without a response."""
 
 
 @dataclass(kw_only=True)
 class Fault:
-    """An answer to the next `times` matching requests."""
+    """A response to the next `times` matching requests."""
 
     path: str
-    """A pattern that is looked for in the path."""
+    """A pattern to find in the path."""
     status: int
     message: str = "the stand-in was told to fail"
     reason: str = "backendError"
@@ -52,12 +52,12 @@ class Fault:
     times: int = 1
     method: str = "GET"
     after: bool = False
-    """True to carry the request out first, so that only its answer is lost."""
+    """True to apply the request first, so that only its response is lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """A request that was answered, and by whose door it came."""
+    """A request that got a response, and the endpoint that it used."""
 
     door: str
     method: str
@@ -67,62 +67,61 @@ class Sent:
 
 
 class CloudStandIn(Compute):
-    """The state, and the server over it; a context manager."""
+    """The state and its HTTP server; a context manager."""
 
     def __init__(self) -> None:
         super().__init__()
         self.buckets: list[Document] = []
         self.bucket_policies: dict[str, Document] = {}
-        """By bucket: who may do what."""
+        """IAM bindings by bucket."""
         self.filestores: dict[str, Document] = {}
-        """By full name; one whose removal is requested is gone at the second look at its
-        operation."""
+        """Instances by full name; a removal is done at the second poll of its operation."""
         self.filestore_places_down: list[str] = []
         self.filestore_refusal = ""
-        """Why the operation of a removal fails; empty for one that succeeds."""
+        """Error of a removal's operation; empty for success."""
         self.objects: dict[str, list[Document]] = {}
-        """By bucket: name, generation and size of each object, old versions included."""
+        """Name, generation and size of each object by bucket, including old versions."""
         self.services = {"compute", "iap", "iam", "storage"}
         self.empty_project = ""
-        """Another project, which has nothing in it."""
+        """Another, empty project."""
         self.has_billing = True
         self.images: dict[str, Document] | None = None
-        """Fields of other projects' images, by name; None: there is every image."""
+        """Fields of other projects' images by name; None if every image exists."""
         self.bucket_rights: list[str] | None = None
-        """Permissions of the operator on a bucket; None: all."""
+        """The operator's permissions on a bucket; None for all."""
         self.skus: list[Document] | None = None
-        """Entries of the billing catalog; None: the project has its API off."""
+        """Entries of the billing catalog; None if its API is disabled."""
         self.policies: dict[str, bool] = {}
-        """Organization policies that are enforced, by constraint."""
+        """Enforced organization policies, by constraint."""
         self.rules: dict[str, list[Document]] = {}
-        """Rules of organization policies that list values, by constraint."""
+        """Rules of list policies, by constraint."""
         self.family_limits: list[Document] = []
-        """Limits of the quota CPUS_PER_VM_FAMILY, as Cloud Quotas has them."""
+        """Limits of the quota CPUS_PER_VM_FAMILY in Cloud Quotas."""
         self.key_members: dict[str, list[str]] = {}
-        """By Cloud KMS key: who may encrypt and decrypt with it."""
+        """Members that can encrypt and decrypt, by Cloud KMS key."""
         self.key: Document = {"purpose": "ENCRYPT_DECRYPT", "primary": {"state": "ENABLED"}}
-        """Purpose and primary version of each of them."""
+        """Purpose and primary version, by Cloud KMS key."""
         self.key_grants = True
-        """True if the operator may let others use a key."""
+        """True if the operator can grant access to a key."""
         self.records: dict[str, list[tuple[str, str]]] = {}
-        """By DNS zone: names and types of its records."""
+        """Names and types of records, by DNS zone."""
         self.record_sets: dict[tuple[str, str, str], Document] = {}
-        """By zone, name and type: what a record says, of those that were made by a request."""
+        """Content of records created by requests, by zone, name and type."""
         self.tamper: Callable[[str, Document], bytes | None] = lambda target, document: None
-        """Answers a path in place of this document; None leaves it as it is."""
+        """Overrides the response to a path; returns None to keep it."""
         self.faults: list[Fault] = []
         self.requests: list[str] = []
-        """Method and path of everything that was asked."""
+        """Method and path of every request."""
         self.before_each: Callable[[str, str], None] = lambda method, target: None
-        """Called with method and path before a request is answered: time for the world to move."""
+        """Called with method and path before each response, to change the state."""
         self.sent: list[Sent] = []
-        """Everything that was asked and answered."""
+        """Every request that got a response."""
         self._servers: dict[str, tuple[ThreadingHTTPServer, threading.Thread]] = {}
         self.url = self.open_door("")
-        """The value for TILEFORGE_API_ENDPOINT."""
+        """Return the value for TILEFORGE_API_ENDPOINT."""
 
     def open_door(self, name: str) -> str:
-        """Return another URL of this cloud; `sent` has the name with what comes by it."""
+        """Return another URL of this cloud; `sent` records its name with each request."""
         server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self, name))
         thread = threading.Thread(
             target=lambda: server.serve_forever(poll_interval=0.01), daemon=True
@@ -132,7 +131,7 @@ class CloudStandIn(Compute):
         return f"http://127.0.0.1:{server.server_address[1]}"
 
     def variables(self, url: str = "") -> dict[str, str]:
-        """Environment variables that lead Google's Pulumi provider here, or to another door."""
+        """Return environment variables that direct Google's Pulumi provider to this server."""
         url = url or self.url
         return {
             "GOOGLE_COMPUTE_CUSTOM_ENDPOINT": f"{url}/compute/v1/",
@@ -163,7 +162,7 @@ class CloudStandIn(Compute):
             thread.join()
 
     def add_bucket(self, name: str, *, labels: dict[str, str], number: str = NUMBER) -> None:
-        """A bucket; `number` is its project's, which alone lists it."""
+        """Add a bucket; only the project with this `number` lists it."""
         self.buckets.append(
             {
                 "kind": "storage#bucket",
@@ -177,7 +176,7 @@ class CloudStandIn(Compute):
         )
 
     def add_service_account(self, name: str, *, shown: str, description: str = "") -> None:
-        """An account; `shown` is what the console calls it."""
+        """Add a service account; `shown` is its display name."""
         self.add(
             "serviceAccounts",
             name,
@@ -189,7 +188,7 @@ class CloudStandIn(Compute):
         )
 
     def add_dns_zone(self, name: str, *, labels: dict[str, str]) -> None:
-        """A private zone with the records that the cluster program puts there."""
+        """Add a private zone with the cluster program's records."""
         self.add("managedZones", name, place="global", labels=labels, dnsName="googleapis.com.")
         self.records[name] = [
             ("googleapis.com.", "NS"),
@@ -199,7 +198,7 @@ class CloudStandIn(Compute):
         ]
 
     def add_filestore(self, name: str, *, labels: dict[str, str], network: str) -> None:
-        """A Filestore instance of 1 TiB."""
+        """Add a Filestore instance of 1 TiB."""
         place = f"projects/{PROJECT}/locations/{ZONE}"
         self.filestores[f"{place}/instances/{name}"] = {
             "name": f"{place}/instances/{name}",
@@ -211,13 +210,13 @@ class CloudStandIn(Compute):
         }
 
     def count(self, pattern: str) -> int:
-        """How many requests there were whose method and path match."""
+        """Return the number of requests whose method and path match."""
         return sum(bool(re.search(pattern, each)) for each in self.requests)
 
     def answer(
         self, method: str, target: str, body: Document, *, door: str = ""
     ) -> tuple[int, Document, Mapping[str, str]]:
-        """Status, document and headers for one request."""
+        """Return status, document and headers for one request."""
         with self._lock:
             answer = self._answer(method, target, body)
             path = target.partition("?")[0]
@@ -484,7 +483,7 @@ def _error(status: int, fault: Fault) -> Document:
 def _handler(cloud: CloudStandIn, door: str) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        # Else each answer on a kept connection waits 40 ms for a delayed acknowledgement.
+        # Otherwise delayed acknowledgements add 40 ms to each response on a kept-alive connection.
         disable_nagle_algorithm = True
         wbufsize = -1
 
@@ -521,6 +520,6 @@ def _handler(cloud: CloudStandIn, door: str) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Nothing: a test that fails shows `requests`."""
+            """Log nothing, because a failed test shows `requests`."""
 
     return Handler

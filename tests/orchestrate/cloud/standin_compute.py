@@ -1,4 +1,4 @@
-"""Compute Engine in the stand-in for Google Cloud: its resources, their changes, operations."""
+"""Compute Engine in the stand-in for Google Cloud: resources, changes and operations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROJECT, REGION, ZONE = "acme-lab", "us-central1", "us-central1-a"
 BASE = "https://www.googleapis.com/compute/v1/projects"
 Document = dict[str, Any]
 
-# Collections that are in zones or regions, which "aggregated" lists.
+# Zonal and regional collections, which "aggregated" lists.
 _SCOPED = {
     "instances": "zones",
     "disks": "zones",
@@ -48,7 +48,7 @@ _SETS = {
 
 
 class MissingError(RefusedError):
-    """Answered with 404; the text is Google's."""
+    """Response 404, with Google's text."""
 
     def __init__(self, message: str) -> None:
         super().__init__(404, message, "notFound")
@@ -59,41 +59,41 @@ class Compute:
 
     def __init__(self) -> None:
         self.items: dict[tuple[str, str], list[Document]] = {}
-        """By collection and place: a zone, a region or `global`."""
+        """Resources by collection and location: a zone, a region or `global`."""
         self.guest_attributes: dict[str, dict[str, str]] = {}
-        """By instance: its host keys by type. An instance without an entry has written none."""
+        """Host keys by type, by instance. An instance without an entry has not published keys."""
         self.host_key: str | None = None
-        """The ssh-ed25519 key that a machine publishes when it boots; None: nothing."""
+        """The ssh-ed25519 key that a machine publishes at boot; None for no key."""
         self.regions: dict[str, dict[str, tuple[float, float]]] = {}
-        """By region: limit and usage of each quota."""
+        """Limit and usage of each quota, by region."""
         self.project_quotas: dict[str, tuple[float, float]] = {}
         self.project_metadata: dict[str, str] = {}
         self.sells_everything = False
-        """True if each zone offers every machine and disk type, not only those that were added."""
+        """True if each zone offers every machine and disk type, not only added ones."""
         self.stocked_out: set[str] = set()
-        """Zones that have no machine free."""
+        """Zones without a free machine."""
         self.operation_s = 0.0
-        """How long an operation takes until it is done, and its effect is there."""
+        """Time until an operation is done and takes effect."""
         self.unreachable: list[str] = []
-        """Places that a list of all names as missing from it."""
+        """Locations that aggregated lists report as unreachable."""
         self.failing: dict[str, str] = {}
-        """Scopes, such as `zones/us-central1-f`, that have a warning with this text and nothing
-        else in a list of all."""
+        """Scopes, such as `zones/us-central1-f`, that have only a warning with this text in
+        aggregated lists."""
         self.stuck: dict[str, str] = {}
-        """Names whose removal fails, with the reason."""
+        """Names whose removal fails, with the error."""
         self.page_size = 500
         self._operations: dict[str, Document] = {}
         self._pending: dict[str, tuple[float, Callable[[], None]]] = {}
         self._lock = threading.RLock()
 
     def quiet(self) -> AbstractContextManager[Any]:
-        """Keep requests waiting while a test looks at the state."""
+        """Block requests while a test reads the state."""
         return self._lock
 
     def add(
         self, collection: str, name: str, *, place: str, labels: dict[str, str], **more: Any
     ) -> Document:
-        """Something new; `place` is a zone, a region or `global`."""
+        """Add a resource; `place` is a zone, a region or `global`."""
         item: Document = {
             "id": str(abs(hash((collection, name, time.monotonic_ns()))) % 10**18),
             "name": name,
@@ -108,18 +108,18 @@ class Compute:
     def add_node(
         self, name: str, *, labels: dict[str, str], zone: str = ZONE, **more: Any
     ) -> Document:
-        """A running instance."""
+        """Add a running instance."""
         values = {"status": "RUNNING", "machineType": f"{BASE}/x/machineTypes/c3-highmem-8"}
         return self.add("instances", name, place=zone, labels=labels, **values | more)
 
     def drop(self, collection: str, name: str) -> None:
-        """Take something away behind everybody's back."""
+        """Remove a resource without a request."""
         with self._lock:
             for items in (v for (kind, _), v in self.items.items() if kind == collection):
                 items[:] = [item for item in items if item["name"] != name]
 
     def settle(self) -> None:
-        """Let the operations end whose time has come."""
+        """Complete the operations that are due."""
         for name in [name for name, (ends, _) in self._pending.items() if ends <= time.monotonic()]:
             self._finish(name)
 
@@ -129,7 +129,7 @@ class Compute:
         effect()
 
     def compute(self, method: str, words: list[str], query: dict[str, str], body: Document) -> Any:
-        """The answer to a request below .../projects/PROJECT."""
+        """Return the response to a request below .../projects/PROJECT."""
         match words:
             case []:
                 metadata = [{"key": k, "value": v} for k, v in self.project_metadata.items()]
@@ -204,7 +204,7 @@ class Compute:
         return self._begin("insert", collection, place, item, lambda: _running(item))
 
     def _boot(self, item: Document, zone: str) -> None:
-        """Make the disks and addresses of a new machine."""
+        """Create the disks and addresses of a new machine."""
         item |= {"status": "PROVISIONING", "zone": f"{BASE}/{PROJECT}/zones/{zone}"}
         item |= {"labelFingerprint": "AAAA", "metadata": item.get("metadata", {})}
         item["metadata"].setdefault("fingerprint", "AAAA")
@@ -229,7 +229,7 @@ class Compute:
             self.guest_attributes[item["name"]] = {"ssh-ed25519": self.host_key}
 
     def _act(self, item: Document, zone: str, verb: str, body: Document) -> Document:
-        """Carry out one of a machine's own methods."""
+        """Run one of a machine's methods."""
         if verb in WHILE_STOPPED and item["status"] != "TERMINATED":
             raise RefusedError(400, f"The instance must be stopped for {verb}.", "resourceNotReady")
         if verb in ("start", "resume", "stop"):
@@ -246,7 +246,7 @@ class Compute:
     def _set(
         self, item: Document, collection: str, zone: str, verb: str, body: Document
     ) -> Document:
-        """Carry out a method that replaces one field."""
+        """Run a method that replaces one field."""
         field, fingerprint = _SETS[verb]
         if fingerprint is not None and body.get(fingerprint) != item.get(fingerprint):
             raise RefusedError(412, "Labels fingerprint either invalid or not the latest one.")
@@ -255,7 +255,7 @@ class Compute:
         return self._begin(verb, collection, zone, item, lambda: _merge(item, change))
 
     def _lacks(self, body: Document, zone: str) -> tuple[int, str, str] | None:
-        """Tell what an operation for this machine fails with: no quota, or no machine."""
+        """Return the error of an operation for this machine: no quota, or no free machine."""
         region, kind = zone.rpartition("-")[0], body["machineType"]
         metric = f"{family_of(kind).upper()}_CPUS"
         limit, used = self.regions.get(region, {}).get(metric, (float("inf"), 0.0))
@@ -271,7 +271,7 @@ class Compute:
         return _stock_out(zone) if zone in self.stocked_out else None
 
     def has_account(self, email: str) -> bool:
-        """Tell whether there is such a service account."""
+        """Return whether the service account exists."""
         accounts = self.items.get(("serviceAccounts", "global"), ())
         return any(each["email"] == email for each in accounts)
 
@@ -283,7 +283,7 @@ class Compute:
                 raise RefusedError(404, f"The resource '{path}' was not found", "notFound")
 
     def _users(self, collection: str, item: Document) -> list[str]:
-        """Return the paths of what uses a resource."""
+        """Return the paths of resources that use a resource."""
         return [
             self._path(kind, place, each["name"])
             for (kind, place), items in self.items.items()
@@ -316,7 +316,7 @@ class Compute:
             for item in items
         ]
         page = self.page(pairs, query)
-        # Places with nothing are listed too, with a warning, as Google does.
+        # Empty locations are also listed, with a warning, as Google does.
         listed: Document = {f"{scope}/{ZONE}": {"warning": {"code": "NO_RESULTS_ON_PAGE"}}}
         for place, item in page.pop("items"):
             key = place if place == "global" else f"{scope}/{place}"
@@ -326,7 +326,7 @@ class Compute:
         return page | {"items": listed, "unreachables": self.unreachable}
 
     def page(self, items: list[Any], query: dict[str, str], *, size: str | None = None) -> Document:
-        """One page of a list, as the query asks for it."""
+        """Return one page of a list, as the query requests."""
         begin = int(query.get("pageToken", "0"))
         end = begin + min(self.page_size, int(size or self.page_size))
         more = {"nextPageToken": str(end)} if end < len(items) else {}
@@ -369,7 +369,7 @@ class Compute:
         *,
         error: tuple[int, str, str] | None = None,
     ) -> Document:
-        """Begin an operation whose effect comes when it is done; return it."""
+        """Start an operation that takes effect when it is done; return it."""
         name = f"operation-{len(self._operations)}"
         path = self._path(collection, place, item["name"])
         operation: Document = {"kind": "compute#operation", "id": str(len(self._operations) + 1)}
@@ -383,7 +383,7 @@ class Compute:
             operation |= {"httpErrorStatusCode": status, "httpErrorMessage": "BAD REQUEST"}
             operation["error"] = {"errors": [{"code": code, "message": message}]}
         self._operations[name] = operation
-        # Its effect is there at once where operations take no time; its status is asked for.
+        # If operations take no time, it takes effect immediately; its status is still polled.
         self._pending[name] = (time.monotonic() + self.operation_s, effect)
         begun = dict(operation)
         self.settle()

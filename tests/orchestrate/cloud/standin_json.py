@@ -1,4 +1,4 @@
-"""The JSON that Google's services store of what they were sent, as a GET returns it."""
+"""Converts requests to the JSON that Google's services store and return by GET."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ INT64 = frozenset(
         *("seconds", "size", "sizeGb", "storageBytes", "targetId", "uniqueId"),
     }
 )
-# They configure a creation, and no GET returns them.
+# Used only at creation; no GET returns them.
 _INPUT_ONLY = frozenset({"params"})
 
 
 def as_google(document: dict[str, Any]) -> dict[str, Any]:
-    """Return what is stored: 64-bit integers as text, no nulls, nothing that is input only."""
+    """Return the stored form: 64-bit integers as text, without nulls and input-only fields."""
     return {
         key: str(value) if key in INT64 and isinstance(value, int) else _stored(value)
         for key, value in document.items()

@@ -26,7 +26,7 @@ _WITH_GPUS = ("g2", "a2", "a3")
 _SPOT_ALONE = ("a3-highgpu-1g", "a3-highgpu-2g", "a3-highgpu-4g")
 _TIER_1_FROM = {"c3": 44, "c4": 48}
 _RUN_S = (30, 120 * 86_400)
-# What changes a running machine alone, and what needs a stopped one.
+# Changes that need a running machine, and changes that need a stopped one.
 WHILE_STOPPED = ("setMachineType", "setServiceAccount", "updateShieldedInstanceConfig")
 
 Collections = dict[str, tuple[str, ...]]
@@ -36,11 +36,11 @@ USED_BY: Collections = {
     "resourcePolicies": ("instances",),
     "disks": ("instances",),
 }
-"""Kinds that keep a resource from being deleted while they name it."""
+"""Kinds that block the deletion of a resource while they refer to it."""
 
 
 class RefusedError(Exception):
-    """Answered with a status and Google's text."""
+    """A response with an error status and Google's text."""
 
     def __init__(self, status: int, message: str, reason: str = "invalid") -> None:
         super().__init__(message)
@@ -49,18 +49,18 @@ class RefusedError(Exception):
 
 
 def family_of(machine_type: str) -> str:
-    """c3 of .../machineTypes/c3-highmem-8."""
+    """Return the family, such as c3 of .../machineTypes/c3-highmem-8."""
     return machine_type.rpartition("/")[2].partition("-")[0]
 
 
 def vcpus_of(machine_type: str) -> int:
-    """8 of .../machineTypes/c3-highmem-8."""
+    """Return the vCPUs, such as 8 of .../machineTypes/c3-highmem-8."""
     found = _TYPE.fullmatch(machine_type.rpartition("/")[2])
     return int(found["vcpus"]) if found else 0
 
 
 def check_name(name: object) -> None:
-    """Raises RefusedError for a name that no resource can have."""
+    """Raise RefusedError for an invalid resource name."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise RefusedError(
             400,
@@ -70,7 +70,7 @@ def check_name(name: object) -> None:
 
 
 def references(collection: str, body: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Each resource that this one names: its collection and its link."""
+    """Yield collection and link of each resource that this one refers to."""
     if collection in ("subnetworks", "firewalls", "routers"):
         yield "networks", body.get("network", "")
     for nat in body.get("nats", ()):
@@ -87,7 +87,7 @@ def references(collection: str, body: dict[str, Any]) -> Iterator[tuple[str, str
 
 
 def check_instance(body: dict[str, Any], *, zone: str, account: Callable[[str], bool]) -> None:
-    """Raises RefusedError for a machine that Google does not make; `account` tells who exists."""
+    """Raise RefusedError for a machine that Google refuses; `account` checks service accounts."""
     for problem in _instance_problems(body, zone):
         raise RefusedError(400, problem)
     for each in body.get("serviceAccounts", ()):

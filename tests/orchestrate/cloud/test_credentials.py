@@ -1,4 +1,4 @@
-"""Whose credentials requests have: the provider's variables, and what each of them lacks."""
+"""Credentials of requests: the provider's variables, and errors of each."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TARGET = "builder@acme-lab.iam.gserviceaccount.com"
 
 
 def key() -> str:
-    """A service account's key, as Google gives one out; it opens nothing."""
+    """Return a service account's key in Google's format, without any access."""
     private = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     pem = private.private_bytes(
         serialization.Encoding.PEM,
@@ -58,7 +58,7 @@ def key() -> str:
 
 
 def google(env: Mapping[str, str]) -> Google:
-    """The client of an environment; it is not asked to send anything."""
+    """Return the client of an environment, without sending a request."""
     return Google(PROJECT, endpoints=Endpoints.from_env(env))
 
 
@@ -145,7 +145,7 @@ KINDS = [
         "(GOOGLE_APPLICATION_CREDENTIALS): this machine's clock is wrong",
         "Set it, then repeat the command",
     ),
-    # What is refused is the login that is to act as the account: no role helps.
+    # The refused login is the one that impersonates the account, so no role helps.
     (ACTS, EXPIRED, f"(application default, as {TARGET}): the login has expired", LOG_IN),
     (
         ACTS,
@@ -160,10 +160,10 @@ KINDS = [
 def test_credentials_that_are_refused_have_the_cause_and_fix_of_their_kind(
     site: Site, env: dict[str, str], said: str, cause: str, fix: str
 ) -> None:
-    """The same from a request of ours, from Pulumi's engine, and from its state in a bucket."""
+    """The same error from our request, from Pulumi's engine, and from its state in a bucket."""
     site.env |= env
     client = site.google()
-    # After the client, which keeps back what they say of Python's age.
+    # Imported after the client, which suppresses their warnings about Python's version.
     from google.api_core.exceptions import Unauthorized
     from google.auth.exceptions import RefreshError
 
@@ -171,7 +171,7 @@ def test_credentials_that_are_refused_have_the_cause_and_fix_of_their_kind(
         raise Unauthorized(said) if said == EXPIRED else RefreshError(said)
 
     with pytest.raises(CloudAuthError) as caught:
-        client.ask("project", refused)
+        client.call("project", refused)
     login = GoogleLogin.from_env(env)
     engine = explain(replace(failed(f"googleapi: Error 401: {said}"), login=login))
     read = f"error: read https://storage.googleapis.com: 401 Unauthorized {said}"
@@ -223,7 +223,7 @@ def test_a_key_as_text_reaches_gcloud_in_a_file_of_its_own_that_goes_with_it(
 
 
 def what_gcloud_gets(env: dict[str, str], folder: Path) -> tuple[dict[str, str], list[Any]]:
-    """Environment of the program that carries SSH; text and mode of the key's file, if any."""
+    """Return the proxy command's environment, and the key file's text and mode, if any."""
     printed = folder / "env.json"
     code = (
         "import json, os, stat; e = dict(os.environ); f = e.get('CLOUDSDK_AUTH_CREDENTIAL_FILE"
@@ -231,7 +231,7 @@ def what_gcloud_gets(env: dict[str, str], folder: Path) -> tuple[dict[str, str],
         f"os.path.exists(f) else []; json.dump([e, k], open({str(printed)!r}, 'w'))"
     )
     process = ProxyProcess([sys.executable, "-c", code], node="head", env=env)
-    assert process.socket.recv(1) == b""  # it has ended
+    assert process.socket.recv(1) == b""  # the proxy has ended
     process.close()
     found: tuple[dict[str, str], list[Any]] = json.loads(printed.read_text())
     return found
@@ -258,7 +258,7 @@ def test_a_store_has_the_login_of_the_commands(
         assert found.service_account_email == EMAIL
     else:
         assert found.token == env["GOOGLE_OAUTH_ACCESS_TOKEN"]
-    # A server in Google's place is sent none of it.
+    # A server other than Google's receives no credentials.
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:9")
     local = BucketStore(ADDRESS, timeout_s=1.0, retry_s=1.0)
     assert type(local._client()._credentials).__name__ == "AnonymousCredentials"
@@ -282,8 +282,8 @@ def test_a_store_says_how_to_renew_the_login_that_is_refused(
 
 
 def refuse(store: BucketStore, *, is_key: bool) -> None:
-    """Let Google refuse what the store's client sends."""
-    # Here they are imported already, without the warning of Python's age.
+    """Make Google refuse the store client's requests."""
+    # The libraries are already imported, so they print no warning about Python's version.
     from google.api_core.exceptions import Unauthorized
     from google.auth.exceptions import RefreshError
 
@@ -296,7 +296,7 @@ def refuse(store: BucketStore, *, is_key: bool) -> None:
 def test_a_project_that_is_mistyped_is_refused_with_where_to_look(site: Site) -> None:
     message = f"The resource 'projects/{PROJECT}' was not found"
     site.cloud.faults.append(Fault(path=f"projects/{PROJECT}$", status=404, message=message))
-    with pytest.raises(ConfigError, match="gcloud projects list` shows yours; then: pulumi config"):
+    with pytest.raises(ConfigError, match="List yours: gcloud projects list; then: pulumi config"):
         site.google().check_access()
 
 

@@ -1,4 +1,4 @@
-"""A state that was cut off, as by a full disk: both ways out are named, and `down` needs none."""
+"""A truncated state, as after a full disk: the error has both fixes, and `down` works anyway."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
 from payload.orchestrate.clouds.cluster_records import remember_plan
-from payload.orchestrate.ssh.node_code import RunThere
+from payload.orchestrate.ssh.node_runs import NodeRun
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Capture, head_says, words
 from tests.orchestrate.cloud.standin import PROJECT, ZONE
@@ -20,13 +20,13 @@ READS = ("stack output", "stack export", "preview", "up", "destroy", "refresh")
 
 
 def damage(site: Site, *more: str, said: str = CUT_OFF) -> None:
-    """From now on whatever reads the state fails."""
+    """Make every command that reads the state fail."""
     for each in (*READS, *more):
         site.pulumi.on(*each.split(), err=said, status=255)
 
 
 def reach(site: Site) -> None:
-    """Leave what a command that has reached the nodes leaves in this folder."""
+    """Write the folder's files of a command that reached the nodes."""
     main(["preflight", "--inventory", "stack", "--quick"], site.env)
     assert (site.folder / ".cluster" / "mine" / "host_keys.json").exists()
 
@@ -48,7 +48,7 @@ def test_a_damaged_state_is_exit_10_with_both_ways_out(
     damage(site, said=said)
     assert main(command.split(), site.env) == ExitCode.CONFIG
     err = capsys.readouterr().err
-    assert "put the engine's copy, STACK.json.bak, in the place of STACK.json" in err
+    assert "Replace STACK.json with its backup STACK.json.bak" in err
     assert "sweep --cluster NAME --project P --delete" in err
     assert site.cloud.count("^(DELETE|POST)") == 0
 
@@ -77,7 +77,7 @@ def test_down_without_a_state_removes_what_google_has(
     assert "left of cluster mine: " in err and "3/3 sweep: clean" in err
     assert site.cloud.items["instances", ZONE] == []
     last = err.splitlines()[-1]
-    assert "nothing of the cluster was found, but `pulumi destroy`" in last
+    assert "no resource of the cluster was found, but `pulumi destroy`" in last
     assert "pulumi stack init NAME" in last and "pulumi refresh" not in last
 
 
@@ -87,7 +87,7 @@ def test_down_without_a_state_asks_the_head_first(
     site.build()
     reach(site)
     damage(site)
-    head_says(monkeypatch, runs=[RunThere(run_id="one", checkpoint="step_00000005", state="0")])
+    head_says(monkeypatch, runs=[NodeRun(run_id="one", checkpoint="step_00000005", state="0")])
     capsys.readouterr()
     assert main(["down", "--yes"], site.env) == ExitCode.CONFIG
     assert "removed or damaged): one, so nothing was destroyed" in capsys.readouterr().err
@@ -106,7 +106,7 @@ def test_down_without_a_state_or_a_memory_of_the_nodes_loses_results_only_when_t
     last = capsys.readouterr().err.splitlines()[-1]
     assert "this folder has no record of mine" in last and "nothing was destroyed" in last
     assert f"down --without-collect --cluster mine --project {PROJECT}" in last
-    # Of another project it remembers nothing either.
+    # It also has no record of another project.
     remember_plan("mine", {"project": "another"}, folder=site.folder)
     assert main(["down", "--yes", "--project", PROJECT], site.env) == ExitCode.CONFIG
     assert site.cloud.count("^DELETE") == 0

@@ -1,4 +1,4 @@
-"""`down --delete-bucket`: the only way to a results bucket's end, and the question before it."""
+"""`down --delete-bucket`: the only way to delete a results bucket, and its confirmation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DOWN = ("down", "--yes", "--delete-bucket")
 
 @pytest.fixture
 def mine(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """A cluster that is up, an old results bucket of it, and one of another cluster."""
+    """Return a cluster that is up, with an old results bucket, and another cluster's bucket."""
     site.build()
     head_says(monkeypatch)
     destroys(site)
@@ -49,9 +49,9 @@ def test_the_named_bucket_goes_with_its_old_versions_after_its_name_was_typed(
         *("other-results", "mine-photos", "mine-elsewhere")
     ]
     assert mine.cloud.objects[OLD] == []
-    # Once more, for the bucket of an earlier stack of the name: the stack is empty by now.
+    # Again, for the bucket of an earlier stack of the name; the stack is empty now.
     assert main([*DOWN, OLD], mine.env) == ExitCode.CONFIG
-    assert "there is no such bucket" in capsys.readouterr().err.splitlines()[-1]
+    assert "not found in project" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("typed", ["y\n", "yes\n", "\n", "mine\n"])
@@ -74,10 +74,13 @@ def test_yes_does_not_answer_for_a_bucket(mine: Site, capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("other-results", "it is no results bucket of cluster mine, by its labels, so it stays"),
-        ("mine-photos", "it is no results bucket of cluster mine, by its labels, so it stays"),
-        ("nowhere", f"there is no such bucket in project {PROJECT}. See what is there: sweep"),
-        ("mine-elsewhere", f"there is no such bucket in project {PROJECT}. See what is there"),
+        ("other-results", "its labels do not show a results bucket of cluster mine, so it is kept"),
+        ("mine-photos", "its labels do not show a results bucket of cluster mine, so it is kept"),
+        (
+            "nowhere",
+            f"not found in project {PROJECT}. List the cluster's resources: ",
+        ),
+        ("mine-elsewhere", f"not found in project {PROJECT}. List the cluster's resources"),
         ("gs://mine-results", "must be a bucket's name, without gs://"),
         ("a/../b", "must be a bucket's name, without gs://"),
     ],
@@ -98,7 +101,7 @@ def test_a_bucket_that_stays_is_exit_60(
     monkeypatch.setattr("sys.stdin", Answers(f"{OLD}\n"))
     assert main([*DOWN, OLD], mine.env) == ExitCode.TEARDOWN
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "the cluster is gone, but its bucket is not" in last and refused in last
+    assert "the cluster was destroyed, but not its bucket" in last and refused in last
 
 
 def test_down_and_sweep_list_the_old_bucket_as_kept(mine: Site, capsys: Capture) -> None:

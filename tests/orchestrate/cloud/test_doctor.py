@@ -1,4 +1,4 @@
-"""`doctor`: what a project lacks for the cluster, with numbers and fixes."""
+"""`doctor`: missing prerequisites of a project, with numbers and fixes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLENTY = {"C3_CPUS": 100.0, "SSD_TOTAL_GB": 500.0, "IN_USE_ADDRESSES": 8.0, "INS
 
 @pytest.fixture
 def project(site: Site) -> Site:
-    """A project that the default cluster fits into, and a stack with its config."""
+    """Return a project that fits the default cluster, and a stack with its config."""
     site.cloud.regions[REGION] = {
         **{name: (limit, 0.0) for name, limit in PLENTY.items()},
         "PREEMPTIBLE_CPUS": (0.0, 0.0),
@@ -78,7 +78,7 @@ def test_the_price_is_named_with_its_source_and_age(
 @pytest.mark.parametrize(
     ("machine", "outcome", "found", "code"),
     [
-        ("g2-standard-24", "ok", "2 x L4 on each node, a rank on each GPU: 22.5 GiB, comp", None),
+        ("g2-standard-24", "ok", "2 x L4 per node, one rank per GPU: 22.5 GiB, comp", None),
         ("a2-highgpu-1g", "ok", "compute capability 8.0 (without fp8), driver branch 580", None),
         ("a3-highgpu-2g", "error", "a3-highgpu-2g is sold only as spot", ExitCode.CONFIG),
         ("c3-highmem-8", None, "", None),
@@ -101,7 +101,7 @@ def test_a_gpu_machine_has_a_row_with_its_gpus(
     assert all(found in row["found"] for row in rows)
     if code is not None:
         assert code in {each["exit_code"] for each in rows} and exit_code != ExitCode.OK
-    # Google's GPU machines boot from pd-balanced, as the cluster program has it.
+    # Google's GPU machines boot from pd-balanced, as in the cluster program.
     assert f"pd-balanced in {ZONE}" in {each["name"] for each in checks}
 
 
@@ -146,7 +146,10 @@ def test_a_quota_that_is_too_small_is_exit_11_with_how_much_to_ask_for(
     project.cloud.regions[REGION]["SSD_TOTAL_GB"] = (500.0, 250.0)
     assert doctor(project) == ExitCode.QUOTA
     out, err = capsys.readouterr()
-    assert "300 needed, 250 free (limit 500, used 250). Ask for 550 at https://console" in out
+    assert (
+        "300 needed, 250 free (limit 500, used 250). Request a limit of 550 at https://console"
+        in out
+    )
     assert "error: 1 of" in err
 
 
@@ -185,7 +188,7 @@ def test_spot_auto_needs_both_quotas_as_on_demand_machines_come_next(
     assert "3 x c3-highmem-8 (spot; on demand has to fit, too) in us-central1-a" in err
     assert "error: PREEMPTIBLE_CPUS in us-central1: 24 needed, 16 free" in out
     assert "error: C3_CPUS in us-central1: 24 needed, 8 free" in out
-    # Spot machines without a quota of their own use the same one, which is checked once.
+    # Spot machines without a separate quota use the same one, which is checked once.
     project.cloud.regions[REGION] |= {"PREEMPTIBLE_CPUS": (0.0, 0.0)}
     assert doctor(project) == ExitCode.QUOTA
     out, err = capsys.readouterr()
@@ -203,7 +206,9 @@ def test_a_quota_that_is_not_listed_is_compared_with_a_default_projects(
     del project.cloud.project_quotas[metric]
     assert doctor(project) == ExitCode.OK
     out, err = capsys.readouterr()
-    words = f"{needed} needed, the limit is not listed; a default project has {default}. Look at"
+    words = (
+        f"{needed} needed, the limit is not listed; a default project has {default}. Check it at"
+    )
     assert f"unknown: {metric} in all regions: {words}" in out
     assert "no check failed; 1 of " in err
     # More than that fails, until somebody has looked.
@@ -217,28 +222,30 @@ def test_a_quota_without_a_known_default_is_unknown(project: Site, capsys: Captu
     project.cloud.add("diskTypes", "hyperdisk-balanced", place=ZONE, labels={})
     assert doctor(project, "--disk-type", "hyperdisk-balanced") == ExitCode.OK
     out = capsys.readouterr().out
-    assert "unknown: HDB_TOTAL_GB in us-central1: 300 needed, the limit is not listed. Look" in out
+    assert (
+        "unknown: HDB_TOTAL_GB in us-central1: 300 needed, the limit is not listed. Check it" in out
+    )
 
 
 def test_a_quota_that_fits_and_leaves_nothing_is_said(project: Site, capsys: Capture) -> None:
-    # The default of a project's C3_CPUS, in a public report, and the need of the default cluster.
+    # The default of C3_CPUS, from a public report, equals the default cluster's requirement.
     project.cloud.regions[REGION]["C3_CPUS"] = (24.0, 0.0)
     assert doctor(project) == ExitCode.OK
     out = capsys.readouterr().out
     assert "warning: C3_CPUS in us-central1: 24 needed, 24 free (limit 24, used 0)" in out
-    assert "It fits and leaves nothing: for any more than this cluster, ask at https" in out
+    assert "The cluster uses all of it. To run anything more, request an increase: https" in out
     assert doctor(project, "--node-count", "4") == ExitCode.QUOTA
     assert "error: C3_CPUS in us-central1: 32 needed, 24 free" in capsys.readouterr().out
 
 
 def family_limit(value: str, **dimensions: str) -> dict[str, Any]:
-    """One entry of Cloud Quotas' answer."""
+    """Return one entry of Cloud Quotas' response."""
     return {"dimensions": dimensions, "details": {"value": value}}
 
 
 @pytest.fixture
 def c4(project: Site) -> Site:
-    """The project, and a stack with C4 machines, whose CPUs count by family."""
+    """Return the project, and a stack with C4 machines, whose CPUs are counted by family."""
     project.cloud.add("machineTypes", "c4-standard-8", place=ZONE, labels={}, guestCpus=8)
     project.cloud.add("diskTypes", "hyperdisk-balanced", place=ZONE, labels={})
     project.cloud.regions[REGION]["HDB_TOTAL_GB"] = (500.0, 0.0)
@@ -257,7 +264,7 @@ def c4(project: Site) -> Site:
         (
             [family_limit("99"), family_limit("0", region=REGION, vm_family="C4")],
             "error",
-            "A limit of 0 may mean that the region does not have the family",
+            "A limit of 0 can mean that the region does not offer the family",
         ),
         (
             [family_limit("48", region=REGION), family_limit("99", vm_family="C4")],
@@ -283,7 +290,7 @@ def test_a_family_without_a_quota_of_its_own_is_looked_up_by_dimension(
     (check,) = [each for each in checks if "CPUS_PER_VM_FAMILY (C4)" in each["name"]]
     assert check["outcome"] == outcome and words in f"{check['found']} {check['fix']}"
     assert status == (ExitCode.QUOTA if outcome == "error" else ExitCode.OK)
-    # No spot machine is refused by a quota for preemptible CPUs that the project does not have.
+    # A missing quota for preemptible CPUs does not block spot machines.
     assert not any("PREEMPTIBLE" in each["name"] for each in checks)
 
 
@@ -301,7 +308,7 @@ def test_a_type_that_the_first_zone_has_not_is_exit_10(project: Site, capsys: Ca
     configure(project, zones=["us-central1-b", ZONE])
     assert doctor(project) == ExitCode.CONFIG
     out = capsys.readouterr().out
-    assert "error: c3-highmem-8 in us-central1-b: not offered there" in out
+    assert "error: c3-highmem-8 in us-central1-b: not offered" in out
     configure(project, zones=[ZONE, "us-central1-b"])
     assert doctor(project) == ExitCode.OK
     assert "warning: pd-balanced in us-central1-b: not offered" in capsys.readouterr().out

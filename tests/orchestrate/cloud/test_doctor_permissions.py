@@ -1,4 +1,4 @@
-"""`doctor`: organization policies that list values, and the encryption key."""
+"""`doctor`: list policies of the organization, and the encryption key."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FILESTORE = f"serviceAccount:service-{NUMBER}@cloud-filer.iam.gserviceaccount.co
 
 
 def found(site: Site, capsys: Capture, name: str) -> tuple[int, dict[str, Any]]:
-    """Exit code, and the one check with this name."""
+    """Return the exit code and the check with this name."""
     status = doctor(site, "--json")
     checks = json.loads(capsys.readouterr().out)["checks"]
     (check,) = [each for each in checks if each["name"] == name]
@@ -63,7 +63,7 @@ def test_a_head_with_an_address_needs_the_policy_on_external_addresses(
     assert check["outcome"] == outcome
     assert status == (ExitCode.AUTH if outcome == "error" else ExitCode.OK)
     assert ("accessMode iap" in check["fix"]) == (outcome != "ok")
-    # Without such an address nobody asks.
+    # Without an external address the policy is not checked.
     configure(project, cluster="mine")
     assert doctor(project) == ExitCode.OK
     assert "vmExternalIpAccess" not in capsys.readouterr().out
@@ -92,11 +92,11 @@ def test_the_image_has_to_be_of_a_trusted_project(
 @pytest.mark.parametrize(
     ("members", "may_grant", "settings", "outcome", "words"),
     [
-        ([COMPUTE], False, {}, "ok", "the service agents may use it"),
+        ([COMPUTE], False, {}, "ok", "the service agents can use it"),
         ([COMPUTE], False, {"bucket": "create"}, "error", STORAGE),
-        ([COMPUTE, STORAGE], False, {"bucket": "create"}, "ok", "may use it"),
+        ([COMPUTE, STORAGE], False, {"bucket": "create"}, "ok", "can use it"),
         ([COMPUTE], False, {"sharedStorage": "filestore"}, "error", FILESTORE),
-        ([], True, {}, "ok", "`up` will let the service agents use it"),
+        ([], True, {}, "ok", "`up` will grant it to the service agents"),
         ([], True, {"kmsGrant": "false"}, "error", f"add-iam-policy-binding {KEY} --role=roles/"),
         ([], False, {}, "error", f"--member={COMPUTE}"),
     ],
@@ -146,18 +146,21 @@ _ENABLE = "gcloud kms keys versions enable 1 --key=key --keyring=ring --location
 @pytest.mark.parametrize(
     ("key", "document", "settings", "outcome", "words"),
     [
-        # Disks take a key of the region, of what is around it, or of everywhere.
-        *((_at(place), None, {}, "ok", "will let") for place in ("global", "us", "nam4", "eur-x")),
+        # Disks accept a key of the region, of its multi-region, or a global one.
+        *(
+            (_at(place), None, {}, "ok", "will grant")
+            for place in ("global", "us", "nam4", "eur-x")
+        ),
         (_at("europe"), None, {}, "error", "it is in europe, and the cluster's region is us-c"),
-        (_at("asia1"), None, {}, "error", "Take a key in us-central1, a multi-region around it"),
+        (_at("asia1"), None, {}, "error", "Use a key in us-central1, a multi-region around it"),
         (_at("us-east1"), None, {}, "error", "it is in us-east1, and"),
-        # Buckets and Filestore instances of a region take one of the region alone.
-        (_at("us"), None, {"bucket": "create"}, "error", "Take a key in us-central1: pulumi"),
+        # Regional buckets and Filestore instances accept only a key of the region.
+        (_at("us"), None, {"bucket": "create"}, "error", "Use a key in us-central1: pulumi"),
         (_at("global"), None, {"sharedStorage": "filestore"}, "error", "it is in global"),
-        (_at("global"), None, {"bucket": "acme"}, "ok", "will let"),
+        (_at("global"), None, {"bucket": "acme"}, "ok", "will grant"),
         (KEY, _key_in("DISABLED"), {}, "error", _ENABLE),
         (KEY, _key_in("DESTROY_SCHEDULED"), {}, "error", f"{_ENABLE.replace('enable', 'restore')}"),
-        (KEY, _key_in("DESTROYED"), {}, "error", "is DESTROYED, so nothing can be encrypted Take"),
+        (KEY, _key_in("DESTROYED"), {}, "error", "is DESTROYED, so nothing can be encrypted Use"),
         (KEY, _key_in("ENABLED", purpose="MAC"), {}, "error", "its purpose is MAC, not ENCRYPT_D"),
         (KEY, _key_in("", primary=None), {}, "error", "it has no primary version"),
     ],
@@ -186,7 +189,7 @@ def test_a_key_of_a_project_that_a_policy_forbids_is_named(project: Site, capsys
         project.cloud.rules[constraint] = [{"values": {"allowedValues": [allowed]}}]
         status, check = found(project, capsys, f"policy {constraint}")
         assert check["outcome"] == outcome
-    assert status == ExitCode.AUTH and "use a key of a project that is allowed" in check["fix"]
+    assert status == ExitCode.AUTH and "use a key from an allowed project" in check["fix"]
 
 
 def test_without_nat_the_dns_api_is_needed(project: Site, capsys: Capture) -> None:

@@ -1,4 +1,4 @@
-"""`doctor`: proxy, quota project, billing, boot image, bucket, and policies by effective value."""
+"""`doctor`: proxy, quota project, billing, boot image, bucket and effective policies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from infra.config import ClusterConfig
 from payload.core.errors import ExitCode
 from payload.orchestrate.clouds.gcp.prerequisites import check_proxy
-from payload.orchestrate.clouds.proxy import past_the_proxy
+from payload.orchestrate.clouds.proxy import with_loopback_exception
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.commands.doctor import examine
 from payload.stack.cloud_requirements import need_of
@@ -31,7 +31,7 @@ NEWER = "projects/ubuntu-os-cloud/global/images/ubuntu-2404-noble-amd64-v2026110
 
 
 def checks(site: Site, capsys: Capture) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Exit code, and the checks by their names."""
+    """Return the exit code and the checks by name."""
     status = doctor(site, "--json")
     found = json.loads(capsys.readouterr().out)["checks"]
     return status, {each["name"]: each for each in found}
@@ -46,19 +46,19 @@ def test_the_default_image_is_the_cluster_programs() -> None:
     ("images", "outcome", "code", "found", "fix"),
     [
         ({IMAGE: {}}, "ok", ExitCode.OK, "exists", ""),
-        ({}, "error", ExitCode.CONFIG, "has no such image", "pulumi config set image NAME"),
+        ({}, "error", ExitCode.CONFIG, "not found in project", "pulumi config set image NAME"),
         (
             {IMAGE: {"deprecated": {"state": "OBSOLETE", "replacement": f"https://x/{NEWER}"}}},
             "error",
             ExitCode.CONFIG,
-            "it is obsolete: no machine can be made from it",
+            "obsolete: no machine can be created from it",
             f"pulumi config set image {NEWER}",
         ),
         (
             {IMAGE: {"deprecated": {"state": "DEPRECATED", "replacement": "; rm -rf /"}}},
             "warning",
             ExitCode.OK,
-            "it is deprecated",
+            "deprecated: machines can be created from it",
             "pulumi config set image NAME",
         ),
     ],
@@ -97,8 +97,8 @@ def test_an_image_that_is_no_shielded_one_is_held_against_the_policy(
 @pytest.mark.parametrize(
     ("rights", "fault", "outcome", "code", "found", "fix"),
     [
-        (None, None, "ok", ExitCode.OK, "the nodes can be let in", ""),
-        (None, 404, "error", ExitCode.CONFIG, "no such bucket", "pulumi config set bucket create"),
+        (None, None, "ok", ExitCode.OK, "`up` can grant the nodes access", ""),
+        (None, 404, "error", ExitCode.CONFIG, "not found", "pulumi config set bucket create"),
         (None, 403, "error", ExitCode.AUTH, "does not have storage.buckets.get", "gs://acme-r"),
         (
             ["storage.objects.create"],
@@ -165,20 +165,20 @@ _OWN_PROJECT = f"/projects/{PROJECT}([?]|$)"
             "Compute Engine",
             f"gcloud billing projects link {PROJECT} --billing-account=ACCOUNT",
         ),
-        (_OWN_PROJECT, _PERIMETER, "Compute Engine", "for an ingress rule"),
-        ("/b/acme-results", _PERIMETER, "bucket acme-results", "for an ingress rule"),
+        (_OWN_PROJECT, _PERIMETER, "Compute Engine", "request an ingress rule"),
+        ("/b/acme-results", _PERIMETER, "bucket acme-results", "request an ingress rule"),
         (
             "/b/acme-results",
             "The billing account for the owning project is disabled in state absent",
             "bucket acme-results",
             "gcloud billing projects link",
         ),
-        ("/images/", _PERIMETER, f"image {IMAGE}", "for an ingress rule"),
+        ("/images/", _PERIMETER, f"image {IMAGE}", "request an ingress rule"),
         (
             "/images/",
             "Required 'compute.images.get' permission for 'projects/x/global/images/y'",
             f"image {IMAGE}",
-            "Its owner gives you roles/compute.imageUser",
+            "Its owner must grant you roles/compute.imageUser",
         ),
         (
             _OWN_PROJECT,
@@ -275,13 +275,13 @@ def test_a_policy_counts_by_its_effective_value(
     check = by_name[f"policy {constraint}"]
     assert check["outcome"] == outcome
     assert status == (ExitCode.AUTH if outcome == "error" else ExitCode.OK)
-    assert ("Ask the organization's administrators" in check["fix"]) == (outcome != "ok")
+    assert ("Request an exception for this project" in check["fix"]) == (outcome != "ok")
     assert project.cloud.count(f"{constraint}:getEffectivePolicy") == 1
 
 
 @pytest.fixture
 def listener() -> Iterator[int]:
-    """A port of this machine that takes connections, as a proxy does."""
+    """Return a local port that accepts connections, as a proxy does."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield int(server.getsockname()[1])
 
@@ -291,7 +291,7 @@ def listener() -> Iterator[int]:
     [
         ("", "warning"),
         ("localhost", "warning"),
-        ("localhost, 127.0.0.1", "warning"),  # a blank hides it from gRPC
+        ("localhost, 127.0.0.1", "warning"),  # a space hides it from gRPC
         ("localhost,127.0.0.1", "ok"),
     ],
 )
@@ -306,7 +306,7 @@ def test_a_proxy_has_to_leave_out_the_loopback_address(
 
 def test_a_proxy_that_does_not_answer_is_an_error() -> None:
     with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))  # bound and not listening
+        holder.bind(("127.0.0.1", 0))  # bound but not listening
         (check,) = check_proxy({"https_proxy": f"127.0.0.1:{holder.getsockname()[1]}"})
     assert (check.outcome, check.exit_code) == ("error", ExitCode.PREFLIGHT)
     (check,) = check_proxy({"https_proxy": "http://host:port"})
@@ -336,4 +336,4 @@ def test_pulumi_reaches_its_own_parts_past_a_proxy(
 
 
 def test_without_a_proxy_the_environment_stays_as_it_is() -> None:
-    assert past_the_proxy({"no_proxy": "a, b"}) == {"no_proxy": "a, b"}
+    assert with_loopback_exception({"no_proxy": "a, b"}) == {"no_proxy": "a, b"}

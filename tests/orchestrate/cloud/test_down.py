@@ -1,4 +1,4 @@
-"""`down`: results first, then the destroy, then the proof that nothing is left."""
+"""`down`: collects results, destroys, then verifies that nothing is left."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from payload.core.errors import ExitCode
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.ssh.node_code import RunThere
+from payload.orchestrate.ssh.node_runs import NodeRun
 from payload.stack.operator_key import make_operator_key
 from tests.orchestrate.cloud.conftest import Site
 from tests.orchestrate.cloud.stacks import Capture, copy_of_run, destroys, head_says, stay, words
@@ -30,7 +30,7 @@ def test_down_destroys_and_shows_that_nothing_is_left(
     err = capsys.readouterr().err
     steps = ["1/3 collect: 0 run(s) collected", "2/3 destroy: done", "3/3 sweep: clean"]
     lines = err.splitlines()
-    # What will be done is said before; a step's number comes with its result, in order.
+    # The plan is printed first; then each step's number with its result, in order.
     assert [line for line in lines if line[1:3] == "/3"] == steps
     assert lines.index("to verify: no resource of mine remains in acme-lab") < lines.index(steps[0])
     assert "kept with its results: gs://mine-results" in err
@@ -101,7 +101,7 @@ def test_nothing_is_destroyed_while_the_head_cannot_be_asked(
     site.build()
     destroys(site)
     copy_of_run(site, "one", alive=False, collected="")
-    if has_key:  # of no machine's: nobody answers
+    if has_key:  # no machine has this address
         make_operator_key(site.folder / "key")
     assert main(["down", "--yes"], site.env) == ExitCode.CONFIG
     err = capsys.readouterr().err
@@ -121,7 +121,7 @@ def test_a_damaged_copy_keeps_down_from_what_the_head_has_of_it_and_from_nothing
     destroys(site)
     paths = copy_of_run(site, "one", alive=False)
     (paths.root / name).write_text("[[[")
-    there = RunThere(run_id="one", checkpoint="step_00000005", state="0" * 64)
+    there = NodeRun(run_id="one", checkpoint="step_00000005", state="0" * 64)
     head_says(monkeypatch, runs=[there])
     assert main(["down", "--yes"], site.env) != ExitCode.OK
     err = capsys.readouterr().err
@@ -130,7 +130,7 @@ def test_a_damaged_copy_keeps_down_from_what_the_head_has_of_it_and_from_nothing
         assert "removed or damaged): one, so nothing was destroyed" in err
         assert "attach one --inventory stack" in err.splitlines()[-1]
     assert words(site) == ["stack output --json"]
-    # What is on no machine of this cluster is not its concern.
+    # Runs that are on no machine of this cluster are ignored.
     if name != "summary.json":
         head_says(monkeypatch)
         assert main(["down", "--yes"], site.env) == ExitCode.OK
@@ -147,7 +147,7 @@ def test_runs_of_other_clusters_and_collected_ones_are_left_alone(
     site.build(cluster=cluster)
     head_says(monkeypatch)
     destroys(site)
-    # One that failed before its first checkpoint: its files alone never show that it is all here.
+    # If a run failed before its first checkpoint, files cannot prove that the copy is complete.
     copy_of_run(site, "one", alive=collected is None, collected=collected)
     assert main(["down", "--yes"], site.env) == ExitCode.OK
     assert "to collect: nothing is missing" in capsys.readouterr().err
@@ -175,11 +175,11 @@ def test_a_stack_that_never_came_up_whole_can_be_taken_down(site: Site, capsys: 
     site.pulumi.outputs()
     config = {"tileforge:project": {"value": PROJECT}, "gcp:project": {"value": "another"}}
     site.pulumi.on("config", "--json", out=json.dumps(config))
-    # Without the key `cluster` the cluster has the stack's name.
+    # Without the setting `cluster`, the cluster has the stack's name.
     site.pulumi.on("stack", "--show-name", out="my-org/tileforge/mine\n")
     destroys(site, leaves=("mine-0",))
     stay(site, "mine-0")
-    # Of an earlier cluster of that name.
+    # From an earlier cluster of that name.
     copy_of_run(site, "one", alive=True, instance_id="77")
     assert main(["down", "--yes"], site.env) == ExitCode.TEARDOWN
     err = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Cases that a real engine wrote, replayed: the exit code, and the line that the operator reads."""
+"""Replays recorded cases of a real engine: exit code and error line of each."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WEB = [{"IPProtocol": "tcp", "ports": ["80", "443"]}]
 
 @pytest.fixture
 def dev(site: Site) -> Site:
-    """The site of the recorded cluster, with its outputs and its firewall as the program has it."""
+    """Return the site of the recorded cluster, with its outputs and the program's firewall."""
     site.build(cluster="dev", nodes=2)
     site.cloud.items.clear()
     site.configure(cluster="dev", project=PROJECT, zones=[ZONE])
@@ -52,7 +52,7 @@ def dev(site: Site) -> Site:
 
 
 def build_firewall(site: Site) -> None:
-    """Make the rules that are missing, as the recorded program does."""
+    """Create the missing rules, as the recorded program does."""
     nodes = {"targetServiceAccounts": [ACCOUNT]}
     between = {"allowed": BETWEEN}
     everywhere = {"destinationRanges": ["0.0.0.0/0"]}
@@ -80,13 +80,28 @@ def build_firewall(site: Site) -> None:
 @pytest.mark.parametrize(
     ("case", "status", "code", "line"),
     [
-        ("up-stockout", 1, ExitCode.NO_CAPACITY, "no such machine is free in us-central1-a"),
+        (
+            "up-stockout",
+            1,
+            ExitCode.NO_CAPACITY,
+            "no machine of this type is free in us-central1-a",
+        ),
         ("up-quota", 1, ExitCode.QUOTA, "quota C3_CPUS is 8 in us-central1, the cluster needs mo"),
         ("up-forbidden", 1, ExitCode.QUOTA, "machine dev-node-1: Error creating instance: googlea"),
         ("up-answer-lost", 1, ExitCode.CONFIG, "network dev-network: Error creating Network: go"),
         ("up-exists", 1, ExitCode.CONFIG, "network dev-network: Error creating Network: googlea"),
-        ("up-killed", -9, ExitCode.CONFIG, "it was killed by signal 9; what it was creating may"),
-        ("up-locked", 1, ExitCode.CONFIG, "another update of the stack is going on, so this one"),
+        (
+            "up-killed",
+            -9,
+            ExitCode.CONFIG,
+            "killed by signal 9; resources that it was creating can exist",
+        ),
+        (
+            "up-locked",
+            1,
+            ExitCode.CONFIG,
+            "nothing was done, because another update of the stack is running",
+        ),
         ("up-pending", 1, ExitCode.CONFIG, "subnetwork dev-subnet: Error creating Subnetwork: go"),
         ("up-no-connection", 1, ExitCode.PREFLIGHT, "network dev-network: Error when reading or"),
         ("up-wrong-passphrase", 255, ExitCode.AUTH, "Set PULUMI_CONFIG_PASSPHRASE or PULUMI_CON"),
@@ -112,9 +127,9 @@ def test_a_failure_is_one_line_with_its_own_exit_code(
     last = err.splitlines()[-1]
     assert last.startswith("error: ") and line in last
     assert "1 error occurred" not in err and "Traceback" not in err
-    # Everything else is in the file that is named.
+    # All other output is in the named log file.
     (log,) = (dev.folder / ".cluster/dev").glob(f"{case.partition('-')[0]}-*.log")
-    assert f"failed; its output is in {log}" in err
+    assert f"failed; log: {log}" in err
     recorded = [ENGINE / f"{case}.{kind}.txt" for kind in ("stdout", "stderr")]
     assert log.read_text() == "".join(path.read_text() for path in recorded if path.exists())
 
@@ -135,7 +150,7 @@ def test_an_up_that_succeeds_says_what_it_did(
     assert main(["up", "--yes"], dev.env) == ExitCode.OK
     err = capsys.readouterr().err
     assert line in err.splitlines() and "cluster dev: 2 node(s), $1.59/h" in err
-    # What the cluster program says reaches the operator.
+    # The cluster program's messages are printed.
     assert "cost of 2 x c3-highmem-8 on demand in us-central1-a: $1.0937 an hour" in err
 
 
@@ -172,12 +187,12 @@ def test_an_interrupted_up_says_what_is_there_and_what_it_costs(dev: Site, capsy
     dev.pulumi.replay("preview-new", status=0)
     assert main(["up", "--yes"], dev.env) == INTERRUPTED
     err = capsys.readouterr().err
-    assert "up was interrupted: 2 machine(s) are there, $1.09/h: dev-node-0, dev-node-1. " in err
+    assert "up was interrupted: 2 machine(s) exist, $1.09/h: dev-node-0, dev-node-1. " in err
     assert "payload.orchestrate down" in err and err.splitlines()[-1] == "interrupted"
 
 
 def add_orphans(site: Site) -> None:
-    """Add what the recorded kill has left in Google Cloud."""
+    """Add the resources that the recorded kill left in Google Cloud."""
     more: dict[str, Any] = {"labels": {}, "network": NETWORK, "description": mark(LABELS)}
     site.cloud.add("subnetworks", "dev-subnet", place=REGION, **more)
     site.cloud.add("routers", "dev-router", place=REGION, **more)
@@ -187,7 +202,7 @@ def test_what_a_kill_left_outside_the_state_is_removed_and_built_again(
     dev: Site, capsys: Capture
 ) -> None:
     add_orphans(dev)
-    # Somebody else's in the same project, of almost the same name.
+    # Another user's resource in the same project, of almost the same name.
     dev.cloud.add("routers", "dev-router-2", place=REGION, labels={}, network=NETWORK)
     dev.pulumi.machines(*NODES)
     dev.pulumi.replay("preview-new", status=0)
@@ -206,7 +221,7 @@ def test_what_a_kill_left_outside_the_state_is_removed_and_built_again(
 
 
 def test_a_refresh_names_the_machine_that_is_gone(dev: Site, capsys: Capture) -> None:
-    """A preempted machine, in the refresh that goes before every operation."""
+    """A preempted machine, found by the refresh before every operation."""
     dev.pulumi.replay("refresh-lost-node", status=0)
     operations = Operations(
         pulumi=Pulumi(dev.env, folder=dev.folder),
@@ -224,12 +239,12 @@ def test_a_refresh_names_the_machine_that_is_gone(dev: Site, capsys: Capture) ->
 def test_the_recorded_outputs_are_the_cluster_whose_machines_are_gone(
     dev: Site, capsys: Capture
 ) -> None:
-    """`pulumi stack output --json` names machines that Google does not have any more."""
+    """`pulumi stack output --json` lists machines that no longer exist."""
     outputs = (ENGINE / "stack-output.stdout.txt").read_text()
     dev.pulumi.on("stack", "output", "--json", out=outputs)
     assert main(["plan", "--inventory", "stack"], dev.env) == ExitCode.RANK_LOST
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("error: cluster dev: none of its 2 machine(s) exists any more")
+    assert last.startswith("error: cluster dev: all 2 machine(s) are gone")
     dev.cloud.items.clear()
     dev.pulumi.replay("destroy-empty", status=0)
     assert main(["down", "--yes"], dev.env) == ExitCode.OK
@@ -241,7 +256,7 @@ def test_the_recorded_outputs_are_the_cluster_whose_machines_are_gone(
 def test_a_destroy_that_failed_at_its_last_step_is_repeated_once(
     dev: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Google has nothing more, and the stack's state still says otherwise."""
+    """All resources are gone, but the stack's state still lists them."""
     head_says(monkeypatch)
     dev.cloud.items.clear()
     dev.pulumi.replay("destroy-success", status=0)
@@ -258,22 +273,22 @@ def test_every_recorded_case_is_replayed() -> None:
     assert [case for case in sorted(cases) if f'"{case}' not in source] == []
 
 
-@pytest.mark.parametrize("is_dead", [True, False])
+@pytest.mark.parametrize("is_stale", [True, False])
 def test_the_lock_of_a_dead_process_is_removed_and_no_other(
-    dev: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch, is_dead: bool
+    dev: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch, is_stale: bool
 ) -> None:
     dev.pulumi.replay("up-success", status=0)
     dev.pulumi.replay("up-locked", status=1, times=1)
     dev.pulumi.replay("cancel", status=0)
-    # The recorded machine is named vm; it booted after its lock was made, or is another one.
-    monkeypatch.setattr(socket, "gethostname", lambda: "vm" if is_dead else "desk")
+    # The recorded machine is named vm; it booted after the lock was created, or has another name.
+    monkeypatch.setattr(socket, "gethostname", lambda: "vm" if is_stale else "desk")
     monkeypatch.setattr(locks, "_boot_unix", lambda: 1e10)
     code = main(["up", "--yes"], dev.env)
     err = capsys.readouterr().err
     assert "root@vm (process 12143) since 2026-11-22T16:38:55Z" in err
-    assert ("cancel --yes" in words(dev)) == is_dead
-    if is_dead:
-        assert code == ExitCode.OK and "that process is gone" in err
+    assert ("cancel --yes" in words(dev)) == is_stale
+    if is_stale:
+        assert code == ExitCode.OK and "that process no longer exists" in err
     else:
         assert code == ExitCode.CONFIG and "pulumi cancel --yes" in err.splitlines()[-1]
 
@@ -334,7 +349,7 @@ def test_a_rule_that_was_opened_by_hand_is_replaced_or_up_fails(
         rule["sourceRanges"] = [*rule.get("sourceRanges", ()), "0.0.0.0/0"]
 
     def engine(method: str, target: str) -> None:
-        # The second `up` makes what was removed.
+        # The second `up` creates the removed rules.
         if words(dev).count("up --yes --skip-preview") == 2:
             there = {r["name"] for r in dev.cloud.items["firewalls", "global"]}
             build_firewall(dev)
@@ -348,10 +363,13 @@ def test_a_rule_that_was_opened_by_hand_is_replaced_or_up_fails(
     dev.pulumi.replay(case, status=0)
     code = main(["up", "--yes"], dev.env)
     err = capsys.readouterr().err
-    assert f"firewall rule {name} is not as the program has it: sources 0.0.0.0/0" in err
+    assert f"firewall rule {name} differs from the program: sources 0.0.0.0/0" in err
     assert dev.cloud.count(f"^DELETE .*/firewalls/{name}$") == 1
     assert dev.cloud.count("^DELETE ") == 1
-    assert "warning: firewall rule by-hand in dev-network is not the cluster program's" in err
+    assert (
+        "warning: firewall rule by-hand in dev-network was not created by the cluster program"
+        in err
+    )
     assert "elsewhere" not in err
     assert code == (ExitCode.OK if closes else ExitCode.PREFLIGHT)
     if not closes:
@@ -359,7 +377,7 @@ def test_a_rule_that_was_opened_by_hand_is_replaced_or_up_fails(
 
 
 def rules_up(site: Site) -> None:
-    """From now on the stack's state has the resources of the recorded cluster."""
+    """Set the stack's state to the resources of the recorded cluster."""
     steps = map(json.loads, (ENGINE / "up-unchanged.events.jsonl").read_text().splitlines())
     found = [each["resourcePreEvent"]["metadata"] for each in steps if "resourcePreEvent" in each]
     resources = [
@@ -377,8 +395,8 @@ def test_doctor_names_rules_that_differ_and_rules_that_are_not_the_programs(
     rules_up(dev)
     assert main(["doctor"], dev.env) != ExitCode.PREFLIGHT
     out = capsys.readouterr().out
-    assert re.search("firewall of dev-network +ok +5 rules as the program has them", out)
-    # As the recorded runs found it, after `up` had reported success.
+    assert re.search("firewall of dev-network +ok +5 rules equal to the program's", out)
+    # As in the recorded runs, after a successful `up`.
     for name in ("dev-allow-ssh", "dev-allow-nodes"):
         (rule,) = [each for each in dev.cloud.items["firewalls", "global"] if each["name"] == name]
         rule["sourceRanges"] = [*rule.get("sourceRanges", ()), "0.0.0.0/0"]
@@ -395,12 +413,15 @@ def test_doctor_names_rules_that_differ_and_rules_that_are_not_the_programs(
         "dev-allow-nodes": "sources 0.0.0.0/0 instead of none",
         "dev-deny-egress": "it is missing",
     }.items():
-        line = f"error: firewall rule {name}: not as the program has it: {how}. Replace it:"
+        line = f"error: firewall rule {name}: differs from the program: {how}. Replace it:"
         assert line in out
-    assert "warning: firewall rule by-hand: in dev-network, and not the cluster program's" in out
+    assert (
+        "warning: firewall rule by-hand: in dev-network, but not created by the cluster program"
+        in out
+    )
     assert "elsewhere" not in out
     assert dev.cloud.count("^DELETE") == 0
-    # A project that is not the stack's has another firewall.
+    # Another project than the stack's has a different firewall.
     main(["doctor", "--project", "other-project"], dev.env)
     assert "firewall" not in capsys.readouterr().out
 
@@ -420,7 +441,7 @@ def test_a_machine_that_only_a_stop_can_bring_back_is_built_again(
     assert "this deletes 1 machine(s) with all their data: dev-node-1" in err
     (replaced,) = [each for each in words(dev) if "--replace" in each]
     assert replaced.endswith("gcp:compute/instance:Instance::dev-node-1")
-    # Once: a provider that refuses again ends it.
+    # Only once: a second refusal is an error.
     dev.pulumi.replay("up-drift-stopped", status=1)
     assert main(["up", "--yes", "--without-collect"], dev.env) == ExitCode.CONFIG
     assert "only a stopped machine can be changed back" in capsys.readouterr().err
@@ -430,7 +451,7 @@ def test_machines_never_end_for_want_of_the_operators_key(dev: Site, capsys: Cap
     dev.pulumi.machines(*NODES)
     assert main(["up", "--yes"], dev.env) == ExitCode.CONFIG
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "the key that opens cluster dev is not here, and its 2 machine(s) know no other" in last
+    assert "missing, but the 2 machine(s) of cluster dev accept no other key" in last
     assert words(dev) == []
 
 
@@ -438,7 +459,7 @@ def test_the_live_table_has_resource_state_and_seconds() -> None:
     clock: Callable[[], float] = iter(range(1000)).__next__
     progress = Progress("pulumi up", clock=clock)
     for line in (ENGINE / "up-quota.events.jsonl").read_bytes().splitlines():
-        progress.see(parse_event(line))
+        progress.handle(parse_event(line))
     table = progress.table()
     columns = [list(column.cells) for column in table.columns]
     assert columns[0] == ["machine", "machine", "pulumi up"]

@@ -1,4 +1,4 @@
-"""Pulumi's output when the cloud refuses, and the error that it becomes."""
+"""Pulumi's output for refusals by the cloud, and the resulting errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from payload.orchestrate.clouds.gcp.stock_outs import find_stock_out
 from payload.orchestrate.clouds.pulumi.events import Diagnostic, Event, Step, Update
 from payload.orchestrate.clouds.pulumi.failures import explain, stock_out_of
 
-# As pulumi-gcp prints it; the provider passes on the operation's error and its details.
+# As printed by pulumi-gcp, which includes the operation's error and its details.
 PLAIN = """
 Diagnostics:
   gcp:compute:Instance (mine-1):
@@ -55,7 +55,7 @@ NO_DISK_TYPE = """Error creating instance: googleapi: Error 404: The resource \
 # https://github.com/hashicorp/terraform-provider-google/issues/8665
 PREEMPTED = "Error waiting for instance to create: Instance failed to start due to preemption."
 
-# Of a backend that the project keeps itself, and of Pulumi Cloud.
+# From a self-managed backend, and from Pulumi Cloud.
 LOCKED = (
     """error: the stack is currently locked by 1 lock(s). Either wait for the other process(es) to \
 end or delete the lock file with `pulumi cancel`.
@@ -69,9 +69,9 @@ To learn more about possible reasons and resolution, visit https://www.pulumi.co
 
 
 def failed(message: str) -> Update:
-    """An `up` whose engine reports this one error."""
+    """Return an `up` whose engine reports this error."""
     said = Diagnostic(message=message, severity="error")
-    return Update(words=["up"], status=255, events=[Event(time_unix=0.0, diagnostic=said)])
+    return Update(arguments=["up"], status=255, events=[Event(time_unix=0.0, diagnostic=said)])
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_a_stock_out_names_zones_without_and_with_machines(
         (
             PREEMPTED,
             ExitCode.NO_CAPACITY,
-            "took spot machines back",
-            "Google took a spot machine b",
+            "preempted spot machines",
+            "a spot machine was preempted",
         ),
     ],
 )
@@ -150,7 +150,7 @@ def test_a_spot_machine_that_is_gone_while_it_is_created_was_preempted(
         Event(time_unix=0.0, diagnostic=Diagnostic(message=message, severity="error", urn=urn)),
         Event(time_unix=0.0, failed=Step(op=op, urn=urn)),
     ]
-    update = Update(words=["up"], status=255, events=events)
+    update = Update(arguments=["up"], status=255, events=events)
     assert explain(update, spot=spot).exit_code == status
     assert (stock_out_of(update, spot=spot) is None) == (status == ExitCode.CONFIG)
 
@@ -169,7 +169,7 @@ def test_a_spot_machine_that_is_gone_while_it_is_created_was_preempted(
             ExitCode.QUOTA,
             "quota CPUS_ALL_REGIONS is 32 in all regions together",
         ),
-        ("error: googleapi: Error 403: Quota exceeded for x", ExitCode.QUOTA, "does not say which"),
+        ("error: googleapi: Error 403: Quota exceeded for x", ExitCode.QUOTA, "does not name it"),
         (
             "error: googleapi: Error 403: Compute Engine API has not been used in project 7 before "
             "https://console.developers.google.com/apis/api/iap.googleapis.com/overview",
@@ -192,7 +192,7 @@ def test_a_spot_machine_that_is_gone_while_it_is_created_was_preempted(
             ExitCode.CONFIG,
             "zones is empty; name one",
         ),
-        ("", ExitCode.CONFIG, "its engine does not say why"),
+        ("", ExitCode.CONFIG, "without a message"),
     ],
 )
 def test_other_failures_keep_their_own_exit_code(output: str, status: ExitCode, words: str) -> None:
@@ -202,9 +202,9 @@ def test_other_failures_keep_their_own_exit_code(output: str, status: ExitCode, 
 
 
 @pytest.mark.parametrize(
-    ("said", "whose"), [(LOCKED[0], "ann@desk (process 7)"), (LOCKED[1], "does not say whose")]
+    ("said", "whose"), [(LOCKED[0], "ann@desk (process 7)"), (LOCKED[1], "does not name its user")]
 )
 def test_a_locked_stack_names_who_holds_it(said: str, whose: str) -> None:
-    error = explain(Update(words=["up"], status=255, text=said))
+    error = explain(Update(arguments=["up"], status=255, text=said))
     assert error.exit_code == ExitCode.CONFIG
-    assert "another update of the stack is going on" in str(error) and whose in str(error)
+    assert "another update of the stack is running" in str(error) and whose in str(error)

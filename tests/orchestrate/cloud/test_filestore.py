@@ -1,4 +1,4 @@
-"""A Filestore instance, on which data may be, goes after its name was typed or given; only then."""
+"""A Filestore instance, which can hold data, is deleted only if its name was typed or given."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LISTING = "/locations/-/instances"
 
 @pytest.fixture
 def built(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """A cluster with an instance that its state does not list."""
+    """Return a cluster with an instance that its state does not list."""
     site.build(nodes=1)
     head_says(monkeypatch)
     destroys(site)
@@ -45,7 +45,7 @@ def test_yes_alone_destroys_nothing_while_there_is_one(
 ) -> None:
     assert main(["down", "--yes"], built.env) == ExitCode.USAGE
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "This deletes Filestore mine-shared with all data on it. --yes does not answer" in last
+    assert "This deletes Filestore mine-shared with all data on it. --yes does not confirm" in last
     assert "so nothing was destroyed" in last and last.endswith(f"repeat with {' '.join(NAMED)}")
     assert main(["down", "--dry-run"], built.env) == ExitCode.OK
     said = "every machine, disk and network, Filestore mine-shared with all its data; "
@@ -74,7 +74,7 @@ def test_where_google_does_not_list_it_the_state_counts(built: Site, capsys: Cap
 def test_one_that_nobody_was_asked_about_is_left_and_named_with_its_price(
     built: Site, capsys: Capture
 ) -> None:
-    """The first listing did not see it."""
+    """The first listing does not include it."""
     built.cloud.faults.append(Fault(path=LISTING, status=403, message="not allowed", times=1))
     assert main(["down", "--yes"], built.env) == ExitCode.TEARDOWN
     err = capsys.readouterr().err
@@ -107,7 +107,7 @@ def test_an_up_that_fails_takes_back_the_instance_that_it_made_and_no_other(
     built.pulumi.on("preview")
     built.pulumi.on("up", out=DETAILS, status=255)
     state_has(built, NETWORK, MACHINE)
-    state_has(built, NETWORK, looks=2)  # before the preview, and after the question
+    state_has(built, NETWORK, looks=2)  # before the preview, and after the confirmation
     wanted = ExitCode.NO_CAPACITY if is_new else ExitCode.TEARDOWN
     assert main(["up", "--yes"], built.env) == wanted, capsys.readouterr().err
     assert len(built.cloud.filestores) == (0 if is_new else 1)

@@ -1,4 +1,4 @@
-"""Requests to the cloud: retries, refusals in plain words, and where they may go."""
+"""Requests to the cloud: retries, refusals with their fixes, and allowed endpoints."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_a_busy_cloud_is_given_the_time_that_it_asks_for(site: Site) -> None:
 
 def test_a_cloud_that_stays_busy_is_an_error_with_its_own_words(site: Site) -> None:
     site.cloud.faults.append(Fault(path=INSTANCES, status=503, message="try later", times=99))
-    with pytest.raises(CloudError, match=r"listing instances: Google Cloud answers 503: .*later"):
+    with pytest.raises(CloudError, match=r"listing instances: Google Cloud returned 503: .*later"):
         list_everything(site.google(retry_s=0.0))
     assert site.cloud.count(INSTANCES) == 1
 
 
 def test_a_cloud_that_cannot_be_reached_is_tried_again_and_then_an_error(site: Site) -> None:
     with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))  # bound and not listening: nobody answers there
+        holder.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
         site.env[VARIABLE] = f"http://127.0.0.1:{holder.getsockname()[1]}"
         with pytest.raises(CloudError, match="listing instances: Google Cloud cannot be reached"):
             list_everything(site.google(retry_s=0.5, sleep=time.sleep))
@@ -76,7 +76,7 @@ def test_a_proxys_refusal_and_a_strange_certificate_are_said_at_once_with_their_
         raise error
 
     with pytest.raises(CloudError, match=re.escape(fix)):
-        site.google().ask("listing", request)
+        site.google().call("listing", request)
     assert site.sleeps == []
 
 
@@ -119,9 +119,9 @@ def test_every_page_is_read_and_each_with_retries(site: Site) -> None:
         (
             "Required 'compute.instances.list' permission for 'projects/acme-lab'",
             "forbidden",
-            "compute.instances.list is in roles/compute.viewer. The project's owner gives it",
+            "compute.instances.list is in roles/compute.viewer. The project's owner must run",
         ),
-        ("The caller does not have permission", "forbidden", "Ask for a role that allows it"),
+        ("The caller does not have permission", "forbidden", "Request the roles"),
         (
             "Your application is authenticating by using local Application Default Credentials. "
             "The compute.googleapis.com API requires a quota project, which is not set by default.",
@@ -139,7 +139,7 @@ def test_every_page_is_read_and_each_with_retries(site: Site) -> None:
             "Request is prohibited by organization's policy. vpcServiceControlsUniqueIdentifier: "
             "VQQnKfXtZ16NHnOmdJAy0E92tVT",
             "forbidden",
-            "A perimeter of VPC Service Controls forbids requests from here",
+            "A perimeter of VPC Service Controls blocks requests from this machine",
         ),
     ],
 )
@@ -152,7 +152,7 @@ def test_a_refusal_says_what_to_do(site: Site, message: str, reason: str, fix: s
 
 def test_a_place_that_does_not_answer_is_not_taken_for_an_empty_one(site: Site) -> None:
     site.build()
-    # Nobody names it but its own entry in the list, where the machines would be.
+    # Only its own entry in the list, where its machines would be, reports the failure.
     site.cloud.failing = {"zones/us-central1-a": "The zone is currently unavailable"}
     listing = list_everything(site.google())
     assert not any(each.kind == "instance" for each in listing.resources)
@@ -160,25 +160,25 @@ def test_a_place_that_does_not_answer_is_not_taken_for_an_empty_one(site: Site) 
         f"listing {kind}: us-central1-a: UNREACHABLE: The zone is currently unavailable. Try again."
         for kind in ("disks", "instances")
     ]
-    # Named twice, it is said once.
+    # Reported twice, it is printed once.
     site.cloud.unreachable = ["projects/acme-lab/zones/us-central1-a"]
     blind = list_everything(site.google()).blind
-    assert blind.count("listing instances: us-central1-a does not answer. Try again.") == 1
+    assert blind.count("listing instances: us-central1-a does not respond. Try again.") == 1
     assert not any("UNREACHABLE" in each for each in blind)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("http://compute.example.org", "https only"),
-        ("http://127.0.0.1.example.org", "https only"),
-        ("ftp://{service}.example.org", "not a URL of scheme https"),
-        ("https://one.example.org", "{service} is missing"),
-        ("https://me:secret@{service}.example.org", "only scheme, host and port"),
-        ("https://{service}.example.org/compute/v1", "only scheme, host and port"),
+        ("http://compute.example.org", "only allowed for loopback addresses. Use https"),
+        ("http://127.0.0.1.example.org", "only allowed for loopback addresses. Use https"),
+        ("ftp://{service}.example.org", "not an https URL"),
+        ("https://one.example.org", "the host must contain {service}"),
+        ("https://me:secret@{service}.example.org", "scheme, host and port only"),
+        ("https://{service}.example.org/compute/v1", "scheme, host and port only"),
         ("https://{service}.example.org:x", "not a URL"),
-        ("compute.example.org", "not a URL"),
-        ("'; rm -rf /", "not a URL"),
+        ("compute.example.org", "not an https URL"),
+        ("'; rm -rf /", "not an https URL"),
     ],
 )
 def test_an_endpoint_that_credentials_must_not_go_to_is_refused(text: str, message: str) -> None:
@@ -212,7 +212,7 @@ def test_without_credentials_it_says_how_to_log_in(site: Site) -> None:
     )
     assert done.returncode == 13
     assert "gcloud auth application-default login" in done.stderr
-    # Nor does Google's library get to speak about Python's age.
+    # Google's library also prints no warning about Python's version.
     assert "Warning" not in done.stderr and len(done.stderr.splitlines()) == 1
 
 

@@ -1,6 +1,6 @@
-"""Google's answers, Pulumi's outputs and the files beside them: hostile or damaged, field by field.
+"""Hostile or damaged responses of Google, outputs of Pulumi, and files, field by field.
 
-Each is read or refused with one printable line; nothing else is raised, and nothing is written.
+Each is read or refused with a printable one-line error; no other exception, and no file is written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 
 from payload.core.errors import TileforgeError
 from payload.machines.inventory import ClusterInventory
-from payload.orchestrate.clouds.cluster_records import recall
+from payload.orchestrate.clouds.cluster_records import load_cluster_record
 from payload.orchestrate.clouds.gcp import host_keys
 from payload.orchestrate.clouds.gcp.billing_catalog import fresh_catalog
 from payload.orchestrate.clouds.gcp.buckets import buckets
@@ -65,7 +65,7 @@ NEED = Need(
     makes_bucket=True,
 )
 WITH_BUCKET = Need(bucket_name="b-1")
-# Bodies that are no document in Google's or Pulumi's format.
+# Bodies that are not documents in Google's or Pulumi's format.
 BODIES = (
     *(b"", b" ", b"null", b"0", b"[]", b"[[]]", b"{}", b"{", b'"x"', b"\xff", b"\x00", b"NaN"),
     *(b"<html><h1>502</h1></html>", b'{"a": 1}{"a": 2}', b'{"error": []}', b'{"error": "x"}'),
@@ -80,7 +80,7 @@ def pinned(site: Site) -> object:
     cache = site.folder / "no-cache.json"
     options: dict[str, Any] = {"cache": cache, "say": str, "deadline_s": 0.0, "sleep": float}
     node = host_keys.pin_node(inventory.head, google(site), **options)
-    # What came of it is an inventory's node still, as the cache will have it.
+    # The result is still a valid node of an inventory, for the cache.
     ClusterInventory.from_json(replace(inventory, nodes=(node,)).to_json(), where="pinned")
     return node
 
@@ -93,7 +93,7 @@ def known_inventory(site: Site) -> ClusterInventory:
 
 
 def google(site: Site) -> Google:
-    """The client of this site, with its connections, for thousands of requests."""
+    """Return this site's client with its connections, for thousands of requests."""
     client: Google = _once(site, "google", lambda: site.google(retry_s=0.0))
     return client
 
@@ -137,7 +137,7 @@ def listed(*names: str) -> Callable[[Site], object]:
     return read
 
 
-# What reads an answer, and the pattern of the path that it comes from.
+# Readers of responses, each with the pattern of the response's path.
 READS: dict[str, tuple[str, Callable[[Site], object]]] = {
     "guest attributes": ("getGuestAttributes", pinned),
     "instance": ("instances/mine-0$|instances/mine-0[?]", pinned),
@@ -172,7 +172,7 @@ READS: dict[str, tuple[str, Callable[[Site], object]]] = {
 
 @pytest.fixture
 def full(site: Site) -> Site:
-    """A cloud that has something of every kind that is read."""
+    """Return a cloud with a resource of every kind that is read."""
     site.build(nodes=1)
     cloud = site.cloud
     cloud.add_dns_zone("mine-googleapis", labels=LABELS)
@@ -190,7 +190,7 @@ def full(site: Site) -> Site:
 
 
 def is_sound(read: Callable[[], object]) -> bool:
-    """Return True if it was read; else assert that it was refused properly."""
+    """Return True if it was read; otherwise assert that it was refused properly."""
     try:
         read()
     except TileforgeError as error:
@@ -201,7 +201,7 @@ def is_sound(read: Callable[[], object]) -> bool:
 
 
 def places(document: Any) -> Iterator[tuple[Any, ...]]:
-    """The path of every value within."""
+    """Yield the path of every value inside."""
     is_list = isinstance(document, list)
     keys = range(len(document)) if is_list else list(document if isinstance(document, dict) else ())
     for key in keys:
@@ -216,7 +216,7 @@ def answering(pattern: str, body: bytes) -> Callable[[str, dict[str, Any]], byte
 
 
 def with_value(document: Any, path: tuple[Any, ...], value: object) -> Any:
-    """A copy with another value there."""
+    """Return a copy with another value at the path."""
     changed = copy.deepcopy(document)
     inner = changed
     for key in path[:-1]:
@@ -271,7 +271,7 @@ def test_a_guest_attribute_of_blanks_alone_is_refused(full: Site) -> None:
     for value in (" ", "\n", "\t \r\n", "\u00a0", ""):
         full.cloud.guest_attributes["mine-0"] = {"ssh-ed25519": value}
         options: dict[str, Any] = {"say": str, "deadline_s": 0.0, "sleep": float}
-        with pytest.raises(TileforgeError, match="it has published a host key that is none"):
+        with pytest.raises(TileforgeError, match="published an invalid host key"):
             host_keys.pin_node(
                 known_inventory(full).head, google(full), cache=full.folder / "none", **options
             )
@@ -282,18 +282,18 @@ def test_a_list_of_google_that_never_ends_is_given_up(
 ) -> None:
     monkeypatch.setattr("payload.orchestrate.clouds.gcp.client.MOST_PAGES", 5)
     monkeypatch.setattr("payload.orchestrate.clouds.gcp.buckets.MOST_PAGES", 5)
-    # Machines are listed first and alone: an error there is one of everything.
+    # Machines are listed first and alone, so an error there is raised immediately.
     full.cloud.tamper = lambda target, document: (
         None if "instances" in target else json.dumps(document | {"nextPageToken": "0"}).encode()
     )
     blind = "; ".join(list_everything(google(full)).blind)
-    assert "listing networks: the list does not end after 5 pages" in blind
+    assert "listing networks: the list has more than 5 pages" in blind
     for kind in ("buckets", "service accounts", "DNS zones"):
-        assert f"listing {kind}: the list does not end" in blind
+        assert f"listing {kind}: the list has more than" in blind
 
 
 class Saying(Pulumi):
-    """A Pulumi that prints these words."""
+    """Return a Pulumi that prints this text."""
 
     text = ""
 
@@ -376,7 +376,7 @@ def test_every_field_that_pulumi_prints_may_be_hostile(
 
 
 def instead(path: Path) -> Path:
-    """The path, with nothing there."""
+    """Return the path after removing anything at it."""
     path.unlink()
     return path
 
@@ -409,7 +409,7 @@ def test_a_damaged_file_beside_the_cluster_is_passed_over(full: Site, damage: st
     first = host_keys.pin_host_keys(known.inventory, google(full), **options)
     for path in (cache, memory):
         DAMAGES[damage](path, path.read_bytes())
-    assert recall(full.folder, "mine") is None or damage == "a bit flip"
+    assert load_cluster_record(full.folder, "mine") is None or damage == "a bit flip"
     said: list[str] = []
     node = host_keys.pin_node(
         known.inventory.head, google(full), cache=cache, say=said.append, deadline_s=0.0
@@ -431,7 +431,7 @@ def test_every_field_of_a_file_beside_the_cluster_may_be_hostile(full: Site, fil
         for value in HOSTILE:
             path.write_text(json.dumps(with_value(sound, place, value)))
             if file == "stack.json":
-                found = recall(full.folder, "mine")
+                found = load_cluster_record(full.folder, "mine")
                 assert found is None or Google(found.project, endpoints=google(full)._endpoints)
             else:
                 assert isinstance(host_keys._read_cache(path), dict)
@@ -449,7 +449,7 @@ def test_every_field_of_a_file_beside_the_cluster_may_be_hostile(full: Site, fil
     ],
 )
 def test_what_pulumi_says_of_a_failure_may_be_hostile(text: str) -> None:
-    for update in (failed(text), Update(words=["up"], status=255, text=text)):
+    for update in (failed(text), Update(arguments=["up"], status=255, text=text)):
         message = str(explain(update))
         assert message.isprintable() and len(message) < 1_200_000
 

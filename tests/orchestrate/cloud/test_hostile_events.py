@@ -1,4 +1,4 @@
-"""The events of Pulumi's engine: hostile or damaged, field by field."""
+"""Hostile or damaged events of Pulumi's engine, field by field."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from payload.orchestrate.clouds.pulumi.events import EventReader, Update
 from payload.orchestrate.clouds.pulumi.failures import explain
-from payload.orchestrate.clouds.pulumi.firewall_drift import wanted_rules
+from payload.orchestrate.clouds.pulumi.firewall_drift import expected_rules
 from payload.orchestrate.clouds.pulumi.previews import machines_that_go
 from payload.orchestrate.clouds.pulumi.progress import Progress
 from payload.orchestrate.clouds.pulumi.rollback import remaining
@@ -65,13 +65,15 @@ def test_every_field_of_an_event_of_the_engine_may_be_hostile(event: dict[str, A
         reader = EventReader(io.BytesIO(b"\n".join([content, *others, b""])))
         progress = Progress("pulumi up", say=str)
         for each in reader.read():
-            progress.see(each)
+            progress.handle(each)
         progress.table()
-        update = Update(words=["up"], status=1, events=reader.seen, unreadable=reader.unreadable)
+        update = Update(
+            arguments=["up"], status=1, events=reader.seen, unreadable=reader.unreadable
+        )
         message = str(explain(update))
         assert message.isprintable() and len(message) < 2_000
         assert remaining(["mine-0"], update).isprintable()
-        wanted_rules(update)
+        expected_rules(update)
         return machines_that_go(update)
 
     assert is_sound(partial(read, json.dumps(event).encode()))
@@ -85,4 +87,4 @@ def test_every_field_of_an_event_of_the_engine_may_be_hostile(event: dict[str, A
 def test_an_event_without_an_end_is_not_waited_for_in_memory() -> None:
     stream = io.BytesIO(b"{" * (2**25 + 2**21))
     reader = EventReader(stream)
-    assert list(reader.read()) == [] and "has no end" in reader.unreadable
+    assert list(reader.read()) == [] and "is too long" in reader.unreadable

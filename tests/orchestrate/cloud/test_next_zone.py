@@ -1,4 +1,4 @@
-"""`up --next-zone`: the way through the config's zones, and what it asks on it."""
+"""`up --next-zone`: the order of the config's zones, and the confirmations."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def test_next_zone_moves_on_through_the_configs_zones(site: Site, capsys: Captur
     assert main(["up", "--yes", "--next-zone"], site.env) == ExitCode.OK
     said = words(site)
     assert said.count("up --yes --skip-preview") == 3
-    # b first, as the error says that it has machines; then what is left of the order.
+    # b first, because the error suggests it; then the rest of the order.
     firsts = [each for each in said if each.startswith("config set --path zones[0]")]
     assert firsts == [f"config set --path zones[0] us-central1-{zone}" for zone in "bc"]
-    assert "the cluster goes to us-central1-b now" in capsys.readouterr().err
+    assert "--next-zone: building in us-central1-b" in capsys.readouterr().err
 
 
 def test_next_zone_ends_with_the_last_one(site: Site, capsys: Capture) -> None:
@@ -47,7 +47,7 @@ def test_next_zone_ends_with_the_last_one(site: Site, capsys: Capture) -> None:
     words_of_up = ["up", "--yes", "--next-zone", "--keep-on-failure"]
     assert main(words_of_up, site.env) == ExitCode.NO_CAPACITY
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "tried: us-central1-f, us-central1-c" in last
+    assert "Tried zones of the config: us-central1-f, us-central1-c" in last
 
 
 def test_next_zone_needs_a_next_zone(site: Site, capsys: Capture) -> None:
@@ -82,7 +82,7 @@ def test_next_zone_does_not_leave_results_behind_in_the_old_one(
     monkeypatch.setattr("sys.stdin", Answers("y\nn\n"))
     assert main(["up", "--next-zone"], site.env) == ExitCode.NO_CAPACITY
     err = capsys.readouterr().err
-    assert "End these machines and build in us-central1-b? [y/N]" in err
+    assert "Delete these machines and build in us-central1-b? [y/N]" in err
     assert "no c3-highmem-8 is free in us-central1-f" in err.splitlines()[-1]
     assert "tried" not in err.splitlines()[-1]
     assert not [each for each in words(site) if each.startswith("config set")]
@@ -99,7 +99,7 @@ def test_next_zone_ends_machines_once_and_then_asks_no_more(
     site.pulumi.on("preview")
     site.pulumi.on("up", out="done\n")
     site.pulumi.on("up", out=PLAIN, status=255, times=2)
-    # The head's machine is gone, so nobody has to be asked for a run.
+    # The head's machine is gone, so it is not queried for a run.
     site.cloud.drop("instances", "mine-0")
     monkeypatch.setattr("sys.stdin", Answers("y\ny\n"))
     assert main(["up", "--next-zone"], site.env) == ExitCode.OK
@@ -112,7 +112,7 @@ ZONES = [f"us-central1-{zone}" for zone in "fcb"]
 
 
 def full(zone: str, *, hours: float) -> dict[str, object]:
-    """A zone that had no machine so many hours ago."""
+    """Return a zone that was full this number of hours ago."""
     reason = "no c3-highmem-8 free"
     return {"zone": zone, "time_unix": time.time() - hours * 3600, "reason": reason}
 
@@ -124,7 +124,7 @@ def write_full_zones(site: Site, text: str) -> None:
 
 
 def firsts(site: Site) -> list[str]:
-    """The zones that were put first in the config, in order."""
+    """Return the zones that were moved to the front of the config, in order."""
     begin = "config set --path zones[0] "
     return [each.removeprefix(begin) for each in words(site) if each.startswith(begin)]
 
@@ -142,7 +142,7 @@ def test_next_zone_remembers_which_zones_were_full(site: Site, capsys: Capture) 
     assert all(
         "free" in each["reason"] and each["time_unix"] <= time.time() for each in kept["zones"]
     )
-    # All were full: the config's order holds again.
+    # All were full, so the config's order is used.
     before = words(site).count("up --yes --skip-preview")
     capsys.readouterr()
     assert main(up, site.env) == ExitCode.NO_CAPACITY
@@ -158,14 +158,14 @@ def test_a_zone_that_was_full_is_passed_over_for_hours_and_that_is_one_line(
     site.pulumi.on("config", "set")
     site.pulumi.on("preview")
     site.pulumi.on("up", out="done\n")
-    # c was full too long ago to say anything of now.
+    # c was full too long ago to matter.
     past = [full(ZONES[0], hours=2), full(ZONES[1], hours=7)]
     write_full_zones(site, json.dumps({"schema_version": 1, "zones": past}))
     assert main(["up", "--yes", "--next-zone"], site.env) == ExitCode.OK
     assert firsts(site) == [ZONES[1]]
     (line,) = [each for each in capsys.readouterr().err.splitlines() if "full within" in each]
     assert line == (
-        f"--next-zone: the cluster goes to {ZONES[1]}, as these were full within the last 6 h: "
+        f"--next-zone: building in {ZONES[1]}; skipping zones that were full within the last 6 h: "
         f"{ZONES[0]} (no c3-highmem-8 free, 2.0 h ago)"
     )
 
@@ -197,7 +197,7 @@ def test_without_next_zone_a_full_zone_is_tried_again(site: Site, capsys: Captur
     ("refusal", "spot", "reason"),
     [
         (NOT_OFFERED, "false", "no c3-highmem-8 offered"),
-        (PREEMPTED, "true", "took spot machines back"),
+        (PREEMPTED, "true", "preempted spot machines"),
     ],
 )
 def test_next_zone_goes_on_where_a_zone_lacks_the_type_or_takes_a_spot_machine_back(
@@ -211,7 +211,7 @@ def test_next_zone_goes_on_where_a_zone_lacks_the_type_or_takes_a_spot_machine_b
     site.pulumi.on("up", out=refusal, status=255, times=2)
     assert main(["up", "--yes", "--next-zone"], site.env) == ExitCode.OK
     assert words(site).count("up --yes --skip-preview") == 3
-    # The zone that worked is first, the others keep their order.
+    # The zone that worked is first; the others keep their order.
     assert firsts(site) == [ZONES[1], ZONES[2]]
     kept = json.loads((site.folder / ".cluster" / "mine" / "zones.json").read_text())
     assert [(each["zone"], each["reason"]) for each in kept["zones"]] == [
@@ -235,7 +235,7 @@ def test_zones_that_failed_stay_where_they_were_in_the_config(
     asked = [each for each in words(site) if each.startswith("config set")]
     assert asked[-3:] == [f"config set --path zones[{at}] {z}" for at, z in enumerate(ZONES)]
     last = capsys.readouterr().err.splitlines()[-1]
-    assert f"tried: {', '.join(ZONES)}" in last
+    assert f"Tried zones of the config: {', '.join(ZONES)}" in last
 
 
 def test_a_zone_with_a_machine_in_it_stays_first_in_the_config(site: Site, capsys: Capture) -> None:
@@ -244,7 +244,7 @@ def test_a_zone_with_a_machine_in_it_stays_first_in_the_config(site: Site, capsy
     site.pulumi.on("preview")
     site.pulumi.on("up", out="error: googleapi: Error 500: backendError", status=255)
     site.pulumi.on("up", out=NOT_OFFERED, status=255, times=1)
-    # Nothing is there when it begins, and one machine when it ends.
+    # No machine exists at the start, and one at the end.
     site.pulumi.machines("mine-0")
     site.pulumi.on("stack", "export", out=json.dumps({"version": 3, "deployment": {}}), times=2)
     up = ["up", "--yes", "--next-zone", "--keep-on-failure"]

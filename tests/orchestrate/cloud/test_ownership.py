@@ -1,4 +1,4 @@
-"""Two clusters of one name in a project: nobody removes or adopts what is the other one's."""
+"""Two clusters of one name in a project: neither removes or adopts the other's resources."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OLDER = {key: value for key, value in THEIRS.items() if key != "tileforge-identi
 
 
 def another_cluster(site: Site, labels: dict[str, str]) -> None:
-    """Add what somebody else has built in the project, with our cluster's name."""
+    """Add another user's resources with our cluster's name to the project."""
     described: dict[str, Any] = {
         "labels": {},
         "description": mark({"tileforge-identity": "", **labels}),
@@ -55,7 +55,7 @@ def another_cluster(site: Site, labels: dict[str, str]) -> None:
 
 @pytest.fixture
 def shared(site: Site, request: pytest.FixtureRequest) -> Site:
-    """A project with another cluster of our name, and a stack that plans to build one."""
+    """Return a project with another cluster of our name, and a stack that plans to build one."""
     another_cluster(site, getattr(request, "param", THEIRS))
     site.pulumi.on("preview", events=step("create", URN))
     site.pulumi.on("up")
@@ -69,7 +69,7 @@ def at_terminal(monkeypatch: pytest.MonkeyPatch, answers: str) -> None:
 
 
 def state_lists(site: Site, **ids: str) -> None:
-    """From now on the stack's state has these resources: ids by name."""
+    """Set the stack's state to these resources: IDs by name."""
     kind = "gcp:compute/network:Network"
     resources = [
         {"urn": f"urn:pulumi:dev::tileforge::{kind}::{name}", "id": each}
@@ -93,7 +93,7 @@ def untouched(site: Site) -> bool:
 def test_up_refuses_before_it_builds_anything(
     shared: Site, identity: str | None, is_new_folder: bool, capsys: Capture
 ) -> None:
-    """The attack: `up --yes` called the other one's twelve resources orphans, and removed them."""
+    """Attack: `up --yes` treats the other cluster's resources as orphans and removes them."""
     if is_new_folder:
         (shared.folder / ".cluster" / "mine" / "identity.json").unlink()
     assert main(["up", "--yes"], shared.env) == ExitCode.CONFIG
@@ -120,7 +120,7 @@ def test_down_and_sweep_leave_the_other_cluster_alone(
     capsys: Capture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The attack: both removed it, with its head, without ever having built anything."""
+    """Attack: both commands remove it, with its head, without having built anything."""
     head_says(monkeypatch)
     shared.pulumi.on("destroy", out="destroyed\n")
     if is_new_folder:
@@ -193,7 +193,7 @@ def test_an_identity_that_is_none_is_refused(wrong: str, site: Site, capsys: Cap
 def test_a_strangers_machine_in_the_network_is_named_and_left(
     site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The attack: it was listed under "remove with", and `sweep --delete --yes` removed it."""
+    """Attack: it is listed under "remove with", and `sweep --delete --yes` removes it."""
     head_says(monkeypatch)
     site.build()
     site.cloud.add(
@@ -214,7 +214,7 @@ def test_a_strangers_machine_in_the_network_is_named_and_left(
 def test_what_the_state_lists_and_is_anothers_by_now_is_left_alone(
     shared: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ours was removed without Pulumi, and somebody else has built under the same names."""
+    """Our cluster was removed without Pulumi, and another user built with the same names."""
     head_says(monkeypatch)
     state_lists(shared, network=f"projects/{PROJECT}/global/networks/mine-network")
     for command in (["up", "--yes"], ["down", "--yes"]):
@@ -258,7 +258,7 @@ def test_an_identity_comes_back_from_the_state(shared: Site) -> None:
 def test_a_cluster_whose_folder_was_lost_owns_what_has_either_identity(
     site: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Descriptions keep the identity that they were made with, and labels get the new one."""
+    """Descriptions keep their first identity, and labels get the new one."""
     head_says(monkeypatch)
     another_cluster(site, THEIRS)
     described = {"urn": URN, "id": f"projects/{PROJECT}/global/networks/mine-network"}
@@ -339,7 +339,7 @@ def test_a_right_to_a_key_tells_nothing_of_the_stacks_project() -> None:
 
 @pytest.fixture
 def moved(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """A stack with a machine in old-lab, and a config that names a project with another one."""
+    """Return a stack with a machine in old-lab, and a config with another project."""
     head_says(monkeypatch)
     own_key(site)
     site.cloud.add_node("mine-node-0", labels=OLDER, status="TERMINATED")
@@ -356,14 +356,14 @@ def moved(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
 def test_down_leaves_what_has_the_name_in_another_project(
     moved: Site, more: list[str], capsys: Capture
 ) -> None:
-    """The attack: the name was taken for the machine of the state, and it was deleted."""
+    """Attack: a machine of the same name is treated as the state's machine and deleted."""
     assert main(["down", "--yes", *more], moved.env) == ExitCode.OK
     assert moved.cloud.count(f"^(POST|DELETE) .*/{PROJECT}/") == 0
     assert "0 resources of cluster mine left in project old-lab" in capsys.readouterr().err
 
 
 def test_up_refuses_a_stack_of_another_project(moved: Site, capsys: Capture) -> None:
-    """It would have started or replaced what has the names there, as its own."""
+    """It would start or replace machines of the same names as its own."""
     for choice in ("start", "replace"):
         assert main(["up", "--yes", "--stopped", choice], moved.env) == ExitCode.CONFIG
     last = capsys.readouterr().err.splitlines()[-1]
@@ -380,7 +380,7 @@ def test_down_refuses_another_project_than_the_stacks(site: Site, capsys: Captur
 
 
 def test_a_stopped_machine_of_others_is_not_started_in_the_heads_place(site: Site) -> None:
-    """The state is damaged, and somebody else's machine has the name that the folder remembers."""
+    """The state is damaged, and another user's machine has the name in the folder's record."""
     site.cloud.add_node("mine-0", labels=THEIRS, status="TERMINATED")
     text = json.dumps(inventory_output("mine", ["mine-0"]))
     inventory = ClusterInventory.from_json(text, where="x")

@@ -1,4 +1,4 @@
-"""Records of a cluster that came with the folder, as of a clone: they prove nothing."""
+"""Records of a cluster that came with a cloned folder prove nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.processes
 
 
 def planted(site: Site) -> None:
-    """The records of a living cluster come with the folder, as in a clone."""
+    """Return a folder with the records of a running cluster, as in a clone."""
     site.cloud.add_node("mine-0", labels=cluster_labels("mine", expires=1_900_000_000))
     shutil.rmtree(site.folder / ".cluster")
     own = site.folder / ".cluster" / "mine"
@@ -49,14 +49,14 @@ def test_records_that_came_with_a_folder_prove_nothing(
     planted(site)
     before = count(site)
     words = ["sweep", "--cluster", "mine", "--project", PROJECT]
-    # Nobody can be asked, and --yes is no answer.
+    # There is no terminal, and --yes does not confirm it.
     assert main([*words, "--delete", "--yes"], site.env) == ExitCode.USAGE
     assert "Answer it at a terminal; --yes does not apply" in capsys.readouterr().err
     assert main(words, site.env) == ExitCode.TEARDOWN
     err = capsys.readouterr().err
-    assert "not known to be built from this folder" in err and "remove with" not in err
+    assert "not built from this folder by its identity" in err and "remove with" not in err
     assert count(site) == before
-    # A cluster of an older version: its name is typed once.
+    # A cluster of an older version: its name must be typed once.
     monkeypatch.setattr("sys.stdin", Answers("mine\n"))
     main([*words, "--delete", "--yes"], site.env)
     assert count(site) == 0
@@ -81,7 +81,7 @@ def test_up_and_down_ask_once_whose_cluster_it_is(
     assert known_cluster_identity(site.folder, "mine") == CLUSTER
     monkeypatch.undo()
     assert own_identity(site.folder, "mine") == CLUSTER, "asked once"
-    # The proof is of this folder and this name: a copy of it elsewhere has none.
+    # The proof is bound to this folder and name, so a copy in another folder proves nothing.
     for folder, name in ((site.folder / "copy", "mine"), (site.folder, "other")):
         path = folder / ".cluster" / name / "identity.json"
         write_whole(path, own.read_text())
@@ -107,7 +107,7 @@ def test_the_program_builds_nothing_with_an_identity_that_came_with_the_folder(
     monkeypatch.setattr("infra.gcp.labels.pulumi.runtime.is_dry_run", lambda: True)
     assert program_identity(tmp_path, "dev") == CLUSTER
     monkeypatch.setattr("infra.gcp.labels.pulumi.runtime.is_dry_run", lambda: False)
-    with pytest.raises(ConfigError, match="nothing shows that you have written it"):
+    with pytest.raises(ConfigError, match="not proven to be yours"):
         program_identity(tmp_path, "dev")
     accept_cluster_identity(tmp_path, "dev")
     assert program_identity(tmp_path, "dev") == CLUSTER
@@ -130,4 +130,4 @@ def test_up_trusts_no_public_key_that_came_with_the_folder(
         own_key(site)
     write_whole(folder / "id_ed25519.pub", f"{make_operator_key(site.folder / 'theirs')}\n")
     assert main(["up", "--yes"], site.env) == ExitCode.CONFIG
-    assert "its private half is not here, so somebody else may have it" in capsys.readouterr().err
+    assert "its private half is missing, so it can be another user's key" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Prices: Google's billing catalog where it answers, the packaged tables where it does not."""
+"""Prices: Google's billing catalog, or the packaged tables if it is unavailable."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sku(
     regions: tuple[str, ...] = (REGION,),
     free_first: bool = False,
 ) -> dict[str, Any]:
-    """One entry of the catalog, as its API has it."""
+    """Return one entry of the catalog in its API's format."""
     tiers = [{"startUsageAmount": 0, "unitPrice": {"units": "0", "nanos": 0}}] * free_first
     price = {"currencyCode": "USD", "units": "0", "nanos": nanos}
     tiers.append({"startUsageAmount": 30 * free_first, "unitPrice": price})
@@ -58,7 +58,7 @@ CATALOG = [
     sku("Spot Preemptible C3 Instance Ram running in Iowa", 500_000, usage="Preemptible"),
     sku("Balanced PD Capacity", 110_000_000, unit="GiBy.mo", free_first=True),
     sku("Hyperdisk Balanced Capacity in Iowa", 80_000_000, unit="GiBy.mo"),
-    # What must not be taken for one of these.
+    # Entries that must not match.
     sku("Regional Balanced PD Capacity in Iowa", 990_000_000, unit="GiBy.mo"),
     sku("Commitment v1: C3 Cpu in Iowa for 1 Year", 990_000_000, usage="Commit1Yr"),
     sku("C3 Instance Core running in Iowa", 990_000_000, usage="Commit1Yr"),
@@ -72,7 +72,7 @@ MACHINE, SPOT = 0.64, 0.064
 
 @pytest.fixture
 def project(site: Site) -> Site:
-    """A project that has the default cluster's machine and disk."""
+    """Return a project that offers the default cluster's machine and disk."""
     for kind, name in (("machineTypes", "c3-highmem-8"), ("diskTypes", "pd-balanced")):
         site.cloud.add(kind, name, place=ZONE, labels={}, guestCpus=8)
     site.cloud.regions[REGION] = {"C3_CPUS": (100.0, 0.0), "SSD_TOTAL_GB": (500.0, 0.0)}
@@ -81,7 +81,7 @@ def project(site: Site) -> Site:
 
 
 def price(site: Site, capsys: Capture, *flags: str) -> dict[str, Any]:
-    """The check of the price."""
+    """Return the check of the price."""
     main(["doctor", *flags, "--json"], site.env)
     checks = json.loads(capsys.readouterr().out)["checks"]
     (found,) = [each for each in checks if each["name"] == "price"]
@@ -96,11 +96,11 @@ def test_the_catalog_is_read_with_the_operators_login_and_kept(
     assert f"3 x ${MACHINE} on demand, disks ${300 * 0.11 / 730:.4f}" in found["found"]
     assert "(Google's billing catalog, read 0 h ago with your login)" in found["found"]
     assert found["outcome"] == "ok" and project.cloud.count("/skus") == 3
-    # A day long nobody asks again; spot prices of today carry no warning of their age.
+    # The catalog is used for a day; current spot prices have no warning about their age.
     found = price(project, capsys, "--spot", "--disk-type", "hyperdisk-balanced")
     assert f"3 x ${SPOT} spot, disks ${300 * 0.08 / 730:.4f}" in found["found"]
     assert found["outcome"] == "ok" and project.cloud.count("/skus") == 3
-    # Preview has the same figures, from the same file.
+    # Preview shows the same prices, from the same file.
     catalog = read_catalog(project.folder / ".cluster", now_unix=time.time())
     cost = price_of_cluster(CONFIG, catalog)
     assert cost.nodes()[0] == pytest.approx(MACHINE + 100 * 0.11 / 730, abs=1e-6)
@@ -109,7 +109,7 @@ def test_the_catalog_is_read_with_the_operators_login_and_kept(
     )
     dear = replace(CONFIG, max_hourly_usd="1.80")
     price_of_cluster(dear)
-    with pytest.raises(BudgetError, match=r"c3-highmem-8 cost \$1\.97 an hour"):
+    with pytest.raises(BudgetError, match=r"c3-highmem-8 cost \$1\.97 per hour"):
         price_of_cluster(dear, catalog)
 
 
@@ -118,7 +118,7 @@ def test_what_the_catalog_lacks_is_taken_from_the_packaged_tables(
 ) -> None:
     project.cloud.skus = CATALOG
     found = price(project, capsys, "--region", "europe-west3", "--zone", "europe-west3-a")
-    # It has the core's price there and not the memory's, which is no machine's price.
+    # It only has the core's price in this region, so the machine's price is unknown.
     (row,) = [
         each
         for each in rows()
@@ -131,10 +131,13 @@ def test_what_the_catalog_lacks_is_taken_from_the_packaged_tables(
     ("prepare", "why"),
     [
         (lambda site: None, "Enable it: gcloud services enable cloudbilling.googleapis"),
-        (lambda site: setattr(site.cloud, "skus", []), "it lists none of the machines and disks"),
+        (
+            lambda site: setattr(site.cloud, "skus", []),
+            "no SKU matches a supported machine or disk type",
+        ),
         (
             lambda site: site.cloud.faults.append(Fault(path="/skus", status=400, times=9)),
-            "Google Cloud answers 400",
+            "Google Cloud returned 400",
         ),
         (
             lambda site: setattr(site.cloud, "skus", [{"description": None}]),
@@ -167,14 +170,14 @@ def test_an_old_catalog_is_read_again_and_lasts_a_week(project: Site, capsys: Ca
     assert f"${MACHINE}" in found and "catalog, read 50 h ago with your login; " in found
     aged(CATALOG_LASTS_S + 60)
     assert "days old, packaged" in price(project, capsys)["found"]
-    aged(-3600)  # of a clock that was ahead
+    aged(-3600)  # from a clock that was ahead
     assert "days old, packaged" in price(project, capsys)["found"]
     path.write_text("[[[")
     assert "days old, packaged" in price(project, capsys)["found"]
 
 
 def rows() -> list[dict[str, str]]:
-    """Every machine type in every region of the packaged table."""
+    """Return every machine type in every region of the packaged table."""
     text = (ROOT / "payload/pricing/prices/machines.csv").read_text(encoding="utf-8")
     return list(csv.DictReader(text.splitlines()))
 

@@ -1,4 +1,4 @@
-"""Refusals of Google's and of its provider, in their words: exit code, cause and fix of each."""
+"""Refusals of Google and its provider, with original texts: exit code, cause and fix of each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.orchestrate.cloud.stacks import Capture, own_key
 from tests.orchestrate.cloud.test_failures import failed
 
 _DENIED = "denied on resource (or it may not exist)., forbidden"
-# As users of Google's provider report them; the repository and number of the issue above each,
+# As reported by users of Google's provider, with the repository and issue number above each,
 # with this project's names. The engine puts "1 error occurred: * " around them.
 CASES = {
     # terraform-provider-google 11208, cluster-in-the-cloud 51: the older and the newer wording
@@ -35,7 +35,7 @@ CASES = {
         "googleapi: Error 403: Permission 'logging.buckets.get' " + _DENIED,
         ExitCode.AUTH,
         "logging.buckets.get",
-        "Ask for the roles in docs/operating.md",
+        "Request the roles in docs/operating.md",
     ),
     # ansible-collections/google.cloud 575, terraform-provider-google 1564
     "a foreign bucket": (
@@ -44,7 +44,7 @@ CASES = {
         "not have storage.buckets.getIamPolicy access to the Google Cloud Storage bucket. "
         f"Permission 'storage.buckets.getIamPolicy' {_DENIED}",
         ExitCode.AUTH,
-        "The bucket is another project's, or this login may not use it",
+        "The bucket belongs to another project, or this login has no access",
         "gcloud storage buckets add-iam-policy-binding gs://acme-results --member=user:YOU",
     ),
     "a mistyped bucket": (
@@ -52,16 +52,16 @@ CASES = {
         'for storage bucket "b/acme-reslts": googleapi: Error 404: The specified bucket does not '
         "exist., notFound",
         ExitCode.CONFIG,
-        "There is no bucket of the name that the setting has",
-        "pulumi config set bucket NAME, or let it be made: pulumi config set bucket create",
+        "The bucket in the config does not exist",
+        "config set bucket NAME; or have `up` create one: pulumi config set bucket create",
     ),
     # mludvig/gcp-ethereum-miner 1
     "a mistyped project": (
         "Error creating Network: googleapi: Error 404: The resource 'projects/acme-labb' was not "
         "found, notFound",
         ExitCode.CONFIG,
-        "There is no such project, or this login may not see it",
-        "`gcloud projects list` shows yours; then: pulumi config set project ID",
+        "The project was not found, or this login has no access",
+        "List yours: gcloud projects list; then: pulumi config set project ID",
     ),
     # midl-dev/tezos-on-gke 7
     "a project that is gone": (
@@ -70,7 +70,7 @@ CASES = {
         "visiting https://console.developers.google.com/apis/api/compute.googleapis.com/overview"
         "?project=100842 then retry., accessNotConfigured",
         ExitCode.CONFIG,
-        "There is no such project",
+        "The project was not found",
         "pulumi config set project ID",
     ),
     # hashicorp/terraform 18265
@@ -80,7 +80,7 @@ CASES = {
         "project owner to grant you the iam.serviceAccountUser role on the service account, "
         "badRequest",
         ExitCode.AUTH,
-        "You may not start machines that run as this account",
+        "You cannot start machines that run as this account",
         "--role=roles/iam.serviceAccountUser",
     ),
     # dora-team/fourkeys 459
@@ -89,7 +89,7 @@ CASES = {
         "denied on service account dev-nodes@acme-lab.iam.gserviceaccount.com (or it may not "
         "exist)., forbidden",
         ExitCode.AUTH,
-        "You may not start machines that run as this account",
+        "You cannot start machines that run as this account",
         "--role=roles/iam.serviceAccountUser",
     ),
     "an account that is not everywhere yet": (
@@ -97,7 +97,7 @@ CASES = {
         "'dev-nodes@acme-lab.iam.gserviceaccount.com' of type 'serviceAccount' was not found., "
         "badRequest",
         ExitCode.PREFLIGHT,
-        "Google has not yet spread the account that was just made",
+        "The new service account is not yet known to all of Google Cloud",
         "Repeat the command",
     ),
     # GoogleCloudPlatform/terraform-google-three-tier-web-app 167
@@ -106,8 +106,8 @@ CASES = {
         "'projects/acme-lab/global/networks/dev-network' is already being used by "
         "'projects/acme-lab/global/firewalls/aet-europewest9-connecteurdesktop-egrfw'",
         ExitCode.CONFIG,
-        "The stack did not make aet-europewest9-connecteurdesktop-egrfw (firewalls)",
-        "Where nothing lists it, a service of Google's",
+        "The stack did not create aet-europewest9-connecteurdesktop-egrfw (firewalls)",
+        "If no command lists it, a Google service",
     ),
     # googleapis/google-auth-library-python 1459
     "no quota project": (
@@ -134,7 +134,7 @@ CASES = {
         "enable it., forbidden",
         ExitCode.AUTH,
         "no billing account, or a closed one",
-        "`gcloud billing accounts list` shows yours",
+        "(list yours: gcloud billing accounts list)",
     ),
     # GoogleCloudPlatform/pubsec-declarative-toolkit 837
     "restrictCloudNATUsage": (
@@ -143,7 +143,7 @@ CASES = {
         "projects/acme-lab/regions/us-central1/subnetworks/dev-subnet is not allowed to use Cloud "
         "NAT., conditionNotMet",
         ExitCode.AUTH,
-        "An organization's policy forbids it",
+        "An organization policy forbids it",
         "pulumi config set egress none",
     ),
     # fortinet/fortigate-terraform-deploy 34
@@ -154,7 +154,7 @@ CASES = {
         "projects/acme-lab/global/images/mine. See https://cloud.google.com/resource-manager/docs/"
         "organization-policy/org-policy-constraints for more information., conditionNotMet",
         ExitCode.AUTH,
-        "An organization's policy forbids it",
+        "An organization policy forbids it",
         "an image with the feature UEFI_COMPATIBLE",
     ),
     # GoogleCloudPlatform/compute-image-import 173
@@ -162,7 +162,7 @@ CASES = {
         "googleapi: Error 412: Constraint constraints/gcp.restrictNonCmekServices violated for "
         "project acme-lab attempting to create a resource not protected by CMEK crypto key",
         ExitCode.AUTH,
-        "An organization's policy forbids it",
+        "An organization policy forbids it",
         "pulumi config set kmsKey NAME",
     ),
     # cloudfoundry/bosh-bootloader 513
@@ -170,7 +170,7 @@ CASES = {
         "googleapi: Error 412: Location us violates constraint constraints/gcp.resourceLocations "
         "on the resource projects/acme-lab/global/images/mine., conditionNotMet",
         ExitCode.AUTH,
-        "An organization's policy forbids it",
+        "An organization policy forbids it",
         "pulumi config set region REGION, and zones of it",
     ),
     # GoogleCloudPlatform/compute-image-tools 1834
@@ -180,7 +180,7 @@ CASES = {
         "projects/acme-lab/zones/us-central1-a/instances/dev-node-0 to the constraint to use "
         "external IP with it., conditionNotMet",
         ExitCode.AUTH,
-        "An organization's policy forbids it",
+        "An organization policy forbids it",
         "pulumi config set accessMode iap",
     ),
     "trustedImageProjects": (
@@ -188,15 +188,15 @@ CASES = {
         "constraints/compute.trustedImageProjects violated for project acme-lab. Use of images "
         "from project ubuntu-os-cloud is prohibited., conditionNotMet",
         ExitCode.AUTH,
-        "An organization's policy forbids it",
-        "use an image of a project that is allowed: pulumi config set image NAME",
+        "An organization policy forbids it",
+        "use an image from an allowed project: pulumi config set image NAME",
     ),
     "a policy without another way": (
         "googleapi: Error 412: Constraint constraints/compute.restrictLoadBalancerCreation "
         "violated for projects/acme-lab., conditionNotMet",
         ExitCode.AUTH,
-        "An organization's policy forbids it",
-        "Ask the organization's administrators for an exception for this project",
+        "An organization policy forbids it",
+        "Request an exception for this project from the organization's administrators",
     ),
     # GoogleCloudPlatform/genai-for-marketing 139
     "allowedPolicyMemberDomains": (
@@ -214,8 +214,8 @@ CASES = {
         "vpcServiceControlsUniqueIdentifier: VQQnKfXtZ16NHnOmdJAy0E92tVT Details: "
         '[{"type": "VPC_SERVICE_CONTROLS"}, {"reason": "SECURITY_POLICY_VIOLATED"}], forbidden',
         ExitCode.AUTH,
-        "A perimeter of VPC Service Controls forbids requests from here, whatever the role",
-        "ask the organization's administrators for an ingress rule",
+        "A perimeter of VPC Service Controls blocks requests from this machine, whatever the role",
+        "request an ingress rule from the organization's administrators",
     ),
     # hashicorp/terraform-provider-google 1211
     "deletionProtection": (
@@ -223,7 +223,7 @@ CASES = {
         'deletion_protection to false for this resource and run "terraform apply" before '
         "attempting to delete it.",
         ExitCode.CONFIG,
-        "Somebody has switched on its deletion protection",
+        "Its deletion protection is on",
         "gcloud compute instances update dev-node-0 --no-deletion-protection",
     ),
     # googleapis/google-cloud-go 1787
@@ -231,7 +231,7 @@ CASES = {
         "googleapi: Error 400: Cloud KMS region 'global' not available for use with GCS region "
         "'US-CENTRAL1'., invalid",
         ExitCode.CONFIG,
-        "The key has to be in the cluster's region",
+        "The key must be in the cluster's region",
         "pulumi config set kmsKey NAME",
     ),
     "a key that is disabled": (
@@ -240,8 +240,8 @@ CASES = {
         "projects/acme-lab/locations/us-central1/keyRings/r/cryptoKeys/k/cryptoKeyVersions/1 is "
         "not enabled, current state is: DISABLED., kmsPermissionDenied",
         ExitCode.CONFIG,
-        "The key of the setting kmsKey is DISABLED",
-        "or take another: pulumi config set kmsKey NAME",
+        "The key in kmsKey is DISABLED",
+        "or use another key: pulumi config set kmsKey NAME",
     ),
     # dstackai/dstack 2586
     "a placement's limit": (
@@ -256,7 +256,7 @@ CASES = {
         "Error updating metadata: googleapi: Error 412: Supplied fingerprint does not match "
         "current metadata fingerprint., conditionNotMet",
         ExitCode.CONFIG,
-        "Somebody or something else has changed it at the same time",
+        "It was changed by another user or program at the same time",
         "Repeat the command",
     ),
     "x509": (
@@ -264,14 +264,14 @@ CASES = {
         '/global/networks?alt=json": tls: failed to verify certificate: x509: certificate signed '
         "by unknown authority",
         ExitCode.PREFLIGHT,
-        "answers with a certificate of its own",
+        "A proxy or firewall replaces Google's certificate with its own",
         "export SSL_CERT_FILE=FILE REQUESTS_CA_BUNDLE=FILE",
     ),
     "a proxy that wants a login": (
         'Error creating Network: Post "https://oauth2.googleapis.com/token": proxyconnect tcp: '
         "Proxy Authentication Required",
         ExitCode.PREFLIGHT,
-        "The proxy does not let this through",
+        "The proxy refuses this request",
         "export https_proxy=http://USER:PASSWORD@HOST:PORT",
     ),
     # golang.org/x/oauth2/google, default.go
@@ -279,8 +279,8 @@ CASES = {
         "google: error getting credentials using GOOGLE_APPLICATION_CREDENTIALS environment "
         "variable: open /srv/key.json: no such file or directory",
         ExitCode.AUTH,
-        "GOOGLE_APPLICATION_CREDENTIALS leads to a file that cannot be read",
-        "or take the variable away and log in",
+        "GOOGLE_APPLICATION_CREDENTIALS names an unreadable file",
+        "or unset the variable and log in",
     ),
     "an image that is gone": (
         "Error creating instance: googleapi: Error 400: Invalid value for field "
@@ -288,7 +288,7 @@ CASES = {
         "/v1/projects/acme-lab/global/images/gone'. The referenced image resource cannot be "
         "found., invalid",
         ExitCode.CONFIG,
-        "There is no such image, or it may not be used",
+        "The image was not found, or this login has no access",
         "gcloud compute images list; then: pulumi config set image NAME",
     ),
     "a rate limit": (
@@ -296,7 +296,7 @@ CASES = {
         "and limit 'Queries per minute' of service 'compute.googleapis.com' for consumer "
         "'project_number:1'., rateLimitExceeded",
         ExitCode.PREFLIGHT,
-        "Google limits the requests of a minute",
+        "Google limits requests per minute",
         "Repeat the command in a minute",
     ),
     "a token that has expired": (
@@ -338,9 +338,9 @@ def test_a_refusal_has_its_exit_code_its_cause_and_its_fix(case: str) -> None:
     message = str(error)
     assert error.exit_code == code
     assert cause in message and fix in message
-    # What Google says is there, before its fix.
+    # Google's message precedes the fix.
     assert message.startswith(f"pulumi up: {said[:40]}") and message.index(fix) > 40
-    assert "\n" not in message and "Ask for the roles" not in message.replace(fix, "")
+    assert "\n" not in message and "Request the roles" not in message.replace(fix, "")
 
 
 def test_the_advice_for_a_network_in_use_does_not_lead_back_to_the_command() -> None:

@@ -1,4 +1,4 @@
-"""`rehearse`: its question, its budget, its page; and that everything goes, whatever happens."""
+"""`rehearse`: confirmation, budget and page; and everything is removed after any failure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NAME = f"rehearsal-{CLUSTER[:8]}"
 
 
 class KilledError(Exception):
-    """Stands for a kill: nothing after it runs."""
+    """Simulates a kill: no code after it runs."""
 
 
 def kill(*_: Any) -> int:
@@ -42,11 +42,11 @@ def kill(*_: Any) -> int:
 
 @pytest.fixture
 def rehearsal(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """A folder with data and a config, a Pulumi with no stack yet, a project with room."""
+    """Return a folder with data and config, a Pulumi without a stack, a project with quota."""
     data = make_data_folder(site.folder / "data" / "tiny", vocab_size=512)
     (site.folder / "tiny.toml").write_text(TINY_RUN.format(data=data))
     site.env["PYTHONPATH"] = str(ROOT)
-    # No name: the rehearsal's cluster has its stack's.
+    # Without a name, the rehearsal's cluster has the stack's name.
     site.configure(project=PROJECT, zones=[ZONE], nodeCount="2")
     monkeypatch.setattr(
         "payload.orchestrate.commands.rehearse.new_cluster_identity", lambda: CLUSTER
@@ -134,7 +134,7 @@ def test_each_rehearsal_has_a_name_of_its_own_and_one_that_was_killed_is_named(
         assert CLUSTER_NAME.fullmatch(name)
         identity = known_cluster_identity(rehearsal.folder, name)
         assert identity is not None and name == f"rehearsal-{identity[:8]}"
-    # The stack of the second one was removed by hand.
+    # The second rehearsal's stack was removed by hand.
     listed = [{"name": "dev", "current": True}, {"name": f"organization/tileforge/{one}"}]
     rehearsal.pulumi.on("stack", "ls", out=json.dumps(listed))
     capsys.readouterr()
@@ -146,7 +146,7 @@ def test_each_rehearsal_has_a_name_of_its_own_and_one_that_was_killed_is_named(
 
 
 class StepHere:
-    """Carries a step's command out in this process, where `rehearse` starts one for it."""
+    """Runs a step's command in this process instead of a child process."""
 
     def __init__(
         self, command: Sequence[str], *, env: Mapping[str, str], stdout: BinaryIO, **_: object
@@ -184,7 +184,7 @@ def test_what_google_refused_is_on_the_page_and_everything_is_taken_down(
     refused = out.partition("## Failed steps")[2]
     assert f"`up --yes --results-may-be-lost --stack {NAME}` failed with exit code 11:" in refused
     assert "quota C3_CPUS is 8 in us-central1, the cluster needs more" in refused
-    # It can be sent as it is.
+    # It is ready to send.
     assert PROJECT not in out and str(rehearsal.folder) not in out and str(ROOT) not in out
     assert "Pulumi v3.260.0" in out and "machineType = c3-highmem-8" in out
     assert "| machine dev-node-0 | creating FAILED | " in out

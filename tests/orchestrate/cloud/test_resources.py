@@ -1,4 +1,4 @@
-"""Which cluster a resource belongs to, and what is somebody else's."""
+"""Maps resources to clusters, and excludes other users' resources."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from infra.gcp.labels import cluster_labels, mark
 from payload.orchestrate.clouds.gcp.cluster_of_resource import by_cluster, expiry_of
-from payload.orchestrate.clouds.gcp.removal_order import Resource, marks
+from payload.orchestrate.clouds.gcp.removal_order import Resource, labels_in_description
 from tests.infra.stacks import CASES
 from tests.support.golden_files import GOLDEN
 from tests.support.identities import CLUSTER
@@ -21,12 +21,12 @@ UNLABELLED = {
     "Firewall": "firewall rule",
     "ResourcePolicy": "resource policy",
 }
-"""Kinds by their type's last word in the cluster program."""
+"""Kinds by the last part of their type in the cluster program."""
 ELSEWHERE = {
     *("Instance", "Bucket", "RouterNat", "BucketIAMMember", "Account", "ManagedZone"),
     *("RecordSet", "CryptoKeyIAMMember"),
 }
-"""Has labels, is part of something else, or is not Compute Engine's."""
+"""Types that have labels, belong to another resource, or are not in Compute Engine."""
 
 
 def names(owned: dict[str, list[Resource]]) -> dict[str, list[str]]:
@@ -34,14 +34,14 @@ def names(owned: dict[str, list[Resource]]) -> dict[str, list[str]]:
 
 
 def made(case: str) -> list[Resource]:
-    """Return what the cluster program makes without labels, as Google would list it."""
+    """Return the cluster program's resources without labels, as Google lists them."""
     graph = json.loads((GOLDEN / f"stack.{case}.json").read_text(encoding="utf-8"))
     return [
         Resource(
             kind=UNLABELLED[word],
             name=inputs["name"],
             location="global",
-            labels=marks(inputs["description"]),
+            labels=labels_in_description(inputs["description"]),
             network=inputs["network"].removesuffix("-id") if "network" in inputs else None,
         )
         for resource in graph["resources"]
@@ -52,7 +52,7 @@ def made(case: str) -> list[Resource]:
 
 
 def without_marks(resources: Sequence[Resource]) -> list[Resource]:
-    """As they were before descriptions were written."""
+    """Return the resources of older versions, which had no descriptions."""
     return [
         Resource(kind=r.kind, name=r.name, location=r.location, network=r.network)
         for r in resources
@@ -74,7 +74,7 @@ def test_what_only_begins_like_a_clusters_name_is_somebody_elses() -> None:
     strangers = [
         Resource(kind="network", name="dev-vpc", location="global"),
         Resource(kind="router", name="dev-nat-router", location="r", network="dev-vpc"),
-        # The program's names, in another network than the program's; Google's own among them.
+        # The program's names in another network, including Google's own names.
         Resource(kind="router", name="dev-router", location="r", network="dev-vpc"),
         Resource(
             kind="firewall rule", name="default-allow-ssh", location="global", network="default"
@@ -106,7 +106,12 @@ def test_a_label_or_a_description_goes_before_a_name() -> None:
     )
     resources = [
         Resource(kind="instance", name="x", location="z", labels=a),
-        Resource(kind="network", name="a-network", location="global", labels=marks(mark(b))),
+        Resource(
+            kind="network",
+            name="a-network",
+            location="global",
+            labels=labels_in_description(mark(b)),
+        ),
         Resource(kind="firewall rule", name="hand", location="global", network="a-network"),
         Resource(kind="instance", name="y", location="z", labels=a, network="a-network"),
     ]
@@ -127,4 +132,4 @@ def test_a_label_or_a_description_goes_before_a_name() -> None:
     ],
 )
 def test_a_description_says_what_labels_would(description: str, found: dict[str, str]) -> None:
-    assert marks(description) == found
+    assert labels_in_description(description) == found

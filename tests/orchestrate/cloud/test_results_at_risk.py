@@ -1,4 +1,4 @@
-"""A cluster without a bucket: what would be lost is printed, and spot needs a word for it."""
+"""A cluster without a bucket: possible losses are printed, and spot needs an option."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_plan_and_run_say_it_on_a_cluster_of_a_stack(
     site: Site, capsys: Capture, tiny_config: Path, command: str
 ) -> None:
     path = site.folder / "inventory.json"
-    # Nobody answers there.
+    # The address is unreachable.
     node = replace(OURS.head, address="127.0.0.1", ssh_port=9, host_keys=(f"ssh-ed25519 {KEY}",))
     path.write_text(replace(OURS, access=Access(kind="direct"), nodes=(node,)).to_json())
     make_operator_key(site.folder / "key")
@@ -110,7 +110,7 @@ def test_the_newest_checkpoint_is_copied_while_a_command_follows_the_run(
         wait_until(lambda: not (here / "step_00000010").exists(), what="the second copy")
     finally:
         copies.close()
-    # Its own older copy is gone, and what was here before is not.
+    # Its own older copy is gone; earlier files are kept.
     assert sorted(path.name for path in here.iterdir()) == ["step_00000001", "step_00000020"]
     assert (here / "step_00000020" / "model.safetensors").read_bytes() == b"newer"
     assert said == [
@@ -130,7 +130,7 @@ def test_what_cannot_be_copied_is_said_once_and_leaves_the_copy(run: RemoteRun, 
         write_checkpoint(there / "step_00000020")
         (there / "step_00000020" / "model.safetensors").write_bytes(b"w\0ights")
         wait_until(lambda: len(said) == 2, what="a warning")
-        # That the head is lost is for the command itself to report.
+        # The command itself reports the lost head.
         head.stop()
         time.sleep(0.5)
     finally:

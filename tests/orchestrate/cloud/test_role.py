@@ -1,7 +1,7 @@
 """infra/role.yaml has exactly the permissions that the requests of all commands need.
 
-The requests are those that the stand-in records, and those of Google's provider. Which permissions
-each needs is from the method's page in Google's reference (`Required permissions`).
+The requests are recorded by the stand-in, and from Google's provider. The permissions of each are
+from the method's page in Google's reference (`Required permissions`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tests.test_architecture import ROOT
 ROLE = ROOT / "infra" / "role.yaml"
 KEY = f"projects/{PROJECT}/locations/{REGION}/keyRings/r/cryptoKeys/k"
 
-# What Google's provider 9.35 sent on a real engine as it built and removed stacks of all kinds; it
-# reads each thing back that it has made.
+# Requests of Google's provider 9.35 on a real engine that built and removed all kinds of stacks; it
+# reads back each created resource.
 _MADE = (
     *("global/firewalls", "global/networks", f"regions/{REGION}/resourcePolicies"),
     *(f"regions/{REGION}/routers", f"regions/{REGION}/subnetworks", f"zones/{ZONE}/instances"),
@@ -44,7 +44,7 @@ _PROVIDER = (
     f"GET /v1/projects/P/locations/{ZONE}/instances/NAME",
     *("POST /v1/projects/P/serviceAccounts", "GET /v1/projects/P/serviceAccounts/NAME"),
 )
-# A change of settings, or by hand, that it puts right in place.
+# Changed settings, or changes by hand, that it updates in place.
 _IN_PLACE = (
     *(f"POST /compute/v1/projects/P/zones/{ZONE}/{kind}/NAME/setLabels" for kind in ("disks",)),
     *(
@@ -55,15 +55,15 @@ _IN_PLACE = (
     f"PATCH /compute/v1/projects/P/regions/{REGION}/subnetworks/NAME",
     *("PATCH /storage/v1/b/NAME", "PATCH /dns/v1/projects/P/managedZones/NAME"),
     f"PATCH /v1/projects/P/locations/{ZONE}/instances/NAME",
-    # Why a machine stopped.
+    # The reason of a machine's stop.
     f"GET /compute/v1/projects/P/zones/{ZONE}/operations",
 )
 _OTHERS = {
-    # gcloud's tunnel to the head, and the operator's own reading of runs in the bucket.
+    # gcloud's tunnel to the head, and the operator's access to runs in the bucket.
     *("iap.tunnelInstances.accessViaIAP", "storage.objects.get"),
 }
 _VERBS = {"POST": "create", "DELETE": "delete", "PATCH": "update", "PUT": "update"}
-# Permissions on other things that a request needs besides its own.
+# Additional permissions on other resources that a request needs.
 _ALSO = {
     "compute.(firewalls|routers|subnetworks).(create|delete|update)": (
         "compute.networks.updatePolicy",
@@ -107,11 +107,11 @@ _TABLE = (
     (r"GET /v2/projects/P/policies/.*", "orgpolicy.policy.get"),
     (r"GET /v3/projects/P", "resourcemanager.projects.get"),
     (r"GET /v1/projects/P/billingInfo", "resourcemanager.projects.get"),
-    # Of the caller's own rights, and of public images: nobody needs a permission.
+    # Queries of the caller's own permissions and of public images need no permission.
     (r"GET /storage/v1/b/NAME/iam/testPermissions", ""),
     (r"GET /compute/v1/projects/(?!P/)[\w-]+/global/images/.*", ""),
     (r"GET /compute/v1/projects/P/zones/[\w-]+/operations", "compute.zoneOperations.list"),
-    # Public, or of the key and not of the project.
+    # Public, or on the key instead of the project.
     (r"GET /v1/services/[\w-]+/skus", ""),
     (r"\w+ /v1/.*/cryptoKeys/k(:\w+)?", ""),
 )
@@ -139,7 +139,7 @@ def permissions_of(request: str) -> set[str]:
 
 
 def as_recorded(request: str) -> str:
-    """Return it without its query, and without the names of this project's resources."""
+    """Return the path without its query and the names of this project's resources."""
     bare = request.partition("?")[0].replace(f"projects/{PROJECT}", "projects/P")
     bare = re.sub(r"(?<=cryptoKeys/)k(?=:)", "k", bare)
     return re.sub(r"mine-[\w-]+((%40|@)[\w.-]*)?", "NAME", bare)
@@ -160,7 +160,7 @@ def test_the_role_has_exactly_the_permissions_that_the_requests_need(
 
 
 def everything_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Run each command on a cluster with everything; return the provider's requests."""
+    """Run each command on a cluster with all features; return the provider's requests."""
     site.build()
     own_key(site)
     features = {"bucket": "create", "sharedStorage": "filestore", "egress": "none", "kmsKey": KEY}
@@ -173,7 +173,7 @@ def everything_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     cloud.buckets[0]["labels"]["tileforge-kept"] = "true"
     cloud.objects["mine-results"] = [{"name": "runs/one", "generation": "1", "size": "1"}]
     cloud.regions[REGION] = {}
-    # A family whose quota is Cloud Quotas' to tell.
+    # A family whose quota is only in Cloud Quotas.
     cloud.add("machineTypes", "c4-standard-8", place=ZONE, labels={}, guestCpus=8)
     site.pulumi.machines("mine-0")
     site.pulumi.on("up", out="done\n")

@@ -1,4 +1,4 @@
-"""A cluster from a Pulumi stack: which one, its outputs, and its machines' host keys."""
+"""A cluster from a Pulumi stack: its selection, its outputs, and its machines' host keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from payload.core.errors import BootstrapError, ConfigError, ExitCode, NodesError, RankLostError
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.clouds.cluster_records import recall
+from payload.orchestrate.clouds.cluster_records import load_cluster_record
 from payload.orchestrate.clouds.gcp.host_keys import pin_host_keys
 from payload.orchestrate.clouds.pulumi.cli_errors import PulumiError
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
@@ -46,7 +46,7 @@ def test_a_stack_is_a_cluster_with_host_keys(
     assert "--inventory stack:dev; $1.59/h until 2026-11-22 08:00 UTC" in chosen.headline()
     assert site.pulumi.calls() == [["dev", "stack", "output", "--json"]]
     assert capsys.readouterr().err.startswith("cluster mine (--inventory stack:dev)")
-    known = recall(site.folder, "mine")
+    known = load_cluster_record(site.folder, "mine")
     assert known is not None and (known.project, known.region) == (PROJECT, REGION)
 
 
@@ -91,7 +91,7 @@ def test_without_inventory_pulumi_is_not_started_in_another_project(
     monkeypatch.chdir(foreign.parent)
     chosen = load_cluster(None, env=site.env)
     assert chosen.inventory.access.kind == "local"
-    assert "is another project's; name its stack to use it" in chosen.headline()
+    assert "is another project; to use its stack" in chosen.headline()
     assert site.pulumi.calls() == []
 
 
@@ -112,7 +112,7 @@ def test_an_unknown_failure_is_no_reason_to_train_here(site: Site) -> None:
             "Set PULUMI_CONFIG_PASSPHRASE",
             ExitCode.AUTH,
         ),
-        ("", "failed: no word", ExitCode.CONFIG),
+        ("", "failed: no output", ExitCode.CONFIG),
     ],
 )
 def test_what_pulumi_complains_about_is_said_with_what_to_do(
@@ -126,7 +126,7 @@ def test_what_pulumi_complains_about_is_said_with_what_to_do(
 
 @pytest.mark.parametrize("name", ["", "--yes", "a b", "$(id)", "a/b/c/d"])
 def test_a_name_that_no_stack_can_have_is_refused(site: Site, name: str) -> None:
-    with pytest.raises(ConfigError, match="a stack's name has"):
+    with pytest.raises(ConfigError, match="must have letters, digits, dots"):
         load_cluster(f"stack:{name}", env=site.env)
     assert site.pulumi.calls() == []
 
@@ -135,7 +135,7 @@ def test_a_pulumi_that_does_not_answer_is_not_waited_for_longer_than_the_deadlin
     site: Site,
 ) -> None:
     site.pulumi.on("stack", "output", takes_s=3600.0)
-    with pytest.raises(PulumiError, match=r"has not answered within 0\.5 s"):
+    with pytest.raises(PulumiError, match=r"did not finish within 0\.5 s"):
         read_outputs(Pulumi(site.env, folder=site.folder, timeout_s=0.5))
 
 
@@ -144,7 +144,7 @@ def test_outputs_of_another_release_or_without_sense_are_refused(site: Site) -> 
     good = inventory_output("mine", ["mine-0"])
     for outputs, message in (
         ({"inventory": good | {"schema_version": 0}}, "schema_version is 0, this release reads 1"),
-        ({"inventory": good}, "output project is None"),
+        ({"inventory": good}, "output project = None"),
         ({"inventory": good, "project": "p", "region": "r", "hourly_usd": "x"}, "hourly_usd"),
         ({"inventory": good, "project": "p", "region": "r", "expires": "soon"}, "ISO 8601"),
         ({"inventory": "{"}, "not JSON"),
@@ -154,7 +154,7 @@ def test_outputs_of_another_release_or_without_sense_are_refused(site: Site) -> 
         with pytest.raises(ConfigError, match=message):
             read_outputs(pulumi)
     site.pulumi.on("stack", "output", out="Current stack outputs (0)")
-    with pytest.raises(ConfigError, match="printed: not JSON"):
+    with pytest.raises(ConfigError, match="output --json`: not JSON"):
         read_outputs(pulumi)
 
 
@@ -170,7 +170,7 @@ def test_keys_are_read_once_and_again_for_another_machine(site: Site) -> None:
     second = pin(site, said=said)
     assert site.cloud.count(ATTRIBUTES) == 4
     assert second.nodes[0] == first.nodes[0] and second.nodes[1] != first.nodes[1]
-    assert said == ["mine-1: it is another machine than last time; its host keys are new"]
+    assert said == ["mine-1: the machine was replaced; its host keys are new"]
     cached = read_json(site.folder / "host_keys.json")["inventory"]["nodes"][1]
     assert tuple(cached["host_keys"]) == second.nodes[1].host_keys
 
@@ -206,8 +206,8 @@ def test_keys_that_are_not_there_yet_are_waited_for(site: Site) -> None:
     )
     assert inventory.nodes[2].host_keys
     assert said == [
-        "mine-2: waiting for its host keys (it is booting)",
-        "mine-2: host keys are there",
+        "mine-2: booting; waiting for its host keys",
+        "mine-2: host keys published",
     ]
 
 
@@ -219,8 +219,8 @@ def test_each_node_that_cannot_be_pinned_is_named(site: Site) -> None:
         pin(site, deadline_s=0.0)
     text = str(caught.value)
     assert "failed on 2 node(s)" in text
-    assert "mine-0: its machine does not exist any more" in text
-    assert "mine-1: it has not published host keys within 0 s" in text
+    assert "mine-0: the machine no longer exists" in text
+    assert "mine-1: no host keys published within 0 s" in text
     assert caught.value.exit_code == BootstrapError.exit_code
     assert not (site.folder / "host_keys.json").exists()
 
@@ -240,11 +240,15 @@ def test_each_node_that_cannot_be_pinned_is_named(site: Site) -> None:
         ),
         (
             Fault(path=ATTRIBUTES, status=403, reason="forbidden", message="Required permission"),
-            "Ask for a role",
+            "Request the roles",
             ExitCode.AUTH,
         ),
-        (Fault(path=ATTRIBUTES, status=503), "answers 503", ExitCode.PREFLIGHT),
-        (Fault(path=ATTRIBUTES, status=404, message="The resource 'x'"), "any more", ExitCode(41)),
+        (Fault(path=ATTRIBUTES, status=503), "returned 503", ExitCode.PREFLIGHT),
+        (
+            Fault(path=ATTRIBUTES, status=404, message="The resource 'x'"),
+            "no longer exists",
+            ExitCode(41),
+        ),
     ],
 )
 def test_each_way_of_not_getting_keys_has_its_own_end(
@@ -260,7 +264,7 @@ def test_each_way_of_not_getting_keys_has_its_own_end(
 def test_a_stopped_machine_is_not_asked_for_keys(site: Site) -> None:
     site.build()
     site.cloud.items["instances", "us-central1-a"][0]["status"] = "TERMINATED"
-    with pytest.raises(NodesError, match="mine-0: its machine is TERMINATED"):
+    with pytest.raises(NodesError, match="mine-0: the machine is TERMINATED"):
         pin(site)
 
 
@@ -271,7 +275,7 @@ def test_a_stack_whose_machines_are_all_gone_says_so(
     for number in range(3):
         site.cloud.drop("instances", f"mine-{number}")
     assert main(["preflight", "--inventory", "stack"], site.env) == RankLostError.exit_code
-    assert "none of its 3 machine(s) exists any more" in capsys.readouterr().err
+    assert "all 3 machine(s) are gone" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -288,7 +292,7 @@ def test_a_stack_whose_machines_are_all_gone_says_so(
 def test_a_key_that_is_none_is_refused(site: Site, kind: str, value: str) -> None:
     site.build()
     site.cloud.guest_attributes["mine-0"] = {kind: value}
-    with pytest.raises(NodesError, match="mine-0: it has published a host key that is none") as e:
+    with pytest.raises(NodesError, match="mine-0: published an invalid host key") as e:
         pin(site)
     assert e.value.exit_code == ExitCode.HOST_KEY
 

@@ -1,4 +1,4 @@
-"""A machine that was stopped: `up`, `down` and `doctor` name it, and `up` and `down` start it."""
+"""Stopped machines: `up`, `down` and `doctor` report them, and `up` and `down` start them."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ URN = (
 
 
 def machine(site: Site, name: str) -> Document:
-    """Return the document that Google has of a machine."""
+    """Return Google's document of a machine."""
     return next(each for each in site.cloud.items["instances", ZONE] if each["name"] == name)
 
 
 def stopped(site: Site, name: str, kind: str, *, status: str = "TERMINATED") -> None:
-    """Stop a machine behind everybody's back, by an operation of this type."""
+    """Stop a machine by an operation of this type, without a request."""
     machine(site, name)["status"] = status
     site.cloud.add(
         "operations",
@@ -69,7 +69,7 @@ def stopped(site: Site, name: str, kind: str, *, status: str = "TERMINATED") -> 
 
 
 def cluster(site: Site) -> None:
-    """Leave a cluster that is up, in Pulumi's state and in the cloud."""
+    """Create a cluster that is up, in Pulumi's state and in the cloud."""
     site.build()
     own_key(site)
     site.pulumi.machines("mine-0", "mine-1", "mine-2", place=PLACE)
@@ -92,11 +92,11 @@ def test_up_starts_what_google_stopped_and_leaves_what_a_person_stopped(
     err = capsys.readouterr().err
     assert "machine mine-0 is TERMINATED (Google's host maintenance stopped it, 2026-11-22" in err
     assert "machine mine-1 is TERMINATED (ada@example.com stopped it, 2026-11-22" in err
-    assert "limit of its lifetime does not count until it is started" in err
+    assert "lifetime limit is paused until it is started" in err
     assert "mine-0: started" in err and "mine-1 stays stopped" in err
     assert machine(site, "mine-0")["status"] == "RUNNING"
     assert machine(site, "mine-1")["status"] == "TERMINATED"
-    # A person says so, too.
+    # The user confirms.
     assert main(["up", "--yes", "--stopped", "start"], site.env) == ExitCode.OK
     assert machine(site, "mine-1")["status"] == "RUNNING"
     assert site.cloud.count("^DELETE") == 0
@@ -135,7 +135,7 @@ def test_a_stopped_machine_is_replaced_only_with_what_is_on_it_known_to_be_lost(
     err = capsys.readouterr().err
     assert "this deletes 1 machine(s) with all their data: mine-0" in err
     assert "cannot determine if a run is active, so nothing was built" in err
-    assert "mine-0: its machine is TERMINATED, not running" in err
+    assert "mine-0: the machine is TERMINATED, not running" in err
     assert words(site) == [f"preview --replace {URN}", "stack output --json"]
     assert main([*replace, "--without-collect"], site.env) == ExitCode.OK
     assert f"up --yes --skip-preview --replace {URN}" in words(site)
@@ -150,8 +150,8 @@ def test_a_machine_that_cannot_be_started_for_want_of_capacity_is_exit_12(
     site.cloud.stocked_out.add(ZONE)
     assert main(["up", "--yes"], site.env) == ExitCode.NO_CAPACITY
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "mine-0 cannot be started: no such machine is free in us-central1-a" in last
-    assert "Its disk stays as it is" in last and "up --stopped replace" in last
+    assert "mine-0 cannot be started: no machine of its type is free in us-central1-a" in last
+    assert "Its disk is kept and billed" in last and "up --stopped replace" in last
     assert words(site) == []
 
 
@@ -170,7 +170,7 @@ def test_down_starts_the_head_to_collect_and_destroys_without_it_only_when_told(
     assert main(["down", "--dry-run"], site.env) == ExitCode.OK
     assert "mine-0 would be started first" in capsys.readouterr().err
     assert machine(site, "mine-0")["status"] == "TERMINATED"
-    # It boots for a while: it is asked again, and only once it has answered it is destroyed.
+    # It boots for a while, so it is polled; it is destroyed only after it responds.
     asked = []
 
     def ask(*_: object, retry_for_s: float = 0.0, **__: object) -> Head:
@@ -210,10 +210,10 @@ def test_a_head_that_boots_is_asked_again_until_it_answers(
         return Head()
 
     monkeypatch.setattr("payload.orchestrate.ssh.cluster.Cluster.connect", lambda *_: None)
-    monkeypatch.setattr("payload.orchestrate.ssh.node_code.runs_on", runs)
+    monkeypatch.setattr("payload.orchestrate.ssh.node_runs.runs_on", runs)
     monkeypatch.setattr(head_runs, "_RETRY_S", 0.0)
     assert main(["down", "--yes"], site.env) == ExitCode.OK
-    assert len(tries) == 4  # three before the question, one after it
+    assert len(tries) == 4  # three before the confirmation, one after it
 
 
 def test_doctor_shows_a_stopped_machine_with_both_ways_on(site: Site, capsys: Capture) -> None:
@@ -228,7 +228,7 @@ def test_doctor_shows_a_stopped_machine_with_both_ways_on(site: Site, capsys: Ca
     machine(site, "mine-1")["status"] = "RUNNING"
     main(["doctor", "--json"], site.env)
     checks = {each["name"]: each for each in json.loads(capsys.readouterr().out)["checks"]}
-    assert checks["machines"]["found"] == "none of 3 is stopped"
+    assert checks["machines"]["found"] == "all 3 are running"
 
 
 def test_preflight_names_the_commands_that_help(site: Site, capsys: Capture) -> None:
@@ -236,7 +236,7 @@ def test_preflight_names_the_commands_that_help(site: Site, capsys: Capture) -> 
     stopped(site, "mine-0", MAINTENANCE)
     assert main(["preflight", "--inventory", "stack"], site.env) == ExitCode.RANK_LOST
     err = capsys.readouterr().err
-    assert "mine-0: its machine is TERMINATED" in err and "is kept and billed" in err
+    assert "mine-0: the machine is TERMINATED" in err and "is kept and billed" in err
     assert "Start it: " in err and "orchestrate up" in err and "orchestrate down" in err
 
 
@@ -267,7 +267,7 @@ def test_status_of_a_run_that_cannot_be_reached_shows_the_stopped_machine(
     err = capsys.readouterr().err
     assert "machine mine-0 is TERMINATED (Google's host maintenance stopped it" in err
     assert "orchestrate up" in err and "orchestrate down" in err
-    # What was collected is not on its disk alone.
+    # Collected results are not only on its disk.
     site.cloud.requests.clear()
     mirrored = read_mirrored(paths)
     assert mirrored is not None
@@ -277,7 +277,7 @@ def test_status_of_a_run_that_cannot_be_reached_shows_the_stopped_machine(
 
 
 def direct_copy(site: Site, *, address: str | None) -> RunPaths:
-    """The copy of a live run whose head, by the copy, is at this external address."""
+    """Create a copy of a live run with the head at this external address."""
     make_operator_key(site.folder / "key")
     paths = copy_of_run(site, "one", alive=True, instance_id=machine(site, "mine-0")["id"])
     was = ClusterInventory.load(paths.inventory)
@@ -291,9 +291,9 @@ def direct_copy(site: Site, *, address: str | None) -> RunPaths:
 @pytest.mark.parametrize(
     ("before", "now", "said"),
     [
-        ("203.0.113.7", "203.0.113.99", "at 203.0.113.99 now, not at 203.0.113.7."),
-        (None, "203.0.113.99", "at 203.0.113.99 now, not through Google's proxy."),
-        ("203.0.113.7", None, "through Google's proxy now, not at 203.0.113.7."),
+        ("203.0.113.7", "203.0.113.99", "at 203.0.113.99, not at 203.0.113.7."),
+        (None, "203.0.113.99", "at 203.0.113.99, not through Google's proxy."),
+        ("203.0.113.7", None, "through Google's proxy, not at 203.0.113.7."),
     ],
 )
 def test_a_run_whose_head_is_reached_another_way_says_so_and_takes_it(
@@ -304,13 +304,15 @@ def test_a_run_whose_head_is_reached_another_way_says_so_and_takes_it(
     now: str | None,
     said: str,
 ) -> None:
-    """After a stop and a start by hand, or another accessMode; `up` was in another folder."""
+    """Simulate a stop and start by hand, or a new accessMode, with `up` in another folder."""
     cluster(site)
     dialled = []
 
     def dial(node: Node, **_: object) -> None:
         dialled.append(node.external_address)
-        raise HostKeyError(f"{node.name}: another host key")  # somebody else has the address
+        raise HostKeyError(
+            f"{node.name}: another host key"
+        )  # another user's machine has the address
 
     monkeypatch.setattr("payload.orchestrate.ssh.cluster.dial", dial)
     interfaces = [{"accessConfigs": [{"natIP": now}]}] if now else [{}]
@@ -324,9 +326,9 @@ def test_a_run_whose_head_is_reached_another_way_says_so_and_takes_it(
     machine(site, "mine-0")["status"] = "RUNNING"
     assert main(shown, site.env) == ExitCode.OK
     err = capsys.readouterr().err
-    assert f"mine-0: it is reached {said}" in err and "the next attempt uses it" in err
+    assert f"mine-0: now reached {said}" in err and "the next attempt uses it" in err
     assert main(shown, site.env) == ExitCode.OK
-    assert "it is reached" not in capsys.readouterr().err
+    assert "now reached" not in capsys.readouterr().err
     assert dialled == [before, before, now]
     kind = ClusterInventory.load(paths.inventory).access.kind
     assert kind == ("direct" if now else "iap")
@@ -404,7 +406,7 @@ def test_a_started_head_has_another_address_and_the_copies_of_its_runs_get_it(
 def test_a_machine_that_was_started_again_is_not_over_for_sweep(
     site: Site, capsys: Capture, is_refused: bool
 ) -> None:
-    """The attack: its label had passed, so `sweep --delete --yes` removed it as it ran."""
+    """Attack: its label expired, so `sweep --delete --yes` removes the running machine."""
     labels = cluster_labels("mine") | {"team": "nlp"}
     site.cloud.add_node(
         "mine-0",
@@ -417,7 +419,7 @@ def test_a_machine_that_was_started_again_is_not_over_for_sweep(
         site.cloud.faults.append(Fault(path="/setLabels", method="POST", status=403))
     stopped_one = StoppedMachine(name="mine-0", zone=ZONE, status="TERMINATED")
     start(site.google(), [stopped_one], talk=text_console(stderr=True))
-    assert ("it still has the time of its first life" in capsys.readouterr().err) is is_refused
+    assert ("the machine's expiry label was not updated" in capsys.readouterr().err) is is_refused
     now = machine(site, "mine-0")["labels"]
     left_s = int(now["tileforge-expires"]) - time.time()
     assert now == labels if is_refused else 3500 < left_s < 3601
@@ -439,7 +441,7 @@ def test_a_machine_that_was_started_again_is_not_over_for_sweep(
 def test_sweep_looks_at_the_end_that_google_keeps(
     site: Site, status: str, ran_s: int, limit_s: int, is_over: bool
 ) -> None:
-    """Somebody else may have started it, and the label is as it was."""
+    """Another user can have started it without updating the label."""
     site.cloud.add_node(
         "mine-0",
         labels=cluster_labels("mine"),

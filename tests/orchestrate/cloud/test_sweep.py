@@ -1,4 +1,4 @@
-"""`sweep`: whether anything is left, told from what belongs to somebody else."""
+"""`sweep`: finds leftovers, and distinguishes them from other users' resources."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_nothing_left_is_said_and_is_exit_0(site: Site, capsys: Capture) -> None
     out, err = capsys.readouterr()
     assert out == ""
     assert err == (
-        "0 resources of cluster mine left in project acme-lab: looked for 14 kinds in all zones "
+        "0 resources of cluster mine left in project acme-lab: checked 14 kinds in all zones "
         "and regions\n"
     )
 
@@ -52,7 +52,7 @@ def test_everything_left_is_listed_with_what_removes_it(site: Site, capsys: Capt
         site.cloud.add("forwardingRules", "mine-rule", place=place, labels=LABELS)
     site.cloud.add("snapshots", "before", place="global", labels=LABELS)
     site.cloud.add("images", "baked", place="global", labels=LABELS)
-    # Without --project: this folder has seen the cluster come up.
+    # Without --project: the cluster was built from this folder.
     assert main(["sweep", "--cluster", "mine"], site.env) == ExitCode.TEARDOWN
     out, err = capsys.readouterr()
     assert "other-0" not in out and "mine-two" not in out
@@ -87,7 +87,7 @@ def test_everything_left_is_listed_with_what_removes_it(site: Site, capsys: Capt
     assert "$1.59/h" in last
     assert "added-by-hand" in out and not any("added-by-hand" in each for each in commands)
     assert (
-        "not this cluster's, and left alone: without an identity since " in err
+        "not this cluster's, kept: without an identity since " in err
         and "UTC: firewall rule added-by-hand" in err
     )
 
@@ -109,7 +109,7 @@ def test_what_machines_that_are_gone_have_left_is_seen_from_anywhere(
     site: Site, capsys: Capture
 ) -> None:
     site.build(cluster="old", expires_in_s=-7200)
-    # Google has deleted the machines at their limit: nothing with a label is there any more.
+    # Google deleted the machines at their limit, so no labelled resource is left.
     for kind in ("instances", "disks"):
         site.cloud.items[kind, ZONE].clear()
     site.cloud.buckets.clear()
@@ -141,7 +141,7 @@ def test_buckets_may_be_kept(site: Site, capsys: Capture) -> None:
     site.cloud.buckets[0]["labels"]["tileforge-kept"] = "true"
     assert sweep(site, "--cluster", "mine") == ExitCode.OK
     assert "kept with its results: gs://mine-results" in capsys.readouterr().err
-    # Nor does it count without a name, though its cluster has expired.
+    # It also does not count without --cluster, although its cluster has expired.
     assert sweep(site) == ExitCode.OK
 
 
@@ -151,13 +151,13 @@ def test_what_could_not_be_seen_is_not_taken_for_gone(site: Site, capsys: Captur
     )
     assert sweep(site, "--cluster", "mine") == ExitCode.TEARDOWN
     err = capsys.readouterr().err
-    assert "it is not shown that nothing is left: listing routers: Required x" in err
+    assert "some could not be listed: listing routers: Required x" in err
 
 
 def test_without_a_name_nothing_is_removed_while_a_zone_is_silent(
     site: Site, capsys: Capture
 ) -> None:
-    # Its network is from an earlier time; the machines that show that it lives are not seen.
+    # Its network is old, and the machines that show that it is in use are not listed.
     site.build(cluster="old", expires_in_s=-7200)
     for items in (site.cloud.items[kind, ZONE] for kind in ("instances", "disks")):
         for item in items:
@@ -168,10 +168,10 @@ def test_without_a_name_nothing_is_removed_while_a_zone_is_silent(
     assert sweep(site, "--delete", "--yes") == ExitCode.TEARDOWN
     out, err = capsys.readouterr()
     assert "old-network" in out and "remove with" not in err
-    assert "may live where nobody could look, so nothing is removed: listing" in err
+    assert "can be in use in locations that were not listed: listing" in err
     assert "us-central1-a: UNREACHABLE: The zone is down" in err
     assert site.cloud.count("^DELETE") == 0
-    # Whoever names it means it.
+    # With --cluster it is removed.
     assert sweep(site, "--cluster", "old", "--delete", "--yes") == ExitCode.TEARDOWN
     assert site.cloud.count("^DELETE .*old-network") == 1
 
@@ -189,7 +189,7 @@ def test_delete_removes_all_but_buckets_and_tells_what_would_not_go(
 ) -> None:
     site.build()
     site.cloud.stuck["mine-network"] = "The network is already being used by 'x'"
-    # One is taken away by somebody else in between: that is as good.
+    # One was removed by another user in between, which is not an error.
     site.cloud.faults.append(
         Fault(method="DELETE", path="disks/mine-1", status=404, message="was not found")
     )
@@ -285,7 +285,7 @@ def test_a_filestore_instance_that_stays_or_cannot_be_seen_is_said(
     site.cloud.filestores.clear()
     site.cloud.filestore_places_down = [f"projects/{PROJECT}/locations/us-central1-b"]
     assert sweep(site, "--cluster", "mine") == ExitCode.TEARDOWN
-    assert "us-central1-b does not answer" in capsys.readouterr().err
+    assert "us-central1-b does not respond" in capsys.readouterr().err
 
 
 def test_a_project_without_filestore_has_no_instances(site: Site) -> None:

@@ -1,4 +1,4 @@
-"""Answers that Google's own client library cannot parse: one line, and the rest is still done."""
+"""Responses that Google's client library cannot parse: one error line, and the rest continues."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BREAKS: dict[str, Callable[[str], str]] = {
 
 
 def break_answers(site: Site, pattern: str, how: str) -> None:
-    """From now on answers to these paths are damaged in this way."""
+    """Damage responses to these paths in this way."""
 
     def tamper(target: str, document: dict[str, Any]) -> bytes | None:
         if not re.search(pattern, target):
@@ -39,7 +39,7 @@ def break_answers(site: Site, pattern: str, how: str) -> None:
 
 @pytest.fixture
 def mine(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """A cluster that is up, and a Pulumi that builds and destroys it."""
+    """Return a cluster that is up, and a Pulumi that builds and destroys it."""
     site.build(nodes=1)
     head_says(monkeypatch)
     own_key(site)
@@ -65,7 +65,7 @@ def test_sweep_looks_at_all_else_and_says_what_it_could_not_read(
     options = ("--cluster", "mine", "--project", PROJECT)
     assert main(["sweep", *options], mine.env) == ExitCode.TEARDOWN
     out, err = capsys.readouterr()
-    assert f"listing {blind}: Google Cloud's answer cannot be read (" in err
+    assert f"listing {blind}: Google Cloud's response cannot be parsed (" in err
     assert err.splitlines()[-1].startswith("error: ") and "Traceback" not in err
     rows = {
         "instances": "instance +mine-0",
@@ -80,7 +80,7 @@ def test_sweep_looks_at_all_else_and_says_what_it_could_not_read(
 @pytest.mark.parametrize("how", BREAKS)
 @pytest.mark.parametrize("path", ["aggregated/instances", "global/networks"])
 def test_down_destroys_and_ends_with_60(mine: Site, capsys: Capture, how: str, path: str) -> None:
-    # Machines that another cluster has: an empty list has no time that could be damaged.
+    # Another cluster's machines, because an empty list has no time to damage.
     mine.cloud.add_node("other-0", labels={})
     mine.cloud.add("networks", "other", place="global", labels={})
     destroys(mine, leaves=("other-0", "other"))
@@ -89,15 +89,15 @@ def test_down_destroys_and_ends_with_60(mine: Site, capsys: Capture, how: str, p
     err = capsys.readouterr().err
     assert "2/3 destroy: done" in err and "3/3 sweep: not clean" in err
     last = err.splitlines()[-1]
-    assert last.startswith("error: ") and "Google Cloud's answer cannot be read" in last
+    assert last.startswith("error: ") and "Google Cloud's response cannot be parsed" in last
 
 
 def test_down_that_reaches_nobody_ends_with_60(mine: Site, capsys: Capture) -> None:
-    """The destroy has gone through; that nothing is left cannot be shown."""
+    """The destroy succeeded, but leftovers cannot be listed."""
     mine.cloud.faults.append(Fault(path="aggregated/instances", status=400, times=99))
     assert main(["down", "--yes"], mine.env) == ExitCode.TEARDOWN
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "it is not known what is left of mine" in last
+    assert "leftovers of mine could not be listed" in last
     assert f"sweep --cluster mine --project {PROJECT}" in last
 
 
@@ -110,7 +110,7 @@ def test_up_says_what_is_up_before_it_says_that_the_firewall_cannot_be_read(
     assert main(["up", "--yes"], mine.env) == ExitCode.PREFLIGHT
     *_, before, last = capsys.readouterr().err.splitlines()
     assert before.startswith("cluster mine: 1 node(s), $1.59/h")
-    assert "error: listing firewall rules: Google Cloud's answer cannot be read" in last
+    assert "error: listing firewall rules: Google Cloud's response cannot be parsed" in last
 
 
 @pytest.mark.parametrize("how", ["null in a list", "no document"])
@@ -130,6 +130,6 @@ def test_doctor_goes_on_to_the_next_check(
     out, err = capsys.readouterr()
     checks = {each["name"]: each for each in json.loads(out)["checks"]}
     assert checks[unknown]["outcome"] == "unknown"
-    assert "answer cannot be read" in checks[unknown]["fix"]
+    assert "response cannot be parsed" in checks[unknown]["fix"]
     assert checks["policy iam.disableServiceAccountCreation"]["outcome"] == "ok"
     assert checks["price"]["outcome"] == "ok" and "could not be checked" in err

@@ -1,4 +1,4 @@
-"""`up`: what it makes of Pulumi's answers, and that nothing is ended or billed unasked."""
+"""`up`: Pulumi's results, and that no machine is deleted or billed without confirmation."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_up_shows_the_preview_builds_and_says_what_is_next(site: Site, capsys: C
     assert "cluster mine: 3 node(s), $1.59/h until 2026-11-22 08:00 UTC" in err
     assert "--inventory stack:dev" in err
     assert words(site) == ["dev preview", "dev up --yes --skip-preview", "dev stack output --json"]
-    # The program that Pulumi runs reads the public half of the key, so both are made before.
+    # The cluster program reads the public half of the key, so the pair is created before.
     key = site.folder / ".cluster" / "mine" / "id_ed25519"
     assert key.stat().st_mode & 0o777 == 0o600
     assert key.with_name("id_ed25519.pub").read_text().startswith("ssh-ed25519 AAAA")
@@ -74,28 +74,28 @@ def test_up_without_capacity_is_exit_12_with_the_next_command(site: Site, capsys
     last = capsys.readouterr().err.splitlines()[-1]
     assert "no c3-highmem-8 is free in us-central1-f" in last
     assert "pulumi config set --path 'zones[0]' us-central1-b && " in last
-    assert "stays and is billed" in last and "payload.orchestrate down" in last
+    assert "are kept and billed" in last and "payload.orchestrate down" in last
     assert "config set spot" not in last
     assert ".." not in last
-    # An error that ends with a full stop gets no second one.
+    # An error that ends with a full stop gets no second full stop.
     site.pulumi.on("up", out="error: the machine was refused.\n", status=255, times=1)
     assert main(["up", "--yes", "--keep-on-failure"], site.env) == ExitCode.CONFIG
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "pulumi up: the machine was refused. What was built before stays" in last
-    # What had machines before stays, too.
+    assert "pulumi up: the machine was refused. Resources built so far are kept" in last
+    # A cluster that had machines before is also kept.
     site.configure(cluster="mine", spot="true", bucket="create")
     site.pulumi.machines("mine-0")
     assert main(["up", "--yes"], site.env) == ExitCode.NO_CAPACITY
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "for on-demand ones: pulumi config set spot false. What was built before stays" in last
+    assert "for on-demand: pulumi config set spot false. Resources built so far are kept" in last
     assert "destroy" not in " ".join(words(site))
 
 
 @pytest.mark.parametrize(
     ("leaves", "status", "said"),
     [
-        ((), ExitCode.NO_CAPACITY, "What was built before is removed again"),
-        (("mine-1",), ExitCode.TEARDOWN, "And what was built before is not all removed: 2 res"),
+        ((), ExitCode.NO_CAPACITY, "The new resources were removed"),
+        (("mine-1",), ExitCode.TEARDOWN, "Also, some of the new resources were not removed: 2 res"),
     ],
 )
 def test_a_first_up_that_fails_leaves_nothing_that_is_billed(
@@ -104,7 +104,7 @@ def test_a_first_up_that_fails_leaves_nothing_that_is_billed(
     site.pulumi.on("preview")
     site.pulumi.on("up", out=DETAILS, status=255)
     assert main(["up", "--yes"], site.env) == ExitCode.NO_CAPACITY
-    assert "No machine was built. Remove the rest with" in capsys.readouterr().err
+    assert "No machine was built. Remove the rest" in capsys.readouterr().err
     assert not any(each.startswith("destroy") for each in words(site))
     site.build(nodes=2)
     site.pulumi.machines("mine-0", "mine-1")
@@ -114,7 +114,7 @@ def test_a_first_up_that_fails_leaves_nothing_that_is_billed(
     assert main(["up", "--yes"], site.env) == status
     err = capsys.readouterr().err
     last = err.splitlines()[-1]
-    assert "built before: mine-0, mine-1" in err
+    assert "built so far: mine-0, mine-1" in err
     assert "no c3-highmem-8 is free in us-central1-f" in last and said in last
     assert ("2/2 sweep: clean" in err) == (not leaves)
     assert words(site)[-1] == "destroy --yes --skip-preview --exclude-protected"
@@ -128,21 +128,23 @@ def test_what_somebody_else_builds_meanwhile_is_never_removed(
     site.pulumi.on("preview")
     site.pulumi.on("up", err=pulumi_says, status=255)
     site.pulumi.machines("mine-0", "mine-1")
-    # They are built while the question waits; or once pulumi has been started.
+    # They are built during the confirmation, or after pulumi has started.
     for looks, said in (
-        (1, "error: the stack has changed meanwhile, so nothing was built"),
-        (2, "error: pulumi up: another update of the stack is going on, so this one did nothing"),
+        (1, "error: the stack was changed by another user, so nothing was built"),
+        (2, "error: pulumi up: nothing was done, because another update of the stack is running"),
     ):
         site.pulumi.on("stack", "export", out="{}", times=looks)
         assert main(["up", "--yes"], site.env) == ExitCode.CONFIG
         assert capsys.readouterr().err.splitlines()[-1].startswith(said)
-    # And while what one's own `up` has built waits for the next question.
+    # And during the confirmation to remove our own `up`'s machines.
     site.pulumi.on("up", out=DETAILS, status=255)
     own = {"resources": [{"urn": "urn:pulumi:d::t::gcp:compute/instance:Instance::a", "id": "7"}]}
     site.pulumi.on("stack", "export", out=json.dumps({"deployment": own}), times=1)
     site.pulumi.on("stack", "export", out="{}", times=2)
     assert main(["up", "--yes"], site.env) == ExitCode.TEARDOWN
-    assert "the stack has changed meanwhile, so nothing was removed" in capsys.readouterr().err
+    assert (
+        "the stack was changed by another user, so nothing was removed" in capsys.readouterr().err
+    )
     assert words(site).count("up --yes --skip-preview") == 2
     assert "destroy" not in " ".join(words(site))
 
@@ -165,7 +167,7 @@ def test_a_run_that_begins_while_the_question_waits_is_not_ended(
 def test_what_an_up_that_failed_has_left_is_seen(site: Site, capsys: Capture) -> None:
     site.pulumi.on("preview")
     site.pulumi.on("up", out="error: Quota 'NETWORKS' exceeded.  Limit: 5.0\n", status=255)
-    # Made by hand: the name is like that of the cluster's own, which has a description.
+    # Made by hand; its name resembles the cluster's own resource, which has a description.
     site.cloud.add("networks", "mine-network", place="global", labels={})
     assert main(["up", "--dry-run"], site.env) == ExitCode.OK
     assert main(["sweep"], site.env) == ExitCode.USAGE  # no project is known yet
@@ -186,8 +188,8 @@ def test_what_an_up_that_failed_has_left_is_seen(site: Site, capsys: Capture) ->
         (
             "up",
             "up --yes --skip-preview",
-            "up was interrupted: 3 machine(s) are there: mine-0, mine-1, mine-2. What was built "
-            "before stays and is billed",
+            "up was interrupted: 3 machine(s) exist: mine-0, mine-1, mine-2. Resources built so "
+            "far are kept and billed",
         ),
         pytest.param(
             "down",
@@ -209,7 +211,7 @@ def test_an_interrupted_command_waits_for_pulumi_and_says_what_is_billed(
         env={**site.env, "PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,
         text=True,
-        # As a shell's foreground job is: Ctrl-C goes to the group.
+        # Like a shell's foreground job: Ctrl-C goes to the process group.
         start_new_session=True,
     )
     wait_until(lambda: told in words(site), what=f"pulumi {told} to begin")
@@ -218,7 +220,7 @@ def test_an_interrupted_command_waits_for_pulumi_and_says_what_is_billed(
     assert process.returncode == 130
     assert "waiting for pulumi to end" in err and err.splitlines()[-1] == "interrupted"
     assert said in err and "python -m payload.orchestrate down" in err
-    # What pulumi said when it was interrupted is in its log, so it had ended.
+    # Pulumi's message about the interrupt is in its log, so it has ended.
     (log,) = (site.folder / ".cluster/mine").glob(f"{told.split()[0]}-*.log")
     assert "KeyboardInterrupt" in log.read_text()
 
@@ -244,7 +246,7 @@ def test_up_that_would_end_machines_saves_what_is_on_them(
     assert "up --without-collect" in err
     assert words(site) == ["preview", "stack output --json"] * 2
     assert main(["up", "--yes", "--without-collect"], site.env) == ExitCode.OK
-    # One that ends nothing has nothing to save.
+    # If no machine is deleted, no results are collected.
     site.pulumi.machines("mine-0", "mine-1")
     capsys.readouterr()
     assert main(["up", "--yes"], site.env) == ExitCode.OK
@@ -264,7 +266,7 @@ def test_another_key_for_machines_that_are_up_is_named(site: Site, capsys: Captu
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("stack export", "`pulumi stack export` printed what cannot be read"),
+        ("stack export", "output of `pulumi stack export` cannot be parsed"),
         ("preview", "`pulumi preview`: an event of Pulumi's engine: expected an object, got []"),
     ],
 )

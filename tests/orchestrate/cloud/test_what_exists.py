@@ -13,7 +13,7 @@ from tests.orchestrate.cloud.standin import ZONE, Fault
 
 pytestmark = pytest.mark.processes
 STACK = "urn:pulumi:dev::tileforge::pulumi:pulumi:Stack::tileforge-dev"
-# The creation was accepted; what was refused is the question how far it is.
+# The creation was accepted; polling its progress was refused.
 POLLS = [
     (
         "googleapi: Error 403: Quota exceeded for quota metric 'Queries', rateLimitExceeded",
@@ -24,7 +24,7 @@ POLLS = [
 
 
 def expects(site: Site, *names: str) -> None:
-    """Let the preview expect machines with their prices."""
+    """Set the preview's expected machines with prices."""
     outputs = {"inventory": inventory_output("mine", list(names))}
     done = step("create", STACK, kind="resOutputsEvent", new={"outputs": outputs})
     site.pulumi.on("preview", events=done)
@@ -41,8 +41,8 @@ def test_machines_that_pulumi_does_not_know_of_are_found_and_taken_back(
     assert main(["up", "--yes"], site.env) == status
     err = capsys.readouterr().err
     assert "No machine was built" not in err
-    assert "built before: mine-0, mine-1" in err
-    assert "What was built before is removed again" in err.splitlines()[-1]
+    assert "built so far: mine-0, mine-1" in err
+    assert "The new resources were removed" in err.splitlines()[-1]
     assert site.cloud.items["instances", ZONE] == []
 
 
@@ -58,8 +58,8 @@ def test_machines_that_cannot_be_listed_are_unknown_with_the_price_of_all(
     last = capsys.readouterr().err.splitlines()[-1]
     assert "No machine was built" not in last
     assert "Error 401: Invalid Credentials" in last
-    assert "it is unknown which machines exist (" in last
-    assert "if all do, they cost $1.06/h until their lifetime ends" in last
+    assert "the machines could not be listed (" in last
+    assert "if all exist, they cost $1.06/h until their lifetime ends" in last
     assert "sweep --cluster mine --project acme-lab" in last and "orchestrate down" in last
     assert not any(each.startswith("destroy") for each in words(site))
 
@@ -70,8 +70,8 @@ def test_a_zone_that_does_not_answer_makes_it_unknown(site: Site, capsys: Captur
     site.cloud.unreachable.append("zones/us-central1-a")
     assert main(["up", "--yes"], site.env) == ExitCode.TEARDOWN
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "us-central1-a does not answer" in last
-    assert "if all do, they cost an unknown price" in last
+    assert "us-central1-a does not respond" in last
+    assert "if all exist, they cost an unknown amount" in last
 
 
 def test_no_machine_is_a_listing_without_one(site: Site, capsys: Capture) -> None:
@@ -94,6 +94,9 @@ def test_machines_that_were_there_before_are_left_with_what_is_on_them(
         item["creationTimestamp"] = "2026-01-01T08:00:00.000-08:00"
     assert main(["up", "--yes"], site.env) == ExitCode.PREFLIGHT
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "Not of this `up`, and left: mine-0, mine-1." in last and "is billed" in last
+    assert (
+        "Kept, because they existed before this `up`: mine-0, mine-1." in last
+        and "are kept and billed" in last
+    )
     assert site.cloud.count("^DELETE") == 0
     assert not any(each.startswith("destroy") for each in words(site))

@@ -1,4 +1,4 @@
-"""`up` on a cluster that is up: what it keeps, what it names, and what it asks a person for."""
+"""`up` on a running cluster: kept resources, reports, and confirmations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from payload.core.errors import ExitCode
 from payload.orchestrate.__main__ import main
-from payload.orchestrate.clouds.cluster_records import Remembered
+from payload.orchestrate.clouds.cluster_records import ClusterRecord
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.machine_status import remove_machines
 from payload.orchestrate.clouds.pulumi.reused_bucket import use_kept_bucket
@@ -36,7 +36,7 @@ KEPT = cluster_labels("mine") | {"tileforge-kept": "true"}
 
 
 def state_has(site: Site, *urns: str, looks: int = -1) -> None:
-    """Let the stack's state have these, for so many looks or from now on."""
+    """Set the stack's state to these, for a number of reads or permanently."""
     inputs = {"name": "mine-shared", "location": ZONE, "fileShares": {"capacityGb": 1024}}
     resources = [
         {
@@ -64,11 +64,11 @@ def test_a_filestore_instance_goes_only_after_its_name_was_typed(
     site.pulumi.on("preview", events=filestore_step(op))
     site.pulumi.on("up", out="done\n")
     state_has(site, NETWORK, FILESTORE)
-    # --yes does not answer it, nor does another instance's name.
+    # Neither --yes nor another instance's name confirms it.
     other = ["--delete-filestore", "ours-shared"]
     assert main(["up", "--yes", *other], site.env) == ExitCode.USAGE
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "so nothing was built. Copy what you need from it, then repeat" in last
+    assert "so nothing was built. Copy its data if you need it, then repeat" in last
     assert last.endswith("with --delete-filestore mine-shared")
     monkeypatch.setattr("sys.stdin", Answers("yes\n"))
     assert main(["up", "--yes"], site.env) == ExitCode.OK
@@ -89,8 +89,8 @@ def test_machines_in_another_zone_than_filestore_are_named(site: Site, capsys: C
     site.pulumi.on("up", events=filestore_step("same", zone=f"{REGION}-f"))
     assert main(["up", "--yes"], site.env) == ExitCode.OK
     err = capsys.readouterr().err
-    assert f"Filestore mine-shared stays in {REGION}-f with its data" in err
-    assert f"the machines are in {ZONE}: Google bills the traffic" in err
+    assert f"Filestore mine-shared is in {REGION}-f, but the machines are in" in err
+    assert f"the machines are in {ZONE}: Google bills traffic" in err
 
 
 def test_another_region_than_filestores_is_refused(site: Site, capsys: Capture) -> None:
@@ -112,24 +112,27 @@ def test_after_a_stock_out_the_last_line_has_filestores_price(
     state_has(site, NETWORK, FILESTORE, *machines)
     assert main(["up", "--yes"], site.env) == ExitCode.NO_CAPACITY
     last = capsys.readouterr().err.splitlines()[-1]
-    assert f"Filestore mine-shared in {ZONE} stays and costs $0.35/h until it is removed" in last
+    assert (
+        f"Filestore mine-shared in {ZONE} has no lifetime limit and is billed at $0.35/h until it "
+        "is removed" in last
+    )
     assert ("No machine was built" in last) == (not machines)
 
 
 def test_an_up_that_fails_takes_its_machines_back_and_leaves_the_data(
     site: Site, capsys: Capture
 ) -> None:
-    """All spot machines were preempted, one of two comes up again: what is on Filestore stays."""
+    """All spot machines were preempted, and one of two is rebuilt: data on Filestore is kept."""
     site.build(nodes=1)
     site.cloud.add_filestore("mine-shared", labels={}, network="mine-network")
     site.pulumi.on("preview")
     site.pulumi.on("up", out=DETAILS, status=255)
     state_has(site, NETWORK, FILESTORE, MACHINE)
-    # Before the preview and after the question there is none.
+    # Before the preview and after the confirmation there is no machine.
     state_has(site, NETWORK, FILESTORE, looks=2)
     assert main(["up", "--yes"], site.env) == ExitCode.NO_CAPACITY
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "The machines that were built before are removed again. Filestore mine-shared" in last
+    assert "The new machines were removed. Filestore mine-shared" in last
     assert site.cloud.items["instances", ZONE] == [] and len(site.cloud.filestores) == 1
     assert not [each for each in words(site) if each.startswith("destroy")]
 
@@ -155,7 +158,7 @@ def instance(site: Site, name: str) -> dict[str, Any]:
 
 
 def add_by_hand(site: Site, name: str, *, goes_too: bool) -> None:
-    """Attach a disk, and set a label, metadata and a tag."""
+    """Attach a disk, and add a label, metadata and a tag."""
     url = f"https://www.googleapis.com/compute/v1/projects/{PROJECT}/zones/{ZONE}/disks/big"
     machine = instance(site, name)
     boot = {"boot": True, "autoDelete": True, "source": url.replace("big", name)}
@@ -188,8 +191,8 @@ def test_what_people_have_added_is_reported_and_the_program_told_to_leave_it(
     assert main(["up", "--yes"], site.env) == ExitCode.OK
     err = capsys.readouterr().err
     (line,) = [each for each in err.splitlines() if "added by hand" in each]
-    assert line == f"mine-0: added by hand and left alone: {ADDED}"
-    # The preview and `up` itself alike.
+    assert line == f"mine-0: added by hand, kept: {ADDED}"
+    # Both the preview and `up` itself.
     assert seen.read_text().split().count("ssh-keys,startup-script") >= 2
 
 
@@ -205,13 +208,13 @@ def test_a_disk_that_google_would_delete_with_its_machine_stops_up(
     add_by_hand(site, "mine-0", goes_too=True)
     assert main(["up", "--yes"], site.env) == ExitCode.CONFIG
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "disk big was attached by hand, and Google deletes it with the machine" in last
+    assert "replacing the machine would delete disk big, which was attached by hand" in last
     assert f"set-disk-auto-delete mine-0 --zone={ZONE} --disk=big --no-auto-delete" in last
     assert "up --yes --skip-preview" not in words(site)
     add_by_hand(site, "mine-0", goes_too=False)
     assert main(["up", "--yes"], site.env) == ExitCode.OK
     err = capsys.readouterr().err
-    assert f"not on the machine that takes its place: {ADDED}; disks are detached and stay" in err
+    assert f"lost because the machine is replaced: {ADDED}; disks are detached and kept" in err
 
 
 API = "https://www.googleapis.com/compute/beta/"
@@ -235,17 +238,17 @@ def machine_inputs(*, url: str = "", **more: Any) -> dict[str, Any]:
     [
         (
             machine_inputs(machineType="c3-highmem-22", metadata={"user-data": "y" * 100}),
-            "replaced, as this changes: machineType (c3-highmem-8 to c3-highmem-22), what it boots "
-            "with",
+            "replaced, because of changes to machineType (c3-highmem-8 to c3-highmem-22), its "
+            "user-data",
         ),
         (
             machine_inputs(zone=f"{REGION}-b"),
-            f"replaced, as this changes: zones ({ZONE} to {REGION}-b)",
+            f"replaced, because of changes to zones ({ZONE} to {REGION}-b)",
         ),
-        (machine_inputs(), "replaced, as this changes: the cluster program"),
+        (machine_inputs(), "replaced, because of changes to the cluster program"),
         (
             machine_inputs(networkInterfaces=[{"subnetwork": f"{SUBNET}-1460"}]),
-            "replaced, as this changes: its network",
+            "replaced, because of changes to its network",
         ),
         (None, "removed"),
     ],
@@ -256,7 +259,7 @@ def test_up_names_each_machine_that_ends_and_why(
     site.build()
     own_key(site)
     site.pulumi.machines("mine-0")
-    # As a real engine has it: a refresh puts URLs and lists of defaults into the old inputs.
+    # As with a real engine: a refresh adds URLs and lists of defaults to the old inputs.
     old = {"inputs": machine_inputs(url=API, __defaults=["eraseWindowsVssSignature"])}
     if new is None:
         site.pulumi.on("preview", events=step("delete", MACHINE, old=old))
@@ -289,9 +292,12 @@ def test_spot_auto_ends_with_on_demand_machines(
         if next_zone
         else [attempt, "config set spot false", attempt]
     )
-    assert "no spot machine is free, so the machines are on demand" in capsys.readouterr().err
+    assert (
+        "no spot machine is free, so the stack's config now has spot false"
+        in capsys.readouterr().err
+    )
     if next_zone:
-        # The zones had no spot machine, which says nothing of the on-demand ones.
+        # Zones without spot machines can have on-demand machines.
         kept = json.loads((site.folder / ".cluster" / "mine" / "zones.json").read_text())
         assert kept["zones"] == []
 
@@ -303,7 +309,7 @@ def test_spot_auto_falls_back_once(site: Site, capsys: Capture) -> None:
     site.pulumi.on("up", out=PLAIN, status=255)
     assert main(["up", "--yes"], site.env) == ExitCode.NO_CAPACITY
     assert words(site).count("up --yes --skip-preview") == 2
-    assert "Those were spot machines" not in capsys.readouterr().err.splitlines()[-1]
+    assert "Spot machines were requested" not in capsys.readouterr().err.splitlines()[-1]
 
 
 def sets(site: Site) -> list[str]:
@@ -317,16 +323,14 @@ def test_the_next_up_uses_the_bucket_that_the_cluster_had(site: Site, capsys: Ca
     site.pulumi.on("preview")
     site.pulumi.on("up", out="done\n")
     site.cloud.buckets[0]["labels"] = KEPT
-    # While the stack has its bucket, nothing changes.
+    # While the stack has its bucket, the config is unchanged.
     state_has(site, NETWORK, BUCKET)
     assert main(["up", "--yes"], site.env) == ExitCode.OK
     state_has(site, NETWORK)
     assert main(["up", "--dry-run"], site.env) == ExitCode.OK
     assert sets(site) == []
     assert main(["up", "--yes"], site.env) == ExitCode.OK
-    assert "gs://mine-results, which this cluster had before, is used again" in (
-        capsys.readouterr().err
-    )
+    assert "reusing gs://mine-results of this cluster's earlier build" in (capsys.readouterr().err)
     assert sets(site) == ["config set bucket mine-results"]
 
 
@@ -334,8 +338,8 @@ WITHOUT_IDENTITY = {"tileforge-cluster": "mine", "tileforge-kept": "true"}
 
 
 def had_bucket(site: Site) -> None:
-    """Let the folder remember a bucket that `bucket: create` made."""
-    known = Remembered(
+    """Record a bucket that `bucket: create` created."""
+    known = ClusterRecord(
         cluster="mine", project=PROJECT, region=REGION, node_usd={}, bucket="mine-results"
     )
     record = {"schema_version": 1, **asdict(known)}
@@ -357,7 +361,7 @@ def had_bucket(site: Site) -> None:
 def test_what_has_taken_the_name_of_a_bucket_is_not_used(
     site: Site, labels: dict[str, str] | None, number: str, is_ours: bool, capsys: Capture
 ) -> None:
-    """The attack: results went to a stranger's bucket with our labels, under the name of ours."""
+    """Attack: results go to another user's bucket with our bucket's name and labels."""
     had_bucket(site)
     if labels is not None:
         site.cloud.add_bucket("mine-results", labels=labels, number=number)
@@ -375,7 +379,7 @@ def test_what_has_taken_the_name_of_a_bucket_is_not_used(
         )
     wanted = "mine-results" if is_ours else "create"
     assert sets(site) == [f"config set bucket {wanted}"]
-    said = "gs://mine-results is gone: a new results bucket is made" in capsys.readouterr().err
+    said = "gs://mine-results is gone: creating a new results bucket" in capsys.readouterr().err
     assert said is not is_ours
 
 
@@ -397,7 +401,7 @@ def test_down_forgets_the_bucket_that_it_deletes(
 
 
 def test_a_bucket_that_the_config_names_is_the_operators_choice(site: Site) -> None:
-    """A bucket that `create` did not make is not remembered, and never replaced in the config."""
+    """A bucket that `create` did not create is not recorded, and never replaced in the config."""
     site.build()
     site.configure(cluster="mine", project=PROJECT, zones=[ZONE], bucket="mine-results")
     site.pulumi.on("preview")

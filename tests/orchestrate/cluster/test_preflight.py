@@ -121,7 +121,7 @@ def test_mpirun_and_gloo_are_tried_and_measured_and_plan_uses_the_figures(
     assert_nothing_is_left(nodes)
     # The measured values replace the assumed ones.
     code, plan, said = operator.do("plan", "--set", "batch.global_batch_size=12")
-    assert code == ExitCode.OK and "those of the trial" in said, said
+    assert code == ExitCode.OK and "measured by preflight" in said, said
     numbers = plan["plan"]["arithmetic"]
     grad_bytes = numbers["grad_bytes"]
     assert numbers["sync_s"] == pytest.approx(grad_bytes / measured["all_reduce_bytes_per_s"])

@@ -14,7 +14,8 @@ from payload.core.validation.fields import checked
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.pricing.cloud_prices import CATALOG_FILE, Catalog, catalog_text, rate_key, read_catalog
 
-# Compute Engine's number in the catalog: cloud.google.com/billing/docs/reference/rest/v1/services.
+# Compute Engine's service ID in the catalog:
+# cloud.google.com/billing/docs/reference/rest/v1/services
 _SKUS = "/v1/services/6F81-5844-456A/skus?currencyCode=USD&pageSize=5000"
 _FRESH_S = 86_400.0
 _MACHINE = re.compile(
@@ -61,7 +62,7 @@ class _Category:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sku:
-    """One of https://cloud.google.com/billing/docs/reference/rest/v1/services.skus#Sku."""
+    """A SKU: https://cloud.google.com/billing/docs/reference/rest/v1/services.skus#Sku."""
 
     description: str
     category: _Category
@@ -76,9 +77,9 @@ class _Page:
 
 
 def fresh_catalog(google: Google, *, folder: Path) -> tuple[Catalog | None, str]:
-    """Return the catalog, read again when the one in `folder` is older than a day, and why not.
+    """Return the price catalog, and the error if it could not be refreshed.
 
-    One that cannot be read again is used for a week.
+    The copy in `folder` is refreshed after a day. If that fails, it is used for up to a week.
     """
     now_unix = time.time()
     kept = read_catalog(folder, now_unix=now_unix)
@@ -90,7 +91,7 @@ def fresh_catalog(google: Google, *, folder: Path) -> tuple[Catalog | None, str]
     except TileforgeError as error:
         return kept, str(error)
     if not rates:
-        return kept, "billing catalog: it lists none of the machines and disks that are known here."
+        return kept, "billing catalog: no SKU matches a supported machine or disk type."
     catalog = Catalog(read_unix=now_unix, rates=rates)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_whole(folder / CATALOG_FILE, catalog_text(catalog))
@@ -98,7 +99,7 @@ def fresh_catalog(google: Google, *, folder: Path) -> tuple[Catalog | None, str]
 
 
 def _rates(sku: _Sku) -> Iterator[tuple[str, float]]:
-    """Yield key and dollars of each region of a SKU that a cluster is made of."""
+    """Yield rate key and dollars per region; nothing for a SKU that clusters do not use."""
     machine, disk = _MACHINE.match(sku.description), _DISK.fullmatch(sku.description)
     if machine is not None:
         spot = machine["spot"] is not None
@@ -113,7 +114,7 @@ def _rates(sku: _Sku) -> Iterator[tuple[str, float]]:
     expression = sku.pricing[0].expression
     if _UNITS.get(expression.unit) != per or not expression.rates:
         return
-    # The last tier: the first one of some is what is free in a month.
+    # The last tier, because the first tier of some SKUs is the monthly free amount.
     price = expression.rates[-1].unit_price
     if price.currency == "USD":
         for region in sku.regions:

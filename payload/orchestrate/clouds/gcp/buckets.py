@@ -1,4 +1,4 @@
-"""Buckets of a project."""
+"""Lists and finds the buckets of a project."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from payload.orchestrate.clouds.gcp.client import (
     MOST_PAGES,
     REQUEST_S,
     Google,
-    endless,
+    too_many_pages,
 )
 from payload.orchestrate.clouds.gcp.removal_order import (
     PAGE,
@@ -25,7 +25,7 @@ from payload.orchestrate.clouds.gcp.resource_kinds import BUCKET
 
 
 def buckets(google: Google) -> Iterator[Resource]:
-    """Yield the project's buckets. Raises as Google.ask does."""
+    """Yield the project's buckets. Raises as Google.call does."""
     client = google.storage()
     token: str | None = None
 
@@ -33,15 +33,15 @@ def buckets(google: Google) -> Iterator[Resource]:
         listed = client.list_buckets(
             max_results=PAGE, page_token=token, timeout=REQUEST_S, retry=None
         )
-        # Within the request: the library reads a bucket's fields, which may be damaged, only now.
+        # Inside the call: the library parses a bucket's fields, which can be damaged, on access.
         return [_bucket(each) for each in next(listed.pages)], listed.next_page_token
 
     for _ in range(MOST_PAGES):
-        buckets, token = google.ask("listing buckets", partial(next_page, token))
+        buckets, token = google.call("listing buckets", partial(next_page, token))
         yield from buckets
         if not token:
             return
-    raise endless("listing buckets")
+    raise too_many_pages("listing buckets")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +60,10 @@ class _BucketPage:
 
 
 def bucket_in(google: Google, name: str, *, what: str) -> FoundBucket | None:
-    """Return the bucket of this name; None where the project has none, whoever else has one.
+    """Return the bucket of this name in the project, or None.
 
-    The name of a bucket that is gone is anybody's to take. Raises as Google.ask does.
+    A bucket of the same name in another project is ignored: names of deleted buckets are free for
+    every project. Raises as Google.call does.
     """
     path = f"/storage/v1/b?project={google.project}&prefix={quote(name)}&maxResults=100"
     pages = google.get_pages("storage", path, what=what, shape=_BucketPage)
@@ -75,7 +76,7 @@ def _bucket(bucket: Any) -> Resource:
     return Resource(
         kind=BUCKET,
         name=checked_name(bucket.name, BUCKET),
-        location=checked_name(location.lower(), f"{BUCKET} {bucket.name}: place"),
+        location=checked_name(location.lower(), f"{BUCKET} {bucket.name}: location"),
         labels=printable_labels(bucket.labels),
         created_unix=created.timestamp() if created else None,
     )

@@ -1,4 +1,4 @@
-"""One project in Google Cloud: credentials, retries, refusals in plain words."""
+"""Client for one Google Cloud project: credentials, retries and error messages."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ REQUEST_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 16.0
 _TRY_AGAIN = (429, 500, 502, 503, 504)
 _RATE_REASONS = frozenset({"rateLimitExceeded", "userRateLimitExceeded"})
-# The libraries put "GET https://...: " in front of what Google says.
+# The libraries prefix Google's message with "GET https://...: ".
 _REQUEST = re.compile(r"^[A-Z]+ https?://\S+: ")
-# A list has at most 500 entries a page, and no project a million of anything.
+# A page has at most 500 entries, and no project has a million resources of one kind.
 MOST_PAGES = 2000
 
 
@@ -35,7 +35,7 @@ class Page(Protocol):
 
     @property
     def next_page_token(self) -> str:
-        """Where the next one begins; empty on the last."""
+        """Token of the next page; empty on the last page."""
 
 
 _T = TypeVar("_T")
@@ -47,13 +47,14 @@ class CloudMissingError(CloudError):
 
 
 class UnreadableError(CloudError):
-    """Google Cloud has answered in a form that its own client library cannot parse."""
+    """Google Cloud's response cannot be parsed by its own client library."""
 
 
 class Google:
-    """One project, seen through Google's client libraries; threads may share it.
+    """Client for one project, over Google's client libraries; threads can share it.
 
-    The one module that imports them: they take more than a second, so only within functions.
+    The libraries take more than a second to import. Only this module imports them, inside
+    functions.
     """
 
     def __init__(
@@ -64,9 +65,9 @@ class Google:
         retry_s: float = 60.0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`retry_s` is how long one request is retried while the cloud is busy.
+        """Retry each request for up to `retry_s` seconds while the cloud is busy.
 
-        Raises ConfigError for a project that cannot be one: it is a part of every request's path.
+        Raises ConfigError for an invalid project ID, because every request's path contains it.
         """
         if not CLOUD_NAME.fullmatch(project):
             raise ConfigError(
@@ -83,7 +84,7 @@ class Google:
         self._clients: dict[str, Any] = {}
 
     def compute(self, kind: str) -> Any:
-        """Compute Engine's client for one kind of resource: "Instances", "Disks", ..."""
+        """Return Compute Engine's client for one kind of resource: "Instances", "Disks", ..."""
         from google.cloud import compute_v1
 
         with self._lock:
@@ -108,9 +109,9 @@ class Google:
             return self._clients["storage"]
 
     def get(self, service: Service, path: str, *, what: str, shape: type[_T]) -> _T:
-        """Return the JSON at `path` of a service that has no client library here.
+        """Return the JSON at `path` of a REST service, parsed into the dataclass `shape`.
 
-        `shape` is the dataclass that it is held to, as payload.core.validation.records.build does.
+        For services without a client library. payload.core.validation.records.build validates it.
         """
         return build(
             shape, self._request("GET", service, path, what=what), where=what, error=CloudError
@@ -119,7 +120,7 @@ class Google:
     def get_pages(
         self, service: Service, path: str, *, what: str, shape: type[_PageT]
     ) -> Iterator[_PageT]:
-        """Yield every page of such a list; `path` has a query already."""
+        """Yield every page of a REST service's list; `path` must contain a query string."""
         token = ""
         for _ in range(MOST_PAGES):
             more = f"&pageToken={quote(token)}" if token else ""
@@ -128,19 +129,19 @@ class Google:
             token = page.next_page_token
             if not token:
                 return
-        raise endless(what)
+        raise too_many_pages(what)
 
     def post(self, service: Service, path: str, body: Any, *, what: str, shape: type[_T]) -> _T:
-        """Return the answer of such a service to `body`."""
+        """Post `body` as JSON to a REST service and return the parsed response."""
         answer = self._request("POST", service, path, what=what, body=body)
         return build(shape, answer, where=what, error=CloudError)
 
     def delete(self, service: Service, path: str, *, what: str) -> None:
-        """Delete what is at `path` of such a service."""
+        """Delete the resource at `path` of a REST service."""
         self._request("DELETE", service, path, what=what)
 
     def begin_to_delete(self, service: Service, path: str, *, what: str, shape: type[_T]) -> _T:
-        """Ask for the deletion of what is at `path`; return the operation."""
+        """Request deletion of the resource at `path` and return the operation."""
         answer = self._request("DELETE", service, path, what=what)
         return build(shape, answer, where=what, error=CloudError)
 
@@ -162,12 +163,12 @@ class Google:
                 raise exceptions.from_http_response(answer)
             return parse_json(answer.content or b"{}", where=what, error=CloudError)
 
-        return self.ask(what, request)
+        return self.call(what, request)
 
-    def ask(self, what: str, request: Callable[[], _T]) -> _T:
-        """Return what `request` returns; retry while the cloud is busy or fails by itself.
+    def call(self, what: str, request: Callable[[], _T]) -> _T:
+        """Return the result of `request`; retry while the cloud is busy or fails temporarily.
 
-        `what` begins the messages. Raises CloudMissingError, CloudAuthError and CloudError.
+        `what` starts every error message. Raises CloudMissingError, CloudAuthError and CloudError.
         """
         ends, pause_s = time.monotonic() + self._retry_s, _FIRST_PAUSE_S
         while True:
@@ -183,7 +184,7 @@ class Google:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _timed(self, what: str, request: Callable[[], _T]) -> _T:
-        """Return what `request` returns; the log of requests gets how long that took."""
+        """Return the result of `request`; record its duration in the request log."""
         log = self._endpoints.request_log
         if log is None:
             return request()
@@ -199,17 +200,17 @@ class Google:
         return answer
 
     def pages(self, what: str, method: Callable[..., Any], request: Any) -> Iterator[Any]:
-        """Yield every page of a list; each request is retried for as long."""
+        """Yield every page of a list; each request has the full retry time."""
         for _ in range(MOST_PAGES):
-            page = self.ask(what, lambda: method(request=request, retry=None, timeout=REQUEST_S))
+            page = self.call(what, lambda: method(request=request, retry=None, timeout=REQUEST_S))
             yield page
             if not page.next_page_token:
                 return
             request.page_token = page.next_page_token
-        raise endless(what)
+        raise too_many_pages(what)
 
     def check_credentials(self) -> str:
-        """Return whose credentials these are, in words. Raises CloudAuthError."""
+        """Return a description of the credentials in use. Raises CloudAuthError."""
         with self._lock:
             credentials = self._credentials_or_raise()
         email = getattr(credentials, "service_account_email", None)
@@ -217,7 +218,7 @@ class Google:
         return f"{email} ({where})" if email else where
 
     def lacks_quota_project(self) -> bool:
-        """Tell whether it is a person's login that says no project for APIs that want one."""
+        """Return whether the credentials are a user's and have no quota project."""
         with self._lock:
             credentials = self._credentials_or_raise()
         return bool(getattr(credentials, "refresh_token", None)) and not getattr(
@@ -225,18 +226,18 @@ class Google:
         )
 
     def check_access(self) -> None:
-        """Request the project. Raises CloudAuthError, CloudError, or ConfigError for no such one.
+        """Check that the project is readable, before anything is built in it.
 
-        What is built with credentials that work nowhere else would have to be removed by hand.
+        Raises CloudAuthError, CloudError, or ConfigError if the project does not exist.
         """
         request = request_of("GetProjectRequest", project=self.project)
         client = self.compute("Projects")
         try:
-            self.ask("project", lambda: client.get(request=request, retry=None, timeout=REQUEST_S))
+            self.call("project", lambda: client.get(request=request, retry=None, timeout=REQUEST_S))
         except CloudMissingError:
             raise ConfigError(
-                f"project = {self.project!r}: there is no such project, or this login "
-                f"({self.check_credentials()}) may not see it. `gcloud projects list` shows yours; "
+                f"project = {self.project!r}: not found, or this login "
+                f"({self.check_credentials()}) has no access. List yours: gcloud projects list; "
                 "then: pulumi config set project ID"
             ) from None
 
@@ -255,29 +256,29 @@ class Google:
         if isinstance(error, InvalidJSONError):
             return _unreadable(error, what)
         message = str(_attribute(error, "message") or _attribute(error, "__str__"))
-        said = _REQUEST.sub("", joined_lines(message))
+        reason = _REQUEST.sub("", joined_lines(message))
         is_refused = isinstance(error, auth.GoogleAuthError) and not isinstance(
             error, auth.TransportError
         )
         if is_refused or isinstance(error, exceptions.Unauthorized):
             fix = self._endpoints.login.refusal(joined_lines(message, longest=2000))
-            return CloudAuthError(f"{what}: {said}", fix=f"{fix}.")
+            return CloudAuthError(f"{what}: {reason}", fix=f"{fix}.")
         if isinstance(error, exceptions.NotFound):
-            return CloudMissingError(f"{what}: {said}")
+            return CloudMissingError(f"{what}: {reason}")
         if isinstance(error, exceptions.Forbidden):
             more = f"{_attribute(error, 'errors')} {_attribute(error, 'details')}"
-            text = joined_lines(f"{said} {more}", longest=2000)
+            text = joined_lines(f"{reason} {more}", longest=2000)
             known = access_refusal(text, project=self.project, login=self._endpoints.login)
             if known is not None and known.error is CloudError:
-                return CloudError(f"{what}: {said}. {known.advice}.")
-            fix = known.advice if known else "Ask for a role that allows it, see docs/operating.md"
-            return CloudAuthError(f"{what}: {said}", fix=f"{fix}.")
+                return CloudError(f"{what}: {reason}. {known.advice}.")
+            fix = known.advice if known else "Request the roles in docs/operating.md"
+            return CloudAuthError(f"{what}: {reason}", fix=f"{fix}.")
         if isinstance(error, exceptions.GoogleAPICallError):
             again = " Try again." if error.code in _TRY_AGAIN else ""
-            return CloudError(f"{what}: Google Cloud answers {error.code}: {said}{again}")
+            return CloudError(f"{what}: Google Cloud returned {error.code}: {reason}{again}")
         known = other_refusal(joined_lines(message, longest=2000), project=self.project)
-        fix = known.advice if known else "See to the network"
-        return CloudError(f"{what}: Google Cloud cannot be reached ({said}). {fix}.")
+        fix = known.advice if known else "Check the network"
+        return CloudError(f"{what}: Google Cloud cannot be reached ({reason}). {fix}.")
 
 
 def request_of(name: str, **fields: Any) -> Any:
@@ -289,14 +290,14 @@ def request_of(name: str, **fields: Any) -> Any:
 
 def _unreadable(error: Exception, what: str) -> UnreadableError:
     return UnreadableError(
-        f"{what}: Google Cloud's answer cannot be read ({joined_lines(repr(error))}). Try again; "
-        "if it stays so, something between here and Google changes answers."
+        f"{what}: Google Cloud's response cannot be parsed ({joined_lines(repr(error))}). Try "
+        "again. If it fails again, check for a proxy that changes responses."
     )
 
 
-def endless(what: str) -> CloudError:
-    """Return the error of a list that has a next page for ever."""
-    return CloudError(f"{what}: the list does not end after {MOST_PAGES} pages. Try again later.")
+def too_many_pages(what: str) -> CloudError:
+    """Return the error for a list of more than MOST_PAGES pages."""
+    return CloudError(f"{what}: the list has more than {MOST_PAGES} pages. Try again later.")
 
 
 def _anonymous() -> Any:
@@ -309,10 +310,9 @@ _Errors = tuple[type[Exception], ...]
 
 
 def _import() -> tuple[_Errors, _Errors]:
-    """Import the libraries, before there are threads.
+    """Import Google's libraries, before any thread is started.
 
-    Return what their requests raise, and what they raise on an answer that is not in Google's
-    format.
+    Return the exceptions of failed requests, and those raised for a malformed response.
     """
     with quiet():
         import google.cloud.compute_v1
@@ -329,9 +329,9 @@ def _import() -> tuple[_Errors, _Errors]:
 
 
 def _attribute(error: Exception, name: str) -> Any:
-    """Return what an error of Google's libraries holds; None where its answer was damaged.
+    """Return an attribute of an error of Google's libraries; None if the response was damaged.
 
-    The libraries make these of the answer's fields unchecked, and only when they are asked for.
+    The libraries compute these attributes on access, from unchecked fields of the response.
     """
     try:
         value = getattr(error, name, None)
@@ -341,23 +341,23 @@ def _attribute(error: Exception, name: str) -> Any:
 
 
 def _wait_s(error: Exception, pause_s: float) -> float | None:
-    """Return how long to wait before the next attempt, or None when another one is of no use."""
+    """Return the seconds to wait before the next attempt, or None if a retry cannot help."""
     import requests
     from google.api_core import exceptions
     from google.auth.exceptions import TransportError
 
     if isinstance(error, (requests.ConnectionError, requests.Timeout, TransportError)):
-        return None if _is_for_good(error) else pause_s
+        return None if _is_permanent(error) else pause_s
     if not isinstance(error, exceptions.GoogleAPICallError):
         return None
     entries = _attribute(error, "errors") or ()
     reasons = {str(entry.get("reason")) for entry in entries if isinstance(entry, dict)}
     if error.code not in _TRY_AGAIN and not reasons & _RATE_REASONS:
         return None
-    asked = getattr(error.response, "headers", {}).get("Retry-After", "")
-    return max(float(asked), pause_s) if re.fullmatch("[0-9]{1,9}", asked) else pause_s
+    retry_after = getattr(error.response, "headers", {}).get("Retry-After", "")
+    return max(float(retry_after), pause_s) if re.fullmatch("[0-9]{1,9}", retry_after) else pause_s
 
 
-def _is_for_good(error: Exception) -> bool:
-    """Tell whether it is a certificate or a proxy's login, which no repetition mends."""
+def _is_permanent(error: Exception) -> bool:
+    """Return whether the cause is a certificate or the proxy's login, where a retry cannot help."""
     return any(word in str(error) for word in ("CERTIFICATE_VERIFY_FAILED", "failed: 407"))

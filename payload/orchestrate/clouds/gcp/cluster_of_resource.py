@@ -1,4 +1,4 @@
-"""Whose cluster each resource of a project is, by label, network or name. Pure."""
+"""Maps each resource of a project to its cluster, by label, network or name. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from payload.core.errors import (
 from payload.orchestrate.clouds.gcp.removal_order import Resource, in_order
 from payload.stack.resource_labels import CLUSTER_LABEL
 
-# What the cluster program makes that has no labels, after `<cluster>-`.
+# Name endings, after `<cluster>-`, of the program's resources that cannot have labels.
 _ENDINGS = {
     "resource policy": ("placement",),
     "router": ("router",),
@@ -26,12 +26,13 @@ _ENDINGS = {
 def by_cluster(
     resources: Sequence[Resource], *, known: Collection[str] = ()
 ) -> dict[str, list[Resource]]:
-    """Return each cluster's resources; what belongs to none is left out.
+    """Return each cluster's resources; resources that belong to no cluster are left out.
 
-    A label decides. Without one it is the network: what lies in a labelled one, such as a firewall
-    rule that somebody added, belongs to its cluster. Then it is the whole name, which has to be one
-    that the cluster program gives, in the network that it makes; `known` are clusters that no label
-    names. A name that only begins like a cluster's is somebody else's.
+    The cluster is found in this order:
+    1. by the resource's label;
+    2. by the label of its network, which includes firewall rules that a person added;
+    3. by its full name, if the cluster program creates that name in the cluster's own network.
+    `known` adds clusters that no label names. A common name prefix alone proves nothing.
     """
     labelled = {r.labels[CLUSTER_LABEL] for r in resources if CLUSTER_LABEL in r.labels}
     names = labelled | set(known)
@@ -49,7 +50,7 @@ def by_cluster(
 
 
 def is_made_by_program(resource: Resource, cluster: str) -> bool:
-    """Return whether label or name say that it was built for a cluster of this name."""
+    """Return whether label or name show that it was built for a cluster of this name."""
     labelled = resource.labels.get(CLUSTER_LABEL)
     return labelled == cluster or (
         labelled is None and _owner_by_name(resource, {cluster}) is not None
@@ -66,20 +67,20 @@ def _owner_by_name(resource: Resource, names: Collection[str]) -> str | None:
 
 
 def expiry_of(resources: Sequence[Resource]) -> float | None:
-    """Return when a cluster is to be gone: the latest of its labels and its machines' limits.
+    """Return when a cluster expires: the latest of its labels and its machines' time limits.
 
-    A machine that was started again lives longer than its label says.
+    A machine that was stopped and started runs longer than its label states.
     """
     times = [time for r in resources for time in (r.expires_unix(), r.ends_unix)]
     return max((time for time in times if time is not None), default=None)
 
 
 def check_cluster_name(name: str) -> str:
-    """Return the name, if labels can have it. Raises ConfigError."""
+    """Return the name if it is valid as a label's value. Raises ConfigError."""
     plain = name.isascii() and name.replace("-", "").isalnum() and name == name.lower()
     if not (plain and name[0].isalpha() and len(name) <= 63):
         raise ConfigError(
-            f"--cluster {name!r}: a cluster's name has up to 63 lower-case letters, digits and "
-            "hyphens, a letter first."
+            f"--cluster {name!r}: must be up to 63 lower-case letters, digits and hyphens, and "
+            "start with a letter."
         )
     return name

@@ -1,4 +1,4 @@
-"""DNS zones of a project: listed, and removed with their records."""
+"""Lists DNS zones of a project, and removes them with their records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from payload.orchestrate.clouds.gcp.removal_order import Resource, parse_time, p
 from payload.orchestrate.clouds.gcp.resource_kinds import DNS_ZONE
 from payload.stack.google_name_patterns import CLOUD_NAME
 
-# Every zone has these; they go with it.
+# Records that every zone has; they are deleted with the zone.
 _OWN_RECORDS = ("NS", "SOA")
 
 
@@ -47,7 +47,7 @@ class _RecordPage:
 
 
 def dns_zones(google: Google) -> Iterator[Resource]:
-    """Yield the project's zones; where the API is off, as in most projects, there are none."""
+    """Yield the project's zones; nothing if the API is disabled, as in most projects."""
     path = f"/dns/v1/projects/{google.project}/managedZones?maxResults=100"
     try:
         for page in google.get_pages("dns", path, what="listing DNS zones", shape=_ZonePage):
@@ -65,13 +65,13 @@ def dns_zones(google: Google) -> Iterator[Resource]:
 
 
 def remove_dns_zone(google: Google, name: str) -> None:
-    """Remove one with its records; it is gone at once. Raises as Google.ask does."""
+    """Remove a DNS zone with its records; it is gone on return. Raises as Google.call does."""
     what = f"removing {DNS_ZONE} {name}"
     zone = f"/dns/v1/projects/{google.project}/managedZones/{quote(name)}"
     pages = google.get_pages("dns", f"{zone}/rrsets?maxResults=100", what=what, shape=_RecordPage)
     for record in [each for page in pages for each in page.rrsets]:
         if record.type not in _OWN_RECORDS:
             with suppress(CloudMissingError):
-                words = f"{quote(record.name, safe='')}/{quote(record.type, safe='')}"
-                google.delete("dns", f"{zone}/rrsets/{words}", what=what)
+                record_path = f"{quote(record.name, safe='')}/{quote(record.type, safe='')}"
+                google.delete("dns", f"{zone}/rrsets/{record_path}", what=what)
     google.delete("dns", zone, what=what)

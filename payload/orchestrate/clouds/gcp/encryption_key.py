@@ -1,4 +1,4 @@
-"""`doctor`'s check of `kmsKey`: its place, its state, and who may use it."""
+"""`doctor`'s check of `kmsKey`: its location, its state, and who can use it."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _VERSION = re.compile(r"projects/\S{1,300}/cryptoKeyVersions/[0-9]{1,9}")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Version:
     name: str = checked(pattern=_VERSION, wanted="the name of a key's version")
-    state: str = checked("", pattern=_WORD, wanted="a word in capitals")
+    state: str = checked("", pattern=_WORD, wanted="an upper-case name")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Key:
     """https://cloud.google.com/kms/docs/reference/rest/v1/projects.locations.keyRings.cryptoKeys.
 
-    A key that encrypts has a primary version, with which everything new is encrypted.
+    An encryption key has a primary version, which encrypts all new data.
     """
 
-    purpose: str = checked("", pattern=_WORD, wanted="a word in capitals")
+    purpose: str = checked("", pattern=_WORD, wanted="an upper-case name")
     primary: _Version | None = None
 
 
@@ -60,9 +60,9 @@ class _Allowed:
 
 
 def check_key(google: Google, need: Need) -> Iterator[Check]:
-    """Check that `kmsKey` fits the region, exists and is enabled, and who may use it.
+    """Check that `kmsKey` fits the region, exists, is enabled and is usable.
 
-    Google's services have to be allowed to use it, or `up` to let them.
+    Google's services need permission to use it, or `up` needs permission to grant that.
     https://cloud.google.com/compute/docs/disks/customer-managed-encryption,
     https://cloud.google.com/storage/docs/encryption/using-customer-managed-keys and
     https://cloud.google.com/filestore/docs/cmek
@@ -70,15 +70,15 @@ def check_key(google: Google, need: Need) -> Iterator[Check]:
     if not need.kms_key:
         return
     try:
-        yield _elsewhere(need) or _unusable(google, need) or _users(google, need)
+        yield _location_error(need) or _state_error(google, need) or _users(google, need)
     except CloudMissingError as error:
-        yield wrong(_NAME, str(error), f"Make the key, or name another one: {_ANOTHER}")
+        yield wrong(_NAME, str(error), f"Create the key, or set another one: {_ANOTHER}")
     except TileforgeError as error:
         yield unknown(_NAME, error)
 
 
-def _elsewhere(need: Need) -> Check | None:
-    """Return the error of a key whose location does not suit the cluster's region."""
+def _location_error(need: Need) -> Check | None:
+    """Return the error for a key whose location does not fit the cluster's region, or None."""
     key = KMS_KEY.fullmatch(need.kms_key)
     regional = need.needs_regional_key
     if key is None or key_location_fits(key["location"], region=need.region, regional=regional):
@@ -87,60 +87,60 @@ def _elsewhere(need: Need) -> Check | None:
     return wrong(
         _NAME,
         f"it is in {key['location']}, and the cluster's region is {need.region}",
-        f"Take a key in {places}: {_ANOTHER}",
+        f"Use a key in {places}: {_ANOTHER}",
     )
 
 
-def _unusable(google: Google, need: Need) -> Check | None:
-    """Return the error of a key that cannot encrypt, or not now. Raises CloudMissingError."""
+def _state_error(google: Google, need: Need) -> Check | None:
+    """Return the error for a key that cannot encrypt now, or None. Raises CloudMissingError."""
     found = google.get("cloudkms", f"/v1/{need.kms_key}", what=_NAME, shape=_Key)
     if found.purpose != _PURPOSE:
-        is_for = f"its purpose is {found.purpose or 'not named'}, not {_PURPOSE}"
-        return wrong(_NAME, is_for, f"Take another key: {_ANOTHER}")
+        purpose = f"its purpose is {found.purpose or 'not named'}, not {_PURPOSE}"
+        return wrong(_NAME, purpose, f"Use another key: {_ANOTHER}")
     if found.primary is None:
-        fix = f"Give it one, or take another key: {_ANOTHER}"
+        fix = f"Set a primary version, or use another key: {_ANOTHER}"
         return wrong(_NAME, "it has no primary version, so nothing can be encrypted", fix)
     state = found.primary.state
     if state == "ENABLED":
         return None
     commands = {
         "DISABLED": ("enable",),
-        "DESTROY_SCHEDULED": ("restore", "enable"),  # what is restored is disabled
+        "DESTROY_SCHEDULED": ("restore", "enable"),  # a restored version is disabled
     }.get(state, ())
-    other = f"take another key: {_ANOTHER}"
+    other = f"use another key: {_ANOTHER}"
     number, named = found.primary.name.rpartition("/")[2], _flags(need.kms_key)
     verbs = "; ".join(f"gcloud kms keys versions {verb} {number} {named}" for verb in commands)
     return wrong(
         _NAME,
         f"its primary version is {state or 'in no known state'}, so nothing can be encrypted",
-        f"{verbs}; or {other}" if verbs else f"T{other[1:]}",
+        f"{verbs}; or {other}" if verbs else f"U{other[1:]}",
     )
 
 
 def _flags(kms_key: str) -> str:
-    """Return gcloud's options that name the key."""
+    """Return the gcloud options that select the key."""
     _, project, _, location, _, ring, _, key = kms_key.split("/")
     return f"--key={key} --keyring={ring} --location={location} --project={project}"
 
 
 def _users(google: Google, need: Need) -> Check:
-    """Return the check that Google's services may use the key. Raises TileforgeError."""
+    """Check that Google's services can use the key. Raises TileforgeError."""
     path, key = f"/v3/projects/{google.project}", f"/v1/{need.kms_key}"
     project = google.get("cloudresourcemanager", path, what="project", shape=_Project)
     grants = google.get("cloudkms", f"{key}:getIamPolicy", what=_NAME, shape=_Grants)
-    asked = {"permissions": [_MAY_GRANT]}
-    may = google.post("cloudkms", f"{key}:testIamPermissions", asked, what=_NAME, shape=_Allowed)
+    body = {"permissions": [_MAY_GRANT]}
+    may = google.post("cloudkms", f"{key}:testIamPermissions", body, what=_NAME, shape=_Allowed)
     number = project.name.rpartition("/")[2]
     members = {m for b in grants.bindings if b.role == KMS_ROLE for m in b.members}
     missing = [m for m in need.key_users(number) if m not in members]
     if not missing:
-        return Check(name=_NAME, outcome="ok", found="the service agents may use it")
+        return Check(name=_NAME, outcome="ok", found="the service agents can use it")
     if need.grants_key and _MAY_GRANT in may.permissions:
-        return Check(name=_NAME, outcome="ok", found="`up` will let the service agents use it")
+        return Check(name=_NAME, outcome="ok", found="`up` will grant it to the service agents")
     return auth(
         _NAME,
-        f"not given to {', '.join(missing)} on the key itself",
-        f"Ask the key's owner for: {'; '.join(_grant(need.kms_key, m) for m in missing)}",
+        f"not granted to {', '.join(missing)} on the key itself",
+        f"The key's owner must run: {'; '.join(_grant(need.kms_key, m) for m in missing)}",
     )
 
 

@@ -1,6 +1,6 @@
-"""Refusals of Google, its provider and the network: the error of each, its cause and its fix.
+"""Error messages of Google, its Pulumi provider and the network: our error and fix for each.
 
-Pure. The texts are Google's and the provider's, as their users report them.
+Pure. The patterns match texts that users of Google and the provider have reported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from payload.core.suggested_commands import command
 from payload.storage.google_environment_login import REFUSED_CREDENTIALS, GoogleLogin
 
 _UP = command("orchestrate", "up")
-_ASK = "Ask the organization's administrators for an exception for this project"
+_EXCEPTION = "Request an exception for this project from the organization's administrators"
 _OTHER_WAYS = {
     "compute.disableGuestAttributesAccess": "",
     "compute.requireOsLogin": "use accessMode oslogin: pulumi config set accessMode oslogin",
@@ -21,21 +21,21 @@ _OTHER_WAYS = {
         "use an image with the feature UEFI_COMPATIBLE: pulumi config set image NAME"
     ),
     "compute.restrictCloudNATUsage": (
-        "do without NAT: pulumi config set egress none (docs/operating.md: what it needs)"
+        "do without NAT: pulumi config set egress none (requirements: docs/operating.md)"
     ),
     "compute.trustedImageProjects": (
-        "use an image of a project that is allowed: pulumi config set image NAME"
+        "use an image from an allowed project: pulumi config set image NAME"
     ),
     "compute.vmExternalIpAccess": (
         "reach the head through Google's proxy: pulumi config set accessMode iap"
     ),
     "gcp.resourceLocations": (
-        "use a region that is allowed: pulumi config set region REGION, and zones of it"
+        "use an allowed region: pulumi config set region REGION, and zones of it"
     ),
     "gcp.restrictCmekCryptoKeyProjects": (
-        "use a key of a project that is allowed: pulumi config set kmsKey NAME"
+        "use a key from an allowed project: pulumi config set kmsKey NAME"
     ),
-    "gcp.restrictNonCmekServices": "use a key of your own: pulumi config set kmsKey NAME",
+    "gcp.restrictNonCmekServices": "use your own key: pulumi config set kmsKey NAME",
     "iam.allowedPolicyMemberDomains": "do without a bucket: pulumi config set bucket none",
     "iam.disableServiceAccountCreation": "",
 }
@@ -65,7 +65,7 @@ QUOTA_PROJECT_FIX = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """One refusal that is known."""
+    """A recognized refusal."""
 
     error: type[TileforgeError]
     advice: str
@@ -77,7 +77,7 @@ class _Rule:
     pattern: re.Pattern[str]
     error: type[TileforgeError]
     advice: str
-    """With `{project}`, and the pattern's groups by their names."""
+    """Template with `{project}` and the pattern's named groups."""
 
 
 def _rule(pattern: str, error: type[TileforgeError], advice: str) -> _Rule:
@@ -85,34 +85,34 @@ def _rule(pattern: str, error: type[TileforgeError], advice: str) -> _Rule:
 
 
 def policy_fix(constraint: str) -> str:
-    """Return what to do about an organization's policy, such as gcp.resourceLocations."""
+    """Return the fix for an organization's policy, such as gcp.resourceLocations."""
     other = _OTHER_WAYS.get(constraint, "")
-    return f"{_ASK}, or {other}" if other else _ASK
+    return f"{_EXCEPTION}, or {other}" if other else _EXCEPTION
 
 
 def billing_fix(project: str) -> str:
-    """Return what to do about a project without billing."""
+    """Return the fix for a project without billing."""
     return (
         "The project has no billing account, or a closed one. Link one: gcloud billing projects "
-        f"link {project} --billing-account=ACCOUNT (`gcloud billing accounts list` shows yours)"
+        f"link {project} --billing-account=ACCOUNT (list yours: gcloud billing accounts list)"
     )
 
 
 def bucket_fix(bucket: str) -> str:
-    """Return what to do about a bucket that may not be used."""
+    """Return the fix for a bucket without access."""
     return (
-        "The bucket is another project's, or this login may not use it. Its owner allows it: "
+        "The bucket belongs to another project, or this login has no access. Its owner must run: "
         f"gcloud storage buckets add-iam-policy-binding gs://{bucket} --member=user:YOU "
-        "--role=roles/storage.admin; or take another: pulumi config set bucket NAME"
+        "--role=roles/storage.admin; or use another bucket: pulumi config set bucket NAME"
     )
 
 
-# Credentials and permissions: one of them among several problems is the one to tell.
+# Credentials and permissions: if several problems occur, one of these is reported.
 _ACCESS = (
     _rule(
         r"rateLimitExceeded|RATE_LIMIT_EXCEEDED|[Qq]ueries per minute",
         CloudError,
-        "Google limits the requests of a minute. Repeat the command in a minute",
+        "Google limits requests per minute. Repeat the command in a minute",
     ),
     _rule(
         r"requires a quota project|end user credentials from the Google Cloud SDK",
@@ -128,19 +128,19 @@ _ACCESS = (
     _rule(
         r"vpcServiceControlsUniqueIdentifier|VPC_SERVICE_CONTROLS|SECURITY_POLICY_VIOLATED",
         CloudAuthError,
-        "A perimeter of VPC Service Controls forbids requests from here, whatever the role. Work "
-        "from a network inside it, or ask the organization's administrators for an ingress rule; "
-        "they find the request by that identifier",
+        "A perimeter of VPC Service Controls blocks requests from this machine, whatever the role. "
+        "Use a network inside it, or request an ingress rule from the organization's "
+        "administrators; they find the request by that identifier",
     ),
     _rule(
         r"\bconstraints?/(?:constraints/)?(?P<constraint>[a-z]\w{1,30}\.\w{1,60})",
         CloudAuthError,
-        "An organization's policy forbids it. {policy_fix}",
+        "An organization policy forbids it. {policy_fix}",
     ),
     _rule(
         r"do not belong to a permitted customer",
         CloudAuthError,
-        "The organization's policy iam.allowedPolicyMemberDomains forbids it. "
+        "The organization policy iam.allowedPolicyMemberDomains forbids it. "
         + policy_fix("iam.allowedPolicyMemberDomains"),
     ),
     _rule(
@@ -148,8 +148,8 @@ _ACCESS = (
         r"|The resource 'projects/[^/' ]{1,64}' was not found|[Uu]nknown project id"
         r"|Failed to find project",
         ConfigError,
-        "There is no such project, or this login may not see it. `gcloud projects list` shows "
-        "yours; then: pulumi config set project ID",
+        "The project was not found, or this login has no access. List yours: gcloud projects list; "
+        "then: pulumi config set project ID",
     ),
     _rule(
         r"has not been used in project|accessNotConfigured|SERVICE_DISABLED",
@@ -159,21 +159,21 @@ _ACCESS = (
     _rule(
         r"GOOGLE_APPLICATION_CREDENTIALS environment variable",
         CloudAuthError,
-        "GOOGLE_APPLICATION_CREDENTIALS leads to a file that cannot be read. Give the right one, "
-        "or take the variable away and log in: gcloud auth application-default login",
+        "GOOGLE_APPLICATION_CREDENTIALS names an unreadable file. Set the right file, or unset the "
+        "variable and log in: gcloud auth application-default login",
     ),
     _rule(
         r"(?i)could not find default credentials|No credentials loaded",
         CloudAuthError,
         "There are no Google Cloud credentials. Log in: gcloud auth application-default login",
     ),
-    # Before everything that a role mends.
+    # Before all rules whose fix is a role.
     _rule(REFUSED_CREDENTIALS.pattern, CloudAuthError, "{credentials}"),
     _rule(
         r"does not have access to service account '?(?P<account>[^'\s]{1,256})"
         r"|SERVICE_ACCOUNT_ACCESS_DENIED|(?i:iam\.serviceAccounts\.actAs)",
         CloudAuthError,
-        "You may not start machines that run as this account. The project's owner allows it: "
+        "You cannot start machines that run as this account. The project's owner must run: "
         f"gcloud projects add-iam-policy-binding {{project}} --member=user:YOU --role={_ACT_AS}",
     ),
     _rule(
@@ -190,93 +190,93 @@ _ACCESS = (
         "{role_advice}",
     ),
 )
-# The rest, of which the first problem counts.
+# All other rules; if several problems occur, the first is reported.
 _OTHERS = (
     _rule(
         r"proxyconnect|Proxy Authentication Required|Tunnel connection failed: 407",
         CloudError,
-        "The proxy does not let this through. With a login it is: "
+        "The proxy refuses this request. If it needs a login: "
         "export https_proxy=http://USER:PASSWORD@HOST:PORT",
     ),
     _rule(
         r"x509: |CERTIFICATE_VERIFY_FAILED|certificate verify failed",
         CloudError,
-        "Something between here and Google, such as a proxy, answers with a certificate of its "
-        "own. Name the file of its authority: export SSL_CERT_FILE=FILE REQUESTS_CA_BUNDLE=FILE",
+        "A proxy or firewall replaces Google's certificate with its own. Set its CA certificate: "
+        "export SSL_CERT_FILE=FILE REQUESTS_CA_BUNDLE=FILE",
     ),
     _rule(
         r"[Ff]ingerprint",
         ConfigError,
-        "Somebody or something else has changed it at the same time. Repeat the command",
+        "It was changed by another user or program at the same time. Repeat the command",
     ),
     _rule(
         r"requested bucket name is not available",
         ConfigError,
-        "Buckets have names that are unique in all of Google Cloud. Use it if it is yours, with "
-        "pulumi config set bucket NAME; or take another name",
+        "Bucket names are unique in all of Google Cloud. If it is yours, use it: "
+        "pulumi config set bucket NAME; or choose another name",
     ),
     _rule(
         r"Error 409\b|alreadyExists|already exists",
         ConfigError,
-        "It is in Google Cloud, but not in the stack, as after an answer that was lost. Repeat: "
-        f"{_UP}, which first removes what carries this cluster's identity",
+        "It exists in Google Cloud but not in the stack, for example after a lost response. "
+        f"Repeat: {_UP}, which first removes leftovers with this cluster's identity",
     ),
     _rule(
         r"the change requires stopping it",
         ConfigError,
-        "It was changed outside Pulumi, and only a stopped machine can be changed back. Build it "
-        f"again: {_UP}",
+        "It was changed outside Pulumi, and only a stopped machine can be changed back. Rebuild "
+        f"it: {_UP}",
     ),
     _rule(
         r"already being used by '(?:\S*/)?(?P<kind>[a-zA-Z]{1,40})/(?P<user>[a-z0-9-]{1,64})'",
         ConfigError,
-        "The stack did not make {user} ({kind}). Delete it where it was made, then repeat the "
-        "command. Where nothing lists it, a service of Google's (Cloud Run, GKE, a private "
-        "connection) made it: delete what that service runs in the network; Google may take "
-        "hours until the network is free. It costs nothing meanwhile",
+        "The stack did not create {user} ({kind}). Delete it with the tool that created it, then "
+        "repeat the command. If no command lists it, a Google service (Cloud Run, GKE, a private "
+        "connection) created it: delete that service's resources in the network. Google can take "
+        "hours to release the network, at no cost",
     ),
     _rule(
         r"resourceInUseByAnotherResource|already being used by",
         ConfigError,
-        "What uses it is not in the stack. `gcloud compute networks describe NAME` and the "
-        "console's page of the network show more. Delete it, then repeat the command",
+        "A resource outside the stack uses it. Find it with `gcloud compute networks describe "
+        "NAME` or on the network's page in the console. Delete it, then repeat the command",
     ),
     _rule(
         r"[Dd]eletion [Pp]rotection is enabled|protected against deletion",
         ConfigError,
-        "Somebody has switched on its deletion protection. Switch it off, then repeat the command: "
+        "Its deletion protection is on. Turn it off, then repeat the command: "
         "gcloud compute instances update {machine} --no-deletion-protection --project={project}",
     ),
     _rule(
         r"because it is protected",
         ConfigError,
-        "A results bucket of an older release. Remove all but the bucket: "
+        "It is a results bucket of an older release. Remove everything except the bucket: "
         + command("orchestrate", "down"),
     ),
     _rule(
         r"No more than (?P<most>[0-9]{1,6}) instances? of machine type (?P<type>\S{1,64}) can be",
         ConfigError,
-        "Google places at most {most} machines of {type} close together. Do without, at the "
-        "price of a slower network: pulumi config set compactPlacement false; or use fewer nodes: "
-        "pulumi config set nodeCount NUMBER",
+        "Google places at most {most} machines of {type} close together. Use fewer nodes: "
+        "pulumi config set nodeCount NUMBER; or accept a slower network: "
+        "pulumi config set compactPlacement false",
     ),
     _rule(
         r"is not enabled, current state is: (?P<state>[A-Z_]{1,40})",
         ConfigError,
-        f"The key of the setting kmsKey is {{state}}. `{command('orchestrate', 'doctor')}` names "
-        "the command that enables it, or take another: pulumi config set kmsKey NAME",
+        f"The key in kmsKey is {{state}}. Run {command('orchestrate', 'doctor')} for the command "
+        "that enables it, or use another key: pulumi config set kmsKey NAME",
     ),
     _rule(
         r"Cloud KMS region '?(?P<location>[\w-]{1,64})'? not available|kms\S* .{0,120}"
         r"(?:same|different|wrong) (?:location|region)|KMS_RESOURCE_NOT_FOUND_IN_LOCATION",
         ConfigError,
-        "The key has to be in the cluster's region. Take one that is: "
-        "pulumi config set kmsKey NAME",
+        "The key must be in the cluster's region. Use another key: pulumi config set kmsKey NAME",
     ),
     _rule(
-        r"dial tcp|connection re(?:fused|set)|no such host|i/o timeout|TLS handshake|EOF",
+        r"dial tcp|connection re(?:fused|set)|no[ ]such host|i/o timeout|TLS handshake|EOF",
         CloudError,
-        "Google Cloud cannot be reached from here. See to the network, then repeat the command",
+        "Google Cloud cannot be reached from this machine. Check the network, then repeat the "
+        "command",
     ),
     _rule(
         r"Error 5[0-9][0-9]\b|Internal error|backendError",
@@ -287,31 +287,31 @@ _OTHERS = (
         r"Error 404\b.*images/|images/.*(?:not found|notFound)|[Cc]ould not find image"
         r"|referenced image resource cannot be found",
         ConfigError,
-        "There is no such image, or it may not be used. Look: gcloud compute images list; then: "
-        "pulumi config set image NAME",
+        "The image was not found, or this login has no access. List images: gcloud compute images "
+        "list; then: pulumi config set image NAME",
     ),
     _rule(
         r"(?i)Error 40[04]\b.*(?:serviceAccount|service account|iam\.gserviceaccount).*"
         r"(?:not found|notFound|does not exist)",
         CloudError,
-        "Google has not yet spread the account that was just made. Repeat the command",
+        "The new service account is not yet known to all of Google Cloud. Repeat the command",
     ),
     _rule(
         r"specified bucket does not exist",
         ConfigError,
-        "There is no bucket of the name that the setting has. `gcloud storage ls` shows yours; "
-        "then: pulumi config set bucket NAME, or let it be made: pulumi config set bucket create",
+        "The bucket in the config does not exist. List yours: gcloud storage ls; then: pulumi "
+        "config set bucket NAME; or have `up` create one: pulumi config set bucket create",
     ),
     _rule(
         r"Error 404\b|notFound|couldn't find resource",
         ConfigError,
-        f"It does not exist, or not any more. Repeat: {_UP}. Where it says the same again, a "
-        "setting has a name that is wrong: pulumi config",
+        f"It does not exist, or was deleted. Repeat: {_UP}. If it fails again, a name in the "
+        "config is wrong: pulumi config",
     ),
     _rule(
         r"Error 400\b",
         ConfigError,
-        "Google does not allow these settings together. Change the one that it names: "
+        "Google rejects this combination of settings. Change the setting that it names: "
         "pulumi config set KEY VALUE",
     ),
 )
@@ -326,16 +326,16 @@ _INSTANCE = re.compile(r"instance ([a-z0-9-]{1,63})\b")
 
 
 def access_refusal(text: str, *, project: str = "", login: GoogleLogin) -> Refusal | None:
-    """Return the refusal of credentials, a permission, a policy or the project, or None.
+    """Return the refusal for credentials, a permission, a policy or the project, or None.
 
-    `text` is on one line. `project` goes into commands; empty: the one that the text names. `login`
-    is whose request was refused.
+    `text` is a single line. `project` is inserted into commands; if empty, it is found in `text`.
+    `login` made the refused request.
     """
     return _first(_ACCESS, text, project=project, credentials=login.refusal(text))
 
 
 def other_refusal(text: str, *, project: str = "") -> Refusal | None:
-    """Return any other refusal that is known, or None."""
+    """Return any other recognized refusal, or None."""
     return _first(_OTHERS, text, project=project)
 
 
@@ -365,7 +365,7 @@ def _first(
 
 
 def _group(pattern: re.Pattern[str], text: str) -> str:
-    """Return the group of an alternative that matched; empty where none did."""
+    """Return the first group of the pattern that matched; empty if the pattern did not match."""
     found = pattern.search(text)
     return next((each for each in found.groups() if each), "") if found else ""
 
@@ -376,8 +376,8 @@ def _role_advice(text: str, project: str) -> str:
     service = permission.partition(".")[0]
     role = (_READERS.get(service) if reads else None) or _ROLES.get(service)
     if role is None:
-        return "Ask for the roles in docs/operating.md"
+        return "Request the roles in docs/operating.md"
     return (
-        f"{permission} is in {role}. The project's owner gives it: gcloud projects "
+        f"{permission} is in {role}. The project's owner must run: gcloud projects "
         f"add-iam-policy-binding {project} --member=user:YOU --role={role}"
     )

@@ -1,4 +1,4 @@
-"""The question before a Filestore instance is deleted, as data may be on it."""
+"""Confirmation before a Filestore instance, which can hold data, is deleted."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from payload.orchestrate.terminal.console import confirm_by_name
 
 
 class MayDelete(Protocol):
-    """Asks whether instances may be deleted, as `may_delete` does."""
+    """Confirms the deletion of instances, as `may_delete` does."""
 
     def __call__(self, names: Iterable[str], *, kept: str) -> bool:
-        """Return True if they may."""
+        """Return True if the user confirmed every instance."""
         ...
 
 
 def may_delete(names: Iterable[str], *, named: Collection[str], kept: str) -> bool:
-    """Return whether these instances may be deleted, with the data that may be on them.
+    """Return whether these instances can be deleted with all data on them.
 
-    The option --delete-filestore has `named`; the name of every other one has to be typed. --yes
-    answers neither. `kept` says what is not done otherwise. Raises UsageError where nobody can be
-    asked.
+    `named` comes from the option --delete-filestore. The user must type the name of every other
+    instance; --yes does not confirm it. `kept` states what is kept without confirmation. Raises
+    UsageError if there is no terminal.
     """
     unnamed = [name for name in dict.fromkeys(names) if name not in named]
     options = " ".join(f"--delete-filestore {name}" for name in unnamed)
@@ -29,7 +29,7 @@ def may_delete(names: Iterable[str], *, named: Collection[str], kept: str) -> bo
         confirm_by_name(
             f"This deletes Filestore {name} with all data on it.",
             name=name,
-            otherwise=f"--yes does not answer this, so {kept}. Copy what you need from it, then "
+            otherwise=f"--yes does not confirm this, so {kept}. Copy its data if you need it, then "
             f"repeat with {options}",
         )
         for name in unnamed
@@ -37,5 +37,5 @@ def may_delete(names: Iterable[str], *, named: Collection[str], kept: str) -> bo
 
 
 def filestore_name(cluster: str) -> str:
-    """Return the name that the cluster program gives to the instance."""
+    """Return the name of the cluster's Filestore instance, as the cluster program sets it."""
     return f"{cluster}-shared"

@@ -1,4 +1,4 @@
-"""Filestore instances of a project: listed and removed."""
+"""Lists and removes Filestore instances of a project."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from payload.core.validation.fields import checked
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.removal_order import (
     Resource,
-    last_word,
+    last_segment,
     parse_time,
     printable_labels,
 )
@@ -66,9 +66,9 @@ class _Operation:
 
 
 def filestores(google: Google) -> Iterator[Resource]:
-    """Yield the project's Filestore instances; where the API is off there are none.
+    """Yield the project's Filestore instances; nothing if the API is disabled.
 
-    Raises CloudError for places that do not answer, after what was found.
+    Raises CloudError for unreachable locations, after all instances of the others.
     """
     path = f"/v1/projects/{google.project}/locations/-/instances?pageSize=100"
     what = "listing Filestore instances"
@@ -81,43 +81,43 @@ def filestores(google: Google) -> Iterator[Resource]:
         if "Enable it" not in str(error):
             raise
     if silent:
-        places = joined_lines(", ".join(sorted(last_word(place) for place in silent)))
-        raise CloudError(f"{what}: {places} does not answer. Try again.")
+        places = joined_lines(", ".join(sorted(last_segment(place) for place in silent)))
+        raise CloudError(f"{what}: {places} does not respond. Try again.")
 
 
 def _filestore(found: _Filestore) -> Resource:
     sizes = [int(share.capacity_gb) for share in found.shares if share.capacity_gb]
     return Resource(
         kind=FILESTORE,
-        name=last_word(found.name),
+        name=last_segment(found.name),
         location=found.name.split("/")[3],
         labels=printable_labels(found.labels),
         created_unix=parse_time(found.create_time),
-        network=last_word(found.networks[0].network) or None if found.networks else None,
+        network=last_segment(found.networks[0].network) or None if found.networks else None,
         status=found.state or None,
         gib=sum(sizes) if sizes else None,
     )
 
 
 def begin_to_remove_filestore(google: Google, resource: Resource) -> Callable[[], None]:
-    """Ask for the removal; what is returned waits for its end. Raises as Google.ask does."""
+    """Request removal; return a function that waits for it. Raises as Google.call does."""
     what = f"removing {FILESTORE} {resource.name}"
     path = f"/v1/projects/{google.project}/locations/{resource.location}/instances/{resource.name}"
     begun = google.begin_to_delete("file", path, what=what, shape=_Operation)
     ends = time.monotonic() + _FILESTORE_S
 
-    def see_to_its_end() -> None:
+    def wait() -> None:
         operation = begun
         while not operation.done:
             if time.monotonic() > ends:
-                raise CloudError(f"{what}: it is not done after {_FILESTORE_S:g} s. Look again.")
+                raise CloudError(f"{what}: not done after {_FILESTORE_S:g} s. Check again later.")
             time.sleep(_FILESTORE_PAUSE_S)
             operation = google.get("file", f"/v1/{operation.name}", what=what, shape=_Operation)
         if operation.error is not None:
             raise CloudError(f"{what}: {joined_lines(operation.error.message)}")
 
-    return see_to_its_end
+    return wait
 
 
-# Google's operations of Filestore take minutes, and are not held back until they are done.
+# Filestore's operations take minutes, and Google has no request that waits for them.
 _FILESTORE_S, _FILESTORE_PAUSE_S = 900.0, 2.0

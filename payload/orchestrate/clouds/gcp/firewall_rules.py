@@ -1,4 +1,4 @@
-"""Firewall rules of a network, as Google has them, and how two differ."""
+"""Reads a network's firewall rules from Google and compares them with the expected ones."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from payload.core.printable_text import printable
 from payload.orchestrate.clouds.gcp.client import Google, request_of
-from payload.orchestrate.clouds.gcp.removal_order import last_word
+from payload.orchestrate.clouds.gcp.removal_order import last_segment
 
 Traffic = frozenset[tuple[str, tuple[str, ...]]]
-"""Protocols, each with its ports; no ports are all."""
+"""Protocols, each with its ports; an empty tuple means all ports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +31,13 @@ class Rule:
     denied: Traffic
     disabled: bool
 
-    def differences(self, there: Rule) -> str:
-        """Return in words how the rule that is there differs; empty when it does not."""
+    def differences(self, actual: Rule) -> str:
+        """Return a description of how the actual rule differs; empty if it is equal."""
         return "; ".join(
-            f"{each.name.replace('_', ' ')} {_words(getattr(there, each.name))} instead of "
-            f"{_words(getattr(self, each.name))}"
+            f"{each.name.replace('_', ' ')} {_text(getattr(actual, each.name))} instead of "
+            f"{_text(getattr(self, each.name))}"
             for each in fields(self)
-            if getattr(self, each.name) != getattr(there, each.name)
+            if getattr(self, each.name) != getattr(actual, each.name)
         )
 
 
@@ -47,46 +47,46 @@ class Findings:
 
     network: str
     differing: Mapping[str, str]
-    """How, by name, the program's own rules differ; one that is missing is among them."""
+    """Difference of each of the program's own rules that changed or is missing, by name."""
     foreign: tuple[str, ...]
-    """Names of enabled rules in the network that the program did not make."""
+    """Names of enabled rules in the network that the program did not create."""
 
 
-def compare(google: Google, network: str, wanted: Mapping[str, Rule]) -> Findings:
-    """Return how the rules of `network` differ from these. Raises CloudError, CloudAuthError."""
-    there = rules_there(google, network)
+def compare(google: Google, network: str, expected: Mapping[str, Rule]) -> Findings:
+    """Compare the rules of `network` with `expected`. Raises CloudError, CloudAuthError."""
+    actual = actual_rules(google, network)
     differing = {}
-    for name, rule in wanted.items():
-        found = there.get(name)
-        words = "it is missing" if found is None else rule.differences(found)
-        if words:
-            differing[name] = words
-    foreign = [name for name, rule in there.items() if name not in wanted and not rule.disabled]
+    for name, rule in expected.items():
+        found = actual.get(name)
+        difference = "it is missing" if found is None else rule.differences(found)
+        if difference:
+            differing[name] = difference
+    foreign = [name for name, rule in actual.items() if name not in expected and not rule.disabled]
     return Findings(network=network, differing=differing, foreign=tuple(sorted(foreign)))
 
 
-def rules_there(google: Google, network: str) -> dict[str, Rule]:
-    """Return the rules that Google has in the network of this name."""
+def actual_rules(google: Google, network: str) -> dict[str, Rule]:
+    """Return the firewall rules that exist in the network of this name."""
     client = google.compute("Firewalls")
     request = request_of("ListFirewallsRequest", project=google.project, max_results=500)
     return {
-        printable(item.name): _rule_there(item)
+        printable(item.name): _rule(item)
         for page in google.pages("listing firewall rules", client.list, request)
         for item in page.items
-        if last_word(item.network) == network
+        if last_segment(item.network) == network
     }
 
 
-def foreign_words(found: Findings) -> list[str]:
-    """Return a line for each rule that the program did not make."""
+def foreign_rule_lines(found: Findings) -> list[str]:
+    """Return a line for each rule that the program did not create."""
     return [
-        f"firewall rule {name} in {found.network} is not the cluster program's; see what it opens: "
-        f"gcloud compute firewall-rules describe {name}"
+        f"firewall rule {name} in {found.network} was not created by the cluster program. Check "
+        f"what it allows: gcloud compute firewall-rules describe {name}"
         for name in found.foreign
     ]
 
 
-def _rule_there(item: Any) -> Rule:
+def _rule(item: Any) -> Rule:
     return Rule(
         direction=item.direction or "INGRESS",
         priority=item.priority,
@@ -103,11 +103,11 @@ def _rule_there(item: Any) -> Rule:
 
 
 def traffic(each: Iterable[tuple[str, Iterable[str]]]) -> Traffic:
-    """Return protocols with their ports in one order, so that equal rules are equal."""
+    """Return protocols with sorted ports, so that equivalent rules compare equal."""
     return frozenset((protocol.lower(), tuple(sorted(ports))) for protocol, ports in each)
 
 
-def _words(value: Any) -> str:
+def _text(value: Any) -> str:
     if not isinstance(value, frozenset):
         return str(value)
     texts = [

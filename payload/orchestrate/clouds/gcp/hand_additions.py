@@ -1,4 +1,4 @@
-"""Disks, labels, metadata and tags that people have added to machines by hand."""
+"""Disks, labels, metadata and tags that people added to machines by hand."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from payload.core.errors import ConfigError
 from payload.core.printable_text import printable
 from payload.orchestrate.clouds.gcp.client import Google, request_of
-from payload.orchestrate.clouds.gcp.removal_order import last_word
+from payload.orchestrate.clouds.gcp.removal_order import last_segment
 from payload.stack.resource_labels import CLUSTER_LABEL
 
 KEPT_VARIABLE = "TILEFORGE_METADATA_KEPT"
-"""Tells the cluster program, between commas, the keys of metadata that people have added. Pulumi
-takes the machines' metadata for its own as a whole, and would remove them."""
+"""Passes the keys of hand-added metadata, comma-separated, to the cluster program. Pulumi manages
+a machine's metadata as a whole, so it would remove them otherwise."""
 OWN_METADATA = frozenset(
     {
         *("block-project-ssh-keys", "enable-guest-attributes", "enable-oslogin"),
@@ -29,7 +29,7 @@ _PAGE = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Additions:
-    """Additions that people have made to one machine by hand."""
+    """Additions to one machine that people made by hand."""
 
     machine: str
     zone: str
@@ -40,7 +40,7 @@ class Additions:
     tags: tuple[str, ...]
 
     def describe(self) -> str:
-        """Return `disk data, label team, metadata startup-script, tag web`; empty for nothing."""
+        """Return `disk data, label team, metadata startup-script, tag web`; empty if none."""
         named = {
             "disk": self.disks,
             "label": self.labels,
@@ -53,7 +53,7 @@ class Additions:
 def hand_added(
     google: Google, cluster: str, *, machines: Collection[str], labels: Collection[str]
 ) -> list[Additions]:
-    """Return the additions to those of the cluster's machines that have any.
+    """Return the cluster's machines that have additions.
 
     `labels` are the keys that the config adds. Raises CloudError and CloudAuthError.
     """
@@ -65,7 +65,7 @@ def hand_added(
         return_partial_success=True,
     )
     found = [
-        _additions(item, zone=last_word(scope), labels=labels)
+        _additions(item, zone=last_segment(scope), labels=labels)
         for page in google.pages("listing instances", client.aggregated_list, request)
         for scope, listed in page.items.items()
         for item in listed.instances
@@ -81,7 +81,7 @@ def _additions(item: Any, *, zone: str, labels: Collection[str]) -> Additions:
         machine=printable(item.name),
         zone=zone,
         disks={
-            printable(last_word(disk.source) or disk.device_name): bool(disk.auto_delete)
+            printable(last_segment(disk.source) or disk.device_name): bool(disk.auto_delete)
             for disk in item.disks
             if not disk.boot and disk.type_ != "SCRATCH"
         },
@@ -97,23 +97,24 @@ def kept_metadata(added: Sequence[Additions]) -> str:
 
 
 def added_lines(added: Sequence[Additions], going: Collection[str]) -> Iterator[str]:
-    """Yield a line for each machine with additions: left alone, or lost with it.
+    """Yield a line for each machine with additions: kept, or lost when it is replaced.
 
-    Raises ConfigError for a disk that would be deleted with its machine.
+    `going` are the machines that are replaced. Raises ConfigError for a disk that would be deleted
+    with its machine.
     """
     for each in added:
         if each.machine not in going:
-            yield f"{each.machine}: added by hand and left alone: {each.describe()}"
+            yield f"{each.machine}: added by hand, kept: {each.describe()}"
             continue
         yield (
-            f"{each.machine}: added by hand, and not on the machine that takes its place: "
-            f"{each.describe()}" + ("; disks are detached and stay" if each.disks else "")
+            f"{each.machine}: added by hand, lost because the machine is replaced: "
+            f"{each.describe()}" + ("; disks are detached and kept" if each.disks else "")
         )
         doomed = next((disk for disk, goes_too in each.disks.items() if goes_too), None)
         if doomed is not None:
             raise ConfigError(
-                f"{each.machine}: disk {doomed} was attached by hand, and Google deletes it with "
-                "the machine, so nothing was built. Keep it: gcloud compute instances "
+                f"{each.machine}: replacing the machine would delete disk {doomed}, which was "
+                "attached by hand. Nothing was built. Keep the disk: gcloud compute instances "
                 f"set-disk-auto-delete {each.machine} --zone={each.zone} --disk={doomed} "
                 "--no-auto-delete"
             )

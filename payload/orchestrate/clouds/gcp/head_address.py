@@ -1,4 +1,4 @@
-"""The head's external address, which a stop and a start change."""
+"""The head node's external address, which changes when the machine is stopped and started."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from payload.run_record.run_files import RunPaths
 
 
 def follow_head(paths: RunPaths, env: Mapping[str, str]) -> str:
-    """Write how the head is reached now into the copy of a run; return words where that is new.
+    """Update the head's address in a run's inventory; return a message if it changed.
 
-    A stop and a start give a machine another external address, and another `accessMode` takes or
-    gives one. Empty where nothing is new, or where Google does not say.
+    The external address changes when the machine is stopped and started, or when `accessMode`
+    changes. Return an empty string if it is unchanged, or if Google cannot be queried.
     """
     try:
         was = ClusterInventory.load(paths.inventory)
         if was.source != "pulumi" or was.project is None or was.head.instance_id is None:
             return ""
-        # Once: whoever waits for the head asks again.
+        # No retries: the caller polls.
         google = Google(was.project, endpoints=Endpoints.from_env(env), retry_s=0)
         found = compute_instance(google, was.head)
     except TileforgeError:
@@ -34,13 +34,13 @@ def follow_head(paths: RunPaths, env: Mapping[str, str]) -> str:
     access = Access(kind="direct") if address else Access(kind="iap", project=was.project)
     head = replace(was.head, external_address=address)
     now = replace(was, access=access, nodes=(head, *was.nodes[1:]))
-    # Another machine of that name has no part of the run.
+    # A new machine of the same name does not hold the run.
     if str(found.id) != head.instance_id or found.status != "RUNNING" or now == was:
         return ""
     write_whole(paths.inventory, now.to_json())
     return (
-        f"it is reached {_way(head)} now, not {_way(was.head)}. The run's inventory.json has that "
-        "from now on, and the next attempt uses it"
+        f"now reached {_way(head)}, not {_way(was.head)}. The run's inventory.json is updated, and "
+        "the next attempt uses it"
     )
 
 
@@ -49,6 +49,6 @@ def _way(head: Node) -> str:
 
 
 def external_address(instance: Any) -> str | None:
-    """Return the external address of one of Compute Engine's instances, or None."""
+    """Return the external address of a Compute Engine instance, or None."""
     interfaces = [each for each in instance.network_interfaces if each.access_configs]
     return str(interfaces[0].access_configs[0].nat_i_p) or None if interfaces else None

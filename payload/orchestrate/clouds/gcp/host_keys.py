@@ -1,4 +1,4 @@
-"""Host keys that a cluster's machines publish, pinned in this machine's cache."""
+"""Pins the SSH host keys that a cluster's machines publish, in a cache on this machine."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from payload.orchestrate.ssh.remote_calls import all_or_raise, on_every_node
 DEADLINE_S = 180.0
 _POLL_S = 3.0
 _CACHE_VERSION, CACHE_FILE = 1, "host_keys.json"
-"""Name of the file in the cluster's folder that keeps the nodes and their host keys."""
+"""File in the cluster's folder that stores the nodes and their host keys."""
 _UNWRITTEN = "of type 'Guest Attribute' was not found"
 _CONSTRAINT = "compute.disableGuestAttributesAccess"
 _KIND = re.compile(r"(ssh-|ecdsa-)[a-z0-9@.-]{1,58}")
-# An RSA key of 16,384 bits has 2,760; ssh-keygen makes at most one key of each kind.
+# An RSA key of 16,384 bits has 2,760 characters; ssh-keygen creates at most one key of each kind.
 _MOST_CHARS, _MOST_KEYS = 4096, 16
 
 
@@ -46,64 +46,64 @@ _MOST_CHARS, _MOST_KEYS = 4096, 16
 class _Reader:
     google: Google
     known: Mapping[str, Node]
-    """Host keys that were pinned before, by node."""
+    """Nodes with the host keys pinned earlier, by name."""
     ends: float
     deadline_s: float
     say: Callable[[str], None]
     sleep: Callable[[float], None]
 
     def pinned(self, node: Node) -> Node:
-        """Return the node with its machine's number, its external address and host keys."""
+        """Return the node with its instance ID, external address and host keys."""
         node = self._found(node)
         before = self.known.get(node.name)
         if before is not None and before.instance_id == node.instance_id and before.host_keys:
             return replace(node, host_keys=before.host_keys)
         if before is not None and before.instance_id != node.instance_id:
-            self.say(f"{node.name}: it is another machine than last time; its host keys are new")
+            self.say(f"{node.name}: the machine was replaced; its host keys are new")
         return replace(node, host_keys=self._wait_for_keys(node))
 
     def _found(self, node: Node) -> Node:
-        """Return the node as Google has it; a stop and a start have changed its address."""
+        """Return the node with its current instance ID and external address."""
         request = request_of(
             "GetInstanceRequest", project=self.google.project, zone=node.zone, instance=node.name
         )
         client = self.google.compute("Instances")
         try:
-            found = self.google.ask(
+            found = self.google.call(
                 node.name, lambda: client.get(request=request, retry=None, timeout=REQUEST_S)
             )
         except CloudMissingError:
             raise _gone(node) from None
         if found.status in (*STOPPED, *ENDING):
             raise RankLostError(
-                f"{node.name}: its machine is {found.status}, not running. Its disk, with what is "
-                f"on it, is kept and billed. Start it: {command('orchestrate', 'up')}; or bring "
-                f"its results here and destroy it: {command('orchestrate', 'down')}"
+                f"{node.name}: the machine is {found.status}, not running. Its disk is kept and "
+                f"billed. Start it: {command('orchestrate', 'up')}; or download its results and "
+                f"destroy it: {command('orchestrate', 'down')}"
             )
         address = node.external_address and (external_address(found) or node.external_address)
         return replace(node, instance_id=str(found.id), external_address=address)
 
     def _wait_for_keys(self, node: Node) -> tuple[str, ...]:
-        has_told = False
+        has_reported = False
         while True:
             keys = self._read_keys(node)
             if keys:
-                if has_told:
-                    self.say(f"{node.name}: host keys are there")
+                if has_reported:
+                    self.say(f"{node.name}: host keys published")
                 return keys
             if time.monotonic() + _POLL_S > self.ends:
                 raise BootstrapError(
-                    f"{node.name}: it has not published host keys within {self.deadline_s:g} s. "
-                    "See how far its boot is: gcloud compute instances get-serial-port-output "
+                    f"{node.name}: no host keys published within {self.deadline_s:g} s. "
+                    "Check its boot log: gcloud compute instances get-serial-port-output "
                     f"{node.name} --zone={node.zone} --project={self.google.project}"
                 )
-            if not has_told:
-                self.say(f"{node.name}: waiting for its host keys (it is booting)")
-                has_told = True
+            if not has_reported:
+                self.say(f"{node.name}: booting; waiting for its host keys")
+                has_reported = True
             self.sleep(_POLL_S)
 
     def _read_keys(self, node: Node) -> tuple[str, ...]:
-        """Return the keys, or none while the machine has written none."""
+        """Return the published keys; an empty tuple if the machine has not written any yet."""
         request = request_of(
             "GetGuestAttributesInstanceRequest",
             project=self.google.project,
@@ -113,7 +113,7 @@ class _Reader:
         )
         client = self.google.compute("Instances")
         try:
-            answer = self.google.ask(
+            answer = self.google.call(
                 f"{node.name}: reading its guest attributes",
                 lambda: client.get_guest_attributes(request=request, retry=None, timeout=REQUEST_S),
             )
@@ -124,16 +124,16 @@ class _Reader:
         except TileforgeError as error:
             if _is_disabled(str(error)):
                 raise CloudAuthError(
-                    f"{node.name}: guest attributes are switched off, so it cannot publish its "
-                    f"host keys. See to the organization policy {_CONSTRAINT} and to the "
-                    f"instance's metadata enable-guest-attributes. Google Cloud said: {error}"
+                    f"{node.name}: cannot publish host keys, because guest attributes are "
+                    f"disabled. Check the organization policy {_CONSTRAINT} and the instance's "
+                    f"metadata enable-guest-attributes. Google Cloud's error: {error}"
                 ) from None
             raise
         keys = sorted({_key(node, item.key, item.value) for item in _items(answer)})
         if len(keys) > _MOST_KEYS:
             raise HostKeyError(
-                f"{node.name}: it has published {len(keys)} host keys, at most {_MOST_KEYS} are "
-                "taken. Replace the machine."
+                f"{node.name}: published {len(keys)} host keys, more than the limit of "
+                f"{_MOST_KEYS}. Replace the machine."
             )
         return tuple(keys)
 
@@ -147,13 +147,13 @@ def pin_host_keys(
     deadline_s: float = DEADLINE_S,
     sleep: Callable[[float], None] = time.sleep,
 ) -> ClusterInventory:
-    """Return the inventory with every node's host keys and machine number, asked for at once.
+    """Return the inventory with every node's host keys and instance ID, read in parallel.
 
-    What was pinned for the same machine before is in `cache`. Raises NodesError that names each
-    node: gone (41), without keys after `deadline_s` (30), or refused (13).
+    Keys pinned earlier for the same machine are read from `cache`. Raises NodesError that names
+    each node: gone (41), without keys after `deadline_s` (30), or refused (13).
     """
     _check(inventory.nodes)
-    google.compute("Instances")  # once, before the threads
+    google.compute("Instances")  # creates the client before the threads start
     reader = _Reader(
         google=google,
         known=_read_cache(cache),
@@ -165,8 +165,8 @@ def pin_host_keys(
     outcomes = on_every_node(inventory.nodes, reader.pinned)
     if all(isinstance(outcome, MachineGoneError) for outcome in outcomes.values()):
         raise RankLostError(
-            f"cluster {inventory.cluster}: none of its {len(outcomes)} machine(s) exists any more "
-            f"(past their lifetime, or removed). Build them again: {command('orchestrate', 'up')}; "
+            f"cluster {inventory.cluster}: all {len(outcomes)} machine(s) are gone (past their "
+            f"lifetime, or removed). Build them again: {command('orchestrate', 'up')}; "
             f"or remove the rest: {command('orchestrate', 'down')}"
         )
     pinned = all_or_raise(outcomes, what="reading host keys")
@@ -185,9 +185,9 @@ def pin_node(
     deadline_s: float,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Node:
-    """Return one node with its host keys and machine number; `cache` is read and left as it is.
+    """Return one node with its host keys and instance ID; `cache` is only read.
 
-    Raises MachineGoneError, and for the node what `pin_host_keys` names.
+    Raises MachineGoneError, and otherwise the node's error as in `pin_host_keys`.
     """
     _check([node])
     reader = _Reader(
@@ -202,13 +202,13 @@ def pin_node(
 
 
 class MachineGoneError(RankLostError):
-    """The instance is not there any more."""
+    """The instance no longer exists."""
 
 
 def _gone(node: Node) -> MachineGoneError:
     return MachineGoneError(
-        f"{node.name}: its machine does not exist any more (preempted, past its lifetime, or "
-        f"removed). Build it again: {command('orchestrate', 'up')}"
+        f"{node.name}: the machine no longer exists (preempted, past its lifetime, or removed). "
+        f"Build it again: {command('orchestrate', 'up')}"
     )
 
 
@@ -223,21 +223,18 @@ def _items(answer: Any) -> list[Any]:
 
 
 def _key(node: Node, kind: str, value: str) -> str:
-    """Return `type base64`.
-
-    Raises HostKeyError: what a machine writes about itself may be anything.
-    """
+    """Return the key as `type base64`. Raises HostKeyError if the published key is invalid."""
     text = next(iter(value.split()), "")
     try:
         blob = base64.b64decode(text, validate=True)
     except ValueError:
         blob = b""
-    # RFC 4253, section 6.6: the key begins with its type, as a string with its length before it.
+    # RFC 4253, section 6.6: the key begins with its type, as a length-prefixed string.
     begins = len(kind).to_bytes(4, "big") + kind.encode()
     is_key = blob.startswith(begins) and len(blob) > len(begins) and len(text) <= _MOST_CHARS
     if not is_key or not _KIND.fullmatch(kind):
         raise HostKeyError(
-            f"{node.name}: it has published a host key that is none: {shown(f'{kind} {text}')}. "
+            f"{node.name}: published an invalid host key: {shown(f'{kind} {text}')}. "
             "Replace the machine."
         )
     return f"{kind} {text}"
@@ -246,17 +243,20 @@ def _key(node: Node, kind: str, value: str) -> str:
 def _check(nodes: Sequence[Node]) -> None:
     for node in nodes:
         if node.zone is None:
-            raise ConfigError(f"inventory: {node.name} has no zone. Bring the stack up to date.")
+            raise ConfigError(
+                f"inventory: {node.name} has no zone. Update the stack: "
+                f"{command('orchestrate', 'up')}"
+            )
 
 
 def _read_cache(path: Path) -> dict[str, Node]:
-    """Return what was pinned before; nothing when the file cannot be used."""
+    """Return the nodes pinned earlier, by name; empty if the file is missing or damaged."""
     inventory = cached_inventory(path)
     return {} if inventory is None else {node.name: node for node in inventory.nodes}
 
 
 def cached_inventory(path: Path) -> ClusterInventory | None:
-    """Return the inventory with the pinned host keys; None where the file cannot be used."""
+    """Return the inventory with the pinned host keys; None if the file is missing or damaged."""
     where = str(path)
     try:
         raw = parse_json(read_bytes(path), where=where)

@@ -1,4 +1,4 @@
-"""Leftovers of clusters in a project: what should not be there, and how it is removed."""
+"""Finds leftover resources of clusters in a project, and reports how to remove them."""
 
 from __future__ import annotations
 
@@ -50,45 +50,45 @@ class Sweep:
     project: str
     cluster: str | None
     left: Mapping[str, Sequence[Resource]]
-    """By cluster: what should not be there."""
+    """Leftover resources by cluster."""
     owns: Callable[[Resource], bool]
-    """Tells what of `left` may be removed from here: what carries the cluster's identity."""
+    """Returns True for a leftover that this folder can remove: it has the cluster's identity."""
     others: Sequence[Resource] = ()
-    """Resources with a named cluster's name, or in its network, that are not its own."""
+    """Resources that have the cluster's name or are in its network, but belong to others."""
     kept: Sequence[Resource] = ()
-    """Resources that stay on purpose: buckets."""
+    """Buckets, which are kept on purpose."""
     living: Mapping[str, Sequence[Resource]] = field(default_factory=dict)
-    """Clusters within their lifetime; only looked at when none was named."""
+    """Clusters within their lifetime; empty if the search is for one cluster."""
     blind: Sequence[str] = ()
-    """Why not everything was seen."""
+    """Reasons why some resources could not be listed."""
     node_usd: Mapping[str, float | None]
     now_unix: float
 
     def all_left(self) -> list[Resource]:
-        """Return everything that should not be there."""
+        """Return the leftovers of all clusters."""
         return [each for resources in self.left.values() for each in resources]
 
     def removable(self) -> list[Resource]:
-        """Return what is left and may be removed from here, in the order of removal."""
+        """Return the leftovers that this folder can remove, in the order of removal."""
         return removable(filter(self.owns, self.all_left()))
 
     def named(self) -> list[str]:
-        """Return the options of `sweep` that look for the same."""
+        """Return the options of `sweep` that repeat this search."""
         cluster = ["--cluster", self.cluster] if self.cluster else []
         return [*cluster, "--project", self.project]
 
     def may_live(self) -> bool:
-        """Return whether resources that look left may be in use.
+        """Return whether resources that look left over can be in use.
 
-        No cluster was named, and machines that would show that theirs lives may be where it was not
-        possible to look.
+        True if the search was for all clusters and some locations could not be listed. Their
+        machines would show that a cluster is in use.
         """
         return self.cluster is None and bool(self.blind)
 
     def usd(self, resource: Resource) -> float | None:
-        """Return dollars an hour, where known.
+        """Return dollars per hour, or None if unknown.
 
-        They are of running machines that this folder has seen come up, and of Filestore instances.
+        Known for Filestore instances and for running machines of clusters built from this folder.
         """
         if resource.kind == FILESTORE and resource.gib is not None:
             region = resource.location.rpartition("-")[0]
@@ -98,21 +98,21 @@ class Sweep:
         return self.node_usd.get(resource.name)
 
     def table(self) -> Table:
-        """Return a table of resources that are left, kept or in use."""
+        """Return a table of leftover, kept and used resources."""
         made = table("cluster", "kind", "name", "where", "age", "$/h", "status")
         for cluster, resources in self.left.items():
             for each in resources:
-                self._row(made, cluster, each, self._word(resources))
+                self._row(made, cluster, each, self._expiry_text(resources))
         for each in self.kept:
             self._row(made, self.cluster or "-", each, "kept: it holds results")
         for each in self.others:
             self._row(made, "-", each, "not this cluster's")
         for cluster, resources in self.living.items():
             for each in resources:
-                self._row(made, cluster, each, self._word(resources))
+                self._row(made, cluster, each, self._expiry_text(resources))
         return made
 
-    def _row(self, table: Table, cluster: str, each: Resource, word: str) -> None:
+    def _row(self, table: Table, cluster: str, each: Resource, status: str) -> None:
         usd = self.usd(each)
         made = each.created_unix
         table.add_row(
@@ -122,10 +122,10 @@ class Sweep:
             each.location,
             "-" if made is None else _age(self.now_unix - made),
             "-" if usd is None else f"{usd:.3f}",
-            word,
+            status,
         )
 
-    def _word(self, resources: Sequence[Resource]) -> str:
+    def _expiry_text(self, resources: Sequence[Resource]) -> str:
         expiry = expiry_of(resources)
         if expiry is None:
             return "left"
@@ -134,11 +134,11 @@ class Sweep:
         return f"expires in {_age(expiry - self.now_unix)}"
 
     def to_json(self) -> str:
-        """Return the same as JSON."""
+        """Return the result as a JSON document."""
         groups = {"left": self.left, "living": self.living}
         listed = {
-            word: {c: [asdict(each) for each in found] for c, found in group.items()}
-            for word, group in groups.items()
+            key: {c: [asdict(each) for each in found] for c, found in group.items()}
+            for key, group in groups.items()
         }
         kept, others = ([asdict(each) for each in group] for group in (self.kept, self.others))
         document = {"schema_version": _SCHEMA_VERSION, "project": self.project, **listed}
@@ -155,18 +155,18 @@ def look(
     keep_buckets: bool,
     ownership: Ownership | None = None,
 ) -> Sweep:
-    """Return the resources of `cluster` in the project, or of every expired cluster.
+    """Search the project for resources of `cluster`, or of every expired cluster.
 
-    `ownership` proves what is the named cluster's own; else the identity that `folder` keeps of it
-    does. Where there is no proof, all that was built for a cluster of the name counts as left, and
-    nothing of it as removable.
+    `ownership` proves which resources belong to `cluster`. By default the identity stored in
+    `folder` is the proof. Without a proof, all resources built for a cluster of that name count as
+    left over, and none can be removed.
     """
     if cluster is not None:
         check_cluster_name(cluster)
     now_unix = time.time()
     remembered = [each for each in remembered_clusters(folder) if each.project == google.project]
-    # By its name alone a thing counts only where the cluster has come up, or was named: after an
-    # `up` that found a network of that name there, the network is somebody else's.
+    # The name of a resource counts only if the cluster was built or is named on the command line.
+    # If `up` failed because a network of that name existed, that network belongs to another user.
     names = {each.cluster for each in remembered if each.came_up} | (
         {cluster} if cluster else set()
     )
@@ -204,58 +204,55 @@ def look(
 def _split(
     group: Sequence[Resource], proof: Ownership, cluster: str
 ) -> tuple[list[Resource], list[Resource]]:
-    """Return what counts as the named cluster's own, and what others have of its name."""
+    """Split resources of the cluster's name into its own and those of other clusters."""
     mine, others = proof.split(group)
     if not proof.is_known:
         mine = [each for each in group if is_made_by_program(each, cluster)]
         others = [each for each in group if each not in mine]
-    # A bucket of results is nobody else's where it says nothing of an identity.
+    # A results bucket without an identity was created by an older version for this cluster.
     old = [each for each in others if each.kind == BUCKET and not identity_in(each.labels)]
     return [*mine, *old], [each for each in others if each not in old]
 
 
 def conclude(found: Sweep, *, talk: Console) -> None:
-    """Say that nothing is left. Raises TeardownError when something is, or cannot be ruled out."""
+    """Report that nothing is left. Raises TeardownError if resources are left or can be left."""
     whose = f"of cluster {found.cluster}" if found.cluster else "of expired clusters"
     left = found.all_left()
     if left and found.may_live():
         raise TeardownError(
-            f"{len(left)} resource(s) in project {found.project} look left, but their cluster may "
-            f"live where nobody could look, so nothing is removed: {'; '.join(found.blind)} If you "
-            f"know that it is over: sweep --cluster {next(iter(found.left))} --delete"
+            f"{len(left)} resource(s) in project {found.project} look left over, but their cluster "
+            f"can be in use in locations that were not listed: {'; '.join(found.blind)} Nothing "
+            "was removed. If the cluster is gone: "
+            + command("orchestrate", "sweep", "--cluster", next(iter(found.left)), "--delete")
         )
     for line in describe_others(found.others):
-        talk.print(f"not this cluster's, and left alone: {line}")
+        talk.print(f"not this cluster's, kept: {line}")
     if left:
-        _say_how_to_remove(found, talk=talk)
+        _print_removal_commands(found, talk=talk)
         usd = [price for each in left if (price := found.usd(each)) is not None]
         cost = f", at least ${sum(usd):.2f}/h" if usd else ""
         again = command("orchestrate", "sweep", *found.named(), "--delete")
         raise TeardownError(
             f"{len(left)} resource(s) {whose} left in project {found.project}{cost}. "
-            + (
-                f"The commands above remove them, in this order; or: {again}"
-                if found.removable()
-                else ""
-            )
-            + (f" And not everything was seen: {'; '.join(found.blind)}" if found.blind else "")
+            + (f"Remove them with the commands above, or: {again}" if found.removable() else "")
+            + (f" Some could not be listed: {'; '.join(found.blind)}" if found.blind else "")
         )
     if found.blind:
         raise TeardownError(
-            f"nothing {whose} was seen in project {found.project}, but it is not shown that "
-            f"nothing is left: {'; '.join(found.blind)}"
+            f"no resources {whose} found in project {found.project}, but some could not be "
+            f"listed: {'; '.join(found.blind)}"
         )
     if found.kept:
         names = ", ".join(f"gs://{each.name}" for each in found.kept)
         talk.print(f"kept with its results: {names}")
     talk.print(
-        f"0 resources {whose} left in project {found.project}: looked for {len(KINDS) + 3} kinds "
+        f"0 resources {whose} left in project {found.project}: checked {len(KINDS) + 3} kinds "
         "in all zones and regions"
     )
 
 
-def _say_how_to_remove(found: Sweep, *, talk: Console) -> None:
-    """Print the commands that remove what is this cluster's; name whose the rest is."""
+def _print_removal_commands(found: Sweep, *, talk: Console) -> None:
+    """Print the commands that remove the cluster's own leftovers, and who owns the rest."""
     mine = in_order(filter(found.owns, found.all_left()))
     for each in mine:
         note = _LOSSES.get(each.kind, "")
@@ -263,15 +260,15 @@ def _say_how_to_remove(found: Sweep, *, talk: Console) -> None:
     for cluster, resources in found.left.items():
         for line in describe_others([each for each in resources if each not in mine]):
             talk.print(
-                f"cluster {cluster}, not known to be built from this folder, {line}. Remove it "
-                "where it was built; or: "
+                f"cluster {cluster}, not built from this folder by its identity, {line}. Remove "
+                "it from its own folder; or: "
                 + command("orchestrate", "sweep", "--cluster", cluster, "--project", found.project)
                 + " --identity ID --delete"
             )
 
 
 def folders_own(folder: Path, cluster: str) -> Ownership:
-    """Return the proof that a folder has of its cluster; none where its record is damaged."""
+    """Return the identity stored in a folder as proof; no proof if the file is damaged."""
     identity = None
     with suppress(ConfigError):
         identity = known_cluster_identity(folder, cluster)

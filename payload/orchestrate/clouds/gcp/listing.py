@@ -1,4 +1,4 @@
-"""Lists what is in a project: Compute Engine's kinds, and all the others."""
+"""Lists the resources of a project, of Compute Engine and of other services."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from payload.orchestrate.clouds.gcp.removal_order import (
     PAGE,
     Resource,
     checked_name,
-    last_word,
-    marks,
+    labels_in_description,
+    last_segment,
     parse_time,
     printable_labels,
 )
 from payload.orchestrate.clouds.gcp.resource_kinds import KINDS, RUNNING, Kind
 from payload.orchestrate.clouds.gcp.service_accounts import service_accounts
 
-# Warnings of a list that is whole; without one the code is empty.
-_WHOLE = ("", "NO_RESULTS_ON_PAGE")
+# Codes of a complete list; the code is empty if there is no warning.
+_COMPLETE = ("", "NO_RESULTS_ON_PAGE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """The resources that were found, and the places that could not be listed."""
+    """The resources that were found, and the locations that could not be listed."""
 
     resources: Sequence[Resource]
     blind: Sequence[str]
-    """Each a reason; empty when everything was seen."""
+    """One reason for each failed list; empty if every list was complete."""
 
 
 def list_everything(google: Google) -> Listing:
-    """Return everything of every kind in all zones, buckets, DNS zones, and service accounts.
+    """Return the resources of every kind in all zones and regions.
 
-    Raises CloudAuthError when not even the first kind may be listed.
+    Raises CloudAuthError if the first kind cannot be listed.
     """
     found: list[Resource] = []
     blind: list[str] = []
-    # The first one alone: without credentials there is one error and not a dozen.
+    # The first kind is listed alone, so that missing credentials cause one error and not a dozen.
     first, *others = KINDS
-    with noted(blind, UnreadableError):
+    with collect_errors(blind, UnreadableError):
         found.extend(_of_kind(google, first, blind))
     ways = [partial(_of_kind, google, kind, blind) for kind in others]
     with ThreadPoolExecutor(max_workers=4) as pool:
@@ -63,30 +63,30 @@ def list_everything(google: Google) -> Listing:
 
 
 def list_machines(google: Google) -> list[Resource]:
-    """Return the machines of all zones, whoever made them.
+    """Return all machines of the project, in all zones.
 
-    Raises CloudError when a zone could not be listed, and CloudAuthError.
+    Raises CloudAuthError, and CloudError if a zone could not be listed.
     """
     blind: list[str] = []
     found = list(_of_kind(google, KINDS[0], blind))
     if blind:
-        raise CloudError(f"not every machine is seen: {'; '.join(blind)}")
+        raise CloudError(f"not every machine could be listed: {'; '.join(blind)}")
     return found
 
 
 @contextmanager
-def noted(said: list[str], *errors: type[TileforgeError]) -> Iterator[None]:
-    """Put the message of an error into `said` and go on."""
+def collect_errors(messages: list[str], *errors: type[TileforgeError]) -> Iterator[None]:
+    """Append the message of an error to `messages` instead of raising it."""
     try:
         yield
     except errors as error:
-        said.append(str(error))
+        messages.append(str(error))
 
 
 def _attempt(way: Callable[[], Iterator[Resource]], blind: list[str]) -> list[Resource]:
-    """Return what was found before an error, too."""
+    """Return the resources listed before the first error."""
     found: list[Resource] = []
-    with noted(blind, CloudError, CloudAuthError):
+    with collect_errors(blind, CloudError, CloudAuthError):
         found.extend(way())
     return found
 
@@ -101,22 +101,22 @@ def _aggregated(google: Google, kind: Kind, blind: list[str]) -> Iterator[Resour
         f"AggregatedList{kind.client}Request",
         project=google.project,
         max_results=PAGE,
-        # Else one zone that is down makes the whole list fail.
+        # Otherwise the whole list fails if one zone is down.
         return_partial_success=True,
     )
     what = f"listing {kind.gcloud}"
     for page in google.pages(what, client.aggregated_list, request):
-        silent = {last_word(place) for place in page.unreachables}
-        _see_warning(page.warning, what, blind)
+        silent = {last_segment(place) for place in page.unreachables}
+        _note_warning(page.warning, what, blind)
         for scope, listed in page.items.items():
-            place = last_word(scope)
-            # A place that fails says so here; `unreachables` need not name it. gcloud looks here
-            # (googlecloudsdk/api_lib/compute/request_helper.py).
+            place = last_segment(scope)
+            # A failed location has a warning here and is not always in `unreachables`. gcloud
+            # reads it here, too (googlecloudsdk/api_lib/compute/request_helper.py).
             if place not in silent:
-                _see_warning(listed.warning, f"{what}: {place}", blind)
+                _note_warning(listed.warning, f"{what}: {place}", blind)
             for item in getattr(listed, snake(kind.client)):
                 yield _resource(kind, item, location=place)
-        blind += [f"{what}: {place} does not answer. Try again." for place in sorted(silent)]
+        blind += [f"{what}: {place} does not respond. Try again." for place in sorted(silent)]
 
 
 def _global(google: Google, kind: Kind, blind: list[str]) -> Iterator[Resource]:
@@ -124,24 +124,26 @@ def _global(google: Google, kind: Kind, blind: list[str]) -> Iterator[Resource]:
     request = request_of(f"List{kind.client}Request", project=google.project, max_results=PAGE)
     what = f"listing {kind.gcloud}"
     for page in google.pages(what, client.list, request):
-        _see_warning(page.warning, what, blind)
+        _note_warning(page.warning, what, blind)
         for item in page.items:
             yield _resource(kind, item, location="global")
 
 
-def _see_warning(warning: Any, what: str, blind: list[str]) -> None:
-    if warning.code not in _WHOLE:
-        said = joined_lines(warning.message).rstrip(".") or "no word"
-        blind.append(f"{what}: {warning.code}: {said}. Try again.")
+def _note_warning(warning: Any, what: str, blind: list[str]) -> None:
+    if warning.code not in _COMPLETE:
+        message = joined_lines(warning.message).rstrip(".") or "no message"
+        blind.append(f"{what}: {warning.code}: {message}. Try again.")
 
 
 def _resource(kind: Kind, item: Any, *, location: str) -> Resource:
-    labels = printable_labels(item.labels) if kind.labelled else marks(item.description)
-    network = last_word(_network(item)) or None
+    labels = (
+        printable_labels(item.labels) if kind.labelled else labels_in_description(item.description)
+    )
+    network = last_segment(_network(item)) or None
     return Resource(
         kind=kind.name,
         name=checked_name(item.name, kind.name),
-        location=checked_name(location, f"{kind.name} {item.name}: place"),
+        location=checked_name(location, f"{kind.name} {item.name}: location"),
         labels=labels,
         created_unix=parse_time(item.creation_timestamp),
         network=None if kind.name == "network" else network,
@@ -151,9 +153,9 @@ def _resource(kind: Kind, item: Any, *, location: str) -> Resource:
 
 
 def _end_of(machine: Any) -> float | None:
-    """Return when Google ends a machine that runs; None for one without a limit, or stopped.
+    """Return when Google will end a running machine; None without a limit, or if it is stopped.
 
-    Google's terminationTimestamp is not in the library. It is this sum, from each start on:
+    The library lacks Google's terminationTimestamp, which is the last start plus the limit:
     https://cloud.google.com/compute/docs/instances/limit-vm-runtime
     """
     started = parse_time(machine.last_start_timestamp or machine.creation_timestamp)
@@ -174,5 +176,5 @@ _OTHERS = (buckets, service_accounts, dns_zones, filestores)
 
 
 def snake(name: str) -> str:
-    """Return `forwarding_rules` of ForwardingRules."""
+    """Convert a name such as ForwardingRules to snake case: `forwarding_rules`."""
     return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")

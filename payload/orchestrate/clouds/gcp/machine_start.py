@@ -1,4 +1,4 @@
-"""Starting machines that were stopped, after a question."""
+"""Starts stopped machines, after confirmation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from payload.core.errors import CapacityError, CloudAuthError, CloudError, Confi
 from payload.core.suggested_commands import command
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.clouds.gcp.client import REQUEST_S, Google, request_of
-from payload.orchestrate.clouds.gcp.compute_operations import see_to_its_end
+from payload.orchestrate.clouds.gcp.compute_operations import wait_for_operation
 from payload.orchestrate.clouds.gcp.compute_resource import ask_compute, compute_instance
 from payload.orchestrate.clouds.gcp.head_address import external_address
 from payload.orchestrate.clouds.gcp.ownership import Ownership
@@ -42,43 +42,42 @@ def see_to_stopped(
     assume_yes: bool,
     talk: Console,
 ) -> list[str]:
-    """Name the stack's machines that are stopped, and start them after a question.
+    """Report the stack's stopped machines and start them after confirmation.
 
-    `places` is what `places_in` returns. Without a choice, a yes that nobody was asked for starts
-    only what Google itself has stopped: a person may have stopped the others on purpose. Returns
-    the URNs of those that are to be replaced. Raises CapacityError and CloudError when one cannot
-    be started.
+    `places` is the result of `places_in`. If `assume_yes` is set without a choice, only machines
+    that Google stopped are started, because a person can have stopped the others on purpose. Return
+    the URNs of machines to replace. Raises CapacityError and CloudError if a start fails.
     """
     try:
         found = stopped_machines(google, places)
     except (CloudError, CloudAuthError) as error:
-        talk.print(f"warning: it is not known whether every machine runs: {error}")
+        talk.print(f"warning: cannot check for stopped machines: {error}")
         return []
     for each in found:
-        talk.print(f"machine {each}: its disk, with what is on it, is kept and billed, {NO_END}")
+        talk.print(f"machine {each}: its disk is kept and billed, {NO_END}")
     idle = [each for each in found if each.status in STOPPED]
     for each in (each for each in found if each not in idle):
-        talk.print(f"{each.name}: wait until it has stopped, then repeat: {_UP}")
+        talk.print(f"{each.name}: still stopping. Wait until it is stopped, then repeat: {_UP}")
     if not idle or dry_run:
         return []
     names = ", ".join(each.name for each in idle)
     if choice is None and assume_yes:
         return _start_what_google_stopped(google, idle, talk=talk)
     if choice is None:
-        if confirm(f"Start {names}? That is billed again.", assume_yes=False):
+        if confirm(f"Start {names}? Running machines are billed.", assume_yes=False):
             choice = "start"
-        elif confirm(f"Replace {names}, and lose what is on its disk?", assume_yes=False):
+        elif confirm(f"Replace {names} and delete the data on the disk?", assume_yes=False):
             choice = "replace"
     if choice == "start":
         start(google, idle, talk=talk)
     elif choice == "replace":
         return [places[each.name, each.zone] for each in idle]
     else:
-        talk.print(f"{names}: stopped as before")
+        talk.print(f"{names}: left stopped")
     return []
 
 
-NO_END = "and Google's limit of its lifetime does not count until it is started"
+NO_END = "and its lifetime limit is paused until it is started"
 
 
 def _start_what_google_stopped(
@@ -88,16 +87,16 @@ def _start_what_google_stopped(
     for each in idle:
         if not each.by_google:
             talk.print(
-                f"warning: {each.name} stays stopped, as a person may have stopped it on purpose. "
-                f"Start it with: {_UP} --stopped start; or replace it: {_UP} --stopped replace"
+                f"warning: {each.name} stays stopped, because a person can have stopped it on "
+                f"purpose. Start it: {_UP} --stopped start; or replace it: {_UP} --stopped replace"
             )
     return []
 
 
 def start(google: Google, machines: Sequence[StoppedMachine], *, talk: Console) -> None:
-    """Start the machines, which keep their disks, and wait until they run.
+    """Start the machines with their disks and wait until they run.
 
-    Raises CapacityError where their zone has none free, and CloudError.
+    Raises CloudError, and CapacityError if the zone has no free machine.
     """
     client = google.compute("Instances")
     begun = []
@@ -108,20 +107,20 @@ def start(google: Google, machines: Sequence[StoppedMachine], *, talk: Console) 
         method = client.resume_unary if verb == "Resume" else client.start_unary
         what = f"starting {each.name}"
         with _explained(each):
-            operation = google.ask(
+            operation = google.call(
                 what, partial(method, request=request, retry=None, timeout=REQUEST_S)
             )
         begun.append((each, operation, what, place))
     ends = time.monotonic() + _START_S
     for each, operation, what, place in begun:
         with _explained(each):
-            see_to_its_end(google, operation, what, operations="Zone", place=place, ends=ends)
-        talk.print(f"{each.name}: started, and billed again; its lifetime begins again")
+            wait_for_operation(google, operation, what, operations="Zone", place=place, ends=ends)
+        talk.print(f"{each.name}: started and billed; its lifetime starts from zero")
         _renew_label(google, each, talk=talk)
 
 
 def _renew_label(google: Google, machine: StoppedMachine, *, talk: Console) -> None:
-    """Write the new end of a started machine's life on it, where people and `sweep` read it."""
+    """Update the expiry label of a started machine, which `sweep` reads."""
     place = {"zone": machine.zone, "instance": machine.name}
     what = f"{machine.name}: label {EXPIRES_LABEL}"
     try:
@@ -140,18 +139,18 @@ def _renew_label(google: Google, machine: StoppedMachine, *, talk: Console) -> N
             },
         )
         client = google.compute("Instances")
-        google.ask(
+        google.call(
             what, partial(client.set_labels_unary, request=request, retry=None, timeout=REQUEST_S)
         )
     except (CloudError, CloudAuthError) as error:
-        talk.print(f"warning: it still has the time of its first life: {error}")
+        talk.print(f"warning: the machine's expiry label was not updated: {error}")
 
 
 @contextmanager
 def _explained(machine: StoppedMachine) -> Iterator[None]:
-    """Say what becomes of the disk where a machine cannot be started."""
+    """Add to the error of a failed start that the disk is kept, and how to continue."""
     kept = (
-        "Its disk stays as it is, and is billed. Repeat later; or lose what is on it: "
+        "Its disk is kept and billed. Try again later; or discard the disk: "
         f"{_UP} --stopped replace, or {_DOWN} --without-collect"
     )
     try:
@@ -160,7 +159,7 @@ def _explained(machine: StoppedMachine) -> Iterator[None]:
         stock_out = find_stock_out(str(error))
         if stock_out is None:
             raise CloudError(f"{error} {kept}") from None
-        what = stock_out.machine_type or "such machine"
+        what = stock_out.machine_type or "machine of its type"
         raise CapacityError(
             f"{machine.name} cannot be started: no {what} is free in {machine.zone}. {kept}"
         ) from None
@@ -175,16 +174,16 @@ def start_head(
     assume_yes: bool,
     talk: Console,
 ) -> ClusterInventory | None:
-    """Name the stopped machines, and start the head, which has the results, after a question.
+    """Report stopped machines; start the head, which has the results, after confirmation.
 
-    Returns the inventory with the head's external address, which a start changes; None where it was
-    not started. Raises ConfigError after a no, and as `start` does.
+    Return the inventory with the head's new external address, or None if it was not started. Raises
+    ConfigError if the user declines, and as `start` does.
     """
     try:
         places = {(node.name, node.zone or "") for node in inventory.nodes}
         found = stopped_machines(google, places, own=own)
     except (CloudError, CloudAuthError) as error:
-        talk.print(f"warning: it is not known whether every machine runs: {error}")
+        talk.print(f"warning: cannot check for stopped machines: {error}")
         return None
     for each in found:
         talk.print(f"machine {each}")
@@ -192,12 +191,12 @@ def start_head(
     if head is None or head.status not in STOPPED:
         return None
     if dry_run:
-        talk.print(f"{head.name} would be started first, to collect what is on its disk")
+        talk.print(f"{head.name} would be started first, to collect results from its disk")
         return None
-    if not confirm(f"Start {head.name} to collect what is on its disk?", assume_yes=assume_yes):
+    if not confirm(f"Start {head.name} to collect results from its disk?", assume_yes=assume_yes):
         raise ConfigError(
-            f"{head.name} is {head.status}, and results may be on its disk, so nothing was "
-            f"destroyed. Destroy them too: {_DOWN} --without-collect"
+            f"{head.name} is {head.status} and can have results on its disk, so nothing was "
+            f"destroyed. To destroy them too: {_DOWN} --without-collect"
         )
     start(google, [head], talk=talk)
     node = inventory.head

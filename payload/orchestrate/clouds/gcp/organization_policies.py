@@ -1,4 +1,4 @@
-"""`doctor`'s checks of the organization's policies."""
+"""`doctor`'s checks of organization policies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Values:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rule:
-    """One of https://cloud.google.com/resource-manager/docs/reference/orgpolicy/rest/v2/Policy."""
+    """https://cloud.google.com/resource-manager/docs/reference/orgpolicy/rest/v2/Policy."""
 
     enforce: bool = False
     allow_all: bool = checked(False, key="allowAll")
@@ -44,13 +44,13 @@ class _Policy:
 
 
 def check_policies(google: Google, need: Need) -> Iterator[Check]:
-    """Check the organization policies that would keep the cluster from being built or reached.
+    """Check the organization policies that can prevent building or reaching the cluster.
 
-    Each by its effective value: what the organization, its folders and the project say together.
+    The effective policy combines those of the organization, its folders and the project.
     """
     effects = {
         "compute.disableGuestAttributesAccess": "nodes could not publish their host keys",
-        "iam.disableServiceAccountCreation": "the nodes' service account could not be made",
+        "iam.disableServiceAccountCreation": "the nodes' service account could not be created",
     }
     if not need.uses_os_login:
         effects["compute.requireOsLogin"] = "the operator's key would be ignored"
@@ -61,7 +61,7 @@ def check_policies(google: Google, need: Need) -> Iterator[Check]:
 
 
 def _listed(project: str, need: Need) -> dict[str, Sequence[Sequence[str]]]:
-    """Return the values that policies with lists have to allow, each with its groups."""
+    """Return the values that list policies must allow, each with the groups that include it."""
     cluster, region = need.cluster or "CLUSTER", need.region
     own = f"under:projects/{project}"
     values: dict[str, Sequence[Sequence[str]]] = {
@@ -106,25 +106,28 @@ def check_boolean_policy(google: Google, constraint: str, effect: str) -> Check:
 
 
 def _listed_policy(google: Google, constraint: str, values: Sequence[Sequence[str]]) -> Check:
-    """Check that a list constraint allows each value, by itself or by a group that it is in."""
+    """Check that a list constraint allows each value, directly or through a group."""
     name, fix = f"policy {constraint}", f"{policy_fix(constraint)}."
     try:
         rules = _rules(google, constraint)
     except TileforgeError as error:
         return unknown(name, error)
     found = [_allows(rules, each) for each in values]
-    for wanted in ("refused", "unknown"):
+    for result in ("refused", "unknown"):
         for (answer, why), value in zip(found, values, strict=True):
-            if answer == wanted == "refused":
+            if answer == result == "refused":
                 return auth(name, f"does not allow {value[0]}", fix)
-            if answer == wanted:
-                return Check(name=name, outcome="unknown", found=why, fix=f"If it does not: {fix}")
+            if answer == result:
+                return Check(name=name, outcome="unknown", found=why, fix=f"If it is not: {fix}")
     shown_values = ", ".join(value[0] for value in values)
     return Check(name=name, outcome="ok", found=f"allows {shown_values}")
 
 
 def _allows(rules: Sequence[_Rule], value: Sequence[str]) -> tuple[str, str]:
-    """Return allowed, refused or unknown, and why it is unknown; `value` with its groups."""
+    """Return allowed, refused or unknown, and the reason for unknown.
+
+    `value` is followed by the groups that include it.
+    """
     allowed, denied = (
         {
             each.removeprefix("is:")
@@ -135,12 +138,12 @@ def _allows(rules: Sequence[_Rule], value: Sequence[str]) -> tuple[str, str]:
         for kind in ("allowed", "denied")
     )
     if any(rule.condition for rule in rules):
-        return "unknown", f"allows {value[0]} under conditions alone, which are not looked at"
+        return "unknown", f"has conditions, so it is not known whether {value[0]} is allowed"
     if any(rule.deny_all for rule in rules) or denied & set(value):
         return "refused", ""
     if any(rule.allow_all for rule in rules) or allowed & set(value) or not allowed | denied:
         return "allowed", ""
     groups = sorted(each for each in allowed | denied if ":" in each)
     if groups:
-        return "unknown", f"names {shown(groups[0])}; whether {value[0]} is in it is not looked at"
+        return "unknown", f"has group {shown(groups[0])}; not known whether {value[0]} is allowed"
     return ("refused" if allowed else "allowed"), ""

@@ -1,6 +1,6 @@
-"""Whose a resource is: by the cluster's identity, or by the stack's own state. Pure.
+"""Decides who owns a resource, by the cluster's identity or the stack's state. Pure.
 
-A name and the label with it are anyone's to take, so they prove nothing.
+Names and labels of clusters prove nothing, because any user can choose the same ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from payload.orchestrate.clouds.gcp.resource_kinds import BUCKET, FILESTORE, KIN
 from payload.stack.cluster_identity import identity_in
 
 NO_IDENTITY = "none"
-"""Stands for the identity of what an older version built, or a person by hand."""
+"""Identity of resources that were built by an older version, or by hand."""
 _COLLECTIONS = {kind.name: kind.client[0].lower() + kind.client[1:] for kind in KINDS}
 
 
@@ -24,39 +24,40 @@ class Ownership:
     """Proof that resources are a cluster's own."""
 
     identities: frozenset[str] = frozenset()
-    """The folder's own; NO_IDENTITY stands for what was built without one."""
+    """Identities of this folder's cluster; NO_IDENTITY includes resources built without one."""
     cluster: str = ""
-    """Its name: what NO_IDENTITY stands for has to be labelled or called so."""
+    """The cluster's name, which resources without an identity must have as label or in their name.
+    """
     known: tuple[str, ...] = ()
-    """Ids in the stack's state."""
+    """Resource IDs in the stack's state."""
     project: str = ""
-    """The project that the resources are in: a name of another one's in an id proves nothing."""
+    """The project of the resources; IDs in other projects prove nothing."""
 
     @property
     def is_known(self) -> bool:
-        """Tell whether anything could be proven at all."""
+        """Return whether there is any proof."""
         return bool(self.identities or self.known)
 
     def owns(self, resource: Resource) -> bool:
-        """Tell whether it may be adopted or removed as the cluster's own."""
+        """Return whether the cluster owns the resource, so that it can be adopted or removed."""
         identity = identity_in(resource.labels)
         if identity is not None:
-            # An id has a name and no more: by now another cluster's resource may have it.
+            # Before the stack's state: its ID is a name that another cluster can have taken.
             return identity in self.identities
         nameless = NO_IDENTITY in self.identities and is_made_by_program(resource, self.cluster)
         return nameless or self.lists(resource)
 
     def belies(self, resource: Resource) -> bool:
-        """Tell whether the stack's state lists it, although it is another cluster's by now."""
+        """Return whether the stack's state lists it although it now belongs to another cluster."""
         identity = identity_in(resource.labels)
         return identity is not None and identity not in self.identities and self.lists(resource)
 
     def lists(self, resource: Resource) -> bool:
-        """Tell whether the stack's state has it, or has the machine whose boot disk it is."""
-        return any(is_same(resource, known, project=self.project) for known in self.known)
+        """Return whether the stack's state lists it, or lists its machine if it is a boot disk."""
+        return any(matches_id(resource, known, project=self.project) for known in self.known)
 
     def split(self, resources: Iterable[Resource]) -> tuple[list[Resource], list[Resource]]:
-        """Return those that are the cluster's own, and the others."""
+        """Return the cluster's own resources, and the others."""
         own: list[Resource] = []
         others: list[Resource] = []
         for each in resources:
@@ -65,15 +66,15 @@ class Ownership:
 
 
 def removable(resources: Iterable[Resource]) -> list[Resource]:
-    """Return in the order of removal what a cleanup may remove: no bucket."""
+    """Return the resources that a cleanup can remove (no buckets), in the order of removal."""
     return in_order(each for each in resources if each.kind != BUCKET)
 
 
-def is_same(resource: Resource, known: str, *, project: str) -> bool:
-    """Tell whether an id of Pulumi's state, such as projects/P/zones/Z/instances/N, is this.
+def matches_id(resource: Resource, known: str, *, project: str) -> bool:
+    """Return whether an ID in Pulumi's state, such as projects/P/zones/Z/instances/N, matches.
 
-    The resource is in `project`. A boot disk has its machine's name and place, and no entry of its
-    own. A bucket's id is its name, which is its own in all projects.
+    `project` is the resource's project. A boot disk has no separate entry; it has the name and zone
+    of its machine. A bucket's ID is its name, which is unique across projects.
     """
     if resource.kind == BUCKET:
         return known == resource.name
@@ -92,7 +93,7 @@ def is_same(resource: Resource, known: str, *, project: str) -> bool:
 
 
 def describe_others(resources: Sequence[Resource]) -> list[str]:
-    """Return a line for each identity that is not ours: what has it, and since when it exists."""
+    """Return a line for each other identity, with its resources and the time of the oldest."""
     groups: dict[str, list[Resource]] = {}
     for each in in_order(resources):
         groups.setdefault(identity_in(each.labels) or NO_IDENTITY, []).append(each)

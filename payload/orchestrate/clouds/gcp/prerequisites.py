@@ -1,4 +1,4 @@
-"""`doctor`'s checks of what `up` needs: proxy, quota project, billing, image and bucket."""
+"""`doctor`'s checks of prerequisites of `up`: proxy, quota project, billing, image, bucket."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from payload.orchestrate.clouds.gcp.check_result import Check, auth, denied, unk
 from payload.orchestrate.clouds.gcp.client import REQUEST_S, CloudMissingError, Google, request_of
 from payload.orchestrate.clouds.gcp.error_catalog import QUOTA_PROJECT_FIX, billing_fix, bucket_fix
 from payload.orchestrate.clouds.gcp.organization_policies import check_boolean_policy
-from payload.orchestrate.clouds.proxy import address_of, proxy_of, spares_loopback
+from payload.orchestrate.clouds.proxy import address_of, bypasses_loopback, proxy_of
 from payload.stack.cloud_requirements import Need
 
 _CONNECT_S = 5.0
@@ -30,7 +30,7 @@ _BUCKET_NEEDS = (
 
 
 def check_proxy(env: Mapping[str, str]) -> Iterator[Check]:
-    """Check that the proxy answers, and that it leaves out 127.0.0.1; nothing without a proxy."""
+    """Check that the proxy responds and no_proxy has 127.0.0.1; nothing if no proxy is set."""
     found = proxy_of(env)
     if found is None:
         return
@@ -52,27 +52,27 @@ def check_proxy(env: Mapping[str, str]) -> Iterator[Check]:
         yield Check(
             name="proxy",
             outcome="error",
-            found=f"{shown} does not answer ({error.strerror or error})",
-            fix=f"Correct it, or unset {variable}.",
+            found=f"{shown} does not respond ({error.strerror or error})",
+            fix=f"Correct the URL, or unset {variable}.",
             exit_code=ExitCode.PREFLIGHT,
         )
         return
-    if spares_loopback(env):
-        yield Check(name="proxy", outcome="ok", found=f"{shown} answers")
+    if bypasses_loopback(env):
+        yield Check(name="proxy", outcome="ok", found=f"{shown} responds")
     else:
         yield Check(
             name="proxy",
             outcome="warning",
-            found=f"{shown} answers; no_proxy lacks 127.0.0.1, over which Pulumi's parts talk",
+            found=f"{shown} responds; no_proxy lacks 127.0.0.1, which Pulumi's processes use",
             fix="`up` and `down` add it; for `pulumi` by hand: export no_proxy=127.0.0.1,localhost",
         )
 
 
 def check_quota_project(google: Google) -> Iterator[Check]:
-    """Check that a person's login names a project for the APIs that want one."""
+    """Check that a user's login has a quota project, which some APIs require."""
     if google.lacks_quota_project():
         fix = f"{QUOTA_PROJECT_FIX.format(project=google.project)}."
-        yield auth("quota project", "Google's APIs for services, policies and quotas want one", fix)
+        yield auth("quota project", "required by the APIs for services, policies and quotas", fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,28 +93,28 @@ def check_billing(google: Google) -> Check:
 
 
 def check_image(google: Google, need: Need) -> Iterator[Check]:
-    """Check that the boot image exists, may be used and is not deprecated.
+    """Check that the boot image exists, is accessible and is not deprecated.
 
-    One that is no Shielded VM's is checked against the policy on these.
+    An image that does not support Shielded VM is checked against the policy that requires it.
     """
     named = _IMAGE.fullmatch(need.image)
     if named is None:
-        return  # the cluster program says so before it builds
+        return  # the cluster program reports it before it builds
     name = f"image {named['name']}"
     request = request_of("GetImageRequest", project=named["project"], image=named["name"])
     client = google.compute("Images")
-    fix = f"Take another: gcloud compute images list --project={named['project']}; then: "
+    fix = f"Use another: gcloud compute images list --project={named['project']}; then: "
     fix += "pulumi config set image NAME"
     try:
-        image = google.ask(
+        image = google.call(
             name, partial(client.get, request=request, retry=None, timeout=REQUEST_S)
         )
     except CloudMissingError:
-        yield wrong(name, f"project {named['project']} has no such image", fix)
+        yield wrong(name, f"not found in project {named['project']}", fix)
         return
     except CloudAuthError as error:
         role = f"roles/compute.imageUser on the project {named['project']}"
-        yield denied(name, error, f"Its owner gives you {role}.")
+        yield denied(name, error, f"Its owner must grant you {role}.")
         return
     except TileforgeError as error:
         yield unknown(name, error)
@@ -123,14 +123,14 @@ def check_image(google: Google, need: Need) -> Iterator[Check]:
     newer = _IMAGE.search(image.deprecated.replacement)
     fix = f"{fix.removesuffix('NAME')}{newer.group()}" if newer else fix
     if state in _GONE:
-        yield wrong(name, f"it is {state.lower()}: no machine can be made from it", fix)
+        yield wrong(name, f"{state.lower()}: no machine can be created from it", fix)
     elif state == "DEPRECATED":
-        found = "it is deprecated: machines can be made from it until it is withdrawn"
+        found = "deprecated: machines can be created from it until it is withdrawn"
         yield Check(name=name, outcome="warning", found=found, fix=f"{fix}.")
     else:
         yield Check(name=name, outcome="ok", found="exists")
     if _UEFI not in {feature.type_ for feature in image.guest_os_features}:
-        effect = f"the image lacks {_UEFI}, so no machine could be made from it"
+        effect = f"the image lacks {_UEFI}, so no machine could be created from it"
         yield check_boolean_policy(google, "compute.requireShieldedVm", effect)
 
 
@@ -145,7 +145,7 @@ class _Allowed:
 
 
 def check_bucket(google: Google, need: Need) -> Iterator[Check]:
-    """Check that the bucket of the setting exists, and that `up` can let the nodes write to it."""
+    """Check that the configured bucket exists, and that `up` can grant the nodes access to it."""
     if not need.bucket_name:
         return
     name = f"bucket {need.bucket_name}"
@@ -157,8 +157,8 @@ def check_bucket(google: Google, need: Need) -> Iterator[Check]:
             "storage", f"{path}/iam/testPermissions?{query}", what=name, shape=_Allowed
         )
     except CloudMissingError:
-        fix = "`gcloud storage ls` shows yours; then: pulumi config set bucket NAME, or let it be "
-        yield wrong(name, "there is no such bucket", f"{fix}made: pulumi config set bucket create")
+        fix = "List yours: gcloud storage ls; then: pulumi config set bucket NAME; or have `up` "
+        yield wrong(name, "not found", f"{fix}create one: pulumi config set bucket create")
         return
     except CloudAuthError as error:
         yield denied(name, error, f"{bucket_fix(need.bucket_name)}.")
@@ -171,4 +171,4 @@ def check_bucket(google: Google, need: Need) -> Iterator[Check]:
         found = f"not writable: this login lacks {', '.join(missing)}"
         yield auth(name, found, f"{bucket_fix(need.bucket_name)}.")
     else:
-        yield Check(name=name, outcome="ok", found="exists, and the nodes can be let in")
+        yield Check(name=name, outcome="ok", found="exists, and `up` can grant the nodes access")

@@ -1,4 +1,4 @@
-"""`doctor`'s checks of a project: enabled APIs, offers in its zones, GPUs."""
+"""`doctor`'s checks of a project: enabled APIs, machine types in its zones, GPUs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _ServicePage:
 
 
 def check_services(google: Google, need: Need) -> Iterator[Check]:
-    """Check that every API that the cluster needs is enabled."""
+    """Check that every API required by the cluster is enabled."""
     path = f"/v1/projects/{google.project}/services?filter=state:ENABLED&pageSize=200"
     what = "listing enabled APIs"
     try:
@@ -70,12 +70,12 @@ def check_offers(google: Google, need: Need) -> Iterator[Check]:
             try:
                 found = ask_compute(google, kind, request, what=label, zone=zone, **{word: name})
             except CloudMissingError:
-                # The first zone is where the nodes go; the others are for later.
+                # Nodes are built in the first zone; the others are alternatives.
                 yield Check(
                     name=label,
                     outcome="warning" if place else "error",
-                    found="not offered there",
-                    fix=f"Use another zone of {machine.region}, or another one of its kind.",
+                    found="not offered",
+                    fix=f"Use another zone of {machine.region}, or another type.",
                     exit_code=ExitCode.CONFIG,
                 )
             except TileforgeError as error:
@@ -86,7 +86,7 @@ def check_offers(google: Google, need: Need) -> Iterator[Check]:
 
 
 def check_gpus(need: Need) -> Iterator[Check]:
-    """Say what GPUs the machine type has and with which driver; nothing for one without."""
+    """Report the GPUs and driver of the machine type; nothing for a type without GPUs."""
     gpus = gpus_of(need.machine_type)
     if gpus is None:
         return
@@ -94,7 +94,7 @@ def check_gpus(need: Need) -> Iterator[Check]:
     capability = ".".join(map(str, gpu.capability))
     fp8 = "with" if gpu.capability >= FP8_CAPABILITY else "without"
     found = (
-        f"{gpus.count} x {gpu.name} on each node, a rank on each GPU: "
+        f"{gpus.count} x {gpu.name} per node, one rank per GPU: "
         f"{gpu.memory_mib / 1024:.1f} GiB, compute capability {capability} ({fp8} fp8), "
         f"driver branch {NVIDIA_DRIVER_BRANCH}"
     )
@@ -103,7 +103,7 @@ def check_gpus(need: Need) -> Iterator[Check]:
             name="GPUs",
             outcome="error",
             found=f"{found}; {need.machine_type} is sold only as spot",
-            fix="Set spot true (--spot), or take a3-highgpu-8g.",
+            fix="Set spot true (--spot), or use a3-highgpu-8g.",
             exit_code=ExitCode.CONFIG,
         )
     else:
@@ -111,11 +111,11 @@ def check_gpus(need: Need) -> Iterator[Check]:
 
 
 def check_own_gpus(facts: NvidiaFacts) -> Iterator[Check]:
-    """Say what GPUs this machine has, for runs here; nothing where it has no nvidia-smi."""
+    """Report the GPUs of this machine, for local runs; nothing if it has no nvidia-smi."""
     if facts.smi is None:
         return
     node = Node(name="this machine", address="127.0.0.1", physical_cores=1, memory_gib=0.0)
-    need = GpuNeed(why="a run here", ranks_per_node=None)
+    need = GpuNeed(why="a local run", ranks_per_node=None)
     faults = list(gpu_faults(facts, need=need, node=node))
     yield Check(
         name="GPUs of this machine",

@@ -1,4 +1,4 @@
-"""The project that a command looks in."""
+"""Chooses the project that a command uses."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from payload.core.errors import UsageError
-from payload.orchestrate.clouds.cluster_records import recall, remembered_clusters
+from payload.orchestrate.clouds.cluster_records import load_cluster_record, remembered_clusters
 from payload.orchestrate.terminal.console import text_console
 
 
 def project_of(
     given: str | None, cluster: str | None, env: Mapping[str, str], *, folder: Path
 ) -> str:
-    """Return the project to look in. Raises UsageError when nothing says which.
+    """Return the project to use. Raises UsageError if it cannot be determined.
 
-    The environment is the operator's own; the folder's memory may have come with the folder.
+    The environment overrides the folder's records, which can be another operator's.
     """
     if given:
         return given
-    known = recall(folder, cluster) if cluster else None
+    known = load_cluster_record(folder, cluster) if cluster else None
     for name in ("GOOGLE_CLOUD_PROJECT", "CLOUDSDK_CORE_PROJECT"):
         if found := env.get(name):
             if known is not None and known.project != found:
                 text_console(stderr=True).print(
-                    f"note: {name} says project {found}; this folder has {cluster} in "
-                    f"{known.project}. Another one: --project"
+                    f"note: using project {found} from {name}, but this folder has {cluster} in "
+                    f"{known.project}. Change it with --project"
                 )
             return found
     if known is not None:
@@ -34,6 +34,6 @@ def project_of(
     if len(projects) == 1:
         return projects.pop()
     raise UsageError(
-        "which project? Name it with --project"
-        + (f" (this folder has used {', '.join(sorted(projects))})." if projects else ".")
+        "no project given. Set it with --project"
+        + (f" (used in this folder: {', '.join(sorted(projects))})." if projects else ".")
     )

@@ -15,7 +15,7 @@ from payload.orchestrate.clouds.gcp.compute_resource import ask_compute
 from payload.stack.cloud_requirements import Need, Scope
 
 _PAGE = "https://console.cloud.google.com/iam-admin/quotas?project={project}"
-# Families after C3 have no metric of their own; Google counts them in one quota, by dimension.
+# Families after C3 have no separate metric; Google counts them in one quota with dimensions.
 # https://cloud.google.com/docs/quotas/terminology and .../docs/quotas/configure-dimensions
 _INTEGER = re.compile(r"-?[0-9]{1,19}")
 _FAMILY_METRIC = "CPUS_PER_VM_FAMILY"
@@ -30,8 +30,8 @@ _DEFAULTS = {
     "ROUTERS": 10.0,
     "SSD_TOTAL_GB": 500.0,
 }
-"""Limits of a project that never asked for more, as public listings of `gcloud compute project-info
-describe` show them; one on a free trial has less (CPUS_ALL_REGIONS 12)."""
+"""Default limits of a project, from public listings of `gcloud compute project-info describe`. A
+free trial has lower limits (CPUS_ALL_REGIONS 12)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class _Details:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Limit:
-    """The limit where these dimensions hold; those that are not named may have any value."""
+    """A limit that applies where all these dimensions match."""
 
     dimensions: dict[str, str] = field(default_factory=dict)
     details: _Details | None = None
@@ -54,9 +54,9 @@ class _QuotaInfo:
 
 
 def check_quotas(google: Google, need: Need, project: Any) -> Iterator[Check]:
-    """Check every quota that the cluster counts against.
+    """Check every quota that the cluster uses.
 
-    `project` is Compute Engine's answer, or None where it could not be read.
+    `project` is Compute Engine's resource, or None if it could not be read.
     """
     try:
         region = ask_compute(
@@ -74,11 +74,11 @@ def check_quotas(google: Google, need: Need, project: Any) -> Iterator[Check]:
     seen = set()
     for scope, metrics, amount in need.quotas(vcpus_per_node=vcpus):
         known = limits[scope]
-        # A limit of 0 for preemptible CPUs means that spot machines use the family's quota.
+        # If the limit for preemptible CPUs is 0, spot machines use the family's quota.
         preferred = (m for m in metrics[:-1] if m in known and known[m].limit > 0)
         metric = next(preferred, metrics[-1])
         if metric in seen:
-            continue  # spot machines that use the quota of the others
+            continue  # spot machines use the same quota as the others
         seen.add(metric)
         where = need.region if scope == "region" else "all regions"
         if metric in known:
@@ -95,14 +95,14 @@ def _against(quota: Any, name: str, *, amount: float, page: str) -> Check:
     if amount < free:
         return Check(name=name, outcome="ok", found=found)
     if amount == free:
-        fix = f"It fits and leaves nothing: for any more than this cluster, ask at {page}"
+        fix = f"The cluster uses all of it. To run anything more, request an increase: {page}"
         return Check(name=name, outcome="warning", found=found, fix=fix)
-    fix = f"Ask for {quota.usage + amount:g} at {page}, or need less."
+    fix = f"Request a limit of {quota.usage + amount:g} at {page}, or build a smaller cluster."
     return Check(name=name, outcome="error", found=found, fix=fix, exit_code=ExitCode.QUOTA)
 
 
 def _of_family(google: Google, need: Need, *, amount: float, page: str) -> Check:
-    """Check the family's share of the quota that has dimensions; its use is not to be had there."""
+    """Check the machine family's limit in the quota with dimensions, which does not list usage."""
     name = f"{_FAMILY_METRIC} ({need.family}) in {need.region}"
     path = (
         f"/v1/projects/{google.project}/locations/global/services/compute.googleapis.com/"
@@ -111,48 +111,49 @@ def _of_family(google: Google, need: Need, *, amount: float, page: str) -> Check
     try:
         info = google.get("cloudquotas", path, what=name, shape=_QuotaInfo)
     except TileforgeError as error:
-        return _not_known(name, amount, f"{error} Or look at {page}")
+        return _not_known(name, amount, f"{error} Or check it at {page}")
     limit = _applicable(info, region=need.region, family=need.family)
     if limit is None:
-        return _not_known(name, amount, f"Look at {page}")
+        return _not_known(name, amount, f"Check it at {page}")
     if limit < 0:
         return Check(name=name, outcome="ok", found=f"{amount:g} needed, no limit")
-    found = f"{amount:g} needed, limit {limit:g} (what is in use is not listed)"
+    found = f"{amount:g} needed, limit {limit:g} (usage is not listed)"
     if limit < amount:
-        fix = f"Ask for {amount:g} more than is in use at {page}, or need less."
+        fix = f"Request {amount:g} more than the usage at {page}, or build a smaller cluster."
         if limit == 0:
-            fix += " A limit of 0 may mean that the region does not have the family."
+            fix += " A limit of 0 can mean that the region does not offer the family."
         return Check(name=name, outcome="error", found=found, fix=fix, exit_code=ExitCode.QUOTA)
     if limit == amount:
-        fix = f"It fits only while nothing else uses it: for more, ask at {page}"
+        fix = f"It fits only if no other machine uses it. Request an increase: {page}"
         return Check(name=name, outcome="warning", found=found, fix=fix)
     return Check(name=name, outcome="ok", found=found)
 
 
 def _applicable(info: _QuotaInfo, *, region: str, family: str) -> int | None:
-    """Return the limit with the most dimensions that fit; -1 is none, None is not known."""
-    wanted = {"region": region, "vm_family": family.lower()}
+    """Return the limit with the most matching dimensions; -1 if unlimited, None if unknown."""
+    dimensions = {"region": region, "vm_family": family.lower()}
     fitting = [
         each
         for each in info.limits
         if each.details is not None
-        and all(wanted.get(key) == value.lower() for key, value in each.dimensions.items())
+        and all(dimensions.get(key) == value.lower() for key, value in each.dimensions.items())
         and (not each.locations or region in each.locations)
     ]
-    # Of those with one dimension a location's goes first (configure-dimensions, "precedence").
+    # Among limits with one dimension, the region's comes first (configure-dimensions,
+    # "precedence").
     best = max(fitting, key=lambda e: (len(e.dimensions), "region" in e.dimensions), default=None)
     return None if best is None or best.details is None else int(best.details.value)
 
 
 def _not_listed(metric: str, where: str, *, amount: float, page: str) -> Check:
-    """Compare with what a default project has; nothing but the console has this project's limit."""
+    """Compare with a default project's limit; only the console shows this project's limit."""
     name, default = f"{metric} in {where}", _DEFAULTS.get(metric)
     if default is None:
-        return _not_known(name, amount, f"Look at {page}")
+        return _not_known(name, amount, f"Check it at {page}")
     found = f"{amount:g} needed, the limit is not listed; a default project has {default:g}"
     if amount <= default:
-        return Check(name=name, outcome="unknown", found=found, fix=f"Look at {page}")
-    fix = f"See that the limit is at least {amount:g} more than is in use, or ask for it: {page}"
+        return Check(name=name, outcome="unknown", found=found, fix=f"Check it at {page}")
+    fix = f"Check that at least {amount:g} are unused, or request an increase: {page}"
     return Check(name=name, outcome="error", found=found, fix=fix, exit_code=ExitCode.QUOTA)
 
 

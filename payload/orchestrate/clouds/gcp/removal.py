@@ -1,4 +1,4 @@
-"""Removes resources of a project, in order and to their end."""
+"""Removes resources of a project in order, and waits until they are gone."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from itertools import groupby
 
 from payload.core.errors import TileforgeError
 from payload.orchestrate.clouds.gcp.client import REQUEST_S, CloudMissingError, Google, request_of
-from payload.orchestrate.clouds.gcp.compute_operations import operation_deadline, see_to_its_end
+from payload.orchestrate.clouds.gcp.compute_operations import operation_deadline, wait_for_operation
 from payload.orchestrate.clouds.gcp.dns_zones import remove_dns_zone
 from payload.orchestrate.clouds.gcp.filestore_instances import begin_to_remove_filestore
-from payload.orchestrate.clouds.gcp.listing import noted, snake
+from payload.orchestrate.clouds.gcp.listing import collect_errors, snake
 from payload.orchestrate.clouds.gcp.removal_order import Resource, in_order, is_zone
 from payload.orchestrate.clouds.gcp.resource_kinds import (
     BUCKET,
@@ -25,26 +25,27 @@ from payload.orchestrate.clouds.gcp.service_accounts import remove_service_accou
 
 
 def remove(google: Google, resources: Sequence[Resource]) -> list[str]:
-    """Remove each, in order and to its end, but no bucket; returns what went wrong.
+    """Remove the resources, except buckets, in order and wait for each; return error messages.
 
-    Those of a kind go at once: each may take minutes, and machines cost until they are gone.
+    Resources of one kind are removed in parallel, because a removal can take minutes and machines
+    cost money until then.
     """
     failed: list[str] = []
     going = in_order(each for each in resources if each.kind != BUCKET)
     for _, alike in groupby(going, key=lambda each: each.kind):
         ends: list[Callable[[], None]] = []
         for resource in alike:
-            # Something else may have removed it, which is as good.
-            with noted(failed, TileforgeError), suppress(CloudMissingError):
+            # A missing resource was removed by another program.
+            with collect_errors(failed, TileforgeError), suppress(CloudMissingError):
                 ends.append(_begin_to_remove(google, resource))
         for wait in ends:
-            with noted(failed, TileforgeError), suppress(CloudMissingError):
+            with collect_errors(failed, TileforgeError), suppress(CloudMissingError):
                 wait()
     return failed
 
 
 def _begin_to_remove(google: Google, resource: Resource) -> Callable[[], None]:
-    """Ask for the removal; what is returned waits for its end."""
+    """Request the removal; return a function that waits until it is done."""
     for known, way in ((SERVICE_ACCOUNT, remove_service_account), (DNS_ZONE, remove_dns_zone)):
         if resource.kind == known:
             way(google, resource.name)
@@ -64,10 +65,10 @@ def _begin_to_remove(google: Google, resource: Resource) -> Callable[[], None]:
     )
     client = google.compute(client_name)
     what = f"removing {kind.name} {resource.name}"
-    operation = google.ask(
+    operation = google.call(
         what, lambda: client.delete_unary(request=request, retry=None, timeout=REQUEST_S)
     )
     ends = operation_deadline()
     return partial(
-        see_to_its_end, google, operation, what, operations=operations, place=place, ends=ends
+        wait_for_operation, google, operation, what, operations=operations, place=place, ends=ends
     )

@@ -1,4 +1,4 @@
-"""Resources of a project: their order of removal, and the command that removes each. Pure."""
+"""A project's resources, their order of removal, and the command to remove each. Pure."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ _ORDER = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resource:
-    """One thing in the project."""
+    """A resource of the project."""
 
     kind: str
     """A Kind's name, FILESTORE, SERVICE_ACCOUNT, DNS_ZONE or BUCKET."""
     name: str
-    """A service account's is its e-mail address."""
+    """For a service account, its e-mail address."""
     location: str
     """Zone, region, or `global`."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Or, of a kind that cannot have any, what its description says in their place."""
+    """Labels; for a kind without labels, those in its description."""
     created_unix: float | None = None
     network: str | None = None
-    """Name of the network that it is in, where it is in one."""
+    """Name of its network, or None."""
     status: str | None = None
     ends_unix: float | None = None
-    """Time at which Google ends the machine, while it runs and has a limit."""
+    """Time at which Google will end the machine, if it runs and has a limit."""
     gib: int | None = None
-    """Size of a Filestore instance, which is what it costs by."""
+    """Size of a Filestore instance, which determines its price."""
 
     def key(self) -> tuple[str, str, str]:
-        """Return the key that identifies it."""
+        """Return kind, location and name, which identify the resource."""
         return (self.kind, self.location, self.name)
 
     def expires_unix(self) -> float | None:
-        """Return when its cluster was meant to be gone, if its label says so."""
+        """Return the expiry time in its label, or None."""
         text = self.labels.get(EXPIRES_LABEL, "")
         return float(text) if re.fullmatch("[0-9]{1,12}", text) else None
 
@@ -64,64 +64,64 @@ class Resource:
         if self.kind == BUCKET:
             return shlex.join(["gcloud", "storage", "rm", "--recursive", f"gs://{self.name}"])
         if self.kind == SERVICE_ACCOUNT:
-            words = ["gcloud", "iam", "service-accounts", "delete", self.name]
-            return shlex.join([*words, f"--project={project}", "--quiet"])
+            argv = ["gcloud", "iam", "service-accounts", "delete", self.name]
+            return shlex.join([*argv, f"--project={project}", "--quiet"])
         if self.kind == DNS_ZONE:
             return self._zone_removal(project)
         if self.kind == FILESTORE:
-            words = ["gcloud", "filestore", "instances", "delete", self.name]
-            return shlex.join([*words, self._where(), f"--project={project}", "--quiet"])
+            argv = ["gcloud", "filestore", "instances", "delete", self.name]
+            return shlex.join([*argv, self._location_option(), f"--project={project}", "--quiet"])
         kind = KIND_OF[self.kind]
-        words = ["gcloud", "compute", *kind.gcloud.split(), "delete", self.name]
+        argv = ["gcloud", "compute", *kind.gcloud.split(), "delete", self.name]
         if kind.aggregated:
-            words.append(self._where())
-        return shlex.join([*words, f"--project={project}", "--quiet"])
+            argv.append(self._location_option())
+        return shlex.join([*argv, f"--project={project}", "--quiet"])
 
     def _zone_removal(self, project: str) -> str:
-        # A zone with records cannot be removed; infra/gcp/network.py puts these two there.
+        # A zone with records cannot be removed. infra/gcp/network.py creates these two.
         records = (("restricted.googleapis.com.", "A"), ("*.googleapis.com.", "CNAME"))
-        where = [f"--project={project}", "--quiet"]
+        options = [f"--project={project}", "--quiet"]
         delete = ["gcloud", "dns", "record-sets", "delete"]
         commands = [
-            [*delete, name, f"--type={kind}", f"--zone={self.name}", *where]
+            [*delete, name, f"--type={kind}", f"--zone={self.name}", *options]
             for name, kind in records
         ]
-        commands.append(["gcloud", "dns", "managed-zones", "delete", self.name, *where])
+        commands.append(["gcloud", "dns", "managed-zones", "delete", self.name, *options])
         return "; ".join(map(shlex.join, commands))
 
-    def _where(self) -> str:
+    def _location_option(self) -> str:
         if self.location == "global":
             return "--global"
         return f"--{'zone' if is_zone(self.location) else 'region'}={self.location}"
 
 
 def is_zone(location: str) -> bool:
-    """Return whether it is a zone; that is a region with a letter: us-central1-a."""
+    """Return whether it is a zone, which is a region with a letter: us-central1-a."""
     return location.count("-") == 2
 
 
 def in_order(resources: Iterable[Resource]) -> list[Resource]:
-    """Return resources in the order of their removal: a network goes after what is in it."""
+    """Return resources in the order of removal: a network comes after the resources in it."""
     return sorted(resources, key=lambda each: (_ORDER[each.kind], each.location, each.name))
 
 
-def marks(description: str) -> dict[str, str]:
-    """Return the labels that the description of something without labels stands in for."""
+def labels_in_description(description: str) -> dict[str, str]:
+    """Return the labels in the description of a resource of a kind that cannot have labels."""
     return dict(_MARK.findall(description))
 
 
 def printable_labels(labels: Mapping[str, str]) -> dict[str, str]:
-    """Return labels as a table may show them."""
+    """Return labels that are safe to print in a table."""
     return {printable_line(str(key)): printable_line(str(value)) for key, value in labels.items()}
 
 
-def last_word(url: str | None) -> str:
-    """Return `us-central1-a` of a URL that ends with it."""
+def last_segment(url: str | None) -> str:
+    """Return the last path segment of a URL, such as `us-central1-a`."""
     return (url or "").rpartition("/")[2]
 
 
 def parse_time(text: str | None) -> float | None:
-    """Return the Unix time of an RFC 3339 text, or None."""
+    """Return the Unix time of an RFC 3339 timestamp, or None if it is invalid."""
     try:
         return datetime.fromisoformat(text or "").timestamp()
     except (OverflowError, ValueError):
@@ -132,10 +132,13 @@ PAGE = 500
 
 
 def checked_name(name: str, what: str) -> str:
-    """Return a name that Google can have given; it becomes a word of requests and commands."""
+    """Return the name if it is valid, because requests and commands include it.
+
+    Raises CloudError.
+    """
     if not CLOUD_NAME.fullmatch(name):
         raise CloudError(
-            f"listing: {joined_lines(what)}: Google Cloud names one {shown(name)}, which is no "
-            "name."
+            f"listing: {joined_lines(what)}: Google Cloud returned the invalid name {shown(name)}. "
+            "Try again."
         )
     return name

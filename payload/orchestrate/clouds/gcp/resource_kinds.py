@@ -1,11 +1,11 @@
-"""Kinds of resources in a project, and the labels of a cluster's. Pure."""
+"""Kinds of resources in a project, and states of machines. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 RUNNING = ("RUNNING", "STAGING", "PROVISIONING", "REPAIRING")
-"""Google's words for a machine that runs, and is billed."""
+"""Google's states of a machine that runs and is billed."""
 BUCKET, SERVICE_ACCOUNT, DNS_ZONE = "bucket", "service account", "DNS zone"
 FILESTORE = "Filestore instance"
 
@@ -15,20 +15,20 @@ class Kind:
     """One kind of resource in Compute Engine."""
 
     name: str
-    """As people say it."""
+    """Name in messages."""
     client: str
-    """As the client library's classes are called: Instances, of InstancesClient."""
+    """Name in client classes, such as Instances in InstancesClient."""
     singular: str
-    """As the request classes are called: Instance, of DeleteInstanceRequest."""
+    """Name in request classes, such as Instance in DeleteInstanceRequest."""
     aggregated: bool
-    """True if it is in zones or regions."""
+    """True if resources of this kind are in zones or regions."""
     labelled: bool
-    """True if it can have labels; else its description has what they would say."""
+    """True if they can have labels; otherwise their description contains the labels."""
     gcloud: str
-    """Its commands, after `gcloud compute`."""
+    """Command group after `gcloud compute`."""
 
 
-# In the order in which they can be removed.
+# In the order of removal.
 KINDS = (
     Kind(
         name="instance",
@@ -122,4 +122,4 @@ KINDS = (
 KIND_OF = {kind.name: kind for kind in KINDS}
 
 STOPPED, ENDING = ("TERMINATED", "STOPPED", "SUSPENDED"), ("STOPPING", "SUSPENDING")
-"""Google's words for a machine that keeps its disk and does not run, or soon will not."""
+"""Google's states of a machine that is stopped and keeps its disk, and of one that is stopping."""

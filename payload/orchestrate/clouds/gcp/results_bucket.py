@@ -1,4 +1,4 @@
-"""A cluster's results bucket: its size, and its deletion."""
+"""Finds and deletes a cluster's results bucket."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from payload.core.errors import (
     TeardownError,
 )
 from payload.core.printable_text import shown
+from payload.core.suggested_commands import command
 from payload.core.validation.fields import checked
 from payload.orchestrate.clouds.gcp.buckets import bucket_in
 from payload.orchestrate.clouds.gcp.client import CloudMissingError, Google
@@ -34,11 +35,11 @@ _DELETES_AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """A results bucket that the operator wants gone."""
+    """A results bucket that the operator requested to delete."""
 
     name: str
     num_objects: int
-    """Old versions are counted, too."""
+    """Includes old versions."""
     size_bytes: int
 
     def __str__(self) -> str:
@@ -62,8 +63,8 @@ class _ObjectPage:
 def find_bucket(google: Google, name: str, *, cluster: str, own: Ownership) -> Bucket:
     """Return the cluster's results bucket of this name, with its size.
 
-    One of an older version has no identity, and is known by its labels. Raises ConfigError for one
-    that is not the cluster's, and as Google.ask does.
+    A bucket created by an older version has no identity and is recognized by its labels. Raises
+    ConfigError for a bucket that is not the cluster's, and as Google.call does.
     """
     what = f"bucket {shown(name)}"
     if not CLOUD_NAME.fullmatch(name):
@@ -71,23 +72,24 @@ def find_bucket(google: Google, name: str, *, cluster: str, own: Ownership) -> B
     found = bucket_in(google, name, what=what)
     if found is None:
         raise ConfigError(
-            f"--delete-bucket {name}: there is no such bucket in project {google.project}. See "
-            f"what is there: sweep --cluster {cluster} --project {google.project}"
+            f"--delete-bucket {name}: not found in project {google.project}. List the cluster's "
+            "resources: "
+            + command("orchestrate", "sweep", "--cluster", cluster, "--project", google.project)
         )
     identity = identity_in(found.labels)
     is_own = identity is None or identity in own.identities
     labelled = found.labels.get(CLUSTER_LABEL) == cluster and KEPT_LABEL in found.labels
     if not (is_own and labelled):
         raise ConfigError(
-            f"--delete-bucket {name}: it is no results bucket of cluster {cluster}, by its labels, "
-            f"so it stays. Delete it by hand: gcloud storage rm --recursive gs://{name}"
+            f"--delete-bucket {name}: its labels do not show a results bucket of cluster "
+            f"{cluster}, so it is kept. To delete it: gcloud storage rm --recursive gs://{name}"
         )
     sizes = [int(each.size) for each in _objects(google, name)]
     return Bucket(name=name, num_objects=len(sizes), size_bytes=sum(sizes))
 
 
 def delete_bucket(google: Google, bucket: Bucket) -> None:
-    """Delete the bucket and all that is in it. Raises TeardownError when something stays."""
+    """Delete the bucket and all its objects. Raises TeardownError if a deletion fails."""
     path, what = f"/storage/v1/b/{bucket.name}", f"deleting gs://{bucket.name}"
 
     def delete(each: _Object) -> None:
@@ -101,8 +103,8 @@ def delete_bucket(google: Google, bucket: Bucket) -> None:
         google.delete("storage", path, what=what)
     except (CloudError, CloudAuthError) as error:
         raise TeardownError(
-            f"the cluster is gone, but its bucket is not: {error} By hand: gcloud storage rm "
-            f"--recursive gs://{bucket.name}"
+            f"the cluster was destroyed, but not its bucket: {error} To delete it: gcloud storage "
+            f"rm --recursive gs://{bucket.name}"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Service accounts of clusters: listed and removed."""
+"""Lists and removes service accounts of clusters."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from payload.core.validation.fields import checked
 from payload.orchestrate.clouds.gcp.client import (
     Google,
 )
-from payload.orchestrate.clouds.gcp.removal_order import Resource, marks
+from payload.orchestrate.clouds.gcp.removal_order import Resource, labels_in_description
 from payload.orchestrate.clouds.gcp.resource_kinds import SERVICE_ACCOUNT
 from payload.stack.google_name_patterns import CLOUD_NAME
 from payload.stack.resource_labels import CLUSTER_LABEL
 
-# infra/gcp/identity.py gives it, from the first on; descriptions came later.
+# The display name that infra/gcp/identity.py sets. Older versions did not set a description.
 _DISPLAYED = re.compile(r"Nodes of the Tileforge cluster ([a-z0-9-]+)")
 
 
@@ -34,11 +34,11 @@ class _AccountPage:
 
 
 def service_accounts(google: Google) -> Iterator[Resource]:
-    """Yield those of clusters; an account's name alone says little, so others are left out."""
+    """Yield the project's service accounts with the labels in their descriptions or names."""
     path, what = f"/v1/projects/{google.project}/serviceAccounts?pageSize=100", "service accounts"
     for page in google.get_pages("iam", path, what=f"listing {what}", shape=_AccountPage):
         for account in page.accounts:
-            labels = marks(account.description)
+            labels = labels_in_description(account.description)
             shown = _DISPLAYED.fullmatch(account.display_name)
             if shown and CLUSTER_LABEL not in labels:
                 labels[CLUSTER_LABEL] = shown[1]
@@ -48,6 +48,6 @@ def service_accounts(google: Google) -> Iterator[Resource]:
 
 
 def remove_service_account(google: Google, email: str) -> None:
-    """Remove one; it is gone at once. Raises as Google.ask does."""
+    """Remove a service account; it is gone on return. Raises as Google.call does."""
     path = f"/v1/projects/{google.project}/serviceAccounts/{quote(email)}"
     google.delete("iam", path, what=f"removing {SERVICE_ACCOUNT} {email}")

@@ -1,4 +1,4 @@
-"""Zones without a machine for the cluster, as Google's messages name them. Pure."""
+"""Parses Google's messages about zones without a free machine. Pure."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ Reason = Literal["full", "not offered", "preempted"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockOut:
-    """A zone that has no machine for the cluster, by the cloud's message."""
+    """Zones that have no machine for the cluster, parsed from Google's message."""
 
     machine_type: str | None
     full: Sequence[str]
-    """Zones without one, in the order of the output."""
+    """Zones without a free machine, in the order of the output."""
     free: Sequence[str]
-    """Zones that the error says have some."""
+    """Zones that Google's message suggests."""
     reason: Reason = "full"
 
     @property
     def shown_reason(self) -> str:
-        """Return why the zone is passed over, for the list of such zones."""
+        """Return why the zone is skipped, for the list of skipped zones."""
         if self.reason == "preempted":
-            return "took spot machines back"
-        word = "free" if self.reason == "full" else "offered"
-        return f"no {self.machine_type or 'such machine'} {word}"
+            return "preempted spot machines"
+        state = "free" if self.reason == "full" else "offered"
+        return f"no {self.machine_type or 'machine of this type'} {state}"
 
     def error(self, what: str) -> TileforgeError:
         """Return the error of the operation `what`."""
@@ -63,33 +63,33 @@ class StockOut:
 
     def describe(self) -> str:
         """Return the cause and the next command."""
-        machine = self.machine_type or "such machine"
+        machine = self.machine_type or "machine of this type"
         build = command("orchestrate", "up")
-        tried = ", ".join(self.full) or "the zone that was tried"
+        tried = ", ".join(self.full) or "the current zone"
         if self.reason == "not offered":
             return (
                 f"{machine} is not offered in {tried}. Try the next zone of the config: {build} "
-                f"--next-zone; or see what each has: {command('orchestrate', 'doctor')}"
+                f"--next-zone; or check every zone: {command('orchestrate', 'doctor')}"
             )
         if self.reason == "preempted":
             return (
-                f"Google took a spot machine back while it was created, in {tried}. Try the next "
-                f"zone of the config: {build} --next-zone; or later"
+                f"a spot machine was preempted during its creation, in {tried}. Try the next zone "
+                f"of the config: {build} --next-zone; or try again later"
             )
         if self.free:
             zone = self.free[0]
             return (
-                f"no {machine} is free in {tried}. Google Cloud says that {', '.join(self.free)} "
-                f"has: pulumi config set --path 'zones[0]' {zone} && {build}"
+                f"no {machine} is free in {tried}. Google Cloud suggests {', '.join(self.free)}: "
+                f"pulumi config set --path 'zones[0]' {zone} && {build}"
             )
         return (
-            f"no {machine} is free in {tried}, and Google Cloud names no zone that has one. Try "
-            f"the next zone of the config: {build} --next-zone; or later, or another machineType"
+            f"no {machine} is free in {tried}, and Google Cloud suggests no other zone. Try the "
+            f"next zone of the config: {build} --next-zone; or later, or another machineType"
         )
 
 
 def find_stock_out(output: str) -> StockOut | None:
-    """Return the stock-out that Pulumi's output tells of, or None."""
+    """Return the stock-out that Pulumi's output reports, or None."""
     flat = joined_lines(output, longest=None)
     missing = _NOT_OFFERED.search(flat)
     if missing is not None:

@@ -1,7 +1,7 @@
-"""Machines that were stopped, and why.
+"""Finds stopped machines and the reason of each stop.
 
-Google ends a machine of a compact cluster at host maintenance and keeps its disk. Its lifetime does
-not count while it is stopped, so that it is never deleted:
+At host maintenance Google stops a machine with compact placement and keeps its disk. The lifetime
+limit is paused while it is stopped, so Google never deletes it:
 https://cloud.google.com/compute/docs/instances/limit-vm-runtime
 """
 
@@ -23,14 +23,14 @@ from payload.orchestrate.clouds.gcp.resource_kinds import ENDING, STOPPED
 _UP = command("orchestrate", "up")
 _DOWN = command("orchestrate", "down")
 
-# Types of operations that stop a machine, in words.
+# Descriptions of the operation types that stop a machine.
 _BY_GOOGLE = {
     "compute.instances.terminateOnHostMaintenance": "Google's host maintenance stopped it",
     "compute.instances.hostError": "a failure of Google's host stopped it",
     "compute.instances.preempted": "Google preempted it",
 }
 _BY_OTHERS = {
-    "compute.instances.guestTerminate": "it was shut down from within",
+    "compute.instances.guestTerminate": "it was shut down by its operating system",
     "stop": "{user} stopped it",
     "suspend": "{user} suspended it",
 }
@@ -39,16 +39,16 @@ _LINKS = "https://www.googleapis.com/compute/v1/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoppedMachine:
-    """A machine that exists and does not run."""
+    """A machine that exists but does not run."""
 
     name: str
     zone: str
     status: str
-    """Google's word, such as TERMINATED."""
+    """Google's state, such as TERMINATED."""
     reason: str = ""
-    """Cause of the stop, in words; empty where Google does not say."""
+    """Description of the cause; empty if unknown."""
     by_google: bool = False
-    """True if Google is known to have stopped it; otherwise a person may have, on purpose."""
+    """True if Google stopped it; otherwise a person can have stopped it on purpose."""
 
     def __str__(self) -> str:
         return f"{self.name} is {self.status}" + (f" ({self.reason})" if self.reason else "")
@@ -57,10 +57,10 @@ class StoppedMachine:
 def stopped_machines(
     google: Google, places: Collection[tuple[str, str]], *, own: Ownership | None = None
 ) -> list[StoppedMachine]:
-    """Return those of these machines (name and zone) that are stopped, or about to be.
+    """Return the stopped or stopping machines among `places` (name and zone).
 
-    With `own` only machines that it owns. Raises CloudError when not every zone could be listed,
-    and CloudAuthError.
+    `own` limits the result to machines that it owns. Raises CloudAuthError, and CloudError if a
+    zone could not be listed.
     """
     if not places:
         return []
@@ -74,13 +74,13 @@ def stopped_machines(
 
 
 def _with_reason(google: Google, machine: StoppedMachine) -> StoppedMachine:
-    """Return the machine with the reason of its newest stop, which Google keeps for 14 days."""
+    """Return the machine with the reason of its last stop, which Google keeps for 14 days."""
     place = f"projects/{google.project}/zones/{machine.zone}/instances/{machine.name}"
     request = request_of(
         "ListZoneOperationsRequest",
         project=google.project,
         zone=machine.zone,
-        # The whole link: on parts of one the filter finds nothing, without an error.
+        # The full URL: for a partial one the filter finds nothing and reports no error.
         filter=f'targetLink="{_LINKS}{place}"',
         max_results=500,
     )
@@ -98,20 +98,20 @@ def _with_reason(google: Google, machine: StoppedMachine) -> StoppedMachine:
     if not found:
         return machine
     newest = max(found, key=lambda each: each.insert_time)
-    words = _BY_GOOGLE.get(newest.operation_type)
-    other = _BY_OTHERS.get(newest.operation_type, "").format(user=newest.user or "somebody")
+    by_google = _BY_GOOGLE.get(newest.operation_type)
+    other = _BY_OTHERS.get(newest.operation_type, "").format(user=newest.user or "a user")
     when = joined_lines(newest.insert_time)
     return replace(
         machine,
-        reason=joined_lines(f"{words or other}, {when}" if when else words or other),
-        by_google=words is not None,
+        reason=joined_lines(f"{by_google or other}, {when}" if when else by_google or other),
+        by_google=by_google is not None,
     )
 
 
 def stopped_words(inventory: ClusterInventory, env: Mapping[str, str]) -> list[str]:
-    """Return a line for each machine of the inventory that Google has stopped.
+    """Return a line for each stopped machine of the inventory.
 
-    One line says why where Google cannot be asked; none are for clusters that are not Google's.
+    If Google cannot be queried, one line reports the error. Other clouds' clusters get no lines.
     """
     if inventory.source != "pulumi" or inventory.project is None:
         return []
@@ -120,5 +120,5 @@ def stopped_words(inventory: ClusterInventory, env: Mapping[str, str]) -> list[s
         google = Google(inventory.project, endpoints=Endpoints.from_env(env))
         found = stopped_machines(google, places)
     except TileforgeError as error:
-        return [f"note: it is not known whether its machines run: {error}"]
+        return [f"note: cannot check for stopped machines: {error}"]
     return [f"machine {each}. Start it: {_UP}; or collect and destroy: {_DOWN}" for each in found]

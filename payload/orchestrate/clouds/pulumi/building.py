@@ -1,4 +1,4 @@
-"""`pulumi up` until it is done: other zones, drifted machines and orphans."""
+"""Runs `pulumi up` until it succeeds, with other zones and without drifted machines and orphans."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from payload.orchestrate.clouds.gcp.resource_kinds import FILESTORE
 from payload.orchestrate.clouds.gcp.stock_outs import StockOut
 from payload.orchestrate.clouds.pulumi.events import Step, Update, name_of, type_of
 from payload.orchestrate.clouds.pulumi.failures import explain, problems_of, stock_out_of
-from payload.orchestrate.clouds.pulumi.firewall_drift import settle
+from payload.orchestrate.clouds.pulumi.firewall_drift import reconcile_firewall
 from payload.orchestrate.clouds.pulumi.full_zones import FULL_HOURS, FullZone, FullZones
 from payload.orchestrate.clouds.pulumi.operations import Operations
 from payload.orchestrate.clouds.pulumi.orphans import orphans, remove_orphans
@@ -28,37 +28,37 @@ _EXISTS = ("Error 409", "alreadyExists", "already exists")
 _NEEDS_STOP = "requires stopping it"
 
 Saves = Callable[[Sequence[str], str, str], bool]
-"""Collects the results on these machines before they end; False after a no. The other two are what
-stays as it is otherwise, and the question."""
+"""Collects results from these machines before they are deleted; returns False if the user declines.
+The other arguments are the note on what is kept in that case, and the question."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Builder:
-    """Builds the cluster, or brings it up to date."""
+    """Builds or updates the cluster."""
 
     operations: Operations
     google: Callable[[], Google]
-    """Made when it is needed: its libraries take a second to import."""
+    """Creates the client on demand, because its libraries take a second to import."""
     identity: str
-    """The cluster's own: what carries it and is not in the stack was left by a broken `up`."""
+    """The cluster's identity; a resource with it outside the stack is left from a failed `up`."""
     zones: Sequence[str]
-    """The config's other zones, to try in turn; empty without --next-zone."""
+    """Zones of the config, tried in order; empty without --next-zone."""
     spot: Spot
     there: Sequence[str]
-    """Machines that were up before."""
+    """Machines that existed before."""
     save: Saves
     may_delete: MayDelete
     full_zones: Path
-    """The memory of zones that had no machine free."""
+    """File with zones that recently had no free machine."""
     replaces: Sequence[str] = ()
-    """Words that let the first attempt replace machines."""
+    """Pulumi options that let the first attempt replace machines."""
     now_unix: Callable[[], float] = time.time
     _left: list[str] = field(default_factory=list)
     _cleared: bool = False
     _rebuilt: set[str] = field(default_factory=set)
 
     _zone: str = ""
-    """The one that the next attempt builds in; empty without --next-zone."""
+    """Zone of the next attempt; empty without --next-zone."""
     _tried: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -66,35 +66,36 @@ class Builder:
         self._zone = self.zones[0] if self.zones else ""
 
     def build(self) -> Update:
-        """Run `pulumi up` until it succeeds. Raises the error that it amounts to otherwise.
+        """Run `pulumi up` until it succeeds. Raises the last failure as an error.
 
-        All nodes are in one zone, so another one ends the machines that were there: that is asked.
+        All nodes are in one zone, so changing the zone deletes existing machines, after
+        confirmation.
         """
-        more, self.replaces = list(self.replaces), ()
-        self._pass_over_full_zones()
+        options, self.replaces = list(self.replaces), ()
+        self._skip_full_zones()
         while True:
-            update = self.operations.run(*_UP, *more)
+            update = self.operations.run(*_UP, *options)
             if update.status == 0:
                 return update
-            more = []
+            options = []
             stock_out = stock_out_of(update, spot=self.spot != "false")
             drifted = drifted_machines(update, done=self._rebuilt)
             if stock_out is not None:
                 self._next_zone(update, stock_out)
             elif drifted:
-                self._ask_to_rebuild(update, drifted)
-                more = replacing(step.urn for step in drifted)
-            elif self._cleared or not _says_exists(update) or not self._clear():
+                self._confirm_rebuild(update, drifted)
+                options = replacing(step.urn for step in drifted)
+            elif self._cleared or not _is_conflict(update) or not self._clear():
                 raise self._failed(update)
 
     def settle_firewall(self, update: Update) -> None:
-        """Compare the firewall with the program's. Raises CloudError when a rule stays open."""
-        settle(self.google(), update, again=self.build, talk=self.operations.talk)
+        """Replace firewall rules that differ from the program. Raises CloudError if one remains."""
+        reconcile_firewall(self.google(), update, again=self.build, talk=self.operations.talk)
 
-    def _pass_over_full_zones(self) -> None:
-        """Begin in the first zone that was not full in the last hours.
+    def _skip_full_zones(self) -> None:
+        """Start in the first zone that was not full in the last hours.
 
-        With machines up, or where all zones were full, the config's order holds.
+        If machines exist, or all zones were full, keep the config's order.
         """
         if not self.zones or self.there:
             return
@@ -103,16 +104,16 @@ class Builder:
         zone = next((each for each in self.zones if each not in full), None)
         if zone is None or zone == self._zone:
             return
-        passed = [full[each] for each in self.zones[: self.zones.index(zone)]]
+        skipped = [full[each] for each in self.zones[: self.zones.index(zone)]]
         self.operations.talk.print(
-            f"--next-zone: the cluster goes to {zone}, as these were full within the last "
-            f"{FULL_HOURS:g} h: " + ", ".join(each.describe(now_unix=now) for each in passed)
+            f"--next-zone: building in {zone}; skipping zones that were full within the last "
+            f"{FULL_HOURS:g} h: " + ", ".join(each.describe(now_unix=now) for each in skipped)
         )
         self._left = [each for each in self.zones if each != zone and each not in full]
         self._move(zone)
 
     def _note_full(self, stock_out: StockOut) -> None:
-        """Keep for the next `up` that the zone has no machine now."""
+        """Record for the next `up` that the zone is full."""
         now = self.now_unix()
         found = FullZone(zone=self._zone, time_unix=now, reason=stock_out.shown_reason)
         others = FullZones.load(self.full_zones, now_unix=now).without(self._zone)
@@ -127,12 +128,10 @@ class Builder:
                 raise self._failed(update)
             self._build_on_demand(update, stock_out)
             return
-        # One that the error says has capacity goes first; else the order of the config.
+        # Zones that Google's message suggests come first, then the order of the config.
         zone = min(self._left, key=lambda z: (z not in stock_out.free, self.zones.index(z)))
-        self.operations.talk.print(
-            f"{stock_out.describe()}\n--next-zone: the cluster goes to {zone} now"
-        )
-        question = f"End these machines and build in {zone}?"
+        self.operations.talk.print(f"{stock_out.describe()}\n--next-zone: building in {zone}")
+        question = f"Delete these machines and build in {zone}?"
         if not self.save(self.there, "the cluster stays in its zone", question):
             raise self._failed(update)
         self._left.remove(zone)
@@ -140,25 +139,25 @@ class Builder:
         self._move(zone)
 
     def _build_on_demand(self, update: Update, stock_out: StockOut) -> None:
-        """Continue with on-demand machines, once, in the zones of the config from the first on."""
+        """Switch to on-demand machines, once, starting with the first zone of the config."""
         self.operations.talk.print(stock_out.describe())
-        question = "End these machines and build on-demand ones?"
-        if not self.save(self.there, "the machines stay as they are", question):
+        question = "Delete these machines and build on-demand machines?"
+        if not self.save(self.there, "the machines are kept", question):
             raise self._failed(update)
         self.operations.talk.print(
-            "spot: auto: no spot machine is free, so the machines are on demand from now on, in "
-            "the stack's config too; before the next cluster: pulumi config set spot auto"
+            "spot: auto: no spot machine is free, so the stack's config now has spot false "
+            "(on demand). For the next cluster: pulumi config set spot auto"
         )
         self.operations.pulumi.ask("config", "set", "spot", "false")
         self.spot, self.there, self._tried = "false", [], []
-        # Those zones had no spot machine.
+        # The recorded zones were only full for spot machines.
         FullZones().save(self.full_zones)
         self._left = list(self.zones[1:])
         if self.zones and self._zone != self.zones[0]:
             self._move(self.zones[0])
 
     def _move(self, zone: str) -> None:
-        """Put `zone` first in the stack's config, where the cluster program reads it."""
+        """Move `zone` to the front of the stack's config, which the cluster program reads."""
         self._zone = zone
         self._set_zones([zone, *(each for each in self.zones if each != zone)])
 
@@ -167,34 +166,34 @@ class Builder:
             self.operations.pulumi.ask("config", "set", "--path", f"zones[{place}]", name)
 
     def restore_zones(self) -> None:
-        """Put the config's order back after a failure, unless a machine is in another zone now."""
+        """Restore the config's order after a failure, unless machines exist."""
         if not self.zones or self._zone == self.zones[0]:
             return
-        with suppress(TileforgeError):  # the error that `up` ends with says more
+        with suppress(TileforgeError):  # `up` reports the original failure instead
             if not stack_state(self.operations.pulumi).machines:
                 self._set_zones(self.zones)
 
-    def _ask_to_rebuild(self, update: Update, drifted: Sequence[Step]) -> None:
+    def _confirm_rebuild(self, update: Update, drifted: Sequence[Step]) -> None:
         names = [name_of(step.urn) for step in drifted]
         for step in drifted:
             what = ", ".join(step.detailed or step.diffs or ("a setting",))
             self.operations.talk.print(
-                f"machine {name_of(step.urn)}: {what} was changed outside Pulumi, and Google "
-                "changes it on a stopped machine only"
+                f"machine {name_of(step.urn)}: {what} was changed outside Pulumi and can only be "
+                "changed back on a stopped machine"
             )
-        question = f"End {', '.join(names)} and build it again?"
-        if not self.save(names, "it stays as it is", question):
+        question = f"Delete {', '.join(names)} and build it again?"
+        if not self.save(names, "it is kept", question):
             raise self._failed(update)
         self._rebuilt |= {step.urn for step in drifted}
 
     def _clear(self) -> bool:
-        """Remove what Google has of the cluster and the stack has not; False for nothing."""
+        """Remove the cluster's resources that are missing in the stack; return whether it did."""
         operations = self.operations
         google, state = self.google(), stack_state(operations.pulumi)
         found = orphans(google, state, self.identity)
         self._cleared = True
         data = [each.name for each in found if each.kind == FILESTORE]
-        if not self.may_delete(data, kept="it stays"):
+        if not self.may_delete(data, kept="it is kept"):
             return False
         return bool(found) and remove_orphans(
             google,
@@ -208,20 +207,20 @@ class Builder:
         error = explain(update, spot=self.spot != "false")
         if len(self._tried) > 1 and stock_out_of(update, spot=self.spot != "false") is not None:
             tried = ", ".join(self._tried)
-            error = with_words(error, f"Zones of the config that were tried: {tried}")
+            error = with_words(error, f"Tried zones of the config: {tried}")
         if self.spot != "false" and error.exit_code == ExitCode.NO_CAPACITY:
-            words = "Those were spot machines; for on-demand ones: pulumi config set spot false"
-            error = with_words(error, words)
+            fix = "Spot machines were requested; for on-demand: pulumi config set spot false"
+            error = with_words(error, fix)
         return error
 
 
 def replacing(urns: Iterable[str]) -> list[str]:
-    """Return the words that let Pulumi replace these resources."""
-    return [word for urn in urns for word in ("--replace", urn)]
+    """Return the options that let Pulumi replace these resources."""
+    return [argument for urn in urns for argument in ("--replace", urn)]
 
 
 def drifted_machines(update: Update, *, done: set[str]) -> list[Step]:
-    """Return the failed updates of machines that only a stopped machine can take."""
+    """Return failed updates of machines that Google only allows on a stopped machine."""
     stuck = {each.urn for each in problems_of(update) if _NEEDS_STOP in each.message}
     return [
         step
@@ -231,11 +230,11 @@ def drifted_machines(update: Update, *, done: set[str]) -> list[Step]:
 
 
 def with_words(error: TileforgeError, words: str) -> TileforgeError:
-    """Return the error with another sentence and the same exit code."""
+    """Return the error with a sentence added and the same exit code."""
     again = TileforgeError(str(error), fix=words)
     again.exit_code = error.exit_code
     return again
 
 
-def _says_exists(update: Update) -> bool:
-    return any(word in each.message for each in problems_of(update) for word in _EXISTS)
+def _is_conflict(update: Update) -> bool:
+    return any(text in each.message for each in problems_of(update) for text in _EXISTS)

@@ -1,4 +1,4 @@
-"""Errors of a `pulumi` that cannot be used, or refuses before its engine starts."""
+"""Errors of the `pulumi` command before its engine starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from payload.core.printable_text import printable
 from payload.core.suggested_commands import command
 from payload.storage.google_environment_login import REFUSED_CREDENTIALS, GoogleLogin
 
-NEWER = "See that it is Pulumi 3.200 or newer: pulumi version"
+NEWER = "Pulumi 3.200 or newer is required; check: pulumi version"
 
 Trouble = Literal[
     "not installed",
@@ -25,19 +25,19 @@ Trouble = Literal[
 ]
 _MOST_CHARS = 300
 
-# Pulumi's own words; what each means and what to do.
+# Patterns of Pulumi's messages, with the kind of trouble and the fix.
 _COMPLAINTS: tuple[tuple[str, Trouble, str], ...] = (
-    (r"no Pulumi\.yaml project file", "no project", "Go to the project's folder."),
+    (r"no Pulumi\.yaml project file", "no project", "Change to the project's folder."),
     (
         r"no stack selected",
         "no stack",
-        "Choose one: pulumi stack select NAME; or make one: pulumi stack init NAME",
+        "Select one: pulumi stack select NAME; or create one: pulumi stack init NAME",
     ),
-    (r"no stack named", "no stack", "Look for its name: pulumi stack ls"),
+    (r"no stack named", "no stack", "List the stacks: pulumi stack ls"),
     (
         r"PULUMI_ACCESS_TOKEN must be set|not logged in|pulumi login|invalid access token",
         "not logged in",
-        "Log in: pulumi login (or pulumi login --local, for state in a folder)",
+        "Log in: pulumi login (or, for local state: pulumi login --local)",
     ),
     (
         r"passphrase must be set|incorrect passphrase",
@@ -45,24 +45,24 @@ _COMPLAINTS: tuple[tuple[str, Trouble, str], ...] = (
         "Set PULUMI_CONFIG_PASSPHRASE or PULUMI_CONFIG_PASSPHRASE_FILE.",
     ),
     (
-        # Not with credentials that have expired, which Pulumi reports in the same way:
+        # Expired credentials are handled before, because Pulumi reports them in the same way:
         # https://github.com/pulumi/pulumi/issues/2801
         r"unexpected end of JSON input|failed to load checkpoint: (invalid character|json:|.*EOF)"
         r"|could not deserialize deployment|snapshot integrity failure",
         "damaged state",
-        "The stack's state is damaged, as after a full disk. Either put the engine's copy, "
-        "STACK.json.bak, in the place of STACK.json beside it (after `pulumi login --local` in "
-        "~/.pulumi/stacks/tileforge), and repeat the command; or remove what Google has without "
-        f"the state: {command('orchestrate', 'sweep')} --cluster NAME --project P --delete",
+        "The stack's state is damaged, for example after a full disk. Replace STACK.json with its "
+        "backup STACK.json.bak (for `pulumi login --local`: in ~/.pulumi/stacks/tileforge) and "
+        "repeat the command; or remove the cluster without the state: "
+        f"{command('orchestrate', 'sweep')} --cluster NAME --project P --delete",
     ),
 )
 
 
 class PulumiError(ConfigError):
-    """`pulumi` cannot be used, or refuses."""
+    """The `pulumi` command is missing or failed."""
 
     def __init__(self, message: str, trouble: Trouble) -> None:
-        """`trouble` says which of the known ones it is."""
+        """Set the exit code that matches the kind of trouble."""
         super().__init__(message)
         self.trouble = trouble
         if trouble in ("not logged in", "credentials refused"):
@@ -70,26 +70,26 @@ class PulumiError(ConfigError):
 
     @property
     def is_fault(self) -> bool:
-        """Tell whether there may be a stack all the same, which could not be read."""
+        """Return whether a stack can exist although it could not be read."""
         return self.trouble in ("credentials refused", "damaged state", "other")
 
 
-def refusal(shown: str, said: str, login: GoogleLogin) -> PulumiError:
-    """Return the error that a command amounts to whose engine never started, by what it printed.
+def refusal(shown: str, output: str, login: GoogleLogin) -> PulumiError:
+    """Return the error for a command that failed before its engine started.
 
-    A state in a bucket is read with `login`.
+    `login` is used to read state in a bucket.
     """
-    said = printable(said)
-    if REFUSED_CREDENTIALS.search(said) and re.search("google|oauth2", said):
-        flat = joined_lines(said, longest=None).removeprefix("error: ").rstrip(".")
+    output = printable(output)
+    if REFUSED_CREDENTIALS.search(output) and re.search("google|oauth2", output):
+        flat = joined_lines(output, longest=None).removeprefix("error: ").rstrip(".")
         flat = flat if len(flat) <= _MOST_CHARS else f"{flat[:_MOST_CHARS]}..."
-        message = f"`{shown}`: {flat}. {login.refusal(said)}"
+        message = f"`{shown}`: {flat}. {login.refusal(output)}"
         return PulumiError(message, "credentials refused")
     for pattern, trouble, fix in _COMPLAINTS:
-        found = re.search(rf"^.*({pattern}).*$", said, re.MULTILINE)
+        found = re.search(rf"^.*({pattern}).*$", output, re.MULTILINE)
         if found:
             line = found.group(0).strip().removeprefix("error: ")
             return PulumiError(f"`{shown}`: {line.rstrip('.')}. {fix}", trouble)
-    lines: Sequence[str] = [line.strip() for line in said.splitlines() if line.strip()]
-    telling = [line for line in lines if line.startswith("error: ")] or lines or ["no word"]
-    return PulumiError(f"`{shown}` failed: {telling[-1].removeprefix('error: ')}", "other")
+    lines: Sequence[str] = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error: ")] or lines or ["no output"]
+    return PulumiError(f"`{shown}` failed: {errors[-1].removeprefix('error: ')}", "other")

@@ -1,4 +1,4 @@
-"""The `pulumi` command for one stack. Nothing else runs it."""
+"""Runs the `pulumi` command for one stack; the only module that does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from payload.core.errors import ConfigError
 from payload.core.printable_text import printable
 from payload.core.validation.json_text import parse_json
-from payload.orchestrate.clouds.proxy import past_the_proxy
+from payload.orchestrate.clouds.proxy import with_loopback_exception
 from payload.orchestrate.clouds.pulumi.cli_errors import NEWER, PulumiError, refusal
 from payload.orchestrate.clouds.pulumi.events import Event, EventReader, Update
 from payload.storage.google_environment_login import GoogleLogin
@@ -28,18 +28,18 @@ def _wait(
     process: subprocess.Popen[bytes],
     events: EventReader,
     *,
-    see: Callable[[Event], None],
+    on_event: Callable[[Event], None],
     say: Callable[[str], None],
 ) -> int:
-    """Read events until the process has ended; returns how often the operator interrupted it."""
+    """Read events until the process ends; return the number of interrupts by the operator."""
     interrupts, ended = 0, False
     while True:
         try:
             for event in events.read():
-                see(event)
+                on_event(event)
             if ended:
                 return interrupts
-            # Once more after its end: the last events.
+            # After the process ends, the last events are read again.
             process.wait(timeout=_POLL_S)
             ended = True
         except subprocess.TimeoutExpired:
@@ -52,8 +52,9 @@ def _wait(
 
 
 _INTERRUPTED = (
-    "interrupted: waiting for pulumi to end, so that its state stays true",
-    "interrupted again: pulumi ends at once; the next `up` or `down` looks for what it was making",
+    "interrupted: waiting for pulumi to end, so that its state stays correct",
+    "interrupted again: killing pulumi; the next `up` or `down` finds resources that it was "
+    "creating",
 )
 
 
@@ -68,37 +69,37 @@ class Pulumi:
         stack: str | None = None,
         timeout_s: float = ASK_S,
     ) -> None:
-        """`stack` None is the selected one. Raises ConfigError for a name that cannot be one."""
+        """Use `stack`, or the selected stack if None. Raises ConfigError for an invalid name."""
         if stack is not None and not _STACK.fullmatch(stack):
             raise ConfigError(
-                f"stack {stack!r}: a stack's name has letters, digits, dots, hyphens and "
-                "underscores, such as dev or my-org/tileforge/dev."
+                f"stack {stack!r}: must have letters, digits, dots, hyphens and underscores only, "
+                "such as dev or my-org/tileforge/dev."
             )
         self.stack = stack
-        self._env = {**past_the_proxy(env), "PULUMI_SKIP_UPDATE_CHECK": "true"}
+        self._env = {**with_loopback_exception(env), "PULUMI_SKIP_UPDATE_CHECK": "true"}
         self._folder = folder
         self._timeout_s = timeout_s
 
     def tell_program(self, **variables: str) -> None:
-        """Set environment variables of the cluster program for every later command."""
+        """Set environment variables for the cluster program in all later commands."""
         self._env = {**self._env, **variables}
 
-    def argv(self, *words: str) -> list[str]:
-        """Return the command line, the stack's name in it. Raises PulumiError."""
+    def argv(self, *arguments: str) -> list[str]:
+        """Return the full command line, with the stack. Raises PulumiError."""
         program = which("pulumi", path=self._env.get("PATH", ""))
         if program is None:
             raise PulumiError(
-                "there is no `pulumi` on PATH. Install it: https://www.pulumi.com/docs/install/",
+                "`pulumi` not found on PATH. Install it: https://www.pulumi.com/docs/install/",
                 "not installed",
             )
         stack = ["--stack", self.stack] if self.stack else []
-        return [program, *words, *stack, "--non-interactive", "--color", "never"]
+        return [program, *arguments, *stack, "--non-interactive", "--color", "never"]
 
-    def ask(self, *words: str, timeout_s: float | None = None) -> str:
+    def ask(self, *arguments: str, timeout_s: float | None = None) -> str:
         """Return the command's output. Raises PulumiError."""
-        argv = self.argv(*words)
+        argv = self.argv(*arguments)
         timeout_s = timeout_s or self._timeout_s
-        shown = f"pulumi {' '.join(words)}"
+        shown = f"pulumi {' '.join(arguments)}"
         try:
             done = subprocess.run(
                 argv,
@@ -113,19 +114,19 @@ class Pulumi:
             )
         except subprocess.TimeoutExpired:
             raise PulumiError(
-                f"`{shown}` has not answered within {timeout_s:g} s. See that its backend "
-                "can be reached: pulumi whoami",
+                f"`{shown}` did not finish within {timeout_s:g} s. Check its backend: "
+                "pulumi whoami",
                 "other",
             ) from None
         if done.returncode != 0:
-            said = done.stderr or done.stdout
-            raise refusal(shown, said, GoogleLogin.from_env(self._env))
+            output = done.stderr or done.stdout
+            raise refusal(shown, output, GoogleLogin.from_env(self._env))
         return done.stdout
 
-    def ask_json(self, *words: str, timeout_s: float | None = None) -> Any:
-        """Return the JSON that the command printed. Raises PulumiError."""
-        text = self.ask(*words, "--json", timeout_s=timeout_s)
-        where = f"what `pulumi {' '.join(words)} --json` printed"
+    def ask_json(self, *arguments: str, timeout_s: float | None = None) -> Any:
+        """Return the command's JSON output. Raises PulumiError."""
+        text = self.ask(*arguments, "--json", timeout_s=timeout_s)
+        where = f"output of `pulumi {' '.join(arguments)} --json`"
         try:
             return parse_json(text, where=where, fix=NEWER)
         except ConfigError as error:
@@ -133,36 +134,36 @@ class Pulumi:
 
     def follow(
         self,
-        *words: str,
+        *arguments: str,
         log: Path,
-        see: Callable[[Event], None] = lambda _: None,
+        on_event: Callable[[Event], None] = lambda _: None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Update:
-        """Run an operation to its end, pass each of its events to `see`, and return the result.
+        """Run an operation, pass each of its events to `on_event`, and return the result.
 
-        `log` gets what pulumi prints. An interrupt reaches pulumi too, which then ends in its own
-        way; that is waited for, and KeyboardInterrupt is raised after it. Raises PulumiError.
+        Pulumi's output is written to `log`. On Ctrl-C, which reaches pulumi too, wait until pulumi
+        has shut down, then raise KeyboardInterrupt. Raises PulumiError.
         """
         with tempfile.TemporaryDirectory(prefix="tileforge-") as folder:
             path = Path(folder) / "events.jsonl"
             path.touch(mode=0o600)
             with log.open("wb") as printed, path.open("rb") as stream:
                 process = subprocess.Popen(
-                    [*self.argv(*words), "--event-log", str(path)],
+                    [*self.argv(*arguments), "--event-log", str(path)],
                     cwd=self._folder,
-                    # The option exists only with the variable.
+                    # --event-log exists only with this variable.
                     env={**self._env, "PULUMI_DEBUG_COMMANDS": "true"},
                     stdin=subprocess.DEVNULL,
                     stdout=printed,
                     stderr=subprocess.STDOUT,
                 )
                 events = EventReader(stream)
-                interrupts = _wait(process, events, see=see, say=say)
+                interrupts = _wait(process, events, on_event=on_event, say=say)
         if interrupts:
             raise KeyboardInterrupt
         text = log.read_bytes()[-_MOST_PRINTED_CHARS:].decode("utf-8", errors="replace")
         return Update(
-            words=words,
+            arguments=arguments,
             status=process.returncode,
             events=tuple(events.seen),
             unreadable=events.unreadable,

@@ -1,4 +1,4 @@
-"""The engine's events, and how an operation has ended."""
+"""Events of Pulumi's engine, and the result of an operation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from payload.core.validation.records import build, check_type
 from payload.storage.google_environment_login import GoogleLogin
 
 _MOST_EVENT_BYTES = 2**25
-"""Limit of an event, which has a resource's state before and after: user-data is under 256 KiB."""
+"""Size limit of an event, which holds a resource's old and new state with 256 KiB of user-data."""
 _T = TypeVar("_T")
 
 URN = re.compile(r"urn:pulumi:[^\s:]+::[^\s:]+::(?:[^\s:]|:(?!:))+::[ -~]+")
@@ -49,7 +49,7 @@ class Diagnostic:
     message: str = checked(max_chars=2**22)
     severity: str
     urn: str | None = checked(None, pattern=_URN_OR_NONE, wanted="a URN of Pulumi's")
-    """The resource that it is about; empty or None for the whole operation."""
+    """The resource concerned; empty or None for the whole operation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,14 +68,14 @@ class Step:
     diffs: tuple[str, ...] | None = None
     """Names of the inputs that differ."""
     detailed: Mapping[str, Any] | None = checked(None, key="detailedDiff")
-    """Paths of what differs, such as shieldedInstanceConfig.enableSecureBoot."""
+    """Paths of the differences, such as shieldedInstanceConfig.enableSecureBoot."""
     new: _State | None = None
     old: _State | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyEvent:
-    """A rule of the policy pack is not kept."""
+    """A violation of a rule of the policy pack."""
 
     message: str
     name: str = checked(key="policyName")
@@ -98,7 +98,7 @@ class _Wrapped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One line of the event log; empty where it is of a kind that is of no use here."""
+    """One line of the event log; kinds of events that are not used set no field."""
 
     time_unix: float
     diagnostic: Diagnostic | None = None
@@ -111,34 +111,34 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """How an operation has ended."""
+    """Result of an operation."""
 
-    words: Sequence[str]
-    """The command's, after `pulumi`."""
+    arguments: Sequence[str]
+    """Arguments after `pulumi`."""
     status: int
     events: Sequence[Event] = ()
     unreadable: str = ""
-    """Why not every event could be read; empty when all could."""
+    """Error of the first unreadable event; empty if all were read."""
     text: str = ""
-    """The end of what was printed for people."""
+    """The end of the printed output."""
     log: Path | None = None
     login: GoogleLogin = field(default_factory=GoogleLogin)
-    """The one that Google's provider had."""
+    """The login that Google's provider used."""
 
     @property
     def shown(self) -> str:
-        """The command, as messages name it."""
-        return f"pulumi {self.words[0]}"
+        """The command's name in messages, such as `pulumi up`."""
+        return f"pulumi {self.arguments[0]}"
 
     @property
     def diagnostics(self) -> Sequence[Diagnostic]:
-        """Return the messages, without those for debugging."""
+        """Return the messages without debug messages."""
         found = [event.diagnostic for event in self.events if event.diagnostic is not None]
         return [each for each in found if each.severity in ("error", "warning", "info")]
 
     @property
     def is_cancelled(self) -> bool:
-        """Tell whether an interrupt ended it; pulumi's status is then that of any failure."""
+        """Return whether an interrupt ended it, which pulumi's exit status does not show."""
         return any(
             each.severity == "error" and re.fullmatch(r"\s*\w+ canceled\s*", each.message)
             for each in self.diagnostics
@@ -146,7 +146,7 @@ class Update:
 
     @property
     def steps(self) -> Sequence[Step]:
-        """Every operation that was begun, or that a preview plans."""
+        """Every operation that was started, or planned by a preview."""
         return [event.began for event in self.events if event.began is not None]
 
     @property
@@ -156,7 +156,7 @@ class Update:
 
     @property
     def outputs(self) -> Mapping[str, Any]:
-        """The stack's outputs, of a preview those that it expects."""
+        """The stack's outputs; for a preview, the expected ones."""
         for event in reversed(self.events):
             step = event.done
             if step is not None and type_of(step.urn) == STACK_TYPE and step.op != "refresh":
@@ -171,7 +171,7 @@ class EventReader:
     stream: BinaryIO
     seen: list[Event] = field(default_factory=list)
     unreadable: str = ""
-    """Why the first event that could not be read could not be."""
+    """Error of the first unreadable event."""
     _rest: bytes = b""
 
     def read(self) -> Iterator[Event]:
@@ -179,7 +179,7 @@ class EventReader:
         while block := self.stream.read(2**20):
             *lines, self._rest = (self._rest + block).split(b"\n")
             if len(self._rest) > _MOST_EVENT_BYTES:
-                self._rest, self.unreadable = b"", "an event of Pulumi's engine has no end."
+                self._rest, self.unreadable = b"", "an event of Pulumi's engine is too long."
             for line in lines:
                 if line.strip() and (event := self._event(line)) is not None:
                     self.seen.append(event)
@@ -194,7 +194,7 @@ class EventReader:
 
 
 def parse_event(line: bytes) -> Event:
-    """Return one line of the event log. Raises ConfigError."""
+    """Parse one line of the event log. Raises ConfigError."""
     where = "an event of Pulumi's engine"
     raw = parse_json(line, where=where)
     if not isinstance(raw, dict):

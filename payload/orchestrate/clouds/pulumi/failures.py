@@ -1,4 +1,4 @@
-"""Why an operation of Pulumi's failed: the resource, Google's message, and what to do."""
+"""Explains a failed operation of Pulumi: the resource, Google's message, and the fix."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from payload.orchestrate.clouds.gcp.stock_outs import StockOut, find_stock_out
 from payload.orchestrate.clouds.pulumi.cli_errors import refusal
 from payload.orchestrate.clouds.pulumi.events import STACK_TYPE, Update, name_of, type_of
 from payload.orchestrate.clouds.pulumi.locks import is_busy, locks_in
-from payload.orchestrate.clouds.pulumi.resource_types import INSTANCE, kind_in_words
+from payload.orchestrate.clouds.pulumi.resource_types import INSTANCE, kind_name
 from payload.storage.google_environment_login import GoogleLogin
 
-# Google deletes a spot machine that it takes back, and the provider waits for it in vain. SkyPilot
-# has met UNSUPPORTED_OPERATION instead (sky/provision/gcp/instance_utils.py).
+# Google deletes a preempted spot machine, and the provider waits for it in vain. SkyPilot reports
+# UNSUPPORTED_OPERATION instead (sky/provision/gcp/instance_utils.py).
 _GONE = re.compile(
     r"couldn't find resource|/instances/[a-z0-9-]{1,63}' was not found|UNSUPPORTED_OPERATION"
     r"|was present, but now absent"
@@ -32,12 +32,12 @@ _QUOTA = re.compile(
     r"(?: *dimensions = map\[[^\]]{0,200}?vm_family:(?P<family>\w{1,16}))?",
     re.ASCII,
 )
-# A limit of requests, which Google calls a quota too; nobody has to ask for more.
+# A rate limit, which Google also calls a quota; it needs no increase.
 _PER_MINUTE = re.compile(r"rateLimitExceeded|RATE_LIMIT_EXCEEDED|[Qq]ueries per minute")
 _QUOTA_WORDS = re.compile(r"QUOTA_EXCEEDED|quotaExceeded|Quota exceeded|quota limit .* exceeded")
-# What the provider's own log has twice, and what only says that there is more to read.
+# Messages repeated from the provider's log, and messages that only announce a failure.
 _PROVIDER_LOG = re.compile(r"\s*sdk-v[0-9]+/\w+\.go:[0-9]+: ")
-_SAYS_NOTHING = re.compile(
+_UNINFORMATIVE = re.compile(
     r"(update|preview|destroy|refresh) (failed|canceled)|an unhandled error occurred: program "
     r"exited with non-zero exit code: [0-9]+"
 )
@@ -45,7 +45,7 @@ _WRAPPER = re.compile(
     r"(?:deleting|updating|creating|refreshing|reading) urn:pulumi:\S+: |[0-9]+ errors? occurred: "
     r"?\* |Preview failed: |error: "
 )
-# Long texts of the engine's and the provider's own that name every case but this one.
+# Long texts of the engine and the provider that list other cases.
 _SHORTENED = (
     (
         re.compile(r"Changing the machine_type, .* requires stopping it\b.*"),
@@ -63,7 +63,7 @@ _DOWN = command("orchestrate", "down")
 
 
 class StackBusyError(ConfigError):
-    """Another `pulumi` is at work on the stack; this one has not begun."""
+    """Another `pulumi` holds the stack's lock; this one has not started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,23 +73,23 @@ class Problem:
     urn: str
     """Empty for the whole operation."""
     message: str
-    """On one line."""
+    """A single line."""
 
     def __str__(self) -> str:
         if not self.urn or type_of(self.urn) == STACK_TYPE:
             return self.message
-        return f"{kind_in_words(self.urn)} {name_of(self.urn)}: {self.message}"
+        return f"{kind_name(self.urn)} {name_of(self.urn)}: {self.message}"
 
 
 def problems_of(update: Update) -> list[Problem]:
-    """Return what went wrong, the most telling first, each once."""
+    """Return the distinct errors of an operation, the engine's first, then policy violations."""
     found = [
         Problem(urn=each.urn or "", message=message)
         for each in update.diagnostics
         if each.severity == "error"
         and not _PROVIDER_LOG.match(each.message)
         and (message := _plain(each.message))
-        and not _SAYS_NOTHING.fullmatch(message)
+        and not _UNINFORMATIVE.fullmatch(message)
     ]
     broken = [
         Problem(urn="", message=f"policy {each.name}: {_plain(each.message)}")
@@ -102,7 +102,7 @@ def problems_of(update: Update) -> list[Problem]:
 def stock_out_of(update: Update, *, spot: bool = False) -> StockOut | None:
     """Return the stock-out that made the operation fail, or None.
 
-    `spot` says that the machines are spot ones: one that is gone while it is created was preempted.
+    Set `spot` for spot machines: one that disappears during its creation was preempted.
     """
     problems = problems_of(update)
     found = find_stock_out("\n".join(each.message for each in problems))
@@ -118,25 +118,25 @@ def stock_out_of(update: Update, *, spot: bool = False) -> StockOut | None:
 
 
 def explain(update: Update, *, spot: bool = False) -> TileforgeError:
-    """Return the error that a failed operation amounts to, with its exit code.
+    """Return the error, with its exit code, for a failed operation.
 
     `spot` is as for stock_out_of.
-    A stock-out goes before quota: Google reports some as QUOTA_EXCEEDED, with the zones that have
-    capacity in the details (https://github.com/GoogleCloudPlatform/ai-on-gke/issues/849).
+    Stock-outs are checked before quotas: Google reports some as QUOTA_EXCEEDED, with the zones that
+    have capacity in the details (https://github.com/GoogleCloudPlatform/ai-on-gke/issues/849).
     """
     what, problems = update.shown, problems_of(update)
     if update.status < 0:
         return ConfigError(
-            f"{what}: it was killed by signal {-update.status}; what it was creating may be in "
-            f"Google Cloud and not in the stack. Repeat: {_UP}; or remove everything: {_DOWN}"
+            f"{what}: killed by signal {-update.status}; resources that it was creating can exist "
+            f"outside the stack. Repeat: {_UP}; or remove everything: {_DOWN}"
         )
     if not problems and not update.diagnostics:
         return _not_started(update)
     if not problems:
-        seen = f" {update.unreadable}" if update.unreadable else ""
+        unreadable = f" {update.unreadable}" if update.unreadable else ""
         return ConfigError(
-            f"{what}: failed with status {update.status}, and its engine does not say why.{seen} "
-            f"Its output: {update.log or 'none'}"
+            f"{what}: failed with status {update.status} and without a message.{unreadable} "
+            f"Output: {update.log or 'none'}"
         )
     stock_out = stock_out_of(update, spot=spot)
     if stock_out is not None:
@@ -153,9 +153,9 @@ def _not_started(update: Update) -> TileforgeError:
         return refusal(update.shown, update.text, update.login)
     held = ", ".join(map(str, locks_in(update.text)))
     return StackBusyError(
-        f"{update.shown}: another update of the stack is going on, so this one did nothing: "
-        f"{held or 'the backend does not say whose'}. Repeat the command when it has ended; if it "
-        "was broken off, and nobody is at work: pulumi cancel --yes"
+        f"{update.shown}: nothing was done, because another update of the stack is running: "
+        f"{held or 'the backend does not name its user'}. Repeat the command when it has ended; if "
+        "it was killed and no other user is running pulumi: pulumi cancel --yes"
     )
 
 
@@ -163,22 +163,22 @@ def _quota_error(what: str, problems: Sequence[Problem]) -> TileforgeError | Non
     flat = " ".join(each.message for each in problems)
     if _PER_MINUTE.search(flat):
         return None
-    quotas = "; ".join(dict.fromkeys(_quota_words(flat)))
+    quotas = "; ".join(dict.fromkeys(_quota_texts(flat)))
     if not quotas and not _QUOTA_WORDS.search(flat):
         return None
     if not quotas:
         first = next(each for each in problems if _QUOTA_WORDS.search(each.message))
-        quotas = f"{_cut(str(first))}. A quota is too small, and Google does not say which"
+        quotas = f"{_cut(str(first))}. A quota is too low, and Google does not name it"
     return QuotaError(
-        f"{what}: {quotas}. Ask for more at https://console.cloud.google.com/iam-admin/quotas, or "
-        f"see what fits: {command('orchestrate', 'doctor')}"
+        f"{what}: {quotas}. Request an increase: https://console.cloud.google.com/iam-admin/quotas;"
+        f" or check all quotas: {command('orchestrate', 'doctor')}"
     )
 
 
 def _access_error(
     what: str, problems: Sequence[Problem], login: GoogleLogin
 ) -> TileforgeError | None:
-    """Return the error of the first problem with credentials or permissions, or None."""
+    """Return the error for the first problem with credentials or permissions, or None."""
     for each in problems:
         refusal = access_refusal(each.message, login=login)
         if refusal is not None:
@@ -194,14 +194,14 @@ def _other_error(what: str, problems: Sequence[Problem]) -> TileforgeError:
         return known.error(f"{what}: {_cut(str(first))}{more}. {known.advice}")
     if _TRACEBACK.search(first.message):
         return ConfigError(
-            f"{what}: the cluster program failed: {_cut(first.message[-300:])}. This is a bug: "
+            f"{what}: the cluster program failed: {_cut(first.message[-300:])}. This is a bug; "
             "report it with the log file"
         )
     return ConfigError(f"{what}: {_cut(str(first))}{more}")
 
 
 def _plain(message: str) -> str:
-    """Return a message on one line, without what the engine and the provider put around it."""
+    """Return a message on one line, without the prefixes of the engine and the provider."""
     text = joined_lines(message, longest=None)
     while (wrapper := _WRAPPER.match(text)) is not None:
         text = text[wrapper.end() :]
@@ -214,7 +214,7 @@ def _cut(text: str) -> str:
     return (text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}...").rstrip(".")
 
 
-def _quota_words(flat: str) -> Iterable[str]:
+def _quota_texts(flat: str) -> Iterable[str]:
     for found in _QUOTA.finditer(flat):
         where = f"in {found['region']}" if found["region"] else "in all regions together"
         limit = f"{float(found['limit']):g} {where}"

@@ -1,4 +1,4 @@
-"""A stack's Filestore instances: which end, where they are, and what they cost."""
+"""A stack's Filestore instances: deletions in a preview, location and cost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from payload.core.printable_text import printable
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.filestore_instances import filestores
 from payload.orchestrate.clouds.gcp.ownership import Ownership
-from payload.orchestrate.clouds.gcp.removal_order import last_word
+from payload.orchestrate.clouds.gcp.removal_order import last_segment
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.events import Step, Update, name_of, type_of
 from payload.orchestrate.clouds.pulumi.resource_types import FILESTORE
@@ -21,14 +21,14 @@ _ENDS = ("delete", "replace", "delete-replaced")
 
 
 def has_filestore(state: StackState) -> bool:
-    """Return True if the stack has an instance, which may hold data."""
+    """Return whether the stack has an instance, which can hold data."""
     return bool(_in_state(state))
 
 
 def own_filestores(google: Google, state: StackState, own: Ownership) -> list[str]:
-    """Return the names of the cluster's instances, by the stack's state and by Google's list.
+    """Return the names of the cluster's instances, from the stack's state and Google's list.
 
-    Where Google does not list them, the state alone counts.
+    If Google cannot list them, only the state is used.
     """
     names = _in_state(state)
     with suppress(CloudError, CloudAuthError):
@@ -38,42 +38,42 @@ def own_filestores(google: Google, state: StackState, own: Ownership) -> list[st
 
 def _in_state(state: StackState) -> list[str]:
     found = [(urn, known) for urn, known in state.parts if type_of(urn) == FILESTORE]
-    return [last_word(known) if known else name_of(urn) for urn, known in found]
+    return [last_segment(known) if known else name_of(urn) for urn, known in found]
 
 
 def filestores_that_go(preview: Update) -> list[str]:
-    """Return the instances that `pulumi up` would delete or replace, with the data on them."""
+    """Return the instances that `pulumi up` would delete or replace, with their data."""
     return sorted({name_of(step.urn) for step in _steps(preview) if step.op in _ENDS})
 
 
 def refuse_another_region(preview: Update, region: str) -> None:
-    """Raise ConfigError where the instance stays in another region than the machines are to be."""
+    """Raise ConfigError if the instance is in another region than the config's."""
     for step in _steps(preview):
         place = _place(step)
         if step.op not in _ENDS and place and not place.startswith(f"{region}-"):
             raise ConfigError(
-                f"Filestore {name_of(step.urn)} is in {place} with its data, and region = "
-                f"{region!r}. Copy what you need from it, remove it (pulumi config set "
+                f"region = {region!r}, but Filestore {name_of(step.urn)} is in {place} with its "
+                "data. Copy its data if you need it, remove it (pulumi config set "
                 "sharedStorage none, then up), and set sharedStorage again"
             )
 
 
 def zone_words(update: Update, zone: str | None) -> str:
-    """Return a sentence where the machines are in another zone than the instance; else nothing."""
+    """Return a note if the machines are in another zone than the instance; otherwise empty."""
     for step in _steps(update):
         place = _place(step)
         if step.op not in _ENDS and place and zone and place != zone:
             return (
-                f"Filestore {name_of(step.urn)} stays in {place} with its data, and the machines "
-                f"are in {zone}: Google bills the traffic between zones"
+                f"Filestore {name_of(step.urn)} is in {place}, but the machines are in {zone}: "
+                "Google bills traffic between zones"
             )
     return ""
 
 
-def billed_words(pulumi: Pulumi) -> str:
-    """Return a sentence on the instance in the stack's state, which costs until it is removed.
+def filestore_cost_note(pulumi: Pulumi) -> str:
+    """Return a note on the cost of the stack's instance, which is billed until it is removed.
 
-    Empty where there is none, or the state cannot be read.
+    Empty if there is no instance, or if the state cannot be read.
     """
     try:
         found = inputs_in_state(pulumi, FILESTORE)
@@ -89,10 +89,10 @@ def _billed(inputs: Any) -> str:
     usd = None
     if isinstance(gib, (int, float)):
         usd = filestore_price(gib=int(gib), region=place.rpartition("-")[0])
-    price = f"${usd:.2f}/h" if usd is not None else "money"
+    price = f"billed at ${usd:.2f}/h" if usd is not None else "billed"
     return (
-        f"Filestore {printable(str(inputs.get('name')))} in {place} stays and costs {price} "
-        "until it is removed: no lifetime ends it. "
+        f"Filestore {printable(str(inputs.get('name')))} in {place} has no lifetime limit and is "
+        f"{price} until it is removed. "
     )
 
 

@@ -1,4 +1,4 @@
-"""The cluster's firewall: the rules that the program asked for against those that Google has."""
+"""Compares the cluster program's firewall rules with the actual rules, and repairs drift."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from payload.core.validation.fields import checked
 from payload.core.validation.records import build
 from payload.orchestrate.clouds.gcp.check_result import Check, unknown
 from payload.orchestrate.clouds.gcp.client import Google
-from payload.orchestrate.clouds.gcp.firewall_rules import Rule, compare, foreign_words, traffic
+from payload.orchestrate.clouds.gcp.firewall_rules import Rule, compare, foreign_rule_lines, traffic
 from payload.orchestrate.clouds.gcp.removal import remove
-from payload.orchestrate.clouds.gcp.removal_order import Resource, last_word
+from payload.orchestrate.clouds.gcp.removal_order import Resource, last_segment
 from payload.orchestrate.clouds.pulumi.cli_errors import NEWER, PulumiError
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.events import Step, Update, type_of
@@ -35,7 +35,7 @@ class _Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Inputs:
-    """Inputs of a rule of the cluster program, as the engine's events have them."""
+    """Inputs of a firewall rule of the cluster program, in the engine's events."""
 
     name: str
     network: str
@@ -52,10 +52,10 @@ class _Inputs:
     disabled: bool = False
 
 
-def wanted_rules(update: Update) -> tuple[str, dict[str, Rule]]:
-    """Return the network's name and the rules that the cluster program asked for, by name.
+def expected_rules(update: Update) -> tuple[str, dict[str, Rule]]:
+    """Return the network's name and the cluster program's rules by name.
 
-    Raises ConfigError for an event that is not in the engine's format.
+    Raises ConfigError for a malformed event.
     """
     return _rules(
         _inputs(step)
@@ -65,7 +65,7 @@ def wanted_rules(update: Update) -> tuple[str, dict[str, Rule]]:
 
 
 def rules_in_state(pulumi: Pulumi) -> tuple[str, dict[str, Rule]]:
-    """Return the same from the stack's state; an empty name and no rules when nothing is up.
+    """Return the network's name and the rules in the stack's state; both empty if nothing is up.
 
     Raises PulumiError, ConfigError.
     """
@@ -77,46 +77,48 @@ def _rules(each_inputs: Iterable[Any]) -> tuple[str, dict[str, Rule]]:
     for raw in each_inputs:
         inputs = build(_Inputs, raw, where="a firewall rule of the stack", fix=NEWER)
         rules[inputs.name] = _rule(inputs)
-        network = last_word(inputs.network) or network
+        network = last_segment(inputs.network) or network
     return network, rules
 
 
-def settle(google: Google, update: Update, *, again: Callable[[], Update], talk: Console) -> None:
-    """Compare, replace each rule that differs, and compare again.
+def reconcile_firewall(
+    google: Google, update: Update, *, again: Callable[[], Update], talk: Console
+) -> None:
+    """Compare the rules, replace each rule that differs, and compare again.
 
-    `again` runs `pulumi up` once more, which makes the rules that were removed. Raises CloudError
-    with the names of rules that still differ.
+    `again` repeats `pulumi up`, which creates the removed rules again. Raises CloudError with the
+    names of rules that still differ.
     """
-    network, wanted = wanted_rules(update)
+    network, expected = expected_rules(update)
     if not network:
         return
-    found = compare(google, network, wanted)
+    found = compare(google, network, expected)
     if found.differing:
         for name, how in found.differing.items():
-            talk.print(f"firewall rule {name} is not as the program has it: {how}; replacing it")
+            talk.print(f"firewall rule {name} differs from the program: {how}; replacing it")
         gone = [Resource(kind="firewall rule", name=n, location="global") for n in found.differing]
         failed = remove(google, gone)
         if failed:
             raise CloudError(f"firewall: {'; '.join(failed)} {_CLOSE}")
-        network, wanted = wanted_rules(again())
-        found = compare(google, network, wanted)
-    for line in foreign_words(found):
+        network, expected = expected_rules(again())
+        found = compare(google, network, expected)
+    for line in foreign_rule_lines(found):
         talk.print(f"warning: {line}")
     if found.differing:
         still = "; ".join(f"{name}: {how}" for name, how in found.differing.items())
         raise CloudError(f"firewall of {network}: {still}. {_CLOSE}")
 
 
-_CLOSE = f"Remove the cluster if this is not meant: {command('orchestrate', 'down')}"
+_CLOSE = f"If this is not intended, remove the cluster: {command('orchestrate', 'down')}"
 
 
 def check_firewall(google: Google, pulumi: Pulumi) -> Iterator[Check]:
-    """Check the firewall of a cluster that is up; yields nothing where there is no stack."""
+    """Check the firewall of a cluster that is up; yield nothing if there is no stack."""
     try:
-        network, wanted = rules_in_state(pulumi)
-        if not wanted:
+        network, expected = rules_in_state(pulumi)
+        if not expected:
             return
-        found = compare(google, network, wanted)
+        found = compare(google, network, expected)
     except PulumiError as error:
         if error.is_fault:
             yield unknown("firewall", error)
@@ -128,7 +130,7 @@ def check_firewall(google: Google, pulumi: Pulumi) -> Iterator[Check]:
         yield Check(
             name=f"firewall rule {name}",
             outcome="error",
-            found=f"not as the program has it: {how}",
+            found=f"differs from the program: {how}",
             fix=f"Replace it: {command('orchestrate', 'up')}",
             exit_code=ExitCode.PREFLIGHT,
         )
@@ -136,14 +138,14 @@ def check_firewall(google: Google, pulumi: Pulumi) -> Iterator[Check]:
         yield Check(
             name=f"firewall rule {name}",
             outcome="warning",
-            found=f"in {network}, and not the cluster program's",
-            fix=f"See what it opens: gcloud compute firewall-rules describe {name}",
+            found=f"in {network}, but not created by the cluster program",
+            fix=f"Check what it allows: gcloud compute firewall-rules describe {name}",
         )
     if not found.differing:
         yield Check(
             name=f"firewall of {network}",
             outcome="ok",
-            found=f"{len(wanted)} rules as the program has them",
+            found=f"{len(expected)} rules equal to the program's",
         )
 
 

@@ -1,4 +1,4 @@
-"""Zones that had no machine free: .cluster/NAME/zones.json."""
+"""Records zones that had no free machine: .cluster/NAME/zones.json."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from payload.stack.google_name_patterns import CLOUD_NAME
 
 _ZONES_VERSION = 1
 FULL_HOURS = 6.0
-"""How long a zone that had no machine free is passed over."""
+"""How long a zone without a free machine is skipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullZone:
-    """A zone that had no machine free."""
+    """A zone that had no free machine."""
 
     zone: str = checked(pattern=CLOUD_NAME, wanted="a zone")
     time_unix: float
     reason: str
 
     def describe(self, *, now_unix: float) -> str:
-        """Return the zone with its reason and how long ago it was."""
+        """Return the zone with the reason and its age in hours."""
         hours = max(0.0, now_unix - self.time_unix) / 3600
         return f"{self.zone} ({self.reason}, {hours:.1f} h ago)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullZones:
-    """The file that keeps them between two commands: .cluster/NAME/zones.json."""
+    """Contents of .cluster/NAME/zones.json, which the next command reads."""
 
     zones: tuple[FullZone, ...] = ()
 
     @classmethod
     def load(cls, path: Path, *, now_unix: float) -> FullZones:
-        """Return those of the last hours; none where the file is absent or damaged."""
+        """Return the zones of the last hours; empty if the file is missing or damaged."""
         try:
             raw = parse_json(read_bytes(path), where=str(path))
             check_schema(raw, _ZONES_VERSION, where=str(path))
@@ -52,7 +52,7 @@ class FullZones:
         return cls(zones=tuple(each for each in known.zones if oldest < each.time_unix <= now_unix))
 
     def without(self, zone: str) -> FullZones:
-        """Return the others."""
+        """Return the record without `zone`."""
         return FullZones(zones=tuple(each for each in self.zones if each.zone != zone))
 
     def save(self, path: Path) -> None:

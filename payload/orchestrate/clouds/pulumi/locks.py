@@ -1,4 +1,4 @@
-"""Locks of a stack, and whether the process that holds one is gone."""
+"""Locks of a stack, and detection of stale ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from payload.core.one_line import joined_lines
 from payload.core.printable_text import printable
 
 _BUSY = re.compile(r"stack is currently locked|Another update is currently in progress")
-# Of a backend that the project keeps itself: pkg/backend/diy/lock.go.
+# Format of self-managed backends: pkg/backend/diy/lock.go.
 _HOLDER = re.compile(
     r"created by (?P<user>[^\s@]{1,64})@(?P<host>[^\s()]{1,253}) \(pid (?P<pid>[0-9]{1,10})\) at "
     r"(?P<time>[0-9TZ:.+-]{1,40})"
@@ -33,8 +33,8 @@ class Lock:
     def __str__(self) -> str:
         return f"{self.user}@{self.host} (process {self.pid}) since {self.since}"
 
-    def is_dead(self, *, host: str, boot_unix: float | None) -> bool:
-        """Tell whether its process is gone for certain: on `host`, which booted at `boot_unix`."""
+    def is_stale(self, *, host: str, boot_unix: float | None) -> bool:
+        """Return whether its process on this `host`, booted at `boot_unix`, no longer exists."""
         if self.host != host:
             return False
         if boot_unix is not None and self.since_unix is not None and self.since_unix < boot_unix:
@@ -43,12 +43,12 @@ class Lock:
 
 
 def is_busy(text: str) -> bool:
-    """Tell whether Pulumi printed that the stack is locked."""
+    """Return whether Pulumi printed that the stack is locked."""
     return _BUSY.search(joined_lines(text, longest=None)) is not None
 
 
 def locks_in(text: str) -> list[Lock]:
-    """Return the locks that Pulumi's message names; none where the backend does not say."""
+    """Return the locks in Pulumi's message; empty if the backend does not list them."""
     return [
         Lock(
             user=found["user"],
@@ -61,10 +61,10 @@ def locks_in(text: str) -> list[Lock]:
     ]
 
 
-def are_dead(locks: list[Lock]) -> bool:
-    """Tell whether there are locks, and all of them of dead processes on this machine."""
+def are_stale(locks: list[Lock]) -> bool:
+    """Return whether there are locks and all of them are stale locks of this machine."""
     host, boot_unix = socket.gethostname(), _boot_unix()
-    return bool(locks) and all(each.is_dead(host=host, boot_unix=boot_unix) for each in locks)
+    return bool(locks) and all(each.is_stale(host=host, boot_unix=boot_unix) for each in locks)
 
 
 def _exists(pid: int) -> bool:
@@ -78,7 +78,7 @@ def _exists(pid: int) -> bool:
 
 
 def _boot_unix() -> float | None:
-    """Return when this machine started; None where the system does not count sleep in."""
+    """Return when this machine booted; None if no clock of the system counts time asleep."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return None if clock is None else time.time() - time.clock_gettime(clock)
 

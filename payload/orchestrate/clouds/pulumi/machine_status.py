@@ -1,4 +1,4 @@
-"""The machines of a cluster, by the stack's state and by Google's list."""
+"""The machines of a cluster, from the stack's state and Google's list."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from payload.orchestrate.clouds.pulumi.stack_state import StackState, stack_stat
 
 _ID = re.compile(r"projects/([^/]+)/zones/(?P<zone>[^/]+)/instances/(?P<name>[^/]+)")
 CLOCK_SLACK_S = 60.0
-"""How far this machine's clock may be ahead of Google's."""
+"""Allowed lead of this machine's clock over Google's."""
 _UP = command("orchestrate", "up")
 _DOWN = command("orchestrate", "down")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MachinesThere:
-    """The machines of a cluster, by Google's list and the stack's state."""
+class ClusterMachines:
+    """The machines of a cluster, from Google's list and the stack's state."""
 
     names: tuple[str, ...]
     older: tuple[str, ...]
-    """Those that are in Google Cloud alone, and were there before the operation began."""
+    """Machines missing in the stack's state that existed before the operation started."""
 
 
-def machines_there(
+def cluster_machines(
     google: Google, own: Ownership, state: StackState, *, since_unix: float
-) -> MachinesThere:
-    """Return the machines that are the cluster's own or in the stack's state.
+) -> ClusterMachines:
+    """Return the machines that the cluster owns or that the stack's state lists.
 
-    The operation began at `since_unix`. Raises CloudError when not every zone could be listed, and
-    CloudAuthError.
+    The operation started at `since_unix`. Raises CloudAuthError, and CloudError if a zone could
+    not be listed.
     """
     labelled = [each for each in list_machines(google) if own.owns(each)]
-    return MachinesThere(
+    return ClusterMachines(
         names=tuple(dict.fromkeys([*state.machines, *(each.name for each in labelled)])),
         older=tuple(
             each.name
@@ -59,7 +59,7 @@ def machines_there(
 
 
 def places_in(state: StackState, *, project: str) -> dict[tuple[str, str], str]:
-    """Return the URN of each machine of the stack's state in a project, by its name and zone."""
+    """Return the URNs of the project's machines in the stack's state, by name and zone."""
     found = {}
     for urn, known in state.parts:
         place = _ID.fullmatch(known or "")
@@ -69,7 +69,7 @@ def places_in(state: StackState, *, project: str) -> dict[tuple[str, str], str]:
 
 
 def check_machines(google: Google, pulumi: Pulumi) -> Iterator[Check]:
-    """Check that the stack's machines run; yields nothing where there is no stack."""
+    """Check that the stack's machines run; yield nothing if there is no stack."""
     try:
         places = places_in(stack_state(pulumi), project=google.project)
         found = stopped_machines(google, places)
@@ -86,15 +86,15 @@ def check_machines(google: Google, pulumi: Pulumi) -> Iterator[Check]:
             name=f"machine {each.name}",
             outcome="error",
             found=f"{each.status}{why}; its disk is kept and billed, {NO_END}",
-            fix=f"Start or replace it: {_UP}; or bring its results here and destroy it: {_DOWN}",
+            fix=f"Start or replace it: {_UP}; or download its results and destroy it: {_DOWN}",
             exit_code=ExitCode.PREFLIGHT,
         )
     if places and not found:
-        yield Check(name="machines", outcome="ok", found=f"none of {len(places)} is stopped")
+        yield Check(name="machines", outcome="ok", found=f"all {len(places)} are running")
 
 
 def remove_machines(google: Google, state: StackState) -> None:
-    """Remove the stack's machines, and leave all else. Raises CloudError when one stays."""
+    """Remove the stack's machines and nothing more. Raises CloudError if a removal fails."""
     failed = remove(
         google,
         [

@@ -1,4 +1,4 @@
-"""The operator's key of a stack, settled before its cluster is built."""
+"""Creates or checks the operator's SSH key before a cluster is built."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from payload.stack.operator_key import make_operator_key, operator_key_path, wri
 def settle_operator_key(
     known: dict[str, Any], cluster: str, *, there: Sequence[str], talk: Console
 ) -> None:
-    """Make the operator's key, whose public half the cluster program reads, unless there is one.
+    """Create the operator's key pair if missing; the cluster program reads the public half.
 
-    Raises ConfigError when machines are up: they know another key, and a new one ends them. So too
-    for a public half alone, or of another key, as may come with the folder: it would log in.
+    Raises ConfigError if the key is missing while machines are up: they accept only the old key,
+    and a new one would replace them. Raises ConfigError also for a public half without its private
+    half: it can come from another user, who could then log in.
     """
     if known.get("operatorPublicKeyFile") or known.get("accessMode") == "oslogin":
         return
@@ -34,14 +35,15 @@ def settle_operator_key(
         if is_ours:
             return
         raise ConfigError(
-            f"{public}: its private half is not here, so somebody else may have it. Move it away "
-            f"for a new key; or, if it is yours: pulumi config set operatorPublicKeyFile {public}"
+            f"{public}: its private half is missing, so it can be another user's key. Move the "
+            "file away for a new key; or, if it is yours: pulumi config set operatorPublicKeyFile "
+            f"{public}"
         )
     if there and not path.exists():
         raise ConfigError(
-            f"{path}: the key that opens cluster {cluster} is not here, and its {len(there)} "
-            "machine(s) know no other. Bring it from where the cluster was built; or remove the "
-            f"cluster and build it from here: {command('orchestrate', 'down')}"
+            f"{path}: missing, but the {len(there)} machine(s) of cluster {cluster} accept no "
+            "other key. Copy it from the machine that built the cluster; or remove the cluster "
+            f"and build it again: {command('orchestrate', 'down')}"
         )
     write_public_half(path)
-    talk.print(f"made the key that opens the cluster: {path}")
+    talk.print(f"created the cluster's SSH key: {path}")

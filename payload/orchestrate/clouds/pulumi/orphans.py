@@ -1,4 +1,4 @@
-"""Orphans: what Google has of a cluster and the stack's state has not."""
+"""Orphans: a cluster's resources in Google Cloud that are missing in the stack's state."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from payload.orchestrate.terminal.console import confirm
 
 
 def orphans(google: Google, state: StackState, identity: str) -> list[Resource]:
-    """Return what carries the cluster's identity and is not in the stack's state.
+    """Return resources with the cluster's identity that are missing in the stack's state.
 
-    A boot disk goes with its machine, so it counts only when that is gone. Raises CloudError when
-    not everything could be listed.
+    A boot disk is deleted with its machine, so it counts only if the machine is gone. Raises
+    CloudError if some resources could not be listed.
     """
     listing = list_everything(google)
     if listing.blind:
-        raise CloudError(f"what the cluster has is not all seen: {'; '.join(listing.blind)}")
+        raise CloudError(f"the cluster's resources could not be listed: {'; '.join(listing.blind)}")
     own = ownership_of(state, identity, project=google.project)
     stack = ownership_of(state, project=google.project)
     machines = {(each.name, each.location) for each in listing.resources if each.kind == "instance"}
@@ -44,12 +44,15 @@ def remove_orphans(
     assume_yes: bool,
     talk: Console,
 ) -> bool:
-    """List the orphans, ask, and remove them; False after a no. Raises CloudError if one stays."""
+    """Remove the orphans after confirmation; return False if the user declines.
+
+    Raises CloudError if a removal fails.
+    """
     names = ", ".join(f"{each.kind} {each.name}" for each in found)
     talk.print(f"in Google Cloud with the identity of {cluster}, but not in the stack: {names}")
-    if not confirm(f"Remove these {len(found)}, to build them again?", assume_yes=assume_yes):
+    if not confirm(f"Remove these {len(found)} and build them again?", assume_yes=assume_yes):
         return False
     failed = remove(google, found)
     if failed:
-        raise CloudError(f"not everything was removed: {'; '.join(failed)}")
+        raise CloudError(f"some were not removed: {'; '.join(failed)}")
     return True

@@ -1,4 +1,4 @@
-"""A preview's effect on machines: which end and why, and whether metadata changes."""
+"""Effects of a preview on machines: deletions with their reasons, and metadata changes."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from payload.core.printable_text import printable
-from payload.orchestrate.clouds.gcp.removal_order import last_word
+from payload.orchestrate.clouds.gcp.removal_order import last_segment
 from payload.orchestrate.clouds.pulumi.cli_errors import NEWER, PulumiError
 from payload.orchestrate.clouds.pulumi.events import Update, name_of, type_of
 from payload.orchestrate.clouds.pulumi.resource_types import INSTANCE
 from payload.orchestrate.clouds.pulumi.stack_state import machine_names
 
-# Operations of a preview that end what is there; a replacement is one of them.
+# Operations that delete an existing resource, including replacement.
 _DELETING = ("delete", "replace", "delete-replaced")
 
 
 def machines_that_go(preview: Update) -> list[str]:
-    """Return those that `pulumi up` would remove or rebuild. Raises PulumiError.
+    """Return the machines that `pulumi up` would remove or replace.
 
-    An event that cannot be read may be the one that ends a machine.
+    Raises PulumiError for an unreadable event, because it can be a machine's deletion.
     """
     if preview.unreadable:
         raise PulumiError(f"`pulumi preview`: {preview.unreadable} {NEWER}", "other")
@@ -28,16 +28,16 @@ def machines_that_go(preview: Update) -> list[str]:
 
 
 def changes_metadata(preview: Update) -> bool:
-    """Tell whether machines that stay get other metadata, which they read only as they boot."""
+    """Return whether existing machines get new metadata, which they read only at boot."""
     return any(
         step.op == "update" and type_of(step.urn) == INSTANCE and "metadata" in (step.diffs or ())
         for step in preview.steps
     )
 
 
-_NETWORK, _BOOT = "its network", "what it boots with"
-# The inputs of an instance, and the setting that decides each. The engine names no difference of a
-# machine that is replaced by its trigger, so the two states are compared.
+_NETWORK, _BOOT = "its network", "its user-data"
+# Inputs of an instance, each with its setting. The engine reports no differences for a machine that
+# is replaced by its trigger, so old and new state are compared.
 _SETTINGS = {
     "machineType": "machineType",
     "zone": "zones",
@@ -58,7 +58,7 @@ _URL = re.compile(r"^https://[^/]+/compute/[^/]+/")
 
 
 def reasons(preview: Update, going: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each machine of `going`: removed, or replaced and why."""
+    """Yield a line for each machine of `going`: removed, or replaced with the reason."""
     for name in going:
         why = ""
         for step in preview.steps:
@@ -71,11 +71,11 @@ def reasons(preview: Update, going: Sequence[str]) -> Iterator[str]:
                     if _at(old, path) != _at(new, path)
                 ]
                 why = ", ".join(found) or "the cluster program"
-        yield f"{name}: replaced, as this changes: {why}" if why else f"{name}: removed"
+        yield f"{name}: replaced, because of changes to {why}" if why else f"{name}: removed"
 
 
 def _at(inputs: Any, path: str) -> Any:
-    """Return the value at a path; of a URL, which a refresh makes of a name, the name."""
+    """Return the value at a path; a URL, which a refresh stores instead of a name, is shortened."""
     for key in path.split("."):
         if isinstance(inputs, list):
             inputs = inputs[int(key)] if len(inputs) > int(key) else None
@@ -85,20 +85,20 @@ def _at(inputs: Any, path: str) -> Any:
 
 
 def _change(setting: str, old: Any, new: Any) -> str:
-    # Neither is a value of the config: one may be not known yet, the other is long.
+    # Values are omitted: the network's can still be unknown, and user-data is long.
     if setting in (_NETWORK, _BOOT):
         return setting
     return f"{setting} ({_shown(old)} to {_shown(new)})"
 
 
 def _shown(value: Any) -> str:
-    return "none" if value is None else printable(last_word(str(value)))
+    return "none" if value is None else printable(last_segment(str(value)))
 
 
 _CREATING = ("create", "create-replacement", "replace")
 
 
 def creates_anything(preview: Update) -> bool:
-    """Return whether `pulumi up` would make anything in Google Cloud."""
+    """Return whether `pulumi up` would create any resource in Google Cloud."""
     made = (step.urn for step in preview.steps if step.op in _CREATING)
     return any(type_of(urn).startswith("gcp:") for urn in made)

@@ -1,4 +1,4 @@
-"""Progress of an operation, as a live table."""
+"""Progress of an operation as a live table."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from rich.table import Table
 
 from payload.orchestrate.clouds.pulumi.events import Event, Step, name_of, type_of
-from payload.orchestrate.clouds.pulumi.resource_types import kind_in_words
+from payload.orchestrate.clouds.pulumi.resource_types import kind_name
 from payload.orchestrate.terminal.tables import table
 
-# What an operation does to a resource, while it does and afterwards. Others change nothing.
+# States of a resource during and after each operation; other operations change nothing.
 _DOING = {
     "create": ("creating", "created"),
     "create-replacement": ("creating again", "created again"),
@@ -33,7 +33,7 @@ class _Row:
     is_gone: bool = False
 
     def state(self) -> str:
-        """Return the state in words."""
+        """Return a description of the state."""
         if self.is_gone:
             return "gone from Google Cloud"
         doing, done = _DOING[self.step.op]
@@ -44,11 +44,11 @@ class _Row:
 
 @dataclass(slots=True)
 class Progress:
-    """Progress of an operation so far."""
+    """Progress of a running operation."""
 
     shown: str
     say: Callable[[str], object] | None = None
-    """Gets a line for each resource that is done; None where the table is on a terminal."""
+    """Prints a line for each finished resource; None if a terminal shows the table."""
     clock: Callable[[], float] = time.monotonic
     _rows: dict[tuple[str, str], _Row] = field(default_factory=dict)
     _began_s: float = 0.0
@@ -56,31 +56,32 @@ class Progress:
     def __post_init__(self) -> None:
         self._began_s = self.clock()
 
-    def see(self, event: Event) -> None:
-        """Take in one event."""
+    def handle(self, event: Event) -> None:
+        """Update the progress with one event."""
         now_s = self.clock()
-        if event.began is not None and event.began.op in _DOING and is_real(event.began):
+        if event.began is not None and event.began.op in _DOING and is_cloud_resource(event.began):
             self._rows[event.began.op, event.began.urn] = _Row(event.began, now_s)
         step = event.done or event.failed
         if step is None:
             return
         row = self._rows.get((step.op, step.urn))
-        if row is None and step.op == "delete" and event.done is not None and is_real(step):
-            # No deletion was begun: the refresh before everything else has not found it.
+        is_deleted = step.op == "delete" and event.done is not None
+        if row is None and is_deleted and is_cloud_resource(step):
+            # A deletion without a start: the initial refresh did not find the resource.
             row = self._rows[step.op, step.urn] = _Row(step, now_s, is_gone=True)
         if row is None or row.ended_s is not None:
             return
         row.ended_s, row.failed = now_s, event.failed is not None
         if self.say is not None and (self.shown != "pulumi preview" or row.is_gone):
             took = "" if row.is_gone else f" ({now_s - row.began_s:.0f} s)"
-            self.say(f"{kind_in_words(step.urn)} {name_of(step.urn)}: {row.state()}{took}")
+            self.say(f"{kind_name(step.urn)} {name_of(step.urn)}: {row.state()}{took}")
 
     def to_json(self) -> str:
-        """Return the same for programs."""
+        """Return the progress as JSON."""
         now_s = self.clock()
         rows = [
             {
-                "kind": kind_in_words(row.step.urn),
+                "kind": kind_name(row.step.urn),
                 "name": name_of(row.step.urn),
                 "state": row.state(),
                 "seconds": round((now_s if row.ended_s is None else row.ended_s) - row.began_s, 3),
@@ -96,12 +97,12 @@ class Progress:
         for row in self._rows.values():
             seconds = (now_s if row.ended_s is None else row.ended_s) - row.began_s
             urn = row.step.urn
-            made.add_row(kind_in_words(urn), name_of(urn), row.state(), f"{seconds:.0f}")
+            made.add_row(kind_name(urn), name_of(urn), row.state(), f"{seconds:.0f}")
         state = "running" if self._rows else "starting"
         made.add_row(self.shown, "", state, f"{now_s - self._began_s:.0f}")
         return made
 
 
-def is_real(step: Step) -> bool:
-    """Tell whether it is something in Google Cloud, and no component or provider."""
+def is_cloud_resource(step: Step) -> bool:
+    """Return whether the step is on a resource in Google Cloud, not a component or provider."""
     return type_of(step.urn).startswith("gcp:")

@@ -1,4 +1,4 @@
-"""Pulumi's names for the types of Google's resources."""
+"""Pulumi's types of Google Cloud resources, with names for messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ BUCKET = "gcp:storage/bucket:Bucket"
 FILESTORE = "gcp:filestore/instance:Instance"
 FIREWALL = "gcp:compute/firewall:Firewall"
 INSTANCE = "gcp:compute/instance:Instance"
-_WORDS = {
+_NAMES = {
     INSTANCE: "machine",
     "gcp:compute/network:Network": "network",
     "gcp:compute/subnetwork:Subnetwork": "subnetwork",
@@ -27,7 +27,7 @@ _WORDS = {
 }
 
 
-def kind_in_words(urn: str) -> str:
-    """Return a resource's type as people say it: firewall rule."""
+def kind_name(urn: str) -> str:
+    """Return the name of a resource's type in messages, such as `firewall rule`."""
     kind = type_of(urn)
-    return _WORDS.get(kind, kind.rpartition(":")[2].lower() or "resource")
+    return _NAMES.get(kind, kind.rpartition(":")[2].lower() or "resource")

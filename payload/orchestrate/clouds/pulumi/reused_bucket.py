@@ -1,4 +1,4 @@
-"""The results bucket of a cluster that was there before, put into the config again."""
+"""Reuses the results bucket of an earlier cluster by writing it into the config."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from payload.orchestrate.clouds.cluster_records import recall
+from payload.orchestrate.clouds.cluster_records import load_cluster_record
 from payload.orchestrate.clouds.gcp.buckets import bucket_in
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
@@ -29,37 +29,37 @@ def use_kept_bucket(
     dry_run: bool,
     talk: Console,
 ) -> None:
-    """Put the bucket that this folder's cluster had before into the config, in place of `create`.
+    """Replace `bucket: create` in the config with the cluster's earlier results bucket.
 
-    Its runs resume by their id there. One that is gone becomes `create` again. Raises CloudError,
-    CloudAuthError and PulumiError.
+    Runs in that bucket can then be resumed by their ID. If the configured bucket is gone, set
+    `create` again. Raises CloudError, CloudAuthError and PulumiError.
     """
-    before, setting = recall(folder, cluster), known.get("bucket")
+    before, setting = load_cluster_record(folder, cluster), known.get("bucket")
     if before is None or before.bucket is None or before.project != known.get("project"):
         return
     if state.bucket or setting not in ("create", before.bucket):
         return
-    is_there = _is_kept(google(), before.bucket, cluster, identity, region=before.region)
-    if is_there == (setting == before.bucket):
+    exists = _is_kept(google(), before.bucket, cluster, identity, region=before.region)
+    if exists == (setting == before.bucket):
         return
-    wanted, words = "create", f"gs://{before.bucket} is gone: a new results bucket is made"
-    if is_there:
-        wanted = before.bucket
-        words = (
-            f"bucket: create: gs://{wanted}, which this cluster had before, is used again; the "
-            "stack's config names it now"
+    value, message = "create", f"gs://{before.bucket} is gone: creating a new results bucket"
+    if exists:
+        value = before.bucket
+        message = (
+            f"bucket: create: reusing gs://{value} of this cluster's earlier build; the stack's "
+            "config now names it"
         )
-    talk.print(f"without --dry-run: {words}" if dry_run else words)
+    talk.print(f"without --dry-run: {message}" if dry_run else message)
     if not dry_run:
-        pulumi.ask("config", "set", "bucket", wanted)
+        pulumi.ask("config", "set", "bucket", value)
 
 
 def _is_kept(google: Google, name: str, cluster: str, identity: str, *, region: str) -> bool:
-    """Return whether the project has the bucket, and it is this cluster's.
+    """Return whether the bucket exists in the project and belongs to this cluster.
 
-    After its end anybody may make one of its name, in a project of theirs and with any labels.
+    Any user can create a bucket of a deleted bucket's name, in another project and with any labels.
     """
-    found = bucket_in(google, name, what=f"looking for gs://{name}")
+    found = bucket_in(google, name, what=f"finding gs://{name}")
     if found is None or identity_in(found.labels) != identity:
         return False
     is_ours = found.labels.get(CLUSTER_LABEL) == cluster and KEPT_LABEL in found.labels

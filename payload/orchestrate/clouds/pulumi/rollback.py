@@ -1,4 +1,4 @@
-"""After an `up` that failed: which machines are there, and their removal."""
+"""Lists and removes the machines of a failed `up`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from payload.orchestrate.clouds.gcp.ownership import Ownership
 from payload.orchestrate.clouds.pulumi.building import with_words
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.events import Update
-from payload.orchestrate.clouds.pulumi.filestore import billed_words
+from payload.orchestrate.clouds.pulumi.filestore import filestore_cost_note
 from payload.orchestrate.clouds.pulumi.machine_status import (
     CLOCK_SLACK_S,
-    MachinesThere,
-    machines_there,
+    ClusterMachines,
+    cluster_machines,
     remove_machines,
 )
 from payload.orchestrate.clouds.pulumi.operations import Operations
@@ -33,27 +33,28 @@ from payload.stack.cluster_identity import known_cluster_identity
 
 
 def remaining(machines: Sequence[str], preview: Update) -> str:
-    """Return in words which machines are there, and what they cost an hour as far as is known."""
+    """Describe which machines exist, with their known cost per hour."""
     if not machines:
-        return "no machine is there"
+        return "no machine exists"
     prices = _node_prices(preview)
     usd = sum(prices.get(name, 0.0) for name in machines)
     cost = f", ${usd:.2f}/h" if usd else ""
-    return f"{len(machines)} machine(s) are there{cost}: {', '.join(machines)}"
+    return f"{len(machines)} machine(s) exist{cost}: {', '.join(machines)}"
 
 
 def unknown_machines(error: TileforgeError, google: Google, cluster: str, preview: Update) -> str:
-    """Return the words for a failure after which the machines cannot be listed."""
+    """Describe the possible cost if the machines cannot be listed."""
     usd = sum(_node_prices(preview).values())
-    cost = f"cost ${usd:.2f}/h" if usd else "cost an unknown price"
+    cost = f"cost ${usd:.2f}/h" if usd else "cost an unknown amount"
+    sweep = command("orchestrate", "sweep", "--cluster", cluster, "--project", google.project)
     return (
-        f"it is unknown which machines exist ({str(error).rstrip('.')}); if all do, they {cost} "
-        f"until their lifetime ends. Look: sweep --cluster {cluster} --project {google.project}"
+        f"the machines could not be listed ({str(error).rstrip('.')}); if all exist, they {cost} "
+        f"until their lifetime ends. Check: {sweep}"
     )
 
 
 def _node_prices(update: Update) -> dict[str, float]:
-    """Return the prices in the stack's outputs that a preview expects; what is damaged is left."""
+    """Return the prices per node in the outputs expected by a preview; skip damaged entries."""
     inventory = update.outputs.get("inventory")
     nodes = inventory.get("nodes") if isinstance(inventory, dict) else None
     return {
@@ -66,15 +67,15 @@ def _node_prices(update: Update) -> dict[str, float]:
 
 
 def what_is_there(operations: Operations, google: Google, preview: Update) -> str:
-    """Return in words which machines an interrupted `up` has left."""
+    """Describe the machines left by an interrupted `up`."""
     cluster = operations.cluster
     try:
         state = stack_state(operations.pulumi)
         own = _own(operations, state, google)
-        there = machines_there(google, own, state, since_unix=time.time())
+        found = cluster_machines(google, own, state, since_unix=time.time())
     except TileforgeError as error:
         return unknown_machines(error, google, cluster, preview)
-    return remaining(there.names, preview)
+    return remaining(found.names, preview)
 
 
 def _own(operations: Operations, state: StackState, google: Google) -> Ownership:
@@ -83,18 +84,19 @@ def _own(operations: Operations, state: StackState, google: Google) -> Ownership
 
 
 def how_to_remove(pulumi: Pulumi) -> str:
-    """Return in words what stays and is billed, and the commands that show and remove it."""
+    """Describe which resources are kept and billed, with the commands to list and remove them."""
     return (
-        f"{billed_words(pulumi)}What was built before stays and is billed until its lifetime ends: "
-        f"look with `pulumi stack`, remove it with: {command('orchestrate', 'down')}"
+        f"{filestore_cost_note(pulumi)}Resources built so far are kept and billed until their "
+        f"lifetime ends. List them: pulumi stack; remove them: {command('orchestrate', 'down')}"
     )
 
 
 def refuse_if_changed(pulumi: Pulumi, before: StackState, *, kept: str) -> None:
-    """Raise ConfigError when somebody else was at work while the operator was thinking."""
+    """Raise ConfigError if another user changed the stack during a confirmation prompt."""
     if stack_state(pulumi) != before:
         raise ConfigError(
-            f"the stack has changed meanwhile, so {kept}. Repeat: " + command("orchestrate", "up")
+            f"the stack was changed by another user, so {kept}. Repeat: "
+            + command("orchestrate", "up")
         )
 
 
@@ -107,55 +109,57 @@ def take_back(
     since_unix: float,
     has_data: bool,
 ) -> TileforgeError:
-    """Remove what an `up` without machines has built before it failed; the error to end with.
+    """Remove the resources built by a failed first `up`, and return the error to raise.
 
-    It began at `since_unix`. What it has built is what Google has: a machine whose creation was
-    accepted is not in the stack's state where the answer to a later request was a refusal. With
-    `has_data` the stack had a Filestore instance before: the machines alone are removed.
+    `up` started at `since_unix`. Its resources are read from Google, because a machine whose
+    creation was accepted can be missing in the stack's state. With `has_data` the stack had a
+    Filestore instance before, so only the machines are removed.
     """
     pulumi, talk = operations.pulumi, operations.talk
     try:
         after = stack_state(pulumi)
         try:
             own = _own(operations, after, google)
-            found = machines_there(google, own, after, since_unix=since_unix)
-        except (CloudError, CloudAuthError) as blind:
+            found = cluster_machines(google, own, after, since_unix=since_unix)
+        except (CloudError, CloudAuthError) as listing_error:
             if not after.machines:
-                words = unknown_machines(blind, google, operations.cluster, preview)
+                note = unknown_machines(listing_error, google, operations.cluster, preview)
                 remove = f"; remove them: {command('orchestrate', 'down')}"
-                return TeardownError(str(with_words(error, f"And {words}{remove}")))
-            found = MachinesThere(names=after.machines, older=())
-        there = found.names
+                return TeardownError(str(with_words(error, f"Also, {note}{remove}")))
+            found = ClusterMachines(names=after.machines, older=())
+        built = found.names
         if found.older:
-            # Another state may know them, and results may be on them.
-            words = f"Not of this `up`, and left: {', '.join(found.older)}. "
-            words += how_to_remove(pulumi)
-            return with_words(error, words)
-        if not there:
+            # Another stack's state can list them, and they can hold results.
+            note = f"Kept, because they existed before this `up`: {', '.join(found.older)}. "
+            note += how_to_remove(pulumi)
+            return with_words(error, note)
+        if not built:
             rest = command("orchestrate", "down")
-            words = f"No machine was built. {billed_words(pulumi)}Remove the rest with: {rest}"
-            return with_words(error, words)
-        talk.print(f"error: {error}\nbuilt before: {', '.join(there)}")
-        if not confirm("Remove what was built?", assume_yes=operations.assume_yes):
+            note = f"No machine was built. {filestore_cost_note(pulumi)}Remove the rest: {rest}"
+            return with_words(error, note)
+        talk.print(f"error: {error}\nbuilt so far: {', '.join(built)}")
+        if not confirm("Remove these?", assume_yes=operations.assume_yes):
             return with_words(error, how_to_remove(pulumi))
         refuse_if_changed(pulumi, after, kept="nothing was removed")
         if has_data:
             remove_machines(google, after)
             rest = command("orchestrate", "down")
-            words = "The machines that were built before are removed again"
-            return with_words(error, f"{words}. {billed_words(pulumi)}Remove the rest with: {rest}")
+            cost = filestore_cost_note(pulumi)
+            return with_words(
+                error, f"The new machines were removed. {cost}Remove the rest: {rest}"
+            )
         destroy_and_look(
             operations,
             google,
             state=after,
             steps=2,
-            # There was none before: nothing is on one that this `up` has made.
+            # There was no Filestore instance before, so one that this `up` created has no data.
             may_go=lambda each: (each.created_unix or 0.0) >= since_unix - CLOCK_SLACK_S,
         )
     except KeyboardInterrupt:
         talk.print(f"up was interrupted. {how_to_remove(pulumi)}")
         raise
     except TileforgeError as left:
-        words = f"And what was built before is not all removed: {left}"
-        return TeardownError(str(with_words(error, words)))
-    return with_words(error, "What was built before is removed again")
+        note = f"Also, some of the new resources were not removed: {left}"
+        return TeardownError(str(with_words(error, note)))
+    return with_words(error, "The new resources were removed")

@@ -1,4 +1,4 @@
-"""A stack's config, as `pulumi config` prints it."""
+"""Reads a stack's config with `pulumi config`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.stack.stack_settings import DEFAULTS
 
 _PROVIDERS_TOO = {"project": "", "region": DEFAULTS.region}
-"""Settings that the provider's take the place of, with their defaults."""
+"""Settings that the provider's config overrides, with their defaults."""
 
 
 def settings(pulumi: Pulumi) -> dict[str, Any]:
-    """Return the stack's config by the keys' last part; the project's own keys before a provider's.
+    """Return the stack's config with namespaces removed; the project's keys override a provider's.
 
-    A key of the project's that has its default gives way to the provider's project and region.
-    Raises PulumiError and ConfigError.
+    Exception: the provider's project and region override the project's defaults. Raises PulumiError
+    and ConfigError.
     """
     raw = pulumi.ask_json("config")
     if not isinstance(raw, dict):
@@ -36,12 +36,12 @@ def settings(pulumi: Pulumi) -> dict[str, Any]:
 
 
 def cluster_name(pulumi: Pulumi, known: dict[str, Any]) -> str:
-    """Return the cluster of the config: its key, or the stack's name. Raises PulumiError."""
+    """Return the setting `cluster`, or the stack's name. Raises PulumiError and ConfigError."""
     name = known.get("cluster") or pulumi.ask("stack", "--show-name").strip().rpartition("/")[2]
-    # It names a folder here, with the key that opens the cluster.
+    # It becomes the name of a local folder, which holds the cluster's SSH key.
     if not isinstance(name, str) or not NODE_NAME.fullmatch(name):
         raise ConfigError(
-            f"cluster = {shown(name)}: must be a name of letters, digits and hyphens. "
-            "pulumi config set cluster NAME"
+            f"cluster = {shown(name)}: must have letters, digits and hyphens only. "
+            "Set it: pulumi config set cluster NAME"
         )
     return name

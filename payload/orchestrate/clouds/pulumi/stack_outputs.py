@@ -1,4 +1,4 @@
-"""A stack's outputs: the cluster that it has built."""
+"""A stack's outputs, which describe the cluster that it built."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from payload.core.validation.json_text import parse_json
 from payload.machines.inventory import ClusterInventory
 from payload.orchestrate.clouds.cluster_records import (
     MOST_USD,
-    Remembered,
+    ClusterRecord,
     cluster_folder,
     keep_record,
-    recall,
+    load_cluster_record,
 )
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.endpoints import Endpoints
@@ -43,7 +43,7 @@ class StackOutputs:
     """Outputs of the cluster program."""
 
     inventory: ClusterInventory
-    """Without host keys; `project` is filled in."""
+    """Has no host keys; `project` is set."""
     project: str
     region: str
     hourly_usd: float | None
@@ -83,7 +83,7 @@ def read_outputs(pulumi: Pulumi) -> StackOutputs:
 
 
 def outputs_if_any(pulumi: Pulumi) -> StackOutputs | None:
-    """Return the outputs; None of a stack that never came up whole. Raises as `read_outputs`."""
+    """Return the outputs; None if the stack was never fully built. Raises as `read_outputs`."""
     try:
         return read_outputs(pulumi)
     except PulumiError as error:
@@ -93,28 +93,28 @@ def outputs_if_any(pulumi: Pulumi) -> StackOutputs | None:
 
 
 def default_stack(env: Mapping[str, str], *, folder: Path) -> StackOutputs | str:
-    """Return the selected stack's outputs, or why there is none to be had.
+    """Return the selected stack's outputs, or the reason why there is no stack.
 
-    A stack whose outputs cannot be used is an error and no reason to train elsewhere. Raises
-    ConfigError.
+    Raises ConfigError if a stack exists but its outputs cannot be read: training must not silently
+    use another machine.
     """
     found = _project_files(folder)
     if not found:
         return "no Pulumi project here"
     if not _is_own_project(found):
-        return f"{found[0]} is another project's; name its stack to use it: --inventory stack:NAME"
+        return f"{found[0]} is another project; to use its stack: --inventory stack:NAME"
     try:
         return read_outputs(Pulumi(env, folder=folder))
     except PulumiError as error:
         if error.is_fault:
-            raise ConfigError(f"{error} (or name the cluster: --inventory local)") from None
+            raise ConfigError(f"{error} (or use this machine: --inventory local)") from None
         if error.trouble == "no stack":
             return "no Pulumi stack is selected, or nothing is up in it"
         return "Pulumi is " + error.trouble if error.trouble != "no project" else error.trouble
 
 
 def _project_files(folder: Path) -> list[Path]:
-    """Return Pulumi's project files of the nearest folder that has any, from `folder` upwards."""
+    """Return the Pulumi project files of `folder`, or of the nearest parent that has any."""
     for each in (folder, *folder.parents):
         if found := [each / name for name in _PROJECT_FILES if (each / name).is_file()]:
             return found
@@ -122,10 +122,10 @@ def _project_files(folder: Path) -> list[Path]:
 
 
 def _is_own_project(found: Sequence[Path]) -> bool:
-    """Return whether this is the cluster program's project, or a copy of its file.
+    """Return whether this is the cluster program's project file, or a copy of it.
 
-    A project file may name a backend: `pulumi` sends its token there. So it is not started in a
-    folder that merely has one, as a cloned one may, where nobody asked for a stack.
+    A project file can name a backend, to which `pulumi` sends its token. So `pulumi` must not run
+    in any folder that has a project file, such as a cloned repository, without a request.
     """
     own = Path(payload.__file__).parents[1] / _PROJECT_FILES[0]
     if len(found) > 1 or not own.is_file():
@@ -139,11 +139,10 @@ def _is_own_project(found: Sequence[Path]) -> bool:
 def load_stack(
     outputs: StackOutputs, env: Mapping[str, str], *, folder: Path, say: Callable[[str], None]
 ) -> ClusterInventory:
-    """Return the stack's cluster with host keys that its machines have published.
+    """Return the stack's cluster with the host keys that its machines published.
 
     Raises CloudAuthError, RankLostError, BootstrapError, CloudError.
     """
-
     remember(outputs, folder=folder)
     google = Google(outputs.project, endpoints=Endpoints.from_env(env))
     return pin_host_keys(
@@ -155,10 +154,10 @@ def load_stack(
 
 
 def remember(outputs: StackOutputs, *, folder: Path, made_bucket: str | None = None) -> None:
-    """Keep what `sweep` needs when the outputs are gone, and the bucket that the stack has made."""
-    before = recall(folder, outputs.inventory.cluster)
+    """Record the data that `sweep` needs without outputs, and the bucket that the stack created."""
+    before = load_cluster_record(folder, outputs.inventory.cluster)
     kept = before.bucket if before is not None and before.project == outputs.project else None
-    known = Remembered(
+    known = ClusterRecord(
         cluster=outputs.inventory.cluster,
         bucket=made_bucket or kept,
         project=outputs.project,
@@ -169,15 +168,15 @@ def remember(outputs: StackOutputs, *, folder: Path, made_bucket: str | None = N
 
 
 def recall_outputs(folder: Path, cluster: str, *, project: str) -> StackOutputs | None:
-    """Return the outputs as this folder knows them from when it last reached the cluster's nodes.
+    """Return the outputs recorded when this folder last reached the cluster's nodes.
 
-    They have neither price nor end. None where it has never reached them in this project.
+    They have neither price nor expiry time. None if it never reached them in this project.
     """
-    known = recall(folder, cluster)
+    known = load_cluster_record(folder, cluster)
     inventory = cached_inventory(cluster_path(folder, cluster, CACHE_FILE))
     if known is None or inventory is None:
         return None
-    # The record of a cluster's project is written anew before its nodes are reached there.
+    # The record of the project is rewritten before the nodes are reached in it.
     if {(inventory.cluster, each) for each in (known.project, inventory.project)} != {
         (cluster, project)
     }:
@@ -191,8 +190,7 @@ def _text(outputs: Mapping[str, Any], key: str, name: str) -> str:
     value = outputs.get(key)
     if not isinstance(value, str) or not CLOUD_NAME.fullmatch(value):
         raise ConfigError(
-            f"{name}: output {key} is {shown(value)}; a name is needed. Bring the stack up to "
-            "date: pulumi up"
+            f"{name}: output {key} = {shown(value)}: must be a name. Update the stack: pulumi up"
         )
     return value
 
@@ -202,7 +200,10 @@ def _number(value: Any, name: str) -> float | None:
         return value
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= MOST_USD:
         return value
-    raise ConfigError(f"{name}: output hourly_usd is {shown(value)}; dollars or nothing is needed.")
+    raise ConfigError(
+        f"{name}: output hourly_usd = {shown(value)}: must be a number of dollars. Update the "
+        "stack: pulumi up"
+    )
 
 
 def _time(value: Any, name: str) -> str | None:
@@ -212,5 +213,6 @@ def _time(value: Any, name: str) -> str | None:
         return datetime.fromisoformat(value).astimezone(UTC).isoformat()
     except (OverflowError, TypeError, ValueError):
         raise ConfigError(
-            f"{name}: output expires is {shown(value)}; a time in ISO 8601 is needed."
+            f"{name}: output expires = {shown(value)}: must be a time in ISO 8601. Update the "
+            "stack: pulumi up"
         ) from None

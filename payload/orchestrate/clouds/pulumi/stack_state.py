@@ -1,4 +1,4 @@
-"""A stack's state: the resources that Pulumi has made, and what that proves."""
+"""Reads a stack's state: the resources that Pulumi created, as proof of ownership."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from payload.core.suggested_commands import command
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build
 from payload.orchestrate.clouds.gcp.ownership import Ownership
-from payload.orchestrate.clouds.gcp.removal_order import marks
+from payload.orchestrate.clouds.gcp.removal_order import labels_in_description
 from payload.orchestrate.clouds.pulumi.cli_errors import NEWER
 from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.orchestrate.clouds.pulumi.events import name_of, type_of, urn_field
 from payload.orchestrate.clouds.pulumi.resource_types import BUCKET, INSTANCE
 from payload.stack.cluster_identity import identity_in
 
-# A right to a key has an id that begins with the key's project, which may be another one.
+# Excludes key permissions, whose ID has the key's project, which can be another one.
 _PROJECT = re.compile(
     r"projects/([^/]+)/(?:global|regions|zones|serviceAccounts|managedZones|locations/[^/]+/instances)/"
 )
@@ -44,31 +44,31 @@ class _Export:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackState:
-    """The resources that Pulumi has made for the stack; equal where none was built or removed."""
+    """The stack's resources; two states are equal if no resource was created or removed between."""
 
     machines: tuple[str, ...]
-    """Their names."""
+    """Names of the machines."""
     parts: tuple[tuple[str, str | None], ...]
-    """URN and, where the cloud gave one, id of everything; a rebuilt one has another id."""
+    """URN and ID (or None) of each resource; a rebuilt resource has a new ID."""
     identities: tuple[str, ...] = ()
-    """The cluster's, by the labels that the program last asked for; none of an older version.
+    """The cluster's identities, from labels and descriptions; empty if an older version built it.
 
-    Descriptions keep their first one, so there may be two after a folder was lost."""
+    Descriptions keep the first identity, so there can be two after the folder was lost."""
 
     @property
     def projects(self) -> tuple[str, ...]:
-        """Return the projects that the resources are in."""
+        """Return the projects of the resources."""
         found = (_PROJECT.match(known or "") for _, known in self.parts)
         return tuple(dict.fromkeys(each[1] for each in found if each))
 
     @property
     def bucket(self) -> str | None:
-        """Return the name of the bucket that `bucket: create` has made."""
+        """Return the name of the bucket that `bucket: create` created, or None."""
         return next((known for urn, known in self.parts if type_of(urn) == BUCKET), None)
 
 
 def stack_state(pulumi: Pulumi) -> StackState:
-    """Return the state that Pulumi's backend has now. Raises PulumiError, ConfigError."""
+    """Return the current state in Pulumi's backend. Raises PulumiError, ConfigError."""
     resources = _resources(pulumi)
     return StackState(
         machines=tuple(machine_names(each.urn for each in resources)),
@@ -78,7 +78,7 @@ def stack_state(pulumi: Pulumi) -> StackState:
 
 
 def inputs_in_state(pulumi: Pulumi, kind: str) -> list[Mapping[str, Any]]:
-    """Return what the cluster program last asked for of every resource of this type.
+    """Return the cluster program's last inputs of every resource of this type.
 
     Raises PulumiError, ConfigError.
     """
@@ -95,23 +95,23 @@ def _resources(pulumi: Pulumi) -> Sequence[_Resource]:
 def _identity_of(resource: _Resource) -> str | None:
     inputs = resource.inputs or {}
     labels = inputs.get("labels")
-    # What is secret or damaged in a state is no text.
-    told = labels.items() if isinstance(labels, dict) else ()
-    described = marks(str(inputs.get("description") or ""))
-    return identity_in({key: str(value) for key, value in told}) or identity_in(described)
+    # Secret or damaged values in a state are not text.
+    labelled = labels.items() if isinstance(labels, dict) else ()
+    described = labels_in_description(str(inputs.get("description") or ""))
+    return identity_in({key: str(value) for key, value in labelled}) or identity_in(described)
 
 
 def machine_names(urns: Iterable[str]) -> list[str]:
-    """Return the names of the machines among these URNs, each once."""
+    """Return the distinct names of the machines among these URNs."""
     return list(dict.fromkeys(name_of(urn) for urn in urns if type_of(urn) == INSTANCE))
 
 
-def _where(words: str) -> str:
-    return f"`pulumi {words}` printed what cannot be read"
+def _where(arguments: str) -> str:
+    return f"output of `pulumi {arguments}` cannot be parsed"
 
 
 def ownership_of(state: StackState, *identities: str | None, project: str) -> Ownership:
-    """Return what the stack's state and these identities prove of a project's resources."""
+    """Return the proof of ownership from the stack's state and these identities."""
     return Ownership(
         identities=frozenset(filter(None, (*state.identities, *identities))),
         known=tuple(found for _, found in state.parts if found),
@@ -120,13 +120,13 @@ def ownership_of(state: StackState, *identities: str | None, project: str) -> Ow
 
 
 def refuse_another_project(state: StackState, project: str) -> None:
-    """Raise ConfigError where the stack has resources in another project than the config's.
+    """Raise ConfigError if the stack has resources in another project than the config's.
 
-    Pulumi would destroy and build all of it; and no name that the stack knows is proof here.
+    Pulumi would destroy and rebuild everything, and the stack's IDs prove nothing in this project.
     """
     if others := [each for each in state.projects if each != project]:
         raise ConfigError(
             f"project = {project!r}: the stack has resources in project {', '.join(others)}, so "
             "nothing was built. Use another stack for this project: pulumi stack init NAME; or "
-            f"destroy those first: {command('orchestrate', 'down')}"
+            f"destroy its resources first: {command('orchestrate', 'down')}"
         )

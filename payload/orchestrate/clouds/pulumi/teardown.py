@@ -1,10 +1,11 @@
-"""Destroys a stack, and looks that nothing of its cluster is left."""
+"""Destroys a stack, and verifies that no resource of its cluster remains."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from payload.core.errors import CloudAuthError, CloudError, TeardownError, TileforgeError
+from payload.core.suggested_commands import command
 from payload.orchestrate.clouds.gcp.client import Google
 from payload.orchestrate.clouds.gcp.leftovers import Sweep, conclude, look
 from payload.orchestrate.clouds.gcp.ownership import Ownership
@@ -18,8 +19,8 @@ from payload.orchestrate.clouds.pulumi.stack_state import StackState, ownership_
 from payload.orchestrate.terminal.console import confirm, text_console
 from payload.stack.cluster_identity import known_cluster_identity
 
-# Buckets of older releases are protected: without the flag nothing at all would be destroyed.
-_WORDS = ("destroy", "--yes", "--skip-preview", "--exclude-protected")
+# Buckets of older releases are protected; without the option nothing would be destroyed.
+_DESTROY = ("destroy", "--yes", "--skip-preview", "--exclude-protected")
 
 
 def destroy_and_look(
@@ -30,11 +31,11 @@ def destroy_and_look(
     steps: int,
     may_go: Callable[[Resource], bool],
 ) -> None:
-    """Destroy and look, as the last two of so many steps; look also when the destroy has failed.
+    """Destroy the stack and verify that nothing is left, as the last two of `steps` steps.
 
-    `state` is the stack's before. What is left and is the cluster's own, by its identity or by that
-    state, is removed after a question; a Filestore instance only where `may_go` allows it. Raises
-    TeardownError when something is left, or when it cannot be shown that nothing is.
+    The check also runs after a failed destroy. Leftovers that the cluster owns, by its identity or
+    by `state` before the destroy, are removed after confirmation; Filestore instances only if
+    `may_go` allows it. Raises TeardownError if resources are left or cannot be listed.
     """
     talk = operations.talk
     identity = known_cluster_identity(operations.folder, operations.cluster)
@@ -42,7 +43,7 @@ def destroy_and_look(
     trouble = _destroy(operations)
     talk.print(f"{steps - 1}/{steps} destroy: " + (f"FAILED: {trouble}" if trouble else "done"))
     found = _look(operations, google, own)
-    # While somebody else builds, what is not in the stack is about to be.
+    # While another user's `up` runs, resources outside the stack can be its own.
     if not isinstance(trouble, StackBusyError):
         removed = _remove_own(operations, google, found, may_go)
         if trouble is not None and (removed or not found.left):
@@ -58,14 +59,14 @@ def destroy_and_look(
         raise TeardownError(f"{error}{f' ({trouble})' if trouble else ''}") from None
     talk.print(f"{steps}/{steps} sweep: clean")
     if trouble is not None:
-        words = "See `pulumi stack`, then: pulumi refresh && pulumi destroy"
+        fix = "Check `pulumi stack`, then: pulumi refresh && pulumi destroy"
         if isinstance(trouble, PulumiError) and trouble.trouble == "damaged state":
-            words = "Or go on in another stack: pulumi stack init NAME"
-        raise TeardownError(f"nothing of the cluster was found, but {trouble}. {words}")
+            fix = "Or continue with another stack: pulumi stack init NAME"
+        raise TeardownError(f"no resource of the cluster was found, but {trouble}. {fix}")
 
 
 def _destroy(operations: Operations) -> TileforgeError | None:
-    update = operations.run(*_WORDS)
+    update = operations.run(*_DESTROY)
     return explain(update) if update.status != 0 else None
 
 
@@ -74,16 +75,16 @@ def _look(operations: Operations, google: Google, own: Ownership) -> Sweep:
     try:
         return look(google, cluster, folder=folder, keep_buckets=True, ownership=own)
     except (CloudError, CloudAuthError) as error:
-        again = f"sweep --cluster {cluster} --project {google.project}"
+        again = command("orchestrate", "sweep", "--cluster", cluster, "--project", google.project)
         raise TeardownError(
-            f"it is not known what is left of {cluster}: {error} Look: {again}"
+            f"leftovers of {cluster} could not be listed: {error} Check: {again}"
         ) from None
 
 
 def _remove_own(
     operations: Operations, google: Google, found: Sweep, may_go: Callable[[Resource], bool]
 ) -> bool:
-    """Remove what is left of the cluster's own, after a question; False for nothing."""
+    """Remove the cluster's own leftovers after confirmation; return False if none was removed."""
     going = [each for each in found.removable() if each.kind != FILESTORE or may_go(each)]
     if not going:
         return False
