@@ -94,29 +94,18 @@ def render_sections(config: object) -> str:
         lines.append(f"[{section.name}]")
         values = getattr(config, section.name)
         for key in dataclasses.fields(values):
-            lines.append(f"{key.name} = {_render_value(getattr(values, key.name))}")
+            lines.append(f"{key.name} = {toml_value(getattr(values, key.name))}")
         lines.append("")
     return "\n".join(lines)
 
 
-def _render_value(value: str | int | float | bool | tuple[str, ...] | None) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_render_value, value))}]"
-    if value is None:
-        return '"none"'
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{"".join(map(_render_character, escaped))}"'
-    return repr(value)
+def toml_value(value: str | int | float | bool | Sequence[str] | None) -> str:
+    """Return the TOML text of a setting's value, on one line."""
+    import tomli_w  # reading a config, and `--help`, work without it
 
-
-def _render_character(character: str) -> str:
-    if character.isprintable():
-        return character
-    code = ord(character)
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(toml_value, value))}]"
+    return tomli_w.dumps({"_": "none" if value is None else value}).removeprefix("_ = ").rstrip()
 
 
 def _build_section(section: Any, table: Any, *, name: str) -> tuple[Any, list[_Problem]]:
