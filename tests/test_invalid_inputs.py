@@ -261,8 +261,8 @@ def test_a_table_of_labels_that_cannot_be_learned(
         ),
         (
             ("adapter.kind=lora", "model.init=scratch"),
-            'defaults: adapter.kind = "lora" trains beside weights that exist, but model.init = '
-            '"scratch" has none. Name a model.',
+            'defaults: adapter.kind = "lora" needs existing weights, but model.init = "scratch" '
+            "has no weights. Set model.init to a model.",
         ),
         (
             ("adapter.kind=lora", "engine.compile=true"),
@@ -271,7 +271,7 @@ def test_a_table_of_labels_that_cannot_be_learned(
         ),
         (
             ("model.quantize=nf4",),
-            'defaults: model.quantize = "nf4": weights of 4 bits cannot be trained. Set '
+            'defaults: model.quantize = "nf4": 4-bit weights cannot be trained. Set '
             'adapter.kind = "lora", or model.quantize = "none" for full training.',
         ),
         (

@@ -71,7 +71,7 @@ def test_none_means_the_documented_default_of_an_optional_key() -> None:
             "[train]\nstep = 1",
             r"key in \[train\]: 'step'. Did you mean train\.steps\? Known: steps, log",
         ),
-        ("train = 5", r"train = 5 is not a section; write \[train\]"),
+        ("train = 5", r"train = 5 is not a section\. Write \[train\]"),
         ("[train]\nsteps = '5'", "train.steps = '5': a whole number is needed"),
         ("[train]\nsteps = 5.5", "train.steps = 5.5: a whole number is needed"),
         ("[train]\nsteps = true", "train.steps = True: a whole number is needed"),
@@ -90,7 +90,7 @@ def test_none_means_the_documented_default_of_an_optional_key() -> None:
         ("[optimizer]\nmin_lr = 1", "optimizer.min_lr = 1.0 is above lr = 3e-05"),
         (
             "[schedule]\nwarmup_steps = 100",
-            "warmup_steps = 100 leaves nothing of train.steps = 100",
+            "warmup_steps = 100 is not below train.steps = 100",
         ),
         (
             "[schedule]\nkind = 'wsd'\nwarmup_steps = 50\ndecay_steps = 60",
@@ -152,7 +152,7 @@ def test_a_file_with_a_byte_order_mark_is_read_as_without(tmp_path: Path) -> Non
 
 
 def test_an_override_within_what_is_no_section_does_not_hide_the_mistake() -> None:
-    with pytest.raises(ConfigError, match=r"train = 5 is not a section; write \[train\]"):
+    with pytest.raises(ConfigError, match=r"train = 5 is not a section\. Write \[train\]"):
         parse("train = 5", "train.steps=7")
 
 

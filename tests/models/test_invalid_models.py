@@ -59,7 +59,7 @@ A_MATRIX = "model.layers.1.mlp.up_proj.weight"
 AGAIN = "Download the model again, or name another one."
 LAYOUT = "Name a folder in the Hugging Face layout."
 ITS_OWN = "Name a folder in the Hugging Face layout, with its own config.json."
-A_WHOLE_MODEL = "Name the folder of a whole model."
+A_WHOLE_MODEL = "Name the folder of a complete model."
 NO_FOLDER = (
     "there is no such folder here. Correct the path, or name a run, a checkpoint, a folder in the "
     "Hugging Face layout or a model on the hub."
@@ -299,10 +299,10 @@ CASES = {
     ),
     "vocabulary too small": Case(
         small_vocabulary,
-        "model.init = '{model}': its vocabulary has 300 tokens, that of the data has 512. Prepare "
+        "model.init = '{model}': its vocabulary has 300 tokens, the data's has 512. Prepare "
         "the data with the model's tokenizer.",
         has_sizes=True,
-        trained="model.init = '{model}': its vocabulary has 300 tokens, that of the data has 512 "
+        trained="model.init = '{model}': its vocabulary has 300 tokens, the data's has 512 "
         "(gpt2). Prepare the data with the model's tokenizer.",
     ),
     "gated": Case(
@@ -343,7 +343,7 @@ CASES = {
     ),
     "NaN": Case(
         config(rms_norm_eps=float("nan")),
-        f"{{model}}/config.json: not JSON (NaN is no JSON number). {LAYOUT}",
+        f"{{model}}/config.json: not JSON (NaN is not a JSON number). {LAYOUT}",
     ),
     "a negative size": Case(
         config(num_hidden_layers=-1),

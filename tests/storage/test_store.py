@@ -147,13 +147,13 @@ def test_who_resumed_a_run_last_owns_it_and_a_new_run_takes_no_id_that_is_there(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("s3://bucket/x", "only gs:// is known"),
+        ("s3://bucket/x", "only gs:// is supported"),
         ("results", "absolute path"),
-        ("gs://", "no bucket's name"),
-        ("gs://UPPER/x", "no bucket's name"),
-        ("gs://b-1/a//b", "no part of a prefix"),
-        ("gs://b-1/../x", "no part of a prefix"),
-        ("gs://b-1/a b", "no part of a prefix"),
+        ("gs://", "not a bucket name"),
+        ("gs://UPPER/x", "not a bucket name"),
+        ("gs://b-1/a//b", "not valid in a prefix"),
+        ("gs://b-1/../x", "not valid in a prefix"),
+        ("gs://b-1/a b", "not valid in a prefix"),
         ("gs://b-1/" + "/".join(["x" * 100] * 8), "too long"),
     ],
 )

@@ -87,7 +87,7 @@ def _sets(*overrides: str) -> Spoil:
             "model.init = '/no/such/model': there is no such folder",
             10,
         ),
-        (_other_vocabulary, "its vocabulary has 99 tokens, that of the data has 512", 10),
+        (_other_vocabulary, "its vocabulary has 99 tokens, the data's has 512", 10),
         (_damaged_init, "is no safetensors file", 10),
         (
             _sets("engine.kind=ipex"),
