@@ -76,12 +76,12 @@ def require_weights(spec: ModelSpec, folder: Path) -> None:
         if header is None:
             raise CheckpointError(
                 f"{folder}: it has no tensor {name}, which its {CONFIG_FILE} requires. Name "
-                "the folder of a complete model."
+                "the folder of a whole model."
             )
         if header.shape != shape:
             raise CheckpointError(
                 f"{folder}: {name} is {list(header.shape)}, {list(shape)} in its {CONFIG_FILE}. "
-                "Name the folder of a complete model."
+                "Name the folder of a whole model."
             )
         if not header.is_weight():
             raise CheckpointError(

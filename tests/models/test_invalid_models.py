@@ -59,7 +59,7 @@ A_MATRIX = "model.layers.1.mlp.up_proj.weight"
 AGAIN = "Download the model again, or name another one."
 LAYOUT = "Name a folder in the Hugging Face layout."
 ITS_OWN = "Name a folder in the Hugging Face layout, with its own config.json."
-A_WHOLE_MODEL = "Name the folder of a complete model."
+A_WHOLE_MODEL = "Name the folder of a whole model."
 NO_FOLDER = (
     "there is no such folder here. Correct the path, or name a run, a checkpoint, a folder in the "
     "Hugging Face layout or a model on the hub."
