@@ -301,7 +301,7 @@ def test_a_table_of_labels_that_cannot_be_learned(
         ),
         (
             ("model.init={place}/nowhere",),
-            "model.init = '{place}/nowhere': there is no such folder here. Correct the path, or "
+            "model.init = '{place}/nowhere': the folder does not exist. Correct the path, or "
             "name a run, a checkpoint, a folder in the Hugging Face layout or a model on the hub.",
         ),
     ],

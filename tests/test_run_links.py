@@ -115,7 +115,7 @@ def test_best_leads_to_a_checkpoint_beside_it_and_a_run_s_folder_may_be_a_link(
     (run.checkpoints / "best").unlink()
     (run.checkpoints / "best").symlink_to("../other/step_00000009")
     write_checkpoint(run.root / "other", 9, seed=0)
-    with pytest.raises(CheckpointError, match="no checkpoint beside it"):
+    with pytest.raises(CheckpointError, match="does not lead to a checkpoint in its folder"):
         find_source(str(run.checkpoints / "best"), setting="--checkpoint")
 
 

@@ -1,4 +1,4 @@
-"""CONTRACT: every setting of a stack, as Pulumi.yaml declares it: default, limits and message."""
+"""CONTRACT: all settings of a stack, as in Pulumi.yaml, with default, limits and message."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from payload.core.validation.fields import checked
 from payload.stack.google_name_patterns import KMS_KEY, REGION
 
 MTU = 8896
-"""The largest, and the default. The network of another one has that in its name."""
+"""The largest MTU, and the default. Other values are part of the network's name."""
 MAX_NODES = 64
 _MAX_DISK_GIB = 65_536
 LOGIN = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
-"""A user's name on a node."""
+"""Name of a user on a node."""
 CLUSTER_NAME = re.compile(r"[a-z]([a-z0-9-]{0,22}[a-z0-9])?")
 _PROJECT = re.compile(r"[a-z][a-z0-9-]{4,28}[a-z0-9]")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
@@ -28,7 +28,7 @@ def _or_empty(pattern: re.Pattern[str]) -> re.Pattern[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackSettings:
-    """One field a key of Pulumi.yaml, `node_count` for `nodeCount`; its descriptions are there."""
+    """The keys of Pulumi.yaml, which describes them; `node_count` is `nodeCount`."""
 
     cluster: str = checked(
         "",

@@ -25,13 +25,13 @@ from payload.storage.restore import has_run, require_absent, restore
 from payload.storage.uploader import Uploader
 
 _NICE = 10
-"""The ranks have the processors first."""
+"""Niceness of the upload, so that ranks have priority."""
 _UPLOAD_RETRY_S = 8.0
-"""Retries of one request; the uploader's own follow, and the run says why."""
+"""Retry time of one request. The uploader then logs the error and retries itself."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Carry out one command and return its exit code."""
+    """Run one command and return its exit code."""
     arguments = parser().parse_args(argv)
     try:
         return int(arguments.command(arguments))
@@ -95,8 +95,8 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _run_of(arguments: argparse.Namespace) -> tuple[RunPaths, StoreAddress]:
     """Return the run's folder and its address in the store.
 
-    Raises ConfigError for a folder with a linked folder in it, and where only the run's own
-    settings name the store: whoever made the folder could have any place written to.
+    Raises ConfigError if the folder contains a linked folder, or if only the run's own settings
+    name the store. Otherwise a copied run folder could direct writes anywhere.
     """
     paths = RunPaths(arguments.run_dir.resolve())
     require_own_folders(paths)
@@ -123,25 +123,25 @@ def parser() -> argparse.ArgumentParser:
         epilog="Example: " + command("storage", "list", "gs://BUCKET/PREFIX"),
     )
     commands = made.add_subparsers(required=True, metavar="COMMAND")
-    for verb, act, words in (
+    for verb, function, description in (
         ("check", _check, "write, read and remove a small object"),
         ("list", _list, "list the runs at an address, or the checkpoints of a run"),
-        ("serve", _serve, "answer the requests of another process about a store"),
+        ("serve", _serve, "serve another process's reads of a store"),
     ):
-        at = commands.add_parser(verb, help=words)
-        at.set_defaults(command=act)
+        at = commands.add_parser(verb, help=description)
+        at.set_defaults(command=function)
         if verb == "check":
-            at.add_argument("--new", metavar="RUN", help="fail where it has a run of this id")
+            at.add_argument("--new", metavar="RUN", help="fail if the store has a run with this id")
         if verb == "serve":
-            words = "how many last parts of the address are no symlinks (default: 0)"
-            at.add_argument("--below", type=int, default=0, metavar="N", help=words)
+            help_text = "number of last parts of the address that must not be symlinks (default: 0)"
+            at.add_argument("--below", type=int, default=0, metavar="N", help=help_text)
         at.add_argument("address", metavar="ADDRESS", help="gs://BUCKET/PREFIX or a folder")
-    for verb, act, words in (
-        ("upload", _upload, "bring a run's results to its store until stdin ends"),
-        ("restore", _restore, "bring the newest checkpoint from the store, if it is newer"),
+    for verb, function, description in (
+        ("upload", _upload, "upload a run's results to its store until stdin ends"),
+        ("restore", _restore, "download the newest checkpoint from the store, if it is newer"),
     ):
-        of = commands.add_parser(verb, help=words)
-        of.set_defaults(command=act, new=False)
+        of = commands.add_parser(verb, help=description)
+        of.set_defaults(command=function, new=False)
         of.add_argument("--run-dir", type=Path, required=True, metavar="DIR")
         of.add_argument(
             "--set",
@@ -149,11 +149,13 @@ def parser() -> argparse.ArgumentParser:
             action="append",
             default=[],
             metavar="SECTION.KEY=VALUE",
-            help="override one setting; names a store that nobody has named for the run here",
+            help="override one setting; needed to approve a store that only run.toml names",
         )
         of.add_argument("--started-here", action="store_true", help=argparse.SUPPRESS)
         if verb == "upload":
-            of.add_argument("--new", action="store_true", help="the store has no such run yet")
+            of.add_argument(
+                "--new", action="store_true", help="the store does not have this run yet"
+            )
     return made
 
 

@@ -171,8 +171,7 @@ def test_generate_and_evaluate_refuse_a_base_that_is_another_one_or_gone(
     (base / "config.json").write_text(json.dumps(config))
     (base / "model.safetensors").rename(tmp_path / "weights")
     assert run() == (
-        f"error: {base}/model.safetensors: No such file or directory. Put the weights back in that "
-        "place."
+        f"error: {base}/model.safetensors: No such file or directory. Restore the file."
     )
     base.rename(tmp_path / "elsewhere")
     said = run()
@@ -238,7 +237,7 @@ def test_a_way_of_quantising_that_is_not_known_is_refused(
     adapted(load(base), base, folder)
     for record, words in (
         ({"quantize": "nf8"}, "quantize = 'nf8': this way of quantising"),
-        (["nf4"], "base = ['nf4'] is no JSON object"),
+        (["nf4"], "base = ['nf4'] is not a JSON object"),
     ):
         (folder / "trainer.json").write_text(json.dumps({"base": record}))
         with pytest.raises(CheckpointError, match=re.escape(words)):

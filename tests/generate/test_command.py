@@ -309,7 +309,7 @@ def test_a_run_without_a_checkpoint_says_what_to_do(
 ) -> None:
     paths = run_with_weights(tmp_path / "run", steps=())
     assert generate(source=paths.root) == ExitCode.CONFIG
-    assert "no sound checkpoint" in capsys.readouterr().err
+    assert "no valid checkpoint" in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_differs_from_its_manifest_is_refused(

@@ -48,12 +48,13 @@ CONFIG = {
 }
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NO_NETWORK = (
-    "no such folder, and the Hugging Face hub did not give it (ConnectionRefusedError: [Errno 111] "
-    "Connection refused). Check the name or the network, or name a folder."
+    "not a local folder, and could not be downloaded from the Hugging Face hub "
+    "(ConnectionRefusedError: [Errno 111] Connection refused). Check the name or the network, or "
+    "name a folder."
 )
 IS_OFFLINE = (
-    "HF_HUB_OFFLINE is set, and the cache does not have it ({cache}). Download it once with a "
-    "network (hf download), or name a folder."
+    "HF_HUB_OFFLINE is set, and the model is not in the cache ({cache}). Download it while online "
+    "(hf download), or name a folder."
 )
 A_MATRIX = "model.layers.1.mlp.up_proj.weight"
 AGAIN = "Download the model again, or name another one."
@@ -61,7 +62,7 @@ LAYOUT = "Name a folder in the Hugging Face layout."
 ITS_OWN = "Name a folder in the Hugging Face layout, with its own config.json."
 A_WHOLE_MODEL = "Name the folder of a whole model."
 NO_FOLDER = (
-    "there is no such folder here. Correct the path, or name a run, a checkpoint, a folder in the "
+    "the folder does not exist. Correct the path, or name a run, a checkpoint, a folder in the "
     "Hugging Face layout or a model on the hub."
 )
 NOT_CAUSAL = (
@@ -307,14 +308,14 @@ CASES = {
     ),
     "gated": Case(
         named(NAME),
-        f"model.init = '{NAME}': it is gated: its owner gives it to accounts that accepted its "
-        f"terms. Accept them at {{hub}}/{NAME}, then log in (hf auth login, or HF_TOKEN).",
+        f"model.init = '{NAME}': it is gated: only accounts that accepted its terms can "
+        f"download it. Accept them at {{hub}}/{NAME}, then log in (hf auth login, or HF_TOKEN).",
         has_sizes=True,
     ),
     "unknown on the hub": Case(
         named("nobody/nothing"),
-        "model.init = 'nobody/nothing': no such folder, and the Hugging Face hub has no such "
-        "model, or a private one. Check the name, or log in (hf auth login).",
+        "model.init = 'nobody/nothing': not a local folder, and not on the Hugging Face hub, "
+        "or private. Check the name, or log in (hf auth login).",
         has_sizes=True,
     ),
     "no such folder": Case(
@@ -335,7 +336,7 @@ CASES = {
         f"{{model}}/config.json: not JSON (line 1: Expecting value). {LAYOUT}",
     ),
     "config that is a list": Case(
-        content("config.json", "[1]"), f"{{model}}/config.json: [1] is no JSON object. {LAYOUT}"
+        content("config.json", "[1]"), f"{{model}}/config.json: [1] is not a JSON object. {LAYOUT}"
     ),
     "a string for a size": Case(
         config(hidden_size="16"),

@@ -42,7 +42,7 @@ _ON_TWO_RANKS = {
     ),
     "distributed.tensor_parallel=4": (
         "distributed.tensor_parallel = 4 does not divide the 2 rank(s) of a node, and tensor ranks "
-        "have to share one. Set launch.ranks_per_node to a multiple of 4, or lower tensor_parallel."
+        "must share a node. Set launch.ranks_per_node to a multiple of 4, or lower tensor_parallel."
     ),
 }
 _ANYWHERE = {

@@ -157,7 +157,7 @@ def test_a_whole_data_folder_passes(tmp_path: Path) -> None:
     [
         (
             lambda folder: (folder / "meta.json").unlink(),
-            "it was not made to the end",
+            "it is incomplete",
         ),
         (lambda folder: (folder / "meta.json").write_text("{"), "not JSON"),
         (lambda folder: (folder / "meta.json").write_text("[]"), "expected an object"),

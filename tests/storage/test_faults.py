@@ -293,7 +293,7 @@ def test_a_record_whose_bytes_change_on_the_way_is_brought_again(
         proxy.chance = lambda method, path: float(method == "GET" and "alt=media" in path)
         found = io.BytesIO()
         if changed == 3:
-            with pytest.raises(StoreError, match="came over changed"):
+            with pytest.raises(StoreError, match="its checksum is wrong"):
                 store_of().fetch("run.toml", found, most_bytes=8, progressed=lambda: None)
         else:
             store_of().fetch("run.toml", found, most_bytes=8, progressed=lambda: None)
@@ -307,7 +307,7 @@ def test_the_same_bytes_by_somebody_else_are_not_one_s_own(
     with FaultyProxy(Faults(seed=0)) as proxy:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
         store_of().put("x", io.BytesIO(b"same"), size=4, generation=ABSENT)
-        with pytest.raises(ConflictError, match="somebody else wrote it"):
+        with pytest.raises(ConflictError, match="another process has written it"):
             store_of().put("x", io.BytesIO(b"same"), size=4, generation=ABSENT)
 
 

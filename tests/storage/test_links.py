@@ -131,7 +131,7 @@ def test_a_pipe_in_a_file_s_place_holds_nobody_up(team: Path) -> None:
     os.mkfifo(team / ".lock")
     store = FolderStore(StoreAddress(None, str(team)))
     assert store.entries() == []
-    with pytest.raises(StoreRefusedError, match="is no regular file"):
+    with pytest.raises(StoreRefusedError, match="is not a regular file"):
         store.read("run.toml")
     with pytest.raises(StoreError):
         put(store, "logs/a")
@@ -147,9 +147,9 @@ def test_a_link_that_a_person_named_is_followed(team: Path, tmp_path: Path) -> N
 def test_a_name_that_leads_elsewhere_is_no_object_s(team: Path) -> None:
     store = FolderStore(StoreAddress(None, str(team)))
     for name in ("../x", "a/../../x", "/etc/x", "a//b", "", ".lock", "a\0b"):
-        with pytest.raises(StoreError, match="is no object's name"):
+        with pytest.raises(StoreError, match="is not a valid object name"):
             put(store, name)
-        with pytest.raises(StoreError, match="is no object's name"):
+        with pytest.raises(StoreError, match="is not a valid object name"):
             store.read(name)
 
 
@@ -225,7 +225,7 @@ def test_huge_and_foreign_objects_keep_no_sound_checkpoint_from_being_brought(
         why.append(problem)
 
     found = fetch_newest(store, tmp_path / "here", run=MINE, passed_over=pass_over)
-    assert "another one of the run has" in why[0]
+    assert "another checkpoint of the run has" in why[0]
     assert "are too many" in why[2] and "this run's is" in why[3]
     assert found is not None and contents(found) == contents(sound)
     assert said == [f"step_{step:08d}" for step in (10, 9, 8, 7, 6)]

@@ -83,7 +83,7 @@ def test_a_planted_checkpoint_is_refused_with_both_hashes_and_an_older_one_taken
     assert not here.checkpoint(5).exists()
     wrote = manifest_of(head.checkpoint(5))
     planted = manifest_of(tmp_path / "planted" / "step_00000005")
-    (refusal,) = [line for line in said if "step_00000005 in the store is passed over" in line]
+    (refusal,) = [line for line in said if "step_00000005 in the store is skipped" in line]
     assert wrote in refusal and planted in refusal
     assert sum(CHECKED in line for line in said) == 1 and CHECKED in said[-1]
     assert not any(UNKNOWN in line for line in said)
@@ -95,7 +95,7 @@ def test_where_every_checkpoint_is_planted_nothing_is_taken(
     plant(store, tmp_path / "planted", 4, 5)
     here = run_at(tmp_path / "here", hashes_of=head)
     assert collect_from_store(store, here, say=lambda line: None) is None
-    with pytest.raises(StoreError, match="every checkpoint is damaged"):
+    with pytest.raises(StoreError, match="all checkpoints are damaged"):
         restore(store, here, say=lambda line: None)
     assert list(here.checkpoints.glob("step_*")) == []
     # A checkpoint that the head has removed since does not come back as another one.

@@ -285,5 +285,5 @@ def test_a_run_that_no_store_has_is_refused(
 ) -> None:
     words = place.words("--resume", f"{RESULTS}/no-such-run")
     assert main(words, os.environ) == ExitCode.CONFIG
-    assert "there is no run" in capsys.readouterr().err
+    assert "no run found" in capsys.readouterr().err
     assert not place.runs.exists() or not list(place.runs.iterdir())

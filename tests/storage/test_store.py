@@ -174,7 +174,7 @@ def test_a_bucket_that_is_missing_or_refuses_is_named_with_what_to_do(
     proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
-    with pytest.raises(StoreRefusedError, match="there is no bucket 'no-such-bucket'"):
+    with pytest.raises(StoreRefusedError, match="bucket 'no-such-bucket' does not exist"):
         check_store(parse_store_address("gs://no-such-bucket/x"))
     proxy.refuse = True
     try:
@@ -304,7 +304,7 @@ def test_credentials_that_have_expired_are_no_missing_role() -> None:
     for error in (libraries.errors.Unauthorized("Invalid Credentials"), expired):
         with pytest.raises(StoreRefusedError) as caught, store._plainly("listing runs"):
             raise error
-        assert "Google refuses the credentials" in str(caught.value)
+        assert "Google rejected the credentials" in str(caught.value)
         assert "gcloud auth application-default login" in str(caught.value)
         assert "roles/" not in str(caught.value)
     # As on a node whose metadata server does not answer for a moment.

@@ -48,7 +48,7 @@ def test_a_store_s_lock_is_not_waited_for_without_end(
     stuck: StoreAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder, "_LOCK_S", 0.1)
-    with pytest.raises(StoreError, match="keeps its lock"):
+    with pytest.raises(StoreError, match="holds its lock"):
         open_store(stuck).put("a", io.BytesIO(b"x"), size=1)
 
 

@@ -91,7 +91,7 @@ def test_the_newest_checkpoint_comes_from_the_store_and_the_run_says_so(resumed:
     notes: list[str] = []
     restore(resumed, notes)
     assert resumed.checkpoint(1000).is_dir()
-    assert notes[-1].startswith("the run goes on from step_00001000, which came from /")
+    assert notes[-1].startswith("the run resumes from step_00001000, downloaded from /")
     said = (resumed.logs / "storage.log").read_text().splitlines()
     assert said[0].startswith("bringing step_00001000 (0.00 GB) from /")
 
@@ -123,7 +123,7 @@ def test_without_a_sound_checkpoint_in_the_store_nothing_starts_from_scratch(
     store_steps(resumed, 990, 1000)
     damage(resumed, 990)
     damage(resumed, 1000)
-    with pytest.raises(PreflightError, match="every checkpoint is damaged, step_00001000"):
+    with pytest.raises(PreflightError, match="are damaged; the newest is step_00001000"):
         restore(resumed)
 
 
@@ -152,7 +152,7 @@ def test_a_store_that_cannot_be_read_may_have_a_newer_checkpoint(
     with FaultyProxy(Faults(seed=0)) as proxy:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
         proxy.refuse = True
-        with pytest.raises(PreflightError, match=r"Google refuses it.*go on from the disk alone"):
+        with pytest.raises(PreflightError, match=r"permission denied.*go on from the disk alone"):
             restore(paths)
 
 
@@ -173,7 +173,7 @@ def test_a_folder_that_is_not_mounted_is_not_an_empty_store(
         write_checkpoint(resumed.checkpoints, 500, seed=3)
         address = str(store_of(resumed).address)
         write_json(resumed.store_state, StoreState(address=address, checkpoint="step_00001000"))
-    with pytest.raises(PreflightError, match=r"there is no run.*mount it"):
+    with pytest.raises(PreflightError, match=r"no run found.*mount it"):
         restore(resumed)
 
 

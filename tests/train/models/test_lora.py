@@ -279,7 +279,7 @@ def test_adapter_settings_that_cannot_be_are_one_line(
     [
         ("peft_type", "IA3", "only LORA"),
         ("bias", "all", "only none"),
-        ("target_modules", ".*", "no list of names"),
+        ("target_modules", ".*", "not a list of names"),
         ("modules_to_save", ["lm_head"], "only null"),
         ("modules_to_save", [{}], "must be a string"),
         ("base_model_name_or_path", None, "is missing"),
