@@ -16,12 +16,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def source_files() -> list[Path]:
-    """Every Python file that the import table speaks of."""
+    """All Python files that the import table covers."""
     return sorted(path for top in ("payload", "infra") for path in (ROOT / top).rglob("*.py"))
 
 
 def repository_files() -> list[Path]:
-    """Files that are committed or would be; without git, all but environments and caches."""
+    """Files that are or would be committed; without git, all except environments and caches."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT,
@@ -265,7 +265,7 @@ def test_no_host_key_is_accepted_unseen_and_no_shell_gets_a_text_to_split() -> N
     assert found == []
 
 
-# Written apart, so that this file does not hold what it looks for.
+# Split, so that this file does not contain the text that it searches.
 _PRIVATE_KEY = re.compile("-----BEGIN [A-Z ]*" + "PRIVATE KEY-----")
 _MACHINE_PATH = re.compile(
     r"(?<![\w.~$}/-])/(?:ro" + r"ot|wo" + r"rk|Users|home/(?!trainer/)\w+)[/\w]*/"

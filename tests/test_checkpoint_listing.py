@@ -1,4 +1,4 @@
-"""Which checkpoints are sound, by their manifests, and which of them is the newest."""
+"""Validation of checkpoints by their manifests, and selection of the newest valid one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from payload.formats.checkpoint_listing import (
 
 
 def make_checkpoint(folder: Path, *, config: str = "") -> Path:
-    """Write a folder that a run could be resumed from, as far as its manifest tells."""
+    """Write a checkpoint that is valid by its manifest."""
     folder.mkdir(parents=True)
     for name in ("model.safetensors", "optimizer.safetensors", "config.json"):
         (folder / name).write_bytes(b"weights")

@@ -1,4 +1,4 @@
-"""The inventory and the result files: round trips, and what damaged ones are answered with."""
+"""The inventory and the result files: round trips, and errors for damaged files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The facts that a plan has of a CPU: dtype, peak, and the share of it that a step reaches."""
+"""A plan's data about a CPU: dtype, peak, and expected MFU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GPT2, SMOLLM2, TINY = 768, 576, 128
         (0.21, GPT2, False, 0.60),
         (0.22, SMOLLM2, True, 0.84),
         (0.45, SMOLLM2, True, 0.73),
-        # In fp32: with the kernels for the loss and the update, and without.
+        # In fp32: with and without the kernels for the loss and the update.
         (0.175, SMOLLM2, False, 0.69),
         (0.175, SMOLLM2, False, 0.65),
         (1.16, GPT2, True, 0.45),
@@ -95,7 +95,7 @@ def test_a_cpus_flags_say_whether_it_multiplies_bf16(
 
 
 class Planned(Protocol):
-    """Plans a run on this machine, as if its CPU multiplied bf16 itself, or did not tell."""
+    """Plan a run on this machine, with a CPU with bf16 instructions, without, or unknown."""
 
     def __call__(
         self, *words: str, bf16: bool | None, kept_dtype: Dtype | None = None

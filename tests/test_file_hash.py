@@ -1,4 +1,4 @@
-"""A file's hash: an unchanged file is read once, and a changed one never passes for it."""
+"""Hashes of files: an unchanged file is read once, and every change is detected."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 
 @pytest.fixture
 def old_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let files that were just written count as old: no program can set a file's ctime."""
+    """Treat newly written files as old, as no program can set a file's ctime."""
     monkeypatch.setattr(file_hash, "_SETTLED_S", -1.0)
 
 
@@ -84,7 +84,7 @@ def test_a_file_that_was_changed_in_any_way_has_its_new_hash(tmp_path: Path, way
 
 
 def sleep_for_a_tick(path: Path) -> None:
-    """Wait until the clock of a file's file system has gone on."""
+    """Wait until the clock of a file's file system has advanced."""
     beside = path.with_name("tick")
     while True:
         beside.write_bytes(b"")

@@ -1,4 +1,4 @@
-"""Folders of the current folder that have the name of a model on the hub."""
+"""Local folders with the name of a model on the hub."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMMIT = "1234567890abcdef1234567890abcdef12345678"
 
 @pytest.fixture
 def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project with folders of hub names in it, as the current folder."""
+    """A project as the current folder, with folders that have names of hub models."""
     for name in ("gpt2", "Qwen/Qwen3-4B", f"gpt2@{COMMIT}", "gpt2@main", "runs/first", "data/a"):
         folder = tmp_path / name
         folder.mkdir(parents=True)
@@ -92,7 +92,7 @@ def test_a_printed_folder_is_one_that_loads(clone: Path) -> None:
 def test_a_checkpoint_is_a_run_here_although_it_has_a_hub_name_s_form(
     clone: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A model of that form stays refused, and so does the run where a model is wanted."""
+    """An ambiguous model is still refused, as is a run where a model is required."""
     step = write_checkpoint(clone / "exp/first/checkpoints", 3, seed=0)
     (clone / "exp/copy").symlink_to(step)
     for name, found in (("exp/first", step.relative_to(clone)), ("exp/copy", Path("exp/copy"))):

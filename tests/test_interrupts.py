@@ -1,4 +1,4 @@
-"""Ctrl-C: two signals of one press are one request, and a person's second press is another."""
+"""Ctrl-C: two signals of one press count once, and a second press counts again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from payload.train.__main__ import StopSignal
 
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
-    """Lets time pass; the signals' handlers are put back after the test."""
+    """Control the clock, and restore the signal handlers after the test."""
     now_s = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
@@ -33,7 +33,7 @@ def later(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
 
 
 def press() -> None:
-    """Send what `timeout -s INT` sends: a signal to the process, and one to its group."""
+    """Send the signals of `timeout -s INT`: one to the process, and one to its group."""
     signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGINT)
 
@@ -71,7 +71,7 @@ def test_any_other_command_is_interrupted_once_a_press(later: Callable[[float], 
     interrupt_once()
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
-    signal.raise_signal(signal.SIGINT)  # while it says what is left
+    signal.raise_signal(signal.SIGINT)  # while it reports what remains
     later(0.3)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)

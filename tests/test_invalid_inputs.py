@@ -1,4 +1,4 @@
-"""Wrong inputs to fine-tuning: one line with cause and fix, exit code 10, nothing written."""
+"""Invalid inputs to fine-tuning: one line with cause and fix, exit code 10, no file written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.chat_data import conversations, make_model, make_tokenizer, p
 from tests.support.launching import mpirun, run, train_program
 from tests.train.alone import forget_accelerate, train_alone
 
-pytestmark = pytest.mark.processes  # some render a template, which a process does
+pytestmark = pytest.mark.processes  # some render a template, in a separate process
 
 USER = {"role": "user", "content": "what is red"}
 ANSWER = {"role": "assistant", "content": "a word"}
@@ -34,7 +34,7 @@ NO_TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, a tokenizer without a template, and a folder of conversations; not to be changed."""
+    """A model, a tokenizer without a template, and a folder of conversations; read-only."""
     folder = tmp_path_factory.mktemp("invalid")
     make_model(folder / "model")
     make_tokenizer(folder / "no-template", template=None)
@@ -46,7 +46,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def require_refusal(capsys: pytest.CaptureFixture[str], status: int, sentence: str) -> None:
-    """Expect this error, word for word, and no other line of the kind."""
+    """Expect exactly this error, and no other error line."""
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert status == ExitCode.CONFIG, said
     assert said == [f"error: {sentence}"]
@@ -327,7 +327,7 @@ def _sets(*settings: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def adapted(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one step with an adapter beside a copy of the model; not to be changed."""
+    """A run of one step with an adapter next to a copy of the model; read-only."""
     folder = tmp_path_factory.mktemp("adapted")
     shutil.copytree(place / "model", folder / "base")
     assert _train(folder, place) is None
@@ -335,7 +335,7 @@ def adapted(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _train(folder: Path, place: Path, *settings: str) -> TileforgeError | None:
-    """Train an adapter beside the base in `folder`, in the run beside it; return the error."""
+    """Train an adapter of the base in `folder`; return the error."""
     forget_accelerate()
     try:
         train_alone(folder / "run", place / "defaults.toml", *_settings(folder, place, *settings))
@@ -345,7 +345,7 @@ def _train(folder: Path, place: Path, *settings: str) -> TileforgeError | None:
 
 
 def _settings(folder: Path, place: Path, *settings: str) -> tuple[str, ...]:
-    """Return the overrides of such a run."""
+    """Return the overrides of a run with an adapter."""
     return (
         *("task.kind=chat", "data.sequence_length=64", "adapter.kind=lora", "adapter.rank=4"),
         *("batch.global_batch_size=2", "batch.micro_batch_size=2", "schedule.warmup_steps=0"),
@@ -361,7 +361,7 @@ def _files(folder: Path) -> Mapping[str, bytes]:
 
 
 def require_refused_run(error: TileforgeError | None, sentence: str) -> None:
-    """Expect that a rank ended with this error."""
+    """Expect that a rank failed with this error."""
     assert error is not None and error.exit_code == ExitCode.CONFIG
     assert str(error) == sentence
 
@@ -426,7 +426,7 @@ def test_an_adapter_is_no_base_for_another_adapter(
 def test_a_place_where_an_export_may_not_write(
     adapted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Nobody may make a folder there, root neither.
+    # No user can create a folder there, not even root.
     out = Path("/proc/merged/model")
     words = ["--checkpoint", str(adapted / "run"), "--format", "hf", "--merge", "--out", str(out)]
     require_refusal(

@@ -1,4 +1,4 @@
-"""run.toml: defaults, overrides, and what is said about mistakes."""
+"""run.toml: defaults, overrides, and messages about mistakes."""
 
 from __future__ import annotations
 

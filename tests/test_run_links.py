@@ -1,4 +1,4 @@
-"""Attacks by links in a run's folder, and in a project's `.cluster`: none is followed out of it."""
+"""Attacks with links in a run's folder and in `.cluster`: none is followed out of the folder."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from tests.support.data_folders import make_data_folder
 from tests.support.identities import MINE, write_identity
 from tests.support.run_folders import make_run
 
-pytestmark = pytest.mark.processes  # a run is planned with its launcher's own answer
+pytestmark = pytest.mark.processes  # planning calls the launcher itself
 
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Path:
-    """Another folder of this user, with a file of every kind that a run has."""
+    """Another folder of this user, with all kinds of files that a run has."""
     folder = tmp_path / "victim"
     for name in ("rank_0000.log", "operators.json", "metrics.csv", "known_hosts", "id_ed25519"):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -54,7 +54,7 @@ def victim(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunPaths:
-    """A run that was found, with a checkpoint."""
+    """A run folder from another user, with a checkpoint."""
     paths = write_identity(make_run(tmp_path / "runs" / "demo", settings=["track.to=csv"]))
     write_checkpoint(paths.checkpoints, 3, seed=1)
     return paths
@@ -71,7 +71,7 @@ def put_link(link: Path, target: Path) -> None:
 def test_a_linked_folder_is_not_uploaded(
     place: str, run: RunPaths, victim: Path, tmp_path: Path
 ) -> None:
-    """The attack: every file of the folder was in the store."""
+    """The attack: all files of the linked folder were uploaded to the store."""
     put_link(run.root / place, victim)
     store = open_store(parse_store_address(str(tmp_path / "store")).under("demo"))
     Records(run).send(store, all_of_them=True)
@@ -83,7 +83,7 @@ def test_a_linked_folder_is_not_uploaded(
 def test_a_linked_checkpoint_is_no_checkpoint_of_the_run(
     place: str, run: RunPaths, victim: Path
 ) -> None:
-    """The attack: `export` and the weights for a head were another folder's."""
+    """The attack: `export` and the weights for a head came from the linked folder."""
     is_all = place == "checkpoints"
     put_link(run.root / place, victim if is_all else victim / "step_00000009")
     own = None if is_all else run.checkpoint(3)
@@ -103,7 +103,7 @@ def test_a_linked_checkpoint_is_no_checkpoint_of_the_run(
 def test_best_leads_to_a_checkpoint_beside_it_and_a_run_s_folder_may_be_a_link(
     run: RunPaths, tmp_path: Path
 ) -> None:
-    """The user's own links go on working: of the run's folder, and of the runs folder."""
+    """The user's own links still work: of the run's folder, and of the runs folder."""
     (run.checkpoints / "best").symlink_to("step_00000003")
     (tmp_path / "disk").symlink_to(run.root.parent)
     (tmp_path / "mine").symlink_to(run.root)
@@ -130,7 +130,7 @@ def test_a_link_to_a_file_is_set_aside_by_a_resume(run: RunPaths, victim: Path) 
 def test_a_resume_in_a_folder_with_a_linked_folder_is_refused(
     place: str, run: RunPaths, victim: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The attack: what the resumed run wrote was in another folder, of another run even."""
+    """The attack: the resumed run wrote to another folder, even to another run's."""
     put_link(run.root / place, victim)
     before = contents(victim)
     words = ["run", "--resume", "demo", "--inventory", "local", "--runs-dir", str(run.root.parent)]
@@ -143,7 +143,7 @@ def test_a_resume_in_a_folder_with_a_linked_folder_is_refused(
 
 @pytest.mark.parametrize("place", ["track", "track/csv", "track/csv/metrics.csv", "track/.lock"])
 def test_a_tracker_writes_through_no_link(place: str, run: RunPaths, victim: Path) -> None:
-    """The attack: `report --track` put its table and its settings into another folder."""
+    """The attack: `report --track` wrote its table and its settings to another folder."""
     put_link(run.root / place, victim / "metrics.csv" if "." in place else victim)
     before = contents(victim)
     with pytest.raises(ConfigError, match="leads out of the run's folder"):
@@ -168,7 +168,7 @@ def test_collect_brings_no_checkpoint_through_a_link(
 def test_a_person_s_upload_and_restore_need_own_folders_and_a_named_store(
     run: RunPaths, victim: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The attacks: a checkpoint came through a link, and a run.toml had any folder written to."""
+    """The attacks: a checkpoint was read through a link, and run.toml directed writes anywhere."""
     results = tmp_path / "store"
     settings = load_run_config(run.config, overrides=[f"storage.results={results}"])
     run.config.write_text(settings.to_toml(), encoding="utf-8")
@@ -195,7 +195,7 @@ def test_a_person_s_upload_and_restore_need_own_folders_and_a_named_store(
 def test_a_linked_log_is_not_printed_and_a_pipe_does_not_hold_an_upload(
     run: RunPaths, victim: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The attacks: `logs` printed any file, and an upload waited for ever."""
+    """The attacks: `logs` printed any file, and an upload hung."""
     put_link(run.rank_log(0), victim / "rank_0000.log")
     words = ["logs", "demo", "--runs-dir", str(run.root.parent)]
     assert main(words, os.environ) == ExitCode.CONFIG
@@ -213,7 +213,7 @@ def test_a_linked_log_is_not_printed_and_a_pipe_does_not_hold_an_upload(
 
 
 def test_a_store_s_checkpoint_consists_of_data_alone(run: RunPaths, tmp_path: Path) -> None:
-    """The attack: a manifest of a store listed sitecustomize.py, and `collect` brought it."""
+    """The attack: a store's manifest listed sitecustomize.py, and `collect` downloaded it."""
     manifest = run.checkpoint(3) / "manifest.json"
     listed = json.loads(manifest.read_text())
     code = run.checkpoint(3) / "sitecustomize.py"
@@ -230,7 +230,7 @@ def test_a_store_s_checkpoint_consists_of_data_alone(run: RunPaths, tmp_path: Pa
 
 
 def test_a_dangling_lock_makes_no_file_elsewhere(run: RunPaths, tmp_path: Path) -> None:
-    """The attack: `remove` made an empty file where the link led."""
+    """The attack: `remove` created an empty file at the link's target."""
     run.lock.symlink_to(tmp_path / "new")
     assert not is_supervised(run)
     os.utime(run.root, (1, 1))
@@ -240,7 +240,7 @@ def test_a_dangling_lock_makes_no_file_elsewhere(run: RunPaths, tmp_path: Path) 
 
 
 def test_a_report_reads_the_data_that_somebody_named_for_the_run(tmp_path: Path) -> None:
-    """The attack: a run folder's settings had the page show any meta.json of this machine."""
+    """The attack: a run's settings made the page show any meta.json of this machine."""
     data = make_data_folder(tmp_path / "data")
     paths = write_identity(make_run(tmp_path / "demo", settings=[f"data.dir={data}"]))
     assert Run(paths).data is None

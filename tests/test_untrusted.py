@@ -1,4 +1,4 @@
-"""Files of other processes are refused in one line, whatever they hold."""
+"""Invalid files of other processes raise one-line errors, whatever their content."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_json_that_would_trip_a_program_is_refused(text: bytes, problem: str) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foreign:
-    """A record whose writer names fields in another way."""
+    """A record whose JSON keys differ from the field names."""
 
     next_page: str = checked("", key="nextPage")
 
@@ -126,7 +126,7 @@ def test_an_unknown_key_near_a_known_one_is_asked_about() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limited:
-    """A record whose fields say how they are refused, and that may have others of its class."""
+    """A record whose fields declare messages, and that can contain records of its class."""
 
     threads: int = checked(1, choices=(1, 2))
     rate: float = checked(0.5, above=0.0, fix="Set it to 1.")

@@ -1,4 +1,4 @@
-"""Attacks by symlinks and pipes in a shared folder: a store stays within its folder."""
+"""Attacks with symlinks and pipes in a shared folder: a store stays inside its folder."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ SECRET = b"a private key"
 
 @pytest.fixture
 def team(tmp_path: Path) -> Path:
-    """A folder that several people may write."""
+    """A folder that several users can write to."""
     (tmp_path / "team").mkdir()
     return tmp_path / "team"
 
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Path:
-    """Another person's folder, with a file and a checkpoint."""
+    """Another user's folder, with a file and a checkpoint."""
     folder = tmp_path / "victim"
     folder.mkdir()
     (folder / "key").write_bytes(SECRET)
@@ -173,7 +173,7 @@ def test_a_name_with_a_line_break_is_no_line_of_its_own(
 
 
 def write_vast_checkpoint(checkpoints: Path, step: int) -> None:
-    """A checkpoint of this run, by what it says, that no disk has room for."""
+    """A checkpoint that claims to be of this run, and does not fit on any disk."""
     folder = write_checkpoint(checkpoints, step, seed=4)
     with (folder / "model.safetensors").open("wb") as file:
         file.truncate(2**50)

@@ -1,4 +1,4 @@
-"""A bucket and a mounted folder keep the same rules; what cannot be used is refused in one line."""
+"""A bucket and a mounted folder behave the same; an unusable store raises a one-line error."""
 
 from __future__ import annotations
 
@@ -307,7 +307,7 @@ def test_credentials_that_have_expired_are_no_missing_role() -> None:
         assert "Google rejected the credentials" in str(caught.value)
         assert "gcloud auth application-default login" in str(caught.value)
         assert "roles/" not in str(caught.value)
-    # As on a node whose metadata server does not answer for a moment.
+    # As on a node whose metadata server is temporarily unavailable.
     with pytest.raises(StoreError) as passing, store._plainly("listing runs"):
         raise libraries.auth_errors.RefreshError("Failed to retrieve http://metadata")
     assert not isinstance(passing.value, StoreRefusedError)

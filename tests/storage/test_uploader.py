@@ -1,4 +1,4 @@
-"""One uploader and a store in a folder: claims, other writers, what is left out."""
+"""One uploader and a store in a folder: claims, other writers, and skipped files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def store(tmp_path: Path) -> ObjectStore:
 
 
 def once(fail: StoreError, real: Callable[..., object]) -> Callable[..., object]:
-    """Return a method that fails at its first call, after it has done its work."""
+    """Return a method that fails at its first call, after completing the call."""
     left = [fail]
 
     def method(*words: object, **more: object) -> object:
@@ -57,7 +57,7 @@ def once(fail: StoreError, real: Callable[..., object]) -> Callable[..., object]
 def test_a_new_run_whose_first_requests_fail_is_still_its_own(
     paths: RunPaths, store: ObjectStore, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """The first put is owner.json's; the first listing comes right after it."""
+    """The first put writes owner.json, and the first listing follows it."""
     write_checkpoint(paths.checkpoints, 1, seed=0)
     monkeypatch.setattr(store, method, once(StoreError("503"), getattr(store, method)))
     state, said = upload_all(paths, store, is_new=True)
@@ -168,7 +168,7 @@ def test_a_damaged_checkpoint_is_left_out_and_the_next_of_its_name_is_not(
 
 @pytest.fixture
 def server_that_breaks_off() -> Iterator[str]:
-    """A server that begins an upload, then is gone."""
+    """A server that accepts the begin of an upload, then disconnects."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

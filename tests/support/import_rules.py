@@ -34,7 +34,7 @@ SMALL_LIBRARIES = frozenset({"tomli_w"})
 """Libraries that the packages below may import next to the standard library: `dependencies` of
 pyproject.toml. Programs in payload/orchestrate/node and bootstrap may not."""
 ROOT = "root"
-"""`payload/__init__.py`, which has the version alone."""
+"""`payload/__init__.py`, which only has the version."""
 PULUMI = frozenset({"pulumi", "pulumi_gcp", "pulumi_command", "pulumi_random", "pulumi_tls"})
 
 # A module may compute its constants while it is imported; it may not touch the world.
@@ -51,12 +51,12 @@ _HARMLESS_CALLS = frozenset({"logging.getLogger"})
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The imports that one area of the code may have."""
+    """The allowed imports of one area of the code."""
 
     own: frozenset[str]
     """Packages of `payload`, and its root."""
     never: frozenset[str] = frozenset()
-    """Modules from elsewhere."""
+    """Forbidden external modules."""
     stdlib_only: bool = False
 
 
@@ -144,9 +144,9 @@ REGISTRIES = frozenset(
     PurePosixPath("payload/orchestrate/sites/registry.py"),
     PurePosixPath("payload/train/models/loading.py"),
 }
-"""They import the files of their package by names that they find there, or parsers by a table."""
+"""They import the files of their package, or parsers of a table, by name."""
 OPTIMIZERS = PurePosixPath("payload/optimizers")
-"""Its files import torch where they construct an optimizer, and for type checkers."""
+"""Its files import torch only to construct an optimizer, and for type checkers."""
 EXPORTER_MODULE = PurePosixPath("payload/monitor/exporter.py")
 SSH_MODULES = tuple(
     PurePosixPath("payload/orchestrate/ssh", name)
@@ -177,7 +177,7 @@ def violations(path: PurePosixPath, source: str) -> list[str]:
 
 
 def _deferred(tree: ast.Module) -> set[int]:
-    """Lines that run in calls of functions alone, or that type checkers alone read."""
+    """Return the lines that only run in function calls, or are only for type checkers."""
     return {
         line
         for node in ast.walk(tree)
@@ -188,10 +188,10 @@ def _deferred(tree: ast.Module) -> set[int]:
 
 
 def imports(tree: ast.Module, *, path: PurePosixPath) -> Iterator[tuple[int, str]]:
-    """Line and full module name of every import in the file, within functions too.
+    """Yield line and full module name of every import in the file, also within functions.
 
-    `from a import b` counts as `a.b`: b may be a module. An import by a name that is only known
-    when the program runs counts as a module called `?`.
+    `from a import b` counts as `a.b`, as b can be a module. An import by a name that is computed at
+    run time counts as the module `?`.
     """
     package = path.parent.parts
     for node in ast.walk(tree):
@@ -210,7 +210,7 @@ def imports(tree: ast.Module, *, path: PurePosixPath) -> Iterator[tuple[int, str
             yield node.lineno, value if isinstance(value, str) else "?"
 
 
-# What runs code that its input names: an unpickled object's constructor can be any function.
+# Modules that run code named by their input: unpickling can call any function.
 _UNPICKLING_MODULES = frozenset(
     {"pickle", "_pickle", "cPickle", "pickletools", "shelve", "marshal", "dbm"}
     | {"dill", "cloudpickle", "joblib", "jsonpickle", "multiprocessing"}
@@ -220,7 +220,7 @@ _UNPICKLING_NAMES = frozenset(
     | {f"{verb}_object_list" for verb in ("broadcast", "scatter", "send", "recv")}
     | {"all_gather_object", "gather_object", "broadcast_object", "gather_object_list"}
 )
-# Without any of these in its text a file has nothing to be found: most are not parsed.
+# Files without any of these texts are not parsed.
 _UNPICKLING_TRACES = re.compile(
     "|".join([*sorted(_UNPICKLING_MODULES | _UNPICKLING_NAMES), "__import__", "import_module"])
     + r"|allow_pickle|torch\W*load\b"
@@ -228,8 +228,8 @@ _UNPICKLING_TRACES = re.compile(
 
 
 def unpickling(path: PurePosixPath, source: str) -> list[str]:
-    """Return where `source` uses pickle or what builds on it, one line each."""
-    # Python reads letters beyond ASCII as others, so a name may be spelt with them.
+    """Return a line for each use of pickle, or of a module based on it, in `source`."""
+    # Python normalises non-ASCII letters in names, so names can be spelt differently.
     if source.isascii() and not _UNPICKLING_TRACES.search(source):
         return []
     tree = ast.parse(source, filename=str(path))
@@ -267,7 +267,7 @@ def _unpickling_call(call: ast.Call) -> Iterator[str]:
 
 
 def work_at_import(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and kind of every statement that does more than define and compute names."""
+    """Yield line and kind of every statement that does more than define and compute names."""
     yield from _work(tree.body)
 
 
