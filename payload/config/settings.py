@@ -228,7 +228,7 @@ def _in_range(value: Any, limits: Mapping[str, Any], *, written: Any) -> Any:
     for each in value if isinstance(value, tuple) else (value,):
         # Texts become paths, names and lines of files.
         if isinstance(each, str) and (each != printable(each) or "\n" in each):
-            raise RefusedError("pattern", "a text without control characters is needed.")
+            raise RefusedError("pattern", "must be text without control characters.")
     is_whole = isinstance(written, int) and not isinstance(written, bool)
     if is_whole and limits.get("high") is None and written > _MAX_INTEGER:
         raise RefusedError("high", _MAX_INTEGER)
@@ -238,7 +238,7 @@ def _in_range(value: Any, limits: Mapping[str, Any], *, written: Any) -> Any:
 def _requirement(refused: RefusedError, hint: Any) -> str:
     """Return the sentence with the requirement that a refused value violates."""
     if typing.get_origin(hint) is tuple:
-        return 'a list of texts is needed, as in ["a", "b"].'
+        return 'must be a list of texts, as in ["a", "b"].'
     kind, *others = (each for each in members_of(hint) if each is not type(None))
     names = ["none"] * (type(None) in members_of(hint))
     names += [name for each in others for name in typing.get_args(each)]
@@ -249,14 +249,14 @@ def _requirement(refused: RefusedError, hint: Any) -> str:
         case "pattern":
             return str(refused.wanted)
         case "type" if kind is bool:
-            return "write true or false."
+            return "must be true or false."
         case "type" if kind is str:
-            return f"a text in quotes is needed{optional}."
+            return f"must be text in quotes{optional}."
         case "type":
             number = refused.value
             is_one = isinstance(number, int if kind is int else (int, float))
             if is_one and not isinstance(number, bool):
-                return "a finite number is needed."
-            return f"a {'whole ' if kind is int else ''}number is needed{optional}."
+                return "must be a finite number."
+            return f"must be a {'whole ' if kind is int else ''}number{optional}."
         case _:
-            return f"it {refused.problem()}."
+            return f"{refused.problem()}."

@@ -204,7 +204,7 @@ def _named(default: str | tuple[str, ...], *, key: str) -> Any:
 
 
 def _whole(default: int, *, key: str) -> Any:
-    return checked(default, key=key, low=0, refusal="; a whole number is needed.")
+    return checked(default, key=key, low=0, refusal=": must be a whole number.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +216,7 @@ class _Settings:
     region: str = _named(DEFAULTS.region, key="region")
     zones: tuple[str, ...] = _named((), key="zones")
     spot: Spot = checked(  # noqa: RUF009 - a field
-        DEFAULTS.spot, refusal="; use false, true or auto."
+        DEFAULTS.spot, refusal=": must be false, true or auto."
     )
     disk_type: str = _named(DEFAULTS.disk_type, key="diskType")
     disk_gb: int = _whole(DEFAULTS.disk_gb, key="diskGb")

@@ -123,7 +123,7 @@ def test_a_line_break_becomes_no_line_of_the_batch_script(
     [
         ("slurm.time=soon", r"slurm\.time = 'soon': write minutes"),
         ("slurm.partition=a b", r"slurm\.partition = 'a b': use a name"),
-        ("slurm.nodes=0", r"slurm\.nodes = 0: it must be at least 1"),
+        ("slurm.nodes=0", r"slurm\.nodes = 0: must be at least 1"),
         ("slurm.extra='--nodes=4'", r"'--nodes=4' is set by the run"),
         *(
             (f"slurm.extra='{word}'", f"{word.split('=')[0]}.* is set by the run")

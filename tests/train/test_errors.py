@@ -72,7 +72,7 @@ def _sets(*overrides: str) -> Spoil:
     [
         (_config("[nonsense]\n"), "unknown section: 'nonsense'", 10),
         (_config("= 3\n"), "not valid TOML", 10),
-        (_sets("train.steps=many"), "train.steps = 'many': a whole number is needed", 10),
+        (_sets("train.steps=many"), "train.steps = 'many': must be a whole number", 10),
         (_sets("batch.micro_batch_size=3"), "is not a multiple of micro_batch_size = 3", 10),
         (
             _sets("data.dir=/nowhere"),
