@@ -241,7 +241,7 @@ def test_logs_and_profiles_together_have_a_limit_and_leave_half_of_the_disk(
     assert collect_from_store(stored.store, stored.paths, say=said.append) is not None
     brought = sorted(path.name for path in stored.paths.logs.iterdir())
     assert brought == ["a.log", "c.log", "rank_0000.log"] and not stored.paths.profile.exists()
-    (warning,) = [line for line in said if "not brought" in line]
+    (warning,) = [line for line in said if "not downloaded" in line]
     assert "2 log(s) or profile(s) are not downloaded, the first is logs/b.log" in warning
     assert stored.paths.metrics.read_bytes() == rows(2)
 
@@ -251,7 +251,7 @@ def test_logs_and_profiles_together_have_a_limit_and_leave_half_of_the_disk(
     collect_from_store(
         stored.store, RunPaths(stored.paths.root.parent.parent / "r"), say=said.append
     )
-    assert ["the first logs/b.log" in line for line in said if "not brought" in line] == [True]
+    assert ["the first is logs/b.log" in line for line in said if "not downloaded" in line] == [True]
 
 
 @pytest.mark.processes

@@ -173,7 +173,7 @@ def test_what_is_spoilt_in_the_store_is_passed_over(
         found = fetch_newest(store, tmp_path / "there", passed_over=note)
         assert found is not None and found.name == "step_00000001"
         assert [line.partition(":")[0] for line in passed] == ["step_00000004", "step_00000003"]
-        assert "sha256" in passed[0] and "bytes" in passed[1]
+        assert "SHA-256" in passed[0] and "bytes" in passed[1]
 
 
 def test_a_store_that_is_down_is_named_once_and_is_left_after_the_final_wait(

@@ -217,13 +217,13 @@ def test_data_in_a_bucket_is_brought_once_and_verified(
     store = open_store(parse_store_address(place))
     config = parse_run_config("", overrides=[f"data.dir={place}"], where="test")
     said: list[str] = []
-    with pytest.raises(DataError, match=r"there is no meta\.json"):
+    with pytest.raises(DataError, match=r"meta\.json is missing"):
         bring_data_here(config, env=os.environ, say=said.append)
     for path in data.iterdir():
         put(store, path.name, path.read_bytes())
     bring_data_here(config, env=os.environ, say=said.append)
     bring_data_here(config, env=os.environ, say=said.append)
-    assert len([line for line in said if line.startswith("data: ")]) == 1
+    assert len([line for line in said if line.startswith("downloading data: ")]) == 1
     here = config.data.folder()
     assert here.is_relative_to(tmp_path / "home")
     assert content_of(here) == content_of(data)
@@ -231,11 +231,11 @@ def test_data_in_a_bucket_is_brought_once_and_verified(
     train = (data / "train.bin").read_bytes()
     put(store, "train.bin", bytes([train[0] ^ 1]) + train[1:])
     shutil.rmtree(here)
-    with pytest.raises(DataError, match=r"sha256 of train\.bin"):
+    with pytest.raises(DataError, match=r"SHA-256 of train\.bin"):
         bring_data_here(config, env=os.environ, say=said.append)
     assert not here.exists()
     put(store, "meta.json", (data / "meta.json").read_bytes().replace(b'"train.bin"', b'"../x"'))
-    with pytest.raises(DataError, match="no file of a data folder"):
+    with pytest.raises(DataError, match="not a file of a data folder"):
         bring_data_here(config, env=os.environ, say=said.append)
 
 

@@ -77,7 +77,7 @@ def test_a_new_run_s_second_uploader_goes_on_where_the_first_one_was_killed(
     other.root.mkdir()
     state, _ = upload_all(other, store, is_new=True)
     assert not state.is_drained
-    assert "has a run of this id already" in str(state.problem)
+    assert "already has a run with this id" in str(state.problem)
 
 
 def test_a_late_writer_changes_nothing_of_the_new_owner_s_checkpoint(
@@ -135,7 +135,7 @@ def test_what_is_left_out_is_said_and_the_store_has_not_all(
     paths.metrics.write_text("x" * 301)
     state, said = upload_all(paths, store)
     assert state.is_idle and not state.is_drained
-    assert [line for line in said if "metrics.jsonl is not uploaded" in line] == said
+    assert [line for line in said if "metrics.jsonl is no longer uploaded" in line] == said
 
 
 def test_a_damaged_checkpoint_is_left_out_and_the_next_of_its_name_is_not(

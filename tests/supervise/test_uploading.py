@@ -93,7 +93,7 @@ def test_the_newest_checkpoint_comes_from_the_store_and_the_run_says_so(resumed:
     assert resumed.checkpoint(1000).is_dir()
     assert notes[-1].startswith("the run resumes from step_00001000, downloaded from /")
     said = (resumed.logs / "storage.log").read_text().splitlines()
-    assert said[0].startswith("bringing step_00001000 (0.00 GB) from /")
+    assert said[0].startswith("downloading step_00001000 (0.00 GB) from /")
 
 
 def test_a_restore_that_lasts_is_noted_meanwhile(
@@ -162,7 +162,7 @@ def test_an_older_checkpoint_of_the_disk_is_taken_with_a_word(resumed: RunPaths)
     write_checkpoint(resumed.checkpoints, 500, seed=3)
     notes: list[str] = []
     restore(resumed, notes)
-    assert "goes on from step_00000500 of the disk: step_00001000 in the store" in notes[-1]
+    assert "resumes from step_00000500 on the disk: step_00001000 in the store" in notes[-1]
 
 
 @pytest.mark.parametrize("on_disk", [True, False])
@@ -183,7 +183,7 @@ def test_a_run_that_had_no_checkpoint_yet_begins_anew(resumed: RunPaths) -> None
     notes: list[str] = []
     before = restore(resumed, notes)
     assert before is not None and before.spent_s == 12.0
-    assert "has no checkpoint yet" in notes[-1]
+    assert "nor the disk has a checkpoint yet" in notes[-1]
 
 
 def test_an_earlier_word_is_forgotten_and_a_lost_run_is_not_taken_back(

@@ -445,7 +445,7 @@ def _take_checkpoint(
         paths.checkpoints,
         run=known_identity(paths),
         known=known,
-        passed_over=lambda name, why: say(f"warning: {name} in the store is passed over: {why}"),
+        passed_over=lambda name, why: say(f"warning: {name} in the store is skipped: {why}"),
         after_step=-1 if here is None else checkpoint_step(here),
     )
     if found is not None:
