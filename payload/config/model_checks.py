@@ -80,8 +80,8 @@ def require_weights(spec: ModelSpec, folder: Path) -> None:
             )
         if header.shape != shape:
             raise CheckpointError(
-                f"{folder}: {name} is {list(header.shape)}, {list(shape)} in its {CONFIG_FILE}. "
-                "Name the folder of a whole model."
+                f"{folder}: {name} has the shape {list(header.shape)}, but its {CONFIG_FILE} "
+                f"requires {list(shape)}. Name the folder of a whole model."
             )
         if not header.is_weight():
             raise CheckpointError(

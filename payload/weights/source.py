@@ -210,7 +210,9 @@ def _newest(
 def _require_hub_name(name: str, path: Path, *, setting: str) -> None:
     """Raise CheckpointError if `name` is a path, not NAME or OWNER/NAME, optionally @REVISION."""
     if path.exists():
-        raise CheckpointError(f"{setting} = {name!r}: a file that is not a .gguf. Name its folder.")
+        raise CheckpointError(
+            f"{setting} = {name!r}: that is a file, but not a .gguf. Name its folder."
+        )
     is_path = name.startswith(("/", "./", "../", "~")) or HubName.parse(name) is None
     # `runs/typo` is a path if the folder `runs` exists.
     if is_path or (len(path.parts) > 1 and Path(path.parts[0]).is_dir()):

@@ -322,7 +322,7 @@ def test_a_vocabulary_without_tokenizer_json_is_compared(tmp_path: Path) -> None
     find_codec(own)
 
     other = old_folder(tmp_path / "other", first="!")
-    with pytest.raises(CheckpointError, match=r"'other' has vocab\.json and no tokenizer\.json, "):
+    with pytest.raises(CheckpointError, match=r"'other' has vocab\.json but no tokenizer\.json, "):
         require_same_tokenizer(meta, data=data, folder=other, init="other", error=CheckpointError)
     with pytest.raises(CheckpointError, match=r"and that is not GPT-2's\. Make it with: python"):
         find_codec(other)

@@ -289,7 +289,7 @@ CASES = {
     "another tokenizer": Case(
         other_tokenizer,
         "data.dir = '{data}' was prepared with the tokenizer gpt2, but model.init = '{model}' has "
-        "another one. Prepare the data with the model's: {prepare}",
+        "another tokenizer. Prepare the data with it: {prepare}",
         has_sizes=True,
     ),
     "context too long": Case(
@@ -358,7 +358,7 @@ CASES = {
     "more layers than weights": Case(
         config(num_hidden_layers=3),
         "{model}: it has no tensor model.layers.2.input_layernorm.weight, which its config.json "
-        f"asks for. {A_WHOLE_MODEL}",
+        f"requires. {A_WHOLE_MODEL}",
         has_sizes=True,
         trained="{model}: not the weights that config.json describes: 9 missing (first: "
         f"model.layers.2.input_layernorm.weight). {A_WHOLE_MODEL}",
@@ -408,13 +408,14 @@ CASES = {
     ),
     "a tensor's shape": Case(
         tensors(lambda found: found.update({A_MATRIX: torch.zeros(WIDTH, 32)})),
-        f"{{model}}: {A_MATRIX} is [16, 32], its config.json says [32, 16]. {A_WHOLE_MODEL}",
+        f"{{model}}: {A_MATRIX} has the shape [16, 32], but its config.json requires [32, 16]. "
+        f"{A_WHOLE_MODEL}",
         has_sizes=True,
         trained=f"{{model}}: {A_MATRIX} is (16, 32), config.json says (32, 16). {A_WHOLE_MODEL}",
     ),
     "a missing tensor": Case(
         tensors(lambda found: found.pop(A_MATRIX)),
-        f"{{model}}: it has no tensor {A_MATRIX}, which its config.json asks for. {A_WHOLE_MODEL}",
+        f"{{model}}: it has no tensor {A_MATRIX}, which its config.json requires. {A_WHOLE_MODEL}",
         has_sizes=True,
         trained="{model}: not the weights that config.json describes: 1 missing (first: "
         f"{A_MATRIX}). {A_WHOLE_MODEL}",

@@ -289,7 +289,7 @@ def test_a_damaged_identity_is_never_replaced(content: str, tmp_path: Path) -> N
     path = tmp_path / ".cluster" / "dev" / "identity.json"
     path.parent.mkdir(parents=True)
     path.write_text(content, encoding="utf-8")
-    with pytest.raises(ConfigError, match="bring it back"):
+    with pytest.raises(ConfigError, match="Restore the file"):
         settle_cluster_identity(tmp_path, "dev")
     assert path.read_text(encoding="utf-8") == content
 
