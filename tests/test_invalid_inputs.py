@@ -291,8 +291,8 @@ def test_a_table_of_labels_that_cannot_be_learned(
         ),
         (
             ("batch.micro_batch_size=most",),
-            "--set batch.micro_batch_size=most: batch.micro_batch_size = 'most': a whole number "
-            'is needed (or "auto").',
+            "--set batch.micro_batch_size=most: batch.micro_batch_size = 'most': must be a whole "
+            'number (or "auto").',
         ),
         (
             ("batch.global_batch_size=7", "batch.micro_batch_size=2"),
