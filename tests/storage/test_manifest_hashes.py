@@ -120,7 +120,7 @@ def test_a_step_that_is_trained_again_after_a_resume_is_no_false_alarm(
     assert found is not None and content_of(found) == content_of(second.checkpoint(5))
     assert known_hashes(here).by_name().keys() == {f"step_{step:08d}" for step in range(1, 6)}
     assert [line for line in said if "is skipped" in line or UNKNOWN in line] == []
-    # Who has not heard of the second attempt is told, and gets what both agree on.
+    # A machine that has not seen the second attempt is warned, and gets the agreed one.
     late = run_at(tmp_path / "late", hashes_of=head)
     found = collect_from_store(store, late, say=said.append)
     assert found == late.checkpoint(4)
